@@ -1,0 +1,1 @@
+"""Forward passes over the tree: any Hugging Face decoder over our own slots."""

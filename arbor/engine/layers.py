@@ -1,0 +1,174 @@
+"""Finding a decoder's layers, stopping after one of them, and letting rows leave between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbor.errors import ModelError
+
+Leave = Callable[[int, Tensor], Tensor | None]
+"""Asked after each layer with (layer, hidden [T', d] of the rows still running): bool [T'] of the rows that leave
+now, or None."""
+
+
+class StoppableLayers(nn.ModuleList):
+    """A decoder's own list of layers that can end early.
+
+    The model's own loop runs over it, so its own norm and head still run, and state_dict keys do not change. (A loop of
+    our own over the layers is silently wrong for models that hand different layers different rotary embeddings.)
+    """
+
+    stop_after: int | None = None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for index, layer in enumerate(super().__iter__()):
+            if self.stop_after is not None and index > self.stop_after:
+                return
+            yield layer
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            # not a copy: `for layer in self.layers[: n]` must see where to stop
+            layers = [self._modules[str(i)] for i in range(*index.indices(len(self)))]
+            end = len(layers) if self.stop_after is None else self.stop_after + 1
+            return layers[:end]
+        return super().__getitem__(index)
+
+
+def install(model: nn.Module, count: int) -> StoppableLayers:
+    """Replace the decoder's list of layers, in place, by a stoppable one.
+
+    Args:
+        model: a `*ForCausalLM`.
+        count: layers the config promises.
+
+    Raises:
+        ModelError: no list of so many layers with attention was found.
+    """
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, StoppableLayers):
+                return child
+            if (
+                isinstance(child, nn.ModuleList)
+                and len(child) == count
+                and all(any(hasattr(m, "layer_idx") for m in layer.modules()) for layer in child)
+            ):
+                layers = StoppableLayers(list(child))
+                setattr(parent, name, layers)
+                return layers
+    raise ModelError(
+        "arch-unsupported",
+        f"{type(model).__name__} keeps no list of {count} decoder layers with attention.",
+        "See 'arbor info MODEL'.",
+    )
+
+
+class Tap:
+    """Hooks on the layers for one forward: hidden states of chosen layers, and rows that leave early.
+
+    Args:
+        layers: of the decoder.
+        rows: T, rows of the batch.
+        hidden: layers whose output is kept.
+        leave: asked after each layer; None if no row leaves.
+        last: the layer after which the forward ends.
+
+    Attributes:
+        hidden: layer -> [T, d] (before the final norm); rows that left keep their last state.
+        alive: int64 [T'], rows still running.
+        exit_layer: int64 [T], last layer each row went through.
+    """
+
+    def __init__(
+        self,
+        layers: StoppableLayers,
+        rows: int,
+        hidden: Sequence[int],
+        leave: Leave | None,
+        last: int,
+        on_leave: Callable[[Tensor], None],
+    ) -> None:
+        self.hidden: dict[int, Tensor] = {}
+        self.alive = torch.arange(rows)
+        self.exit_layer = torch.full((rows,), last, dtype=torch.int64)
+        self._rows = rows
+        self._wanted = frozenset(hidden)
+        self._leave = leave
+        self._last = last
+        self._on_leave = on_leave
+        self._left: Tensor | None = None  # [T, d]: states of the rows that left
+        self._handles: list[Any] = []
+        for index, layer in enumerate(layers):
+            if leave is not None:
+                self._handles.append(
+                    layer.register_forward_pre_hook(self._cut_arguments, with_kwargs=True)
+                )
+            if leave is not None or index in self._wanted:
+                self._handles.append(layer.register_forward_hook(self._after(index)))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _cut(self, thing: Any) -> Any:
+        """Keep the rows alive of whatever has one entry per row in dimension 1."""
+        if isinstance(thing, Tensor):
+            if thing.dim() >= 2 and thing.shape[0] == 1 and thing.shape[1] == self._rows:
+                return thing.index_select(1, self.alive.to(thing.device))
+            return thing
+        if isinstance(thing, tuple | list):
+            return type(thing)(self._cut(part) for part in thing)
+        if isinstance(thing, dict):
+            return {key: self._cut(part) for key, part in thing.items()}
+        return thing
+
+    def _cut_arguments(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(self.alive) == self._rows:
+            return None
+        first, rest = args[:1], args[1:]  # the hidden state has its rows alive already
+        kept = {
+            key: value if key == "hidden_states" else self._cut(value)
+            for key, value in kwargs.items()
+        }
+        return first + self._cut(rest), kept
+
+    def _after(self, index: int) -> Callable[[nn.Module, Any, Any], Any]:
+        def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+            state = output[0] if isinstance(output, tuple) else output
+            changed = state
+            if self._leave is not None and index < self._last:
+                gone = self._leave(index, state[0])
+                if gone is not None and bool(gone.any()):
+                    if self._left is None:
+                        self._left = state.new_zeros(self._rows, state.shape[-1])
+                    rows = self.alive[gone.cpu()]
+                    self._left[rows.to(state.device)] = state[0][gone]
+                    self.exit_layer[rows] = index
+                    self.alive = self.alive[~gone.cpu()]
+                    changed = state[:, ~gone]
+                    self._on_leave(self.alive)
+            whole = self._whole(changed)
+            if index in self._wanted:
+                self.hidden[index] = whole[0].clone()
+            if index == self._last:
+                changed = whole  # the model's own norm and head see every row
+            if changed is state:
+                return None
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return hook
+
+    def _whole(self, state: Tensor) -> Tensor:
+        """All T rows: the running ones from `state` [1, T', d], the others as they left."""
+        if self._left is None:
+            return state
+        whole = self._left.clone()
+        whole[self.alive.to(state.device)] = state[0]
+        return whole.unsqueeze(0)

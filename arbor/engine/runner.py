@@ -1,0 +1,217 @@
+"""ModelRunner: the only place that calls the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbor.engine.attention import IMPLEMENTATION, AttentionCall, LayerSpec, answered_by, probe
+from arbor.engine.layers import Leave, Tap, install
+from arbor.engine.plan import ForwardPlan, select_rows
+from arbor.errors import ModelError
+from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.memory.pool import KVPool, LayerKV
+
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What a forward returns.
+
+    Attributes:
+        logits: [n, V] float32, of the plan's `logit_rows`.
+        hidden: layer -> [T, d], output of the chosen layers (before the final norm).
+        exit_layer: int64 [T], the last layer each row went through; None when all ran to the end.
+        mass: float32 [slots + 1], attention mass each slot received in the chosen layers, summed over rows, query
+            heads and layers; None unless asked.
+    """
+
+    logits: Tensor
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    exit_layer: Tensor | None = None
+    mass: Tensor | None = None
+
+
+class ModelRunner:
+    """An unmodified Hugging Face decoder whose attention reads our slots.
+
+    Args:
+        model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
+        backend: runs the attention.
+
+    Raises:
+        ModelError: a layer we cannot run exactly, by name.
+    """
+
+    def __init__(self, model: nn.Module, backend: AttentionBackend) -> None:
+        self.model = model.eval()
+        self.backend = backend
+        config: Any = model.config
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        check_layer_types(self.config)
+        self.layer_count = int(self.config.num_hidden_layers)
+        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        self._layers = install(model, self.layer_count)
+        self.specs = _checked(probe(model, self.layer_count), self.config)
+        parameter = next(model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+
+    @property
+    def layer_kv(self) -> tuple[LayerKV, ...]:
+        """What each layer stores per token, as probed."""
+        return tuple(
+            LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo)
+            for s in self.specs
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        *,
+        stop_after: int | None = None,
+        hidden: Sequence[int] = (),
+        leave: Leave | None = None,
+        mass: Mapping[int, Tensor | None] | None = None,
+    ) -> ForwardResult:
+        """Run one ragged batch; every layer writes all new K/V before it attends.
+
+        Args:
+            plan: the batch.
+            pool: holds the context, receives the new K/V.
+            stop_after: last layer to run (0-based); norm and head follow it. None = all.
+            hidden: layers whose outputs are returned.
+            leave: asked after each layer which rows leave; they write no K/V in later layers, and their logits come from
+                the state they left with.
+            mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all.
+        """
+        last = self.layer_count - 1 if stop_after is None else stop_after
+        assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
+        attend = _Attention(plan, pool, self.backend, self.device, mass or {})
+        tap = None
+        if hidden or leave is not None:
+            tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
+        self._layers.stop_after = None if stop_after is None else last
+        try:
+            with answered_by(attend):
+                output = self.model(
+                    input_ids=plan.ids.unsqueeze(0).to(self.device),
+                    position_ids=plan.positions.unsqueeze(0).to(self.device),
+                    use_cache=False,
+                    logits_to_keep=plan.logit_rows.to(self.device),
+                )
+        finally:
+            self._layers.stop_after = None
+            if tap is not None:
+                tap.remove()
+        return ForwardResult(
+            logits=output.logits[0].float(),
+            hidden=tap.hidden if tap is not None else {},
+            exit_layer=tap.exit_layer if leave is not None and tap is not None else None,
+            mass=attend.mass,
+        )
+
+
+class _Attention:
+    """Answers the attention calls of one forward: write, then attend."""
+
+    def __init__(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        backend: AttentionBackend,
+        device: torch.device,
+        mass: Mapping[int, Tensor | None],
+    ) -> None:
+        self._plan = plan
+        self._pool = pool
+        self._backend = backend
+        self._write = plan.write.to(device)
+        self._alive: Tensor | None = None
+        self._plans: dict[AttentionShape, Any] = {}
+        self._mass_heads = mass
+        self.mass: Tensor | None = None
+
+    def keep_rows(self, alive: Tensor) -> None:
+        """From the next layer on only these rows (int64 [T']) run."""
+        self._alive = alive
+        self._write = self._plan.write[alive].to(self._write.device)
+        self._plans.clear()
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        pool, layer = self._pool, call.layer
+        pool.write(layer, self._write, call.k, call.v)
+        if self._alive is not None and len(self._alive) == 0:
+            return call.q.new_zeros(0, call.shape.num_qo_heads, call.shape.head_dim_vo)
+        plan = self._plans.get(call.shape)
+        if plan is None:
+            layout = self._plan.layout(call.shape.window)
+            if self._alive is not None:
+                layout = select_rows(layout, self._alive, call.shape.window)
+            plan = self._plans[call.shape] = self._backend.plan(layout, call.shape)
+        out, lse = self._backend.run(plan, call.q, pool.k[layer], pool.v[layer], call.sinks)
+        if layer in self._mass_heads:
+            heads = self._mass_heads[layer]
+            added = self._backend.mass(plan, call.q, pool.k[layer], lse, heads)
+            self.mass = added if self.mass is None else self.mass + added
+        return out
+
+
+def check_layer_types(config: Any) -> None:
+    """Refuse layer types whose attention our segments cannot express, from the config alone.
+
+    Raises:
+        ModelError: names the types and the layers.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    wrong = sorted({kind for kind in kinds if kind not in SUPPORTED_LAYERS})
+    if wrong:
+        places = [i for i, kind in enumerate(kinds) if kind in wrong]
+        raise ModelError(
+            "arch-unsupported",
+            f"model_type '{config.model_type}': layers {_ranges(places)} are {', '.join(wrong)}; "
+            f"arbor runs {' and '.join(SUPPORTED_LAYERS)} exactly.",
+            "See 'arbor info MODEL'.",
+            model_type=config.model_type,
+            layers=places,
+        )
+    if getattr(config, "is_causal", True) is False:
+        raise ModelError(
+            "arch-unsupported",
+            f"model_type '{config.model_type}' is not causal.",
+            "See 'arbor info MODEL'.",
+            model_type=config.model_type,
+        )
+
+
+def _checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
+    """The specs, if every layer called our attention."""
+    missing = [index for index, spec in enumerate(specs) if spec is None]
+    if missing:
+        raise ModelError(
+            "arch-unsupported",
+            f"model_type '{config.model_type}': layers {_ranges(missing)} have no attention KV "
+            "that arbor could own.",
+            "See 'arbor info MODEL'.",
+            model_type=config.model_type,
+            layers=missing,
+        )
+    return tuple(spec for spec in specs if spec is not None)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> '0-2, 5'."""
+    parts: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], -2]:
+        if number != previous + 1:
+            parts.append(f"{start}-{previous}" if previous > start else str(start))
+            start = number
+        previous = number
+    return ", ".join(parts)

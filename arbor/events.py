@@ -1,0 +1,226 @@
+"""What can happen in a run: frozen records, one union, one kind of listener.
+
+Events are records, never control flow. Trace, live view, metrics, callbacks and golden tests share this vocabulary.
+`KV` is slots (tokens) per tier after the event; `elapsed_s` is wall time the thing took, for people: no decision reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """Slots held after an event. `device` counts every allocated slot, temporary ones included."""
+
+    device: int
+    host: int = 0
+    compressed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """First event of a run: everything needed to repeat it."""
+
+    name: ClassVar[str] = "header"
+    schema: str
+    run: str
+    created: str
+    arbor: str
+    task: str
+    problem: str
+    seed: int
+    expected: str | None
+    model: dict[str, Any]  # id, architecture, dtype, layers, kv_bytes_per_token
+    device: dict[str, Any]  # name, torch, transformers, backend
+    config: dict[str, Any]  # controller, verifier, sampling, budget: resolved
+    kv: dict[str, Any]  # budget_tokens, full_tokens, smallest_tokens, bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A block was opened; the root with its prompt's length in tokens, every other block with none."""
+
+    name: ClassVar[str] = "node"
+    node: int
+    parent: int | None
+    index: int
+    depth: int
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A block closed (ArborKV's Boundary)."""
+
+    name: ClassVar[str] = "boundary"
+    node: int
+    ids: tuple[int, ...]
+    text: str
+    stop: Literal["step", "eos", "length", "limit"]
+    logprob: float
+    confidence: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The controller chose leaves to grow."""
+
+    name: ClassVar[str] = "select"
+    leaves: Counts  # (leaf, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The running leaves changed (ArborKV's Transition). `distance` is edges from the old ones, the minimum per leaf, summed."""
+
+    name: ClassVar[str] = "transition"
+    leaves: tuple[int, ...]
+    previous: tuple[int, ...]
+    distance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """More slots were needed than were free (ArborKV's Pressure)."""
+
+    name: ClassVar[str] = "pressure"
+    needed: int
+    free: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Tokens left the device. `nodes` holds how many each block lost."""
+
+    name: ClassVar[str] = "evict"
+    cause: Literal["boundary", "transition", "pressure", "close"]
+    nodes: Counts
+    kv: KV
+
+
+@dataclass(frozen=True, slots=True)
+class Rehydrated:
+    """Missing tokens of a path came back. `nodes` holds how many each block regained."""
+
+    name: ClassVar[str] = "rehydrate"
+    nodes: Counts
+    mode: Literal["recompute", "fetch"]
+    kv: KV
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """Forward passes of one kind since the last such event (one per prefill, question and decoded wave).
+
+    Attributes:
+        rows: rows run through the model.
+        steps: forward passes.
+        read_tokens: keys read if every row read its whole path by itself.
+        unique_read_tokens: keys the cascade reads: each shared span once.
+    """
+
+    name: ClassVar[str] = "forward"
+    kind: Literal["prefill", "decode", "verify"]
+    rows: int
+    steps: int
+    read_tokens: int
+    unique_read_tokens: int
+    kv: KV
+    peak: int  # most device slots allocated at any instant of the run so far
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Candidates were valued. `values` belong to `nodes`, in order."""
+
+    name: ClassVar[str] = "verify"
+    verifier: str
+    nodes: tuple[int, ...]
+    values: tuple[float, ...]
+    asked: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """The search gave blocks up."""
+
+    name: ClassVar[str] = "prune"
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """A path came to an end, with the answer it gives."""
+
+    name: ClassVar[str] = "terminal"
+    node: int
+    answer: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer of the whole run; `correct` by the task's grader where the task can grade it."""
+
+    name: ClassVar[str] = "answer"
+    node: int | None
+    path: tuple[int, ...]
+    text: str | None
+    score: float
+    correct: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Last event of a run, with the run's own counters (`Metrics`)."""
+
+    name: ClassVar[str] = "end"
+    status: Literal["solved", "exhausted", "limit", "timeout", "interrupted", "error"]
+    nodes: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+Event = (
+    Header
+    | Opened
+    | Boundary
+    | Selected
+    | Transition
+    | Pressure
+    | Evicted
+    | Rehydrated
+    | Forwarded
+    | Verified
+    | Pruned
+    | Terminal
+    | Answered
+    | Ended
+)
+
+Listener = Callable[[Event], None]
+
+EVENTS: tuple[type[Event], ...] = (
+    Header,
+    Opened,
+    Boundary,
+    Selected,
+    Transition,
+    Pressure,
+    Evicted,
+    Rehydrated,
+    Forwarded,
+    Verified,
+    Pruned,
+    Terminal,
+    Answered,
+    Ended,
+)

@@ -1,0 +1,245 @@
+"""KVMemory: the only writer of spans; every slot has an owner, and the budget is the pool's size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from arbor.memory.pool import KVPool, LayerKV
+from arbor.memory.slots import NO_OWNER, SlotTable
+from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
+
+
+class KVMemory:
+    """The KV of one tree.
+
+    The pool has exactly as many slots as the budget, so that no event, transient or not, can hold more.
+
+    Args:
+        layers: what each layer stores per token.
+        slots: the budget.
+        dtype, device: of the pool.
+        debug: poison freed slots with NaN and check every invariant after every change.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerKV],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        debug: bool = False,
+    ) -> None:
+        self.pool = KVPool(layers, slots, dtype, device)
+        self.table = SlotTable(slots)
+        self.debug = debug
+        self.tree: ThoughtTree | None = None
+
+    # What there is
+
+    @property
+    def slots(self) -> int:
+        """The budget in tokens."""
+        return self.table.slots
+
+    @property
+    def used(self) -> int:
+        """Slots in use, temporary ones included."""
+        return self.table.used
+
+    @property
+    def free(self) -> int:
+        return self.table.free
+
+    @property
+    def peak(self) -> int:
+        """Most slots ever in use at one instant since `attach`."""
+        return self.table.peak
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.pool.bytes_per_token
+
+    def attach(self, tree: ThoughtTree) -> None:
+        """Serve a new tree; whatever was held for another one is freed."""
+        if self.tree is not None:
+            self.release(self.tree.nodes)
+        assert self.table.used == 0, f"{self.table.used} slots are still in use without a tree"
+        self.table.peak = 0
+        self.tree = tree
+
+    def release(self, nodes: Sequence[Node]) -> int:
+        """Drop everything the blocks hold; returns how many slots became free."""
+        return sum(self.evict(node, np.flatnonzero(node.span.resident)) for node in nodes)
+
+    # Blocks
+
+    def starts(self, length: int, count: int) -> NDArray[np.int32]:
+        """Where `count` new blocks of up to `length` tokens may best begin; a hint, see `SlotTable.runs`."""
+        starts = self.table.runs(length, count)
+        return np.concatenate([starts, np.full(count - len(starts), NO_SLOT, np.int32)])
+
+    def place(
+        self,
+        node: Node,
+        offsets: NDArray[np.int64],
+        *,
+        exact: bool,
+        depth: int,
+        first: int = NO_SLOT,
+    ) -> NDArray[np.int32]:
+        """Give tokens of a block slots to be written in the next forward.
+
+        Args:
+            node: the block.
+            offsets: int64 [m] into its tokens, increasing; none of them resident.
+            exact: every earlier token of the path is resident and exact, or will be in the same forward.
+            depth: layers that will be written.
+            first: preferred first slot.
+
+        Returns:
+            int32 [m] slots.
+        """
+        span = node.span
+        assert (span.slot[offsets] == NO_SLOT).all(), (
+            f"block {node.id}: a resident token was placed again"
+        )
+        slots = self.table.take(len(offsets), first)
+        self.table.owner[slots] = node.id
+        self.table.token[slots] = np.asarray(node.tokens, np.int32)[offsets]
+        self.table.position[slots] = node.start + offsets
+        span.slot[offsets] = slots
+        span.tier[offsets] = Tier.DEVICE
+        span.exact[offsets] = exact
+        span.depth[offsets] = depth
+        self._changed()
+        return slots
+
+    def append(self, node: Node, near: int, *, exact: bool, depth: int) -> int:
+        """`place` for the last token of a block, the one call a decode step makes per leaf; returns its slot."""
+        table, span = self.table, node.span
+        offset = len(node.tokens) - 1
+        if 0 <= near < table.slots and table.references[near] == 0:
+            slot = near
+            table.references[slot] = 1
+            table.used += 1
+            table.peak = max(table.peak, table.used)
+        else:
+            slot = int(table.take(1)[0])
+        table.owner[slot] = node.id
+        table.token[slot] = node.tokens[offset]
+        table.position[slot] = node.start + offset
+        span.slot[offset] = slot
+        span.tier[offset] = Tier.DEVICE
+        span.exact[offset] = exact
+        span.depth[offset] = depth
+        if self.debug:
+            self._changed()
+        return slot
+
+    def rewrite(
+        self, node: Node, offsets: NDArray[np.int64], *, exact: bool, depth: int
+    ) -> NDArray[np.int32]:
+        """Resident tokens whose K/V the next forward computes anew, in place; returns their slots, int32 [m]."""
+        slots = node.span.slot[offsets]
+        assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
+        node.span.exact[offsets] = exact
+        node.span.depth[offsets] = depth
+        return slots.copy()
+
+    def evict(self, node: Node, offsets: NDArray[np.int64]) -> int:
+        """Drop resident tokens of a block; returns how many slots became free (shared ones stay for the others)."""
+        span = node.span
+        slots = span.slot[offsets]
+        assert (slots != NO_SLOT).all(), f"block {node.id}: an absent token was evicted"
+        if len(slots) == 0:
+            return 0
+        span.slot[offsets] = NO_SLOT
+        span.tier[offsets] = Tier.DROPPED
+        span.exact[offsets] = False
+        span.depth[offsets] = 0
+        freed = self._release(slots)
+        self._changed()
+        return freed
+
+    def share(self, source: Node, target: Node, count: int) -> None:
+        """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no copy.
+
+        Raises nothing: callers share only what is equal; `check` would find anything else.
+        """
+        assert source.parent is target.parent, "only siblings hold equal K/V for equal tokens"
+        assert source.tokens[:count] == target.tokens[:count], "shared tokens must be equal"
+        first = slice(0, count)
+        slots = source.span.slot[first]
+        assert (slots != NO_SLOT).all() and (target.span.slot[first] == NO_SLOT).all()
+        self.table.retain(slots)
+        target.span.slot[first] = slots
+        target.span.tier[first] = source.span.tier[first]
+        target.span.exact[first] = source.span.exact[first]
+        target.span.depth[first] = source.span.depth[first]
+        self._changed()
+
+    # Questions: tokens that belong to no block
+
+    def borrow(self, tokens: Sequence[int], position: int) -> NDArray[np.int32]:
+        """Temporary slots for tokens after a path, at consecutive positions; give them back with `give_back`."""
+        slots = self.table.take(len(tokens))
+        self.table.owner[slots] = NO_OWNER
+        self.table.token[slots] = tokens
+        self.table.position[slots] = np.arange(position, position + len(tokens))
+        return slots
+
+    def give_back(self, slots: NDArray[np.int32]) -> None:
+        """End of a question."""
+        self._release(slots)
+
+    def _release(self, slots: NDArray[np.int32]) -> int:
+        freed = self.table.release(slots)
+        if self.debug and len(freed):
+            self.pool.poison(freed)
+        return len(freed)
+
+    # Invariants
+
+    def _changed(self) -> None:
+        if self.debug:
+            self.check()
+
+    def check(self) -> None:
+        """Assert every invariant: partition, ownership, references, what each slot says it holds, exactness."""
+        table = self.table
+        references = np.zeros(table.slots, np.int32)
+        for node in self.tree or ():
+            span = node.span
+            assert len(span) == len(node.tokens), (
+                f"block {node.id}: span and tokens differ in length"
+            )
+            resident = span.resident
+            assert ((span.tier == Tier.DEVICE) == resident).all(), (
+                f"block {node.id}: tier without slot"
+            )
+            assert not (span.exact & ~resident).any(), (
+                f"block {node.id}: exact but not on the device"
+            )
+            slots = span.slot[resident]
+            assert len(np.unique(slots)) == len(slots), f"block {node.id} names a slot twice"
+            references[slots] += 1
+            tokens = np.asarray(node.tokens, np.int32)[resident]
+            positions = (node.start + np.arange(len(span)))[resident]
+            assert (table.token[slots] == tokens).all(), (
+                f"block {node.id}: a slot holds another token"
+            )
+            assert (table.position[slots] == positions).all(), (
+                f"block {node.id}: a slot has another position"
+            )
+        temporary = (table.references > 0) & (table.owner == NO_OWNER)
+        references[temporary] += 1
+        assert (table.references == references).all(), "references do not add up"
+        assert table.used == int((table.references > 0).sum()), "used slots do not add up"
+        assert table.used <= table.peak <= table.slots, (
+            "the peak was not recorded, or the budget broken"
+        )

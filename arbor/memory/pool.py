@@ -1,0 +1,80 @@
+"""The tensors that hold K and V, one slot per token, in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """What one layer stores per token: `num_kv_heads` keys of `head_dim_qk` and values of `head_dim_vo`."""
+
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+
+    @property
+    def numbers(self) -> int:
+        """Numbers stored per token."""
+        return self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo)
+
+
+class KVPool:
+    """K and V of every layer with page size 1, plus one trash slot for rows whose K/V nobody keeps.
+
+    k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised (the system commits pages on first
+    use). Slot `trash` is the last one; no key list ever names it.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerKV], slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = tuple(layers)
+        self.slots = slots
+        self.dtype = dtype
+        self.device = device
+        self.k = [self._zeros(layer.num_kv_heads, layer.head_dim_qk) for layer in layers]
+        self.v = [self._zeros(layer.num_kv_heads, layer.head_dim_vo) for layer in layers]
+
+    def _zeros(self, heads: int, width: int) -> Tensor:
+        return torch.zeros(self.slots + 1, heads, width, dtype=self.dtype, device=self.device)
+
+    @property
+    def trash(self) -> int:
+        """The slot that takes K/V nobody will read."""
+        return self.slots
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes one slot holds over all layers, K and V."""
+        return bytes_per_token(self.layers, self.dtype)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store new K/V of one layer.
+
+        Args:
+            layer: layer index.
+            slots: int64 [T]; several rows may name the trash slot.
+            k: [T, H_kv, D_k].
+            v: [T, H_kv, D_v].
+        """
+        self.k[layer].index_copy_(0, slots, k)
+        self.v[layer].index_copy_(0, slots, v)
+
+    def poison(self, slots: NDArray[np.int32]) -> None:
+        """Overwrite freed slots with NaN, so that a reader that should not be there is seen (debug mode)."""
+        index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
+        for k, v in zip(self.k, self.v, strict=True):
+            k[index] = torch.nan
+            v[index] = torch.nan
+
+
+def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
+    """KV bytes of one token over all layers."""
+    return sum(layer.numbers for layer in layers) * dtype.itemsize

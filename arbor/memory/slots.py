@@ -1,0 +1,104 @@
+"""The account of the pool's slots: who owns each, what it holds, and which are free."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.tree import NO_SLOT, Tier
+
+NO_OWNER = -1
+
+
+class SlotTable:
+    """`(token, position, owner, references, tier)` per slot, and the free slots.
+
+    A slot is free iff it has no references. Page size is 1, so nothing is ever half used.
+
+    Attributes:
+        token: int32 [slots], the token whose K/V lies there; -1 if free.
+        position: int32 [slots], its position on the path.
+        owner: int32 [slots], the id of the block that allocated it; `NO_OWNER` for temporary slots.
+        references: int32 [slots], spans (and questions) that use it.
+        used: slots in use now.
+        peak: most slots ever in use at one instant.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.token = np.full(slots, NO_SLOT, np.int32)
+        self.position = np.full(slots, NO_SLOT, np.int32)
+        self.owner = np.full(slots, NO_OWNER, np.int32)
+        self.references = np.zeros(slots, np.int32)
+        self.used = 0
+        self.peak = 0
+
+    @property
+    def free(self) -> int:
+        """Slots nobody uses."""
+        return self.slots - self.used
+
+    @property
+    def tier(self) -> NDArray[np.int8]:
+        """int8 [slots]: DEVICE where in use, DROPPED where free (other tiers have stores of their own)."""
+        return np.where(self.references > 0, Tier.DEVICE, Tier.DROPPED).astype(np.int8)
+
+    def runs(self, length: int, count: int) -> NDArray[np.int32]:
+        """Starts of `count` free stretches of `length` slots each, back to back where possible; claims nothing.
+
+        A wave's blocks opened at these starts grow in equal strides, so that a backend can read all of them as one
+        strided view. Returns fewer starts (possibly none) where the free slots are too scattered.
+        """
+        free = np.flatnonzero(self.references == 0)
+        if len(free) == 0:
+            return np.empty(0, np.int32)
+        breaks = np.flatnonzero(np.diff(free) != 1) + 1
+        first = free[np.concatenate(([0], breaks))]
+        size = np.diff(np.concatenate(([0], breaks, [len(free)])))
+        whole = np.flatnonzero(size >= length * count)
+        if len(whole):
+            return (first[whole[0]] + length * np.arange(count)).astype(np.int32)
+        starts = [f + length * np.arange(s // length) for f, s in zip(first, size, strict=True)]
+        return np.concatenate(starts)[:count].astype(np.int32)
+
+    def take(self, count: int, first: int = NO_SLOT) -> NDArray[np.int32]:
+        """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a contiguous
+        stretch, else the lowest free slots. The caller has made room.
+
+        Returns:
+            int32 [count].
+        """
+        assert count <= self.free, (
+            f"{count} slots wanted, {self.free} free: room was not made first"
+        )
+        if first >= 0 and first + count <= self.slots:
+            near = np.arange(first, first + count, dtype=np.int32)
+            if not self.references[near].any():
+                return self._claim(near)
+        if count > 1:
+            start = self.runs(count, 1)
+            if len(start):
+                return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32))
+        return self._claim(np.flatnonzero(self.references == 0)[:count].astype(np.int32))
+
+    def _claim(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        self.references[slots] = 1
+        self.used += len(slots)
+        self.peak = max(self.peak, self.used)
+        return slots
+
+    def retain(self, slots: NDArray[np.int32]) -> None:
+        """One more reference to slots in use."""
+        assert (self.references[slots] > 0).all(), "a free slot cannot be shared"
+        self.references[slots] += 1
+
+    def release(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """One reference less; returns the slots that became free, int32."""
+        assert (self.references[slots] > 0).all(), "a slot was released twice"
+        self.references[slots] -= 1
+        freed = slots[self.references[slots] == 0]
+        self.token[freed] = NO_SLOT
+        self.position[freed] = NO_SLOT
+        self.owner[freed] = NO_OWNER
+        self.used -= len(freed)
+        return freed

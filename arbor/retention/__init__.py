@@ -1,0 +1,1 @@
+"""How many tokens each block keeps on the device, and which."""

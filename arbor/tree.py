@@ -1,0 +1,275 @@
+"""The thought-block tree: structure, geometry, and where each block's KV lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import networkx
+
+NO_SLOT = -1
+
+
+class Tier(IntEnum):
+    """Where one token's KV lies; a token is in exactly one tier."""
+
+    DEVICE = 0
+    HOST = 1
+    COMPRESSED = 2
+    DROPPED = 3
+
+
+class NodeState(StrEnum):
+    """What the search may still do with a block."""
+
+    OPEN = "open"  # being decoded
+    CLOSED = "closed"  # ended at a boundary; may be expanded
+    TERMINAL = "terminal"  # the path gives an answer, or can give none
+    PRUNED = "pruned"  # the search has given it up
+
+
+class Span:
+    """Residency of one block's KV, a growable struct of arrays over its tokens.
+
+    Only `KVMemory` writes it. Each property is a view of the first `len(self)` entries:
+
+    tier: int8 [n], a `Tier` per token.
+    slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
+    exact: bool [n], every earlier token of the path was resident and exact when this one was written.
+    depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row left early).
+    """
+
+    __slots__ = ("_depth", "_exact", "_length", "_slot", "_tier")
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._tier = np.full(16, Tier.DROPPED, np.int8)
+        self._slot = np.full(16, NO_SLOT, np.int32)
+        self._exact = np.zeros(16, np.bool_)
+        self._depth = np.zeros(16, np.int16)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tier(self) -> NDArray[np.int8]:
+        return self._tier[: self._length]
+
+    @property
+    def slot(self) -> NDArray[np.int32]:
+        return self._slot[: self._length]
+
+    @property
+    def exact(self) -> NDArray[np.bool_]:
+        return self._exact[: self._length]
+
+    @property
+    def depth(self) -> NDArray[np.int16]:
+        return self._depth[: self._length]
+
+    @property
+    def resident(self) -> NDArray[np.bool_]:
+        """Tokens on the device, bool [n]."""
+        return self.slot >= 0
+
+    def grow(self, count: int) -> None:
+        """Append `count` tokens that hold no KV yet (tier DROPPED)."""
+        needed = self._length + count
+        if needed > len(self._slot):
+            extra = max(needed, 2 * len(self._slot)) - len(self._slot)
+            self._tier = np.concatenate([self._tier, np.full(extra, Tier.DROPPED, np.int8)])
+            self._slot = np.concatenate([self._slot, np.full(extra, NO_SLOT, np.int32)])
+            self._exact = np.concatenate([self._exact, np.zeros(extra, np.bool_)])
+            self._depth = np.concatenate([self._depth, np.zeros(extra, np.int16)])
+        self._length = needed
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A thought block.
+
+    Attributes:
+        id: small integer in order of creation; the root is 0.
+        parent: None for the root.
+        index: which child of its parent this is, 0-based; part of the random stream's key.
+        start: position of its first token on the path.
+        depth: edges to the root.
+        tokens: token ids; never discarded, whatever happens to their KV.
+        text: the tokens as text, set when the block closes.
+        span: residency of its KV.
+        state: see `NodeState`.
+        value: the search's opinion, in [0, 1]; MSVE's v.
+        visits: how often the search backed a result up through it.
+        logprob: sum of the tokens' log probabilities under the model.
+        confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
+        top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
+    """
+
+    id: int
+    parent: Node | None
+    index: int
+    start: int
+    depth: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    children: list[Node] = field(default_factory=list)
+    span: Span = field(default_factory=Span)
+    state: NodeState = NodeState.OPEN
+    value: float = 0.0
+    visits: int = 0
+    logprob: float = 0.0
+    confidence: float = 0.0
+    top1: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"Node({self.id}, {self.state}, tokens={len(self.tokens)}, value={self.value:.3f})"
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def path(self) -> list[Node]:
+        """Root to self, both included."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Child indices from the root to self; names the block whatever the order of expansion."""
+        return tuple(node.index for node in self.path[1:])
+
+    @property
+    def thoughts(self) -> list[str]:
+        """The thoughts' texts along the path, root (the prompt) excluded."""
+        return [node.text for node in self.path[1:]]
+
+
+class ThoughtTree:
+    """Blocks in order of creation, and the geometry retention policies ask for."""
+
+    def __init__(self, prompt: Iterable[int], text: str = "") -> None:
+        root = Node(id=0, parent=None, index=0, start=0, depth=0, text=text)
+        root.tokens.extend(prompt)
+        root.span.grow(len(root.tokens))
+        root.state = NodeState.CLOSED
+        self.nodes: list[Node] = [root]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __getitem__(self, node_id: int) -> Node:
+        return self.nodes[node_id]
+
+    @property
+    def root(self) -> Node:
+        return self.nodes[0]
+
+    @property
+    def tokens(self) -> int:
+        """Unique tokens of the shared tree, prompt included: what full retention would hold."""
+        return sum(len(node.tokens) for node in self.nodes)
+
+    def fork(self, parent: Node) -> Node:
+        """A new, empty, open child; copies nothing."""
+        child = Node(
+            id=len(self.nodes),
+            parent=parent,
+            index=len(parent.children),
+            start=parent.end,
+            depth=parent.depth + 1,
+        )
+        parent.children.append(child)
+        self.nodes.append(child)
+        return child
+
+    def append(self, node: Node, token: int) -> None:
+        """One more token of an open block; its KV is not there yet."""
+        assert node.state is NodeState.OPEN, f"block {node.id} is {node.state}, not open"
+        node.tokens.append(token)
+        node.span.grow(1)
+
+    def paths(self, leaves: Iterable[Node]) -> list[Node]:
+        """Path*: the union of the leaves' paths, each block once, parents before children."""
+        seen: dict[int, Node] = {}
+        for leaf in leaves:
+            for node in leaf.path:
+                seen.setdefault(node.id, node)
+        return [seen[node_id] for node_id in sorted(seen)]
+
+    def common_ancestor(self, first: Node, second: Node) -> Node:
+        """The deepest block on both paths."""
+        while first is not second:
+            if first.depth >= second.depth:
+                assert first.parent is not None
+                first = first.parent
+            else:
+                assert second.parent is not None
+                second = second.parent
+        return first
+
+    def distance(self, first: Node, second: Node) -> int:
+        """Edges between two blocks: d_i + d_j - 2 d_lca (ArborKV section 3)."""
+        return first.depth + second.depth - 2 * self.common_ancestor(first, second).depth
+
+    def distances(self, leaves: Iterable[Node]) -> NDArray[np.int64]:
+        """Edges from every block to the nearest of `leaves` (ArborKV's Delta, the minimum over several leaves).
+
+        Returns:
+            int64 [len(self)], indexed by node id; 0 for the leaves themselves. One breadth-first pass, O(N).
+        """
+        far = np.iinfo(np.int64).max
+        result = np.full(len(self.nodes), far, np.int64)
+        queue = list(leaves)
+        for leaf in queue:
+            result[leaf.id] = 0
+        for node in queue:
+            near = [*node.children, node.parent] if node.parent is not None else node.children
+            for other in near:
+                if result[other.id] == far:
+                    result[other.id] = result[node.id] + 1
+                    queue.append(other)
+        return result
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The tree as a directed graph: node ids with value, state, tokens and text; edges parent to child."""
+        import networkx
+
+        graph = networkx.DiGraph()
+        for node in self.nodes:
+            graph.add_node(
+                node.id,
+                value=node.value,
+                state=node.state.value,
+                tokens=len(node.tokens),
+                text=node.text,
+            )
+            if node.parent is not None:
+                graph.add_edge(node.parent.id, node.id)
+        return graph
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a policy decides about one block: which of its tokens stay on the device.
+
+    index: int64 [k], offsets into the block's tokens, sorted and unique, shared by all heads.
+    """
+
+    node: Node
+    index: NDArray[np.int64]

@@ -1,0 +1,58 @@
+"""What a verifier is: how good is a thought, judged without the answer key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from arbor.tasks.base import Problem, Task
+from arbor.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verifier says of a batch of candidates.
+
+    Attributes:
+        values: worth of each candidate in [0, 1], in the order given.
+        asked: candidates the model was asked about (0 for verifiers that need no model).
+    """
+
+    values: tuple[float, ...]
+    asked: int
+
+
+@runtime_checkable
+class Asker(Protocol):
+    """The part of the engine a verifier may use; every question runs within the KV budget."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a continuation (no special tokens)."""
+        ...
+
+    def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
+        """The model's next-token logits after `path of node + question`, for each pair; leaves the tree as it was.
+
+        Returns:
+            [len(nodes), V] float32.
+        """
+        ...
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """A judge and its settings: a frozen dataclass."""
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether it asks the model (then one path's budget includes the question)."""
+        ...
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """Values of closed or terminal blocks."""
+        ...
