@@ -1,0 +1,147 @@
+"""Cascade attention on CUDA by FlashInfer's paged prefill kernels, one wrapper per level, merged by logsumexp."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
+from .torch_cascade import TorchCascade
+
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+WORKSPACE_BYTES = 128 << 20
+
+
+@dataclass(slots=True)
+class FlashInferPlan:
+    """Planned wrappers, the last level first (the only one in which every row reads something)."""
+
+    shape: AttentionShape
+    layout: CascadeLayout
+    wrappers: tuple[Any, ...]
+    by_hand: Any = None  # the torch plan, made when attention mass is asked for
+
+
+class FlashInferCascade:
+    """FlashInfer's `BatchPrefillWithPagedKVCacheWrapper` at page size 1, one call per cascade level.
+
+    `MultiLevelCascadeAttentionWrapper` does the same with a fixed number of levels and keeps no logsumexp, which attention
+    mass and sinks need; so the levels are called one by one here. The backend is always ``fa2``: ``fa3`` takes no
+    page-size-1 tables as fast and has let NaN of unused memory through.
+
+    Args:
+        device: a CUDA device.
+        dtype: of queries and pool: float16 or bfloat16 (float32 stays with `TorchCascade`).
+
+    Raises:
+        ImportError: flashinfer is not installed; the message says what to install.
+        ValueError: a dtype FlashInfer has no kernels for.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"FlashInfer runs float16 and bfloat16, not {dtype}.")
+        try:
+            self._flashinfer = importlib.import_module("flashinfer")
+        except ImportError as error:
+            raise ImportError(
+                "The CUDA backend needs flashinfer: pip install 'arbor-search[cuda]'."
+            ) from error
+        self.device = device
+        self.dtype = dtype
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        # plan() copies from a pinned buffer of its wrapper asynchronously, so a wrapper is planned again only in the next
+        # forward, whose start has waited for this one's logits
+        self._wrappers: dict[tuple[AttentionShape, int], Any] = {}
+        self._torch = TorchCascade()
+
+    def plan(self, layout: CascadeLayout, shape: AttentionShape) -> FlashInferPlan:
+        """Plan every level; see `AttentionBackend.plan`.
+
+        Raises:
+            ValueError: a head dimension FlashInfer has no kernel for.
+        """
+        if shape.head_dim_qk not in HEAD_DIMS or shape.head_dim_vo not in HEAD_DIMS:
+            raise ValueError(f"FlashInfer has kernels for head_dim {HEAD_DIMS}, not {shape}.")
+        wrappers = []
+        for index, level in enumerate(reversed(layout.levels)):
+            wrapper = self._wrapper(shape, index)
+            self._plan_level(wrapper, level, shape)
+            wrappers.append(wrapper)
+        return FlashInferPlan(shape, layout, tuple(wrappers))
+
+    def _wrapper(self, shape: AttentionShape, index: int) -> Any:
+        key = (shape, index)
+        if key not in self._wrappers:
+            self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace_of(index), "NHD", backend="fa2"
+            )
+        return self._wrappers[key]
+
+    def _workspace_of(self, index: int) -> Tensor:
+        """Levels of one forward are in flight together: each has a float workspace of its own."""
+        if index == 0:
+            return self._workspace
+        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+
+    def _plan_level(self, wrapper: Any, level: CascadeLevel, shape: AttentionShape) -> None:
+        requests = len(level.qo_indptr) - 1
+        lengths = level.kv_indptr[1:] - level.kv_indptr[:-1]
+        window = -1 if shape.window is None or not level.causal else shape.window - 1
+        wrapper.plan(
+            level.qo_indptr,
+            level.kv_indptr,
+            level.kv_indices.to(self.device, non_blocking=True),
+            (lengths > 0).to(torch.int32),  # last page: one slot, or none where nothing is read
+            shape.num_qo_heads,
+            shape.num_kv_heads,
+            shape.head_dim_qk,
+            1,
+            head_dim_vo=shape.head_dim_vo,
+            causal=level.causal,
+            sm_scale=shape.scaling,
+            window_left=window,
+            logits_soft_cap=shape.softcap,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            non_blocking=True,
+        )
+        assert requests >= 1, "a level has at least one request"
+
+    def run(
+        self,
+        plan: FlashInferPlan,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.run`. FlashInfer's logsumexp is in base 2; ours is natural."""
+        paged = (k_pool.unsqueeze(1), v_pool.unsqueeze(1))
+        q = q.contiguous()
+        first, *others = plan.wrappers
+        out, lse = first.run(q, paged, return_lse=True)
+        for wrapper in others:
+            more, more_lse = wrapper.run(q, paged, return_lse=True)
+            self._flashinfer.merge_state_in_place(out, lse, more, more_lse)
+        lse = lse * math.log(2)
+        return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+
+    def mass(
+        self,
+        plan: FlashInferPlan,
+        q: Tensor,
+        k_pool: Tensor,
+        lse: Tensor,
+        heads: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.mass`; a torch pass over K, as no shipped kernel returns sums."""
+        if plan.by_hand is None:
+            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
+        return self._torch.mass(plan.by_hand, q, k_pool, lse, heads)

@@ -1,0 +1,106 @@
+"""What is right: attention over slots in the slowest and clearest way, one row and one head at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import AttentionShape, CascadeLayout, apply_sinks
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    """The slots every row reads.
+
+    Attributes:
+        shape: what the layer asks.
+        slots: per row, int64 [n] slots in order of level and position; may be empty.
+    """
+
+    shape: AttentionShape
+    slots: tuple[Tensor, ...]
+
+
+class ReferenceAttention:
+    """The `AttentionBackend` all others are held to.
+
+    Computes in float32 (float64 for float64 inputs), never batches, touches only the slots a row reads.
+    """
+
+    def plan(self, layout: CascadeLayout, shape: AttentionShape) -> ReferencePlan:
+        """Writes out every row's key list: levels, end-aligned causality and windows become plain lists."""
+        slots: list[list[int]] = [[] for _ in range(layout.rows)]
+        for level in layout.levels:
+            qo_indptr = level.qo_indptr.tolist()
+            kv_indptr = level.kv_indptr.tolist()
+            kv_indices = level.kv_indices.tolist()
+            for request in range(len(qo_indptr) - 1):
+                first_row, end_row = qo_indptr[request], qo_indptr[request + 1]
+                keys = kv_indices[kv_indptr[request] : kv_indptr[request + 1]]
+                for row in range(first_row, end_row):
+                    first, last = 0, len(keys) - 1
+                    if level.causal:
+                        last = len(keys) - (end_row - first_row) + (row - first_row)
+                        if shape.window is not None:
+                            first = max(0, last - shape.window + 1)
+                    slots[row] += keys[first : last + 1]
+        return ReferencePlan(shape, tuple(torch.tensor(s, dtype=torch.int64) for s in slots))
+
+    def run(
+        self,
+        plan: ReferencePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
+        shape, work = plan.shape, _work_dtype(q)
+        out = torch.zeros(*q.shape[:2], shape.head_dim_vo, dtype=work, device=q.device)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=work, device=q.device)
+        for row, slots in enumerate(plan.slots):
+            if not len(slots):
+                continue
+            for head in range(shape.num_qo_heads):
+                logits = _logits(shape, q[row, head], k_pool, slots.to(q.device), head)
+                values = v_pool[slots.to(q.device), head // shape.group].to(work)
+                out[row, head] = torch.softmax(logits, 0) @ values
+                lse[row, head] = torch.logsumexp(logits, 0)
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        return out.to(q.dtype), lse.float()
+
+    def mass(
+        self,
+        plan: ReferencePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        lse: Tensor,
+        heads: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.mass`."""
+        shape = plan.shape
+        counted = range(shape.num_kv_heads) if heads is None else heads.tolist()
+        mass = torch.zeros(k_pool.shape[0], dtype=_work_dtype(q), device=q.device)
+        for row, row_slots in enumerate(plan.slots):
+            slots = row_slots.to(q.device)
+            for kv_head in counted:
+                for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
+                    logits = _logits(shape, q[row, head], k_pool, slots, head)
+                    mass.index_add_(0, slots, torch.exp(logits - lse[row, head]))
+        return mass.float()
+
+
+def _work_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _logits(shape: AttentionShape, q: Tensor, k_pool: Tensor, slots: Tensor, head: int) -> Tensor:
+    """Scaled, capped logits [n] of one query [D_k] over the keys in `slots`."""
+    work = _work_dtype(q)
+    logits = k_pool[slots, head // shape.group].to(work) @ q.to(work) * shape.scaling
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    return logits

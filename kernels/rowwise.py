@@ -1,0 +1,96 @@
+"""Attention one row at a time, in the order of the path: a row's bits do not depend on what else is in the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .base import AttentionShape, CascadeLayout, apply_sinks
+
+
+@dataclass(frozen=True, slots=True)
+class RowwisePlan:
+    """shape, and per row int64 [n] slots in order of position."""
+
+    shape: AttentionShape
+    keys: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RowwiseAttention:
+    """The backend of `deterministic=True`.
+
+    A row's keys are gathered from all its levels into one list, so the cascade's grouping, the number of rows and the
+    places of the slots leave no trace in the result: equal keys and queries give equal bits. Slower than the cascade: it
+    reads shared spans once per row.
+    """
+
+    def plan(self, layout: CascadeLayout, shape: AttentionShape) -> RowwisePlan:
+        """Flatten a layout into one key list per row."""
+        parts: list[list[Tensor]] = [[] for _ in range(layout.rows)]
+        for level in layout.levels:
+            rows, ends = level.qo_indptr.tolist(), level.kv_indptr.tolist()
+            for request in range(len(rows) - 1):
+                keys = level.kv_indices[ends[request] : ends[request + 1]].long()
+                for row in range(rows[request], rows[request + 1]):
+                    last = len(keys) - (rows[request + 1] - 1 - row) if level.causal else len(keys)
+                    first = 0
+                    if level.causal and shape.window is not None:
+                        first = max(0, last - shape.window)
+                    parts[row].append(keys[first:last])
+        return RowwisePlan(shape, tuple(torch.cat(part) for part in parts))
+
+    def run(
+        self,
+        plan: RowwisePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.run`."""
+        shape = plan.shape
+        heads, group = shape.num_kv_heads, shape.group
+        out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
+        lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
+        for row, keys in enumerate(plan.keys):
+            k = k_pool.index_select(0, keys.to(k_pool.device)).permute(1, 2, 0)  # [H_kv, D_k, n]
+            v = v_pool.index_select(0, keys.to(v_pool.device)).transpose(0, 1)  # [H_kv, n, D_v]
+            logits = _logits(q[row].reshape(heads, group, -1), k, shape)
+            total = torch.logsumexp(logits, dim=-1, keepdim=True)
+            weights = torch.exp(logits - total).to(v.dtype)
+            out[row] = (weights @ v).reshape(shape.num_qo_heads, -1)
+            lse[row] = total.reshape(-1)
+        return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)
+
+    def mass(
+        self,
+        plan: RowwisePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        lse: Tensor,
+        heads: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.mass`."""
+        shape = plan.shape
+        mass = torch.zeros(k_pool.shape[0], dtype=torch.float32, device=k_pool.device)
+        for row, keys in enumerate(plan.keys):
+            keys = keys.to(k_pool.device)
+            k = k_pool.index_select(0, keys).permute(1, 2, 0)
+            grouped = q[row].reshape(shape.num_kv_heads, shape.group, -1)
+            logits = _logits(grouped, k, shape)
+            weights = torch.exp(logits.float() - lse[row].reshape(shape.num_kv_heads, -1, 1))
+            chosen = weights if heads is None else weights.index_select(0, heads)
+            mass.index_add_(0, keys, chosen.sum(dim=(0, 1)))
+        return mass
+
+
+def _logits(q: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
+    """Scaled and capped logits, [H_kv, G, n], at least float32."""
+    logits = q @ k * shape.scaling
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    return logits
