@@ -25,6 +25,14 @@ class Tier(IntEnum):
     DROPPED = 3
 
 
+_NOTHING = (
+    np.empty(0, np.int8),
+    np.empty(0, np.int32),
+    np.empty(0, np.bool_),
+    np.empty(0, np.int16),
+)
+
+
 class NodeState(StrEnum):
     """What the search may still do with a block."""
 
@@ -49,10 +57,7 @@ class Span:
 
     def __init__(self) -> None:
         self._length = 0
-        self._tier = np.full(16, Tier.DROPPED, np.int8)
-        self._slot = np.full(16, NO_SLOT, np.int32)
-        self._exact = np.zeros(16, np.bool_)
-        self._depth = np.zeros(16, np.int16)
+        self._tier, self._slot, self._exact, self._depth = _NOTHING  # a fork allocates nothing
 
     def __len__(self) -> int:
         return self._length
@@ -82,7 +87,7 @@ class Span:
         """Append `count` tokens that hold no KV yet (tier DROPPED)."""
         needed = self._length + count
         if needed > len(self._slot):
-            extra = max(needed, 2 * len(self._slot)) - len(self._slot)
+            extra = max(needed, 2 * len(self._slot), 16) - len(self._slot)
             self._tier = np.concatenate([self._tier, np.full(extra, Tier.DROPPED, np.int8)])
             self._slot = np.concatenate([self._slot, np.full(extra, NO_SLOT, np.int32)])
             self._exact = np.concatenate([self._exact, np.zeros(extra, np.bool_)])

@@ -34,6 +34,10 @@ class StopRule:
             text = self._pieces[token] = self._tokenizer.decode([token])
         return text
 
+    def is_eos(self, token: int) -> bool:
+        """Whether the token ends a sequence."""
+        return token in self._eos
+
     def after(self, tokens: list[int]) -> Stop | None:
         """Why the block ends with its last token; None if it goes on. A stop may span several tokens."""
         last = tokens[-1]

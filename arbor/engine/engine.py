@@ -71,12 +71,20 @@ class Engine:
         self._last_used: dict[int, int] = {}
         self._computed: set[int] = set()
         self._clock = 0
-        self.interrupted = False
+        self._interrupted: Callable[[], bool] = lambda: False
 
     # Life of a tree
 
-    def open(self, tree: ThoughtTree, slots: int) -> None:
-        """Begin a tree within a budget of `slots`; the last tree's KV is freed."""
+    def open(
+        self, tree: ThoughtTree, slots: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Begin a tree within a budget of `slots`; the last tree's KV is freed.
+
+        Args:
+            tree: holds only its root.
+            slots: tokens of KV.
+            interrupted: asked after every decode step whether to give up the blocks in progress.
+        """
         if self._memory is None or self._memory.slots != slots:
             self._memory = KVMemory(
                 self.runner.layer_kv,
@@ -91,7 +99,7 @@ class Engine:
         self._last_used.clear()
         self._computed.clear()
         self._clock = 0
-        self.interrupted = False
+        self._interrupted = interrupted
 
     @property
     def memory(self) -> KVMemory:
@@ -154,11 +162,21 @@ class Engine:
                         text="",
                     )
                 )
-        order = sorted(children, key=lambda child: child.key)
-        parents = [child.parent for child in order]
-        for wave in self._waves([p for p in parents if p is not None], [longest] * len(order)):
-            self._decode([order[i] for i in wave], growth)
+        self.decode(children, growth)
         return children
+
+    def decode(self, children: Sequence[Node], growth: Growth) -> None:
+        """Decode open blocks up to their boundaries, together as far as the budget allows.
+
+        Args:
+            children: open blocks without KV, empty or with a first token that is given rather than sampled.
+            growth: how.
+        """
+        longest = growth.stop.max_tokens
+        order = sorted(children, key=lambda child: child.key)
+        parents = [child.parent for child in order if child.parent is not None]
+        for wave in self._waves(parents, [longest] * len(order)):
+            self._decode([order[i] for i in wave], growth)
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits after `path + question`, for each pair; leaves the tree as it was.
@@ -414,7 +432,8 @@ class Engine:
         ]
         began, steps, ran, read, unique = time.perf_counter(), 0, 0, 0, 0
         shared: SharedPrefix | None = None
-        self._choose(rows, logits, growth)
+        new = [i for i, row in enumerate(rows) if not row.node.tokens]
+        self._choose([rows[i] for i in new], logits[new], growth)
         while rows:
             for row in rows:
                 row.next_slot = 1 + self.memory.append(
@@ -434,7 +453,7 @@ class Engine:
                 self._close([rows[i] for i in done], logits[done])
                 going = [i for i, row in enumerate(rows) if row.stop is None]
                 rows, logits, shared = [rows[i] for i in going], logits[going], None
-            if self.interrupted and rows:
+            if rows and self._interrupted():
                 self._cut(rows)
                 break
             if rows:
@@ -445,6 +464,8 @@ class Engine:
 
     def _choose(self, rows: Sequence[_Row], logits: Tensor, growth: Growth) -> None:
         """Sample one token per row, and see whether it ends the block."""
+        if not rows:
+            return
         greedy = growth.sampling.temperature == 0
         uniforms = [0.0 if greedy else float(row.random.random()) for row in rows]
         drawn = sample(logits, uniforms, growth.sampling)

@@ -57,7 +57,7 @@ class ModelRunner:
         self.layer_count = int(self.config.num_hidden_layers)
         model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
         self._layers = install(model, self.layer_count)
-        self.specs = _checked(probe(model, self.layer_count), self.config)
+        self.specs = checked(probe(model, self.layer_count), self.config)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
 
@@ -190,7 +190,7 @@ def check_layer_types(config: Any) -> None:
         )
 
 
-def _checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
+def checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
     """The specs, if every layer called our attention."""
     missing = [index for index, spec in enumerate(specs) if spec is None]
     if missing:

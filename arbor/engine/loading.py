@@ -1,0 +1,194 @@
+"""From what a user writes (a directory, a Hub id, `builtin:sapling`) to a model and its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from arbor.errors import ModelError, UnknownName
+
+BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model lies: `name` as the user wrote it, `path` what transformers loads from."""
+
+    name: str
+    path: str
+
+
+def locate(model: str | os.PathLike[str]) -> Source:
+    """Find a model without reading its weights.
+
+    Raises:
+        ModelError: no such directory, or a directory without config or weights.
+        UnknownName: an unknown ``builtin:`` model.
+    """
+    name = os.fspath(model)
+    if name.startswith("builtin:"):
+        builtin = name.removeprefix("builtin:")
+        if builtin not in BUILTIN:
+            raise UnknownName("model", name, [f"builtin:{known}" for known in BUILTIN])
+        return _directory(name, BUILTIN[builtin])
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _directory(name, path)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.exists()
+    if looks_local:
+        what = "is a file, not a directory" if path.exists() else "no such directory"
+        raise ModelError(
+            "model-not-found",
+            f"{what}: {name}. It is not a Hub id either (a Hub id looks like "
+            "Qwen/Qwen2.5-7B-Instruct).",
+            f"Local models found: {', '.join(_nearby(path)) or 'none'}. Built in: builtin:sapling.",
+            model=name,
+        )
+    return Source(name, name)
+
+
+def _directory(name: str, path: Path) -> Source:
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            "model-incomplete",
+            f"{name} has no config.json.",
+            "A model directory holds config.json, *.safetensors and a tokenizer.",
+            model=name,
+        )
+    if not any(path.glob("*.safetensors")):
+        pickles = sorted(p.name for p in path.glob("*.bin"))
+        found = f" (found {pickles[0]}: convert it to safetensors)" if pickles else ""
+        raise ModelError(
+            "model-incomplete",
+            f"{name} has config.json but no *.safetensors{found}.",
+            "Copy the weights there.",
+            model=name,
+        )
+    return Source(name, str(path))
+
+
+def _nearby(path: Path) -> list[str]:
+    """Model directories beside where the user looked."""
+    parent = path.parent if path.parent.is_dir() else Path()
+    try:
+        return sorted(str(p.parent) for p in parent.glob("*/config.json"))[:5]
+    except OSError:
+        return []
+
+
+def load_config(source: Source) -> Any:
+    """The model's config.
+
+    Raises:
+        ModelError: unreadable, or a model_type transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(source.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(source, error) from error
+
+
+def load_tokenizer(source: Source) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if Path(source.path).is_dir():
+            raise ModelError(
+                "model-incomplete",
+                f"{source.name} has no readable tokenizer ({_first_line(error)}).",
+                "Copy tokenizer.json and tokenizer_config.json there.",
+                model=source.name,
+            ) from error
+        raise _unreadable(source, error) from error
+
+
+def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
+    """The decoder with its weights.
+
+    Raises:
+        ModelError: weights that cannot be read or do not fit the config.
+    """
+    try:
+        with _no_progress_bar():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=dtype, output_loading_info=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _unreadable(source, error) from error
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":
+            raise _unreadable(source, error) from error
+        raise
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise ModelError(
+            "model-incomplete",
+            f"{source.name}: the weights lack {len(missing)} tensors, among them {missing[0]}.",
+            "Copy every *.safetensors file there.",
+            model=source.name,
+        )
+    return model.to(device)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading is announced by whoever shows progress, not by transformers."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _unreadable(source: Source, error: Exception) -> ModelError:
+    if Path(source.path).is_dir():
+        return ModelError(
+            "model-incomplete",
+            f"{source.name} cannot be read: {_first_line(error)}",
+            model=source.name,
+        )
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return ModelError(
+            "offline",
+            f"{source.name} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
+            "Download it first, or use --model builtin:sapling.",
+            model=source.name,
+        )
+    return ModelError(
+        "model-not-found",
+        f"{source.name} is neither a directory nor a model the Hub gave us: {_first_line(error)}",
+        "A Hub id looks like Qwen/Qwen2.5-7B-Instruct.",
+        model=source.name,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: the generation config's, or the tokenizer's."""
+    config = getattr(model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

@@ -1,0 +1,608 @@
+"""Solver: one object that owns the model, the tree, the KV budget and the trace; one call solves a problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+
+import arbor
+from arbor import registry
+from arbor.budget import Budget, Footprint, Plan
+from arbor.controllers.base import Controller
+from arbor.engine.boundary import StopRule
+from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
+from arbor.engine.engine import Engine, Growth
+from arbor.engine.loading import Source, eos_ids, load_config, load_model, load_tokenizer, locate
+from arbor.engine.runner import ModelRunner
+from arbor.engine.sampling import Sampling
+from arbor.errors import InputError, ModelError, UsageError
+from arbor.events import Ended, Event, Header, Listener
+from arbor.kernels.base import AttentionBackend
+from arbor.kernels.linear import pack_linears
+from arbor.metrics import Metrics, MetricsFold
+from arbor.retention.lru import LRU
+from arbor.session import Limits, Outcome, Session, Status
+from arbor.tasks.base import Boundary, Problem, Task
+from arbor.trace.write import TraceWriter
+from arbor.tree import Node
+from arbor.verifiers.base import Verifier
+
+SOLUTION_SCHEMA = "arbor.solution/1"
+TRACE_SCHEMA = "arbor.trace/1"
+# one more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here on (Llama-8B shapes)
+CUDA_SAVED_READS = 12_000
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thought of the answer's path: node id, text, value in [0, 1], tokens."""
+
+    node: int
+    text: str
+    value: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One finished path: its last node, its answer, the value and the sum of log probabilities."""
+
+    node: int
+    answer: str | None
+    value: float
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a search found; JSON-able, no tensors, no live nodes.
+
+    Attributes:
+        id: the problem's content hash.
+        task, problem: what was asked.
+        answer: None if no path gave one.
+        text: the answer's whole path as text, prompt excluded.
+        score: the value of the answer's last block, in [0, 1].
+        correct: the grader's word; None where the task cannot tell.
+        finish_reason: how the run ended.
+        path: node ids, root first.
+        steps: the thoughts on the path.
+        candidates: every finished path, best first.
+        metrics: what it cost.
+        seed, config: enough to repeat it.
+        trace_path: where the trace lies, if one was written.
+    """
+
+    id: str
+    task: str
+    problem: str
+    answer: str | None
+    text: str
+    score: float
+    correct: bool | None
+    finish_reason: Status
+    path: tuple[int, ...]
+    steps: tuple[Step, ...]
+    candidates: tuple[Candidate, ...]
+    metrics: Metrics
+    seed: int
+    config: Mapping[str, Any]
+    trace_path: str | None = None
+    schema: str = SOLUTION_SCHEMA
+
+    def __str__(self) -> str:
+        return self.answer or ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, JSON-able."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["path"] = list(self.path)
+        data["steps"] = [dataclasses.asdict(step) for step in self.steps]
+        data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
+        data["metrics"] = self.metrics.to_dict()
+        data["config"] = dict(self.config)
+        return {"schema": data.pop("schema"), **data}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The solution `to_dict` was made of."""
+        values = dict(data)
+        values["path"] = tuple(values["path"])
+        values["steps"] = tuple(Step(**step) for step in values["steps"])
+        values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+        values["metrics"] = Metrics.from_dict(values["metrics"])
+        return cls(**values)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What is loaded once and serves every problem."""
+
+    source: Source
+    config: Any
+    tokenizer: Any
+    info: ModelInfo
+    model: Any = None
+    engine: Engine | None = None
+    eos: tuple[int, ...] = field(default_factory=tuple)
+
+
+class Solver:
+    """Solves problems by searching a tree of thoughts, within a KV budget.
+
+        with Solver(task="game24", budget=0.5) as solver:
+            print(solver.solve("4 5 6 10"))
+
+    Names, settings and the model's directory are checked here; the config and the tokenizer are read by `plan`, weights
+    by the first `solve` (or `load`). One solver runs one search at a time.
+
+    Args:
+        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too; its
+            attention is switched to arbor's, in place).
+        tokenizer: for a ready model.
+        task, controller, verifier: a name or a ready component.
+        budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``; ``full``.
+        sampling: how tokens are chosen.
+        max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
+        max_expansions: leaves grown in all.
+        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one.
+        seed: of every random stream.
+        deterministic: linears in fixed row chunks and one attention request per row, so that results do not depend on
+            what else is in the batch (CPU; slower).
+        listeners: called with every event; an exception in one ends the run.
+        debug: poison freed KV with NaN and check every invariant after every change (slow).
+
+    Raises:
+        UsageError, UnknownName, BudgetRange, ModelError: what cannot be meant, before anything loads.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any = "builtin:sapling",
+        *,
+        tokenizer: Any = None,
+        task: str | Task = "game24",
+        controller: str | Controller = "tot",
+        verifier: str | Verifier = "self",
+        budget: float | str | Budget = "full",
+        sampling: Sampling | None = None,
+        max_depth: int | None = None,
+        step_tokens: int | None = None,
+        max_expansions: int | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        deterministic: bool = False,
+        listeners: Sequence[Listener] = (),
+        debug: bool = False,
+    ) -> None:
+        self.task = cast(Task, registry.build("task", task))
+        self.controller = cast(Controller, registry.build("controller", controller))
+        self.verifier = cast(Verifier, registry.build("verifier", verifier))
+        self.budget = Budget.parse(budget)
+        self.sampling = sampling or Sampling()
+        self.boundary = _boundary(self.task.boundary, max_depth, step_tokens)
+        if max_expansions is not None and max_expansions < 1:
+            raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
+        self.max_expansions = max_expansions
+        self.dtype = dtype
+        self.device = _device(device)
+        self.seed = seed
+        self.deterministic = deterministic
+        self.listeners = tuple(listeners)
+        self.debug = debug
+        self._given = None if isinstance(model, str | os.PathLike) else model
+        self._source = (
+            locate(model)
+            if self._given is None
+            else Source(getattr(model, "name_or_path", "") or type(model).__name__, "")
+        )
+        if self._given is not None and tokenizer is None:
+            raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
+        self._tokenizer = tokenizer
+        self._parts: _Parts | None = None
+        self._session: Session | None = None
+        self._busy = threading.Lock()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
+        """The solver a trace header's or a solution's `config` describes."""
+        settings = {**config, **overrides}
+        sampling = settings.get("sampling")
+        if isinstance(sampling, Mapping):
+            settings["sampling"] = Sampling(**sampling)
+        return cls(settings.pop("model"), **settings)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model and its KV."""
+        self._parts = None
+
+    # Loading
+
+    def describe(self) -> ModelInfo:
+        """What the model needs, from its config alone."""
+        return self._read().info
+
+    def load(self) -> None:
+        """Load the weights now rather than at the first problem.
+
+        Raises:
+            ModelError: unsupported, incomplete or unreadable.
+        """
+        parts = self._read()
+        if parts.engine is not None:
+            return
+        if not parts.info.supported:
+            raise ModelError("arch-unsupported", parts.info.reason, "See 'arbor info MODEL'.")
+        dtype = resolve_dtype(self.dtype, parts.config)
+        parts.model = self._given or load_model(parts.source, dtype, self.device)
+        parts.eos = eos_ids(parts.model, parts.tokenizer)
+        runner = ModelRunner(parts.model, self._backend(parts.info, dtype))
+        if runner.device.type == "cpu":
+            pack_linears(parts.model, deterministic=self.deterministic)
+        parts.engine = Engine(
+            runner,
+            parts.tokenizer,
+            allocator=LRU(),
+            min_saved_reads=CUDA_SAVED_READS if self.device.type == "cuda" else 0,
+            debug=self.debug,
+        )
+
+    def _backend_name(self, info: ModelInfo, dtype: torch.dtype) -> str:
+        """One row at a time if deterministic; FlashInfer where it has kernels; torch everywhere else."""
+        if self.deterministic:
+            return "rowwise"
+        if self.device.type == "cuda" and find_spec("flashinfer") is not None:
+            from arbor.kernels.flashinfer_cascade import DTYPES, HEAD_DIMS
+
+            if dtype in DTYPES and info.head_dim in HEAD_DIMS:
+                return "flashinfer"
+        return "torch"
+
+    def _backend(self, info: ModelInfo, dtype: torch.dtype) -> AttentionBackend:
+        name = self._backend_name(info, dtype)
+        if name == "flashinfer":
+            from arbor.kernels.flashinfer_cascade import FlashInferCascade
+
+            return FlashInferCascade(self.device, dtype)
+        return cast(AttentionBackend, registry.build("backend", name))
+
+    def _read(self) -> _Parts:
+        """Config and tokenizer, read once."""
+        if self._parts is None:
+            config = load_config(self._source) if self._given is None else self._given.config
+            tokenizer = self._tokenizer or load_tokenizer(self._source)
+            dtype = self.dtype if self._given is None else _name(self._given.dtype)
+            info = describe_config(config, self._source, dtype=dtype)
+            self._parts = _Parts(self._source, config, tokenizer, info)
+        return self._parts
+
+    # Planning
+
+    def plan(self, problem: str | Problem) -> Plan:
+        """What the budget buys for this problem; reads no weights.
+
+        Raises:
+            InputError: an unreadable, empty or over-long problem.
+            BudgetInfeasible: the budget is too small; names the smallest that works.
+        """
+        parsed = self._parse(problem)
+        return self._plan(parsed, len(self._encode(parsed)))
+
+    def _parse(self, problem: str | Problem) -> Problem:
+        return problem if isinstance(problem, Problem) else self.task.parse(problem)
+
+    def _encode(self, problem: Problem) -> list[int]:
+        tokenizer, prompt = self._read().tokenizer, self.task.prompt(problem)
+        if getattr(tokenizer, "chat_template", None):
+            message = [{"role": "user", "content": prompt}]
+            encoded = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_dict=True
+            )
+            return list(encoded["input_ids"])
+        return list(tokenizer.encode(prompt))
+
+    def _plan(self, problem: Problem, prompt_tokens: int) -> Plan:
+        info, boundary = self._read().info, self.boundary
+        if not info.supported:
+            raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+        question = 0
+        if self.verifier.needs_model:
+            text = self.task.question(problem, ()).text
+            question = len(self._read().tokenizer.encode(text, add_special_tokens=False))
+        blocks = self.controller.max_blocks(boundary.max_depth)
+        shape = Footprint(prompt_tokens, boundary.max_tokens, boundary.max_depth, blocks, question)
+        if shape.smallest_tokens > info.context:
+            raise InputError(
+                "problem-too-long",
+                f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
+                f"{shape.smallest_tokens - prompt_tokens:,} more.",
+                "Shorten the problem, or use a smaller --depth or --step-tokens.",
+                tokens=prompt_tokens,
+                context=info.context,
+            )
+        return self.budget.plan(shape, info.kv_bytes_per_token)
+
+    # Solving
+
+    def solve(
+        self,
+        problem: str | Problem,
+        *,
+        expected: str | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> Solution:
+        """Search one problem.
+
+        Args:
+            problem: as a user types it, or parsed.
+            expected: the answer key, where the task has none of its own; adds `correct`.
+            seed: instead of the solver's.
+            timeout: wall seconds; the best so far is returned.
+            trace: where to write the trace (``.arbor.jsonl`` or ``.gz``).
+
+        Raises:
+            InputError, BudgetInfeasible, ModelError: before the search begins.
+        """
+        parsed = self._parse(problem)
+        if expected is not None:
+            parsed = dataclasses.replace(parsed, expected=expected)
+        return self._solve(parsed, self.seed if seed is None else seed, timeout, trace, ())
+
+    def stream(
+        self,
+        problem: str | Problem,
+        *,
+        expected: str | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+        trace: str | os.PathLike[str] | None = None,
+    ) -> SearchStream:
+        """`solve`, event by event; see `SearchStream`."""
+        parsed = self._parse(problem)
+        if expected is not None:
+            parsed = dataclasses.replace(parsed, expected=expected)
+        return SearchStream(self, parsed, self.seed if seed is None else seed, timeout, trace)
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End the search in progress after its current forward; safe from a signal handler or another thread."""
+        if self._session is not None:
+            self._session.stop(status)
+
+    def _solve(
+        self,
+        problem: Problem,
+        seed: int,
+        timeout: float | None,
+        trace: str | os.PathLike[str] | None,
+        listeners: Sequence[Listener],
+    ) -> Solution:
+        prompt = self._encode(problem)
+        plan = self._plan(problem, len(prompt))
+        with self._busy:
+            self.load()
+            parts = self._read()
+            assert parts.engine is not None
+            fold = MetricsFold()
+            writer = TraceWriter(trace) if trace is not None else None
+            heard = (fold, *((writer,) if writer else ()), *self.listeners, *listeners)
+
+            def emit(event: Event) -> None:
+                for listener in heard:
+                    listener(event)
+
+            parts.engine.emit = emit
+            stop = StopRule(parts.tokenizer, self.boundary, parts.eos)
+            session = self._session = Session(
+                parts.engine,
+                self.task,
+                problem,
+                self.controller,
+                self.verifier,
+                Growth(seed, self.sampling, stop),
+                Limits(self.boundary.max_depth, self.max_expansions, timeout),
+                plan.budget_tokens,
+                emit,
+            )
+            try:
+                emit(self._header(problem, seed, plan))
+                try:
+                    outcome = session.run(prompt, self.task.prompt(problem))
+                except BaseException:
+                    nodes = fold.metrics().nodes
+                    emit(Ended("error", nodes, fold.metrics().to_dict()))
+                    raise
+                emit(Ended(outcome.status, len(outcome.tree), fold.metrics().to_dict()))
+            finally:
+                self._session = None
+                if writer is not None:
+                    writer.close()
+            path = os.fspath(trace) if trace is not None else None
+            return self._solution(problem, outcome, fold.metrics(), seed, path)
+
+    def _header(self, problem: Problem, seed: int, plan: Plan) -> Header:
+        parts = self._read()
+        created = datetime.now(UTC)
+        content = f"{created.isoformat()} {os.getpid()} {problem.id}"
+        return Header(
+            schema=TRACE_SCHEMA,
+            run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
+            created=created.isoformat(timespec="seconds"),
+            arbor=arbor.__version__,
+            task=self.task.name,
+            problem=problem.text,
+            seed=seed,
+            expected=problem.expected,
+            model=parts.info.to_dict(),
+            device={
+                "name": str(self.device),
+                "torch": torch.__version__,
+                "backend": self._backend_name(parts.info, getattr(torch, parts.info.dtype)),
+            },
+            config=self.config,
+            kv=plan.to_dict(),
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every setting, resolved; enough to build this solver again."""
+        return {
+            "model": self._source.name,
+            "task": registry.spec_of(self.task),
+            "controller": registry.spec_of(self.controller),
+            "verifier": registry.spec_of(self.verifier),
+            "budget": str(self.budget),
+            "sampling": dataclasses.asdict(self.sampling),
+            "max_depth": self.boundary.max_depth,
+            "step_tokens": self.boundary.max_tokens,
+            "max_expansions": self.max_expansions,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "deterministic": self.deterministic,
+        }
+
+    def _solution(
+        self, problem: Problem, outcome: Outcome, metrics: Metrics, seed: int, trace: str | None
+    ) -> Solution:
+        best = outcome.best
+        path: list[Node] = [] if best is None else best.path
+        return Solution(
+            id=problem.id,
+            task=self.task.name,
+            problem=problem.text,
+            answer=outcome.answer,
+            text="".join(node.text for node in path[1:]),
+            score=0.0 if best is None else best.value,
+            correct=outcome.correct,
+            finish_reason=outcome.status,
+            path=tuple(node.id for node in path),
+            steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
+            candidates=tuple(
+                Candidate(
+                    leaf.id, self.task.answer(problem, leaf.thoughts), leaf.value, leaf.logprob
+                )
+                for leaf in outcome.finished
+            ),
+            metrics=metrics,
+            seed=seed,
+            config=self.config,
+            trace_path=trace,
+        )
+
+
+class SearchStream:
+    """A search in progress: iterate over its events; the search runs in a thread of its own.
+
+    for event in (stream := solver.stream("4 5 6 10")):
+        ...
+    stream.solution
+    """
+
+    def __init__(
+        self,
+        solver: Solver,
+        problem: Problem,
+        seed: int,
+        timeout: float | None,
+        trace: str | os.PathLike[str] | None,
+    ) -> None:
+        self._solver = solver
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._solution: Solution | None = None
+        self._error: BaseException | None = None
+        self._stop: Status | None = None
+
+        def listen(event: Event) -> None:
+            if self._stop is not None:
+                solver.stop(self._stop)
+            self._events.put(event)
+
+        def work() -> None:
+            try:
+                self._solution = solver._solve(problem, seed, timeout, trace, (listen,))
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._events.put(None)
+
+        self._thread = threading.Thread(target=work, name="arbor-search", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Event]:
+        while (event := self._events.get()) is not None:
+            yield event
+        self._events.put(None)  # a second loop ends at once
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End after the current forward; the remaining events still come."""
+        self._stop = status
+        self._solver.stop(status)
+
+    @property
+    def solution(self) -> Solution:
+        """The solution, once the search has ended; waits for it.
+
+        Raises:
+            whatever ended the search.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._solution is not None
+        return self._solution
+
+
+def _boundary(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:
+    for name, value in (("max_depth", max_depth), ("step_tokens", step_tokens)):
+        if value is not None and value < 1:
+            raise UsageError("limit", f"{name} is {value}.", "It is 1 or more.")
+    return dataclasses.replace(
+        boundary,
+        max_depth=boundary.max_depth if max_depth is None else max_depth,
+        max_tokens=boundary.max_tokens if step_tokens is None else step_tokens,
+    )
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(
+            "device", f"--device {device} is no device.", "Use auto, cpu or cuda."
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
+    return chosen
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

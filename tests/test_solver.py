@@ -1,0 +1,353 @@
+"""The Solver, with the embedded model: same tree at any budget, valid traces whatever happens, clear refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from arbor import Metrics, Sampling, Solution, Solver
+from arbor.engine.loading import BUILTIN
+from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, UsageError
+from arbor.events import Boundary, Ended, Event, Evicted, Forwarded, Header, Opened, Selected
+from arbor.metrics import MetricsFold
+from arbor.tasks.game24 import Game24
+from arbor.trace import read_trace
+
+SAPLING = BUILTIN["sapling"]
+PUZZLE = "4 5 6 10"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(SAPLING)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(SAPLING)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A directory with a random two-layer Llama that speaks Sapling's tokens."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def blocks(events: list[Event]) -> dict[int, tuple[int, ...]]:
+    """Every closed block's tokens."""
+    return {event.node: event.ids for event in events if isinstance(event, Boundary)}
+
+
+def search(model: Any, **settings: Any) -> tuple[Solution, list[Event]]:
+    events: list[Event] = []
+    settings = {"controller": "tot", "verifier": "self", "seed": 1} | settings
+    with Solver(model, listeners=[events.append], **settings) as solver:
+        return solver.solve(PUZZLE), events
+
+
+# The main job
+
+
+def test_the_readme_problem_is_solved_with_the_models_own_judgement() -> None:
+    with Solver() as solver:
+        solution = solver.solve(PUZZLE)
+
+    assert solution.answer is not None
+    assert Game24().grade(Game24().parse(PUZZLE), solution.answer).correct
+    assert solution.correct and solution.finish_reason == "solved"
+    assert "".join(step.text for step in solution.steps) == solution.text
+
+
+def test_a_solution_survives_json() -> None:
+    solution, _ = search("builtin:sapling")
+
+    assert Solution.from_dict(json.loads(json.dumps(solution.to_dict()))) == solution
+
+
+def test_the_same_seed_gives_the_same_tree_and_another_seed_another() -> None:
+    _, first = search("builtin:sapling")
+    _, again = search("builtin:sapling")
+    _, other = search("builtin:sapling", seed=2)
+
+    assert blocks(first) == blocks(again)
+    assert blocks(first) != blocks(other)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
+    full, events = search("builtin:sapling", deterministic=deterministic)
+    smallest = full.metrics.smallest_tokens
+
+    for tokens in (smallest, smallest + 40, full.metrics.peak_tokens // 2):
+        squeezed, seen = search(
+            "builtin:sapling", deterministic=deterministic, budget=f"{tokens}tok", debug=True
+        )
+
+        assert blocks(seen) == blocks(events)
+        assert squeezed.answer == full.answer
+        assert max(e.peak for e in seen if isinstance(e, Forwarded)) <= tokens
+        assert squeezed.metrics.tokens_recomputed > 0
+        assert any(isinstance(e, Evicted) for e in seen)
+
+
+def test_deterministic_values_are_the_same_bits_at_every_budget() -> None:
+    full, _ = search("builtin:sapling", deterministic=True)
+    smallest = full.metrics.smallest_tokens
+
+    squeezed, _ = search("builtin:sapling", deterministic=True, budget=f"{smallest}tok")
+
+    assert squeezed.candidates == full.candidates
+    assert squeezed.steps == full.steps
+
+
+def test_deterministic_results_agree_with_the_fast_ones_within_tolerance() -> None:
+    fast, _ = search("builtin:sapling")
+    slow, _ = search("builtin:sapling", deterministic=True)
+
+    assert [c.node for c in fast.candidates] == [c.node for c in slow.candidates]
+    for one, other in zip(fast.candidates, slow.candidates, strict=True):
+        assert one.value == pytest.approx(other.value, abs=1e-4)
+
+
+@pytest.mark.parametrize("controller", ["chain", "beam", "tot"])
+@pytest.mark.parametrize("verifier", ["exact", "self"])
+def test_every_controller_runs_with_every_verifier(controller: str, verifier: str) -> None:
+    solution, events = search("builtin:sapling", controller=controller, verifier=verifier)
+
+    assert isinstance(events[0], Header) and isinstance(events[-1], Ended)
+    assert solution.metrics.nodes == sum(isinstance(event, Opened) for event in events)
+    assert solution.metrics.nodes - 1 <= solution.metrics.full_tokens
+    assert solution.finish_reason in ("solved", "exhausted")
+
+
+# Trace and metrics
+
+
+def test_replaying_the_trace_gives_the_engines_counters(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with Solver(budget=0.2) as solver:
+        solution = solver.solve(PUZZLE, trace=path)
+
+    trace = read_trace(path)
+    fold = MetricsFold()
+    for event in trace.events:
+        fold(event)
+    told, folded = solution.metrics.to_dict(), fold.metrics().to_dict()
+    for clock in ("wall_s", "tok_per_s"):
+        told.pop(clock), folded.pop(clock)
+    assert folded == pytest.approx(told)
+    end = trace.events[-1]
+    assert isinstance(end, Ended)
+    assert Metrics.from_dict(end.metrics).peak_tokens == solution.metrics.peak_tokens
+    assert solution.trace_path == str(path)
+
+
+def test_a_config_builds_the_same_solver() -> None:
+    with Solver(controller="beam", budget="0.5", sampling=Sampling(0.5), max_depth=3) as solver:
+        again = Solver.from_config(json.loads(json.dumps(solver.config)))
+
+    assert again.config == solver.config
+    assert again.controller == solver.controller
+
+
+# Limits and interruptions
+
+
+def test_stopping_mid_search_gives_the_best_so_far_and_a_valid_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    solver = Solver(verifier="exact")
+
+    def stop_in_the_second_round(event: Event) -> None:
+        if isinstance(event, Selected):
+            rounds.append(event)
+            if len(rounds) == 2:
+                solver.stop("interrupted")
+
+    rounds: list[Event] = []
+    solver.listeners = (stop_in_the_second_round,)
+    solution = solver.solve(PUZZLE, trace=path)
+
+    assert solution.finish_reason == "interrupted"
+    end = read_trace(path).events[-1]
+    assert isinstance(end, Ended) and end.status == "interrupted"
+
+
+def test_a_timeout_ends_the_search() -> None:
+    with Solver() as solver:
+        solution = solver.solve(PUZZLE, timeout=0.0)
+
+    assert solution.finish_reason == "timeout"
+    assert solution.answer is None
+
+
+def test_a_limit_on_expansions_is_kept() -> None:
+    solution, events = search("builtin:sapling", max_expansions=3)
+
+    grown = sum(len(event.leaves) for event in events if isinstance(event, Selected))
+    assert grown <= 3
+    assert solution.metrics.expansions == grown
+
+
+def test_an_exception_in_a_listener_ends_the_run_and_closes_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+
+    def fail(event: Event) -> None:
+        if isinstance(event, Boundary):
+            raise RuntimeError("listener")
+
+    with Solver(listeners=[fail]) as solver, pytest.raises(RuntimeError, match="listener"):
+        solver.solve(PUZZLE, trace=path)
+
+    end = read_trace(path).events[-1]
+    assert isinstance(end, Ended) and end.status == "error"
+    solver.listeners = ()
+    assert solver.solve(PUZZLE).answer is not None
+
+
+def test_a_stream_gives_the_events_of_the_run_and_the_solution() -> None:
+    with Solver() as solver:
+        stream = solver.stream(PUZZLE)
+        events = list(stream)
+
+        assert isinstance(events[0], Header) and isinstance(events[-1], Ended)
+        assert stream.solution == solver.solve(PUZZLE) or (
+            stream.solution.answer == solver.solve(PUZZLE).answer
+        )
+
+
+def test_a_stream_can_be_stopped() -> None:
+    with Solver() as solver:
+        stream = solver.stream(PUZZLE)
+        for event in stream:
+            if isinstance(event, Boundary):
+                stream.stop()
+
+        assert stream.solution.finish_reason == "interrupted"
+
+
+# Other models
+
+
+def test_a_model_directory_and_the_ready_model_give_the_same_tree(small: Path) -> None:
+    _, from_directory = search(small)
+    ready = AutoModelForCausalLM.from_pretrained(small)
+    _, from_ready = search(ready, tokenizer=AutoTokenizer.from_pretrained(small))
+
+    assert blocks(from_directory) == blocks(from_ready)
+
+
+def test_a_missing_model_says_where_models_are(tmp_path: Path, small: Path) -> None:
+    with pytest.raises(ModelError) as error:
+        Solver(small.parent / "nowhere")
+
+    assert error.value.code == "model-not-found"
+    assert str(small) in error.value.hint
+
+
+def test_a_directory_without_weights_is_refused_before_anything_loads(
+    tmp_path: Path, small: Path
+) -> None:
+    shutil.copy(small / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+
+    with pytest.raises(ModelError) as error:
+        Solver(tmp_path)
+
+    assert error.value.code == "model-incomplete"
+    assert "pytorch_model.bin" in error.value.message
+
+
+def test_weights_cut_short_are_refused_by_name(tmp_path: Path, small: Path) -> None:
+    shutil.copytree(small, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+    with pytest.raises(ModelError) as error:
+        Solver(tmp_path / "cut").load()
+
+    assert error.value.code == "model-incomplete"
+
+
+def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
+    with pytest.raises(ModelError) as error:
+        Solver("nobody/nothing").plan(PUZZLE)
+
+    assert error.value.code in ("offline", "model-not-found")
+
+
+def test_an_unsupported_architecture_is_refused_before_its_weights(tmp_path: Path) -> None:
+    config = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"not read")
+    shutil.copy(SAPLING / "tokenizer.json", tmp_path)
+    shutil.copy(SAPLING / "tokenizer_config.json", tmp_path)
+
+    with pytest.raises(ModelError) as error:
+        Solver(tmp_path).plan(PUZZLE)
+
+    assert error.value.code == "arch-unsupported"
+    assert "mamba2" in error.value.message
+
+
+# Budgets and problems
+
+
+def test_an_infeasible_budget_names_the_smallest_that_works() -> None:
+    with pytest.raises(BudgetInfeasible) as error:
+        Solver(budget="20tok").solve(PUZZLE)
+    smallest = error.value.needed
+    with pytest.raises(BudgetInfeasible):
+        Solver(budget=f"{smallest - 1}tok").plan(PUZZLE)
+
+    solution = Solver(budget=f"{smallest}tok").solve(PUZZLE)
+
+    assert solution.metrics.peak_tokens <= smallest
+
+
+def test_an_overlong_problem_is_refused(small: Path) -> None:
+    with pytest.raises(InputError) as error:
+        Solver(small, step_tokens=200).plan(PUZZLE)
+
+    assert error.value.code == "problem-too-long"
+    assert "256" in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"controller": "tott"}, "tot"),
+        ({"verifier": "exac"}, "exact"),
+        ({"task": "game25"}, "game24"),
+        ({"model": "builtin:saplin"}, "builtin:sapling"),
+    ],
+)
+def test_unknown_names_are_told_the_nearest_one(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnknownName, match=f"Did you mean '{name}'"):
+        Solver(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_depth": 0}, {"step_tokens": -1}, {"max_expansions": 0}, {"device": "tpu0"}]
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Solver(**settings)
