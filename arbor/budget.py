@@ -1,0 +1,341 @@
+"""The KV budget: what a user writes, how many tokens it is for one search, and whether that can work."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from numbers import Real
+from typing import Any, Literal
+
+from arbor.errors import BudgetInfeasible, BudgetRange
+
+_FORMS = "For an absolute size write 8192tok or 6GiB."
+_BYTES = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
+_BINARY = ("TiB", "GiB", "MiB", "KiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The largest KV a search can need, in tokens; weights are never counted.
+
+    Attributes:
+        prompt_tokens: tokens at the root.
+        step_tokens: most tokens of one block.
+        max_depth: most blocks on one path.
+        blocks: most blocks the search creates, root excluded.
+        question_tokens: tokens a verifier appends to one path while it asks; 0 for a verifier without a model.
+    """
+
+    prompt_tokens: int
+    step_tokens: int
+    max_depth: int
+    blocks: int
+    question_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
+        assert self.question_tokens >= 0, f"question_tokens={self.question_tokens} is negative"
+        assert self.step_tokens >= 1, f"step_tokens={self.step_tokens} is below 1"
+        assert self.max_depth >= 1, f"max_depth={self.max_depth} is below 1"
+        assert self.blocks >= 1, f"blocks={self.blocks} is below 1"
+
+    @property
+    def full_tokens(self) -> int:
+        """What full retention holds at most: prompt + blocks x step + question."""
+        return self.prompt_tokens + self.blocks * self.step_tokens + self.question_tokens
+
+    @property
+    def path_blocks(self) -> int:
+        """Blocks on the longest path: `max_depth`, or fewer if the search never makes so many."""
+        return min(self.max_depth, self.blocks)
+
+    @property
+    def smallest_tokens(self) -> int:
+        """What one whole path needs: prompt + depth x step + question."""
+        return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a budget buys for one search: what a user sees before anything loads.
+
+    Attributes:
+        budget_tokens: slots the search may hold at any instant; at most `full_tokens`.
+        full_tokens: slots full retention could need.
+        smallest_tokens: slots below which the search cannot run.
+        bytes_per_token: KV bytes of one token over all layers.
+        prompt_tokens, step_tokens, max_depth, blocks, question_tokens: as in `Footprint`.
+    """
+
+    budget_tokens: int
+    full_tokens: int
+    smallest_tokens: int
+    bytes_per_token: int
+    prompt_tokens: int
+    step_tokens: int
+    max_depth: int
+    blocks: int
+    question_tokens: int
+
+    @property
+    def ratio(self) -> float:
+        """The part kept, in (0, 1]."""
+        return self.budget_tokens / self.full_tokens
+
+    @property
+    def smallest_ratio(self) -> float:
+        """The smallest ratio that works, rounded up to two significant digits."""
+        return _round_up(Fraction(self.smallest_tokens, self.full_tokens))
+
+    @property
+    def budget_bytes(self) -> int:
+        """KV bytes of the budget; weights excluded."""
+        return self.budget_tokens * self.bytes_per_token
+
+    @property
+    def full_bytes(self) -> int:
+        """KV bytes of full retention; weights excluded."""
+        return self.full_tokens * self.bytes_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and derived numbers, JSON-able."""
+        return {
+            **asdict(self),
+            "ratio": self.ratio,
+            "smallest_ratio": self.smallest_ratio,
+            "budget_bytes": self.budget_bytes,
+            "full_bytes": self.full_bytes,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much KV may be resident on the device.
+
+    Attributes:
+        unit: ``ratio`` of full retention of the same search that is *kept*, ``tokens``, or ``bytes`` of KV
+            (weights, activations and workspace are not KV and not counted).
+        amount: in (0, 1] for a ratio, a whole number >= 1 otherwise.
+    """
+
+    unit: Literal["ratio", "tokens", "bytes"]
+    amount: float
+
+    def __post_init__(self) -> None:
+        if self.unit == "ratio":
+            if not 0 < self.amount <= 1:  # also refuses nan
+                raise _not_a_ratio(_plain(self.amount), self.amount)
+        elif not (self.amount >= 1 and self.amount == math.floor(self.amount)):
+            raise BudgetRange(
+                "budget-range",
+                f"--budget: {_plain(self.amount)} {self.unit} is not a whole number of at least 1.",
+                _FORMS,
+                value=_finite(self.amount),
+            )
+
+    @classmethod
+    def parse(cls, value: Budget | float | str) -> Budget:
+        """A budget as a user writes it.
+
+        Args:
+            value: ``full``; a ratio ``0 < x <= 1`` (the part kept); ``8192tok``; or KV bytes as ``6GiB``, ``512MiB``,
+                ``1.5GB`` (B, KiB to TiB, KB to TB; any case). Digits may be grouped with ``,`` or ``_``.
+
+        Raises:
+            BudgetRange: anything else; names the form that was probably meant.
+        """
+        if isinstance(value, Budget):
+            return value
+        if isinstance(value, Real) and not isinstance(value, bool):
+            text = repr(value) if isinstance(value, int) else repr(float(value))
+        elif isinstance(value, str):
+            text = value.strip()
+        else:
+            raise _unreadable(str(value))
+        if text.lower() == "full":
+            return cls("ratio", 1.0)
+        match = _SIZE.fullmatch(text)
+        if match is not None and not math.isinf(_number(match[1])):
+            number, unit = Fraction(match[1].replace(",", "").replace("_", "")), match[2].lower()
+            if unit in ("tok", "token", "tokens"):
+                if number < 1 or number.denominator != 1:
+                    raise _too_small(text, "a whole number of tokens, at least 1")
+                return cls("tokens", int(number))
+            if unit in _BYTES:
+                size = math.floor(number * _BYTES[unit])
+                if size < 1:
+                    raise _too_small(text, "at least one byte")
+                return cls("bytes", size)
+            raise _unreadable(text, _nearest_unit(match[1], unit))
+        ratio = _number(text)
+        if 0 < ratio <= 1:
+            return cls("ratio", ratio)
+        if not math.isnan(ratio):
+            raise _not_a_ratio(text, ratio)
+        percent = _number(text.removesuffix("%")) if text.endswith("%") else math.nan
+        guess = (
+            f"Did you mean {percent / 100:g} (keep {percent:g} %)?" if 0 < percent <= 100 else ""
+        )
+        raise _unreadable(text, guess)
+
+    def __str__(self) -> str:
+        """The form that `parse` reads back to an equal budget."""
+        if self.unit == "ratio":
+            return "full" if self.amount == 1 else repr(self.amount)
+        amount = int(self.amount)
+        if self.unit == "tokens":
+            return f"{amount}tok"
+        for unit in _BINARY:
+            if amount % _BYTES[unit.lower()] == 0:
+                return f"{amount // _BYTES[unit.lower()]}{unit}"
+        return f"{amount}B"
+
+    def tokens(self, full_tokens: int, bytes_per_token: int) -> int:
+        """Slots this budget is.
+
+        A ratio is read as the decimal it is written as, so that 0.29 of 100 is 29; it rounds down, but a ratio above 0
+        is at least one token. Bytes round down. More than full retention is full retention.
+
+        Args:
+            full_tokens: slots of full retention.
+            bytes_per_token: KV bytes of one token over all layers, >= 1.
+        """
+        if self.unit == "ratio":
+            tokens = max(1, math.floor(Fraction(repr(float(self.amount))) * full_tokens))
+        elif self.unit == "tokens":
+            tokens = int(self.amount)
+        else:
+            tokens = int(self.amount) // bytes_per_token
+        return min(tokens, full_tokens)
+
+    def plan(self, footprint: Footprint, bytes_per_token: int) -> Plan:
+        """The budget in slots for one search.
+
+        Args:
+            footprint: the most the search can need.
+            bytes_per_token: KV bytes of one token over all layers, >= 1.
+
+        Raises:
+            BudgetInfeasible: one path does not fit; says the smallest ratio and number of tokens that would do, and what
+                else would help. `needed` is `Footprint.smallest_tokens`.
+        """
+        assert bytes_per_token >= 1, f"bytes_per_token={bytes_per_token} is below 1"
+        tokens = self.tokens(footprint.full_tokens, bytes_per_token)
+        plan = Plan(
+            budget_tokens=tokens,
+            full_tokens=footprint.full_tokens,
+            smallest_tokens=footprint.smallest_tokens,
+            bytes_per_token=bytes_per_token,
+            prompt_tokens=footprint.prompt_tokens,
+            step_tokens=footprint.step_tokens,
+            max_depth=footprint.max_depth,
+            blocks=footprint.blocks,
+            question_tokens=footprint.question_tokens,
+        )
+        if tokens >= footprint.smallest_tokens:
+            return plan
+        parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
+        if footprint.question_tokens:
+            parts += f" + {footprint.question_tokens:,} question"
+        raise BudgetInfeasible(
+            footprint.smallest_tokens,
+            tokens,
+            f"one path ({parts})",
+            f"Smallest workable: {plan.smallest_ratio:.12g} or {footprint.smallest_tokens}tok "
+            f"of {footprint.full_tokens:,}. {self._levers(footprint, tokens, bytes_per_token)}",
+        )
+
+    def _levers(self, footprint: Footprint, tokens: int, bytes_per_token: int) -> str:
+        """What else would make it fit; a number only where it is certain to.
+
+        An absolute budget stays what it is when the search shrinks. A ratio shrinks with it, and by how much the blocks
+        shrink with the depth only the controller knows, so no depth is named for a ratio.
+        """
+        fixed = footprint.prompt_tokens + footprint.question_tokens
+        levers = []
+        depth = (tokens - fixed) // footprint.step_tokens
+        if self.unit != "ratio" and depth >= 1:
+            levers.append(f"--depth {depth}")
+        for step in range(footprint.step_tokens - 1, 0, -1):
+            full = fixed + footprint.blocks * step
+            if self.tokens(full, bytes_per_token) >= fixed + footprint.path_blocks * step:
+                levers.append(f"--step-tokens {step}")
+                break
+        return (
+            f"Or: {', '.join(levers)}." if levers else "Or: a shorter prompt, or a smaller --depth."
+        )
+
+
+def _round_up(ratio: Fraction) -> float:
+    """The smallest decimal with two significant digits that is not below `ratio`, at most 1."""
+    scale = 100
+    while ratio * scale < 10:
+        scale *= 10
+    return float(min(Fraction(1), Fraction(math.ceil(ratio * scale), scale)))
+
+
+def _number(text: str) -> float:
+    """The plain decimal number, or nan."""
+    try:
+        return float(text.replace(",", "")) if "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _plain(value: float) -> str:
+    """25 rather than 25.0."""
+    return f"{value:.12g}"
+
+
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _not_a_ratio(text: str, value: float) -> BudgetRange:
+    if 1 < value <= 100:
+        guess = f"Did you mean {value / 100:g} (keep {value:g} %)? "
+    elif value > 100 and math.isfinite(value) and value == math.floor(value):
+        guess = f"Did you mean {value:.0f}tok? "
+    else:
+        guess = ""
+    return BudgetRange(
+        "budget-range",
+        f"--budget {text}: a ratio lies in (0, 1] and is the part KEPT.",
+        f"{guess}{_FORMS} (kvpress compression_ratio r = budget 1-r)",
+        value=_finite(value),
+    )
+
+
+def _too_small(text: str, needed: str) -> BudgetRange:
+    return BudgetRange("budget-range", f"--budget {text}: it must be {needed}.", _FORMS, value=text)
+
+
+def _unreadable(text: str, guess: str = "") -> BudgetRange:
+    return BudgetRange(
+        "budget-range",
+        f"--budget {text}: neither a ratio in (0, 1] (the part KEPT) nor a size.",
+        f"{guess} {_FORMS}".strip(),
+        value=text,
+    )
+
+
+def _nearest_unit(number: str, unit: str) -> str:
+    """A guess for an unknown unit: 6G is 6GiB, 8t and 8tk are 8tok."""
+    if unit in ("t", "to", "tk", "toks", "slots"):
+        return f"Did you mean {number}tok?"
+    if unit[0] in "kmg":
+        return f"Did you mean {number}{unit[0].upper()}iB?"
+    return ""

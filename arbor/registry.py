@@ -1,0 +1,378 @@
+"""Names for the command line and the trace header, and the classes they stand for.
+
+Every class is named by its dotted path and imported when it is first asked for. Other distributions add names through
+entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks`` and ``arbor.backends``:
+
+    [project.entry-points."arbor.controllers"]
+    mine = "package.module:Mine"
+
+A name that clashes with an earlier one (ours first, then by distribution name) is still reached as ``distribution/mine``.
+A class without a name is reached as ``package.module:Mine``. ``ARBOR_PLUGINS=off`` hides all plugins, and
+``ARBOR_PLUGINS=mine,other`` all but these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import functools
+import importlib
+import json
+import math
+import os
+import sys
+import types
+import typing
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from arbor.errors import UnknownName, UsageError
+
+BUILTIN: Mapping[str, Mapping[str, str]] = {
+    "controller": {
+        "beam": "arbor.controllers.beam:Beam",
+        "chain": "arbor.controllers.chain:Chain",
+        "tot": "arbor.controllers.tot:ToT",
+    },
+    "verifier": {
+        "exact": "arbor.verifiers.exact:Exact",
+        "self": "arbor.verifiers.self_eval:SelfEval",
+    },
+    "task": {
+        "chains": "arbor.tasks.chains:Chains",
+        "countdown": "arbor.tasks.countdown:Countdown",
+        "game24": "arbor.tasks.game24:Game24",
+        "reasoning": "arbor.tasks.reasoning:Reasoning",
+        "recall": "arbor.tasks.recall:Recall",
+    },
+    "backend": {
+        "reference": "arbor.kernels.reference:ReferenceAttention",
+        "rowwise": "arbor.kernels.rowwise:RowwiseAttention",
+        "torch": "arbor.kernels.torch_cascade:TorchCascade",
+    },
+}
+
+KINDS = tuple(BUILTIN)
+
+
+def names(kind: str) -> tuple[str, ...]:
+    """Every name of a kind, ours first, then plugins', each sorted; imports none of them."""
+    builtin = _builtin(kind)
+    return (*sorted(builtin), *sorted(_plugins(kind)))
+
+
+def resolve(kind: str, name: str) -> type[Any]:
+    """The class a name stands for.
+
+    Args:
+        kind: one of `KINDS`.
+        name: one of `names(kind)`, or ``package.module:Class``, which imports that module.
+
+    Raises:
+        UnknownName: no such name; says the nearest one.
+        UsageError: a plugin or a dotted path that cannot be imported, or is no class.
+    """
+    path = _builtin(kind).get(name)
+    if path is not None:
+        return _load(path, kind, name)
+    plugin = _plugins(kind).get(name)
+    if plugin is not None:
+        return _load(plugin.value, kind, name, plugin=True)
+    if ":" in name:
+        return _load(name, kind, name, plugin=True)
+    raise UnknownName(kind, name, names(kind))
+
+
+def build(kind: str, spec: Any, /, **fields: Any) -> Any:
+    """A component from its name and settings.
+
+    Args:
+        kind: one of `KINDS`.
+        spec: a name, what `spec_of` returned, a class, or a ready component.
+        fields: settings that replace the defaults, or those of a ready component. Strings are read by the field's type:
+            numbers, ``true``/``false``, ``none``, one of a fixed set of words, and ``1,2`` or JSON ``["a", "b"]`` for tuples.
+
+    Raises:
+        UnknownName: no such name.
+        UsageError: a setting that does not exist, cannot be read, or that the component refuses.
+    """
+    if isinstance(spec, Mapping):
+        settings = dict(spec)
+        name = settings.pop("name", None)
+        if not isinstance(name, str):
+            raise UsageError(
+                f"{kind}-unnamed", f"a {kind} as a table needs a 'name'.", "", known=names(kind)
+            )
+        return build(kind, name, **{**settings, **fields})
+    if isinstance(spec, str):
+        return _construct(resolve(kind, spec), spec, fields)
+    _builtin(kind)
+    if isinstance(spec, type):
+        return _construct(spec, spec.__name__, fields)
+    if not fields:
+        return spec
+    label = str(spec_of(spec)["name"])
+    return dataclasses.replace(spec, **_convert_all(type(spec), label, fields))
+
+
+def spec_of(component: Any) -> dict[str, Any]:
+    """Name and all settings of a component, JSON-able: ``build(kind, spec_of(c)) == c``.
+
+    A class that no name stands for is named ``package.module:Class``; a component that is no dataclass has only its name.
+    """
+    cls = type(component)
+    spec: dict[str, Any] = {"name": _name_of(cls)}
+    if dataclasses.is_dataclass(component):
+        for field in dataclasses.fields(component):
+            if field.init:
+                spec[field.name] = _jsonable(getattr(component, field.name))
+    return spec
+
+
+def _builtin(kind: str) -> Mapping[str, str]:
+    table = BUILTIN.get(kind)
+    if table is None:
+        raise UnknownName("kind", kind, KINDS)
+    return table
+
+
+def _plugins(kind: str) -> Mapping[str, metadata.EntryPoint]:
+    return _installed(kind, os.environ.get("ARBOR_PLUGINS", "").strip())
+
+
+@functools.cache
+def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
+    """Plugins by name, read from their distributions' metadata only; one warning for each that cannot be meant."""
+    if allowed.lower() == "off":
+        return {}
+    wanted = [word.strip() for word in allowed.split(",") if word.strip()]
+    found: dict[str, metadata.EntryPoint] = {}
+    points = sorted(
+        metadata.entry_points(group=f"arbor.{kind}s"),
+        key=lambda p: (_distribution(p), p.name, p.value),
+    )
+    for point in points:
+        full = f"{_distribution(point)}/{point.name}"
+        if wanted and point.name not in wanted and full not in wanted:
+            continue
+        module, colon, attribute = point.value.partition(":")
+        if not (module.strip() and colon and attribute.strip()):
+            warnings.warn(
+                f"arbor: the {kind} plugin '{full}' is left out: '{point.value}' is not package.module:Class.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            continue
+        clash = point.name in found or point.name in BUILTIN[kind]
+        found.setdefault(full if clash else point.name, point)
+    return found
+
+
+def _distribution(point: metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else ""
+
+
+def _load(path: str, kind: str, name: str, plugin: bool = False) -> type[Any]:
+    module, _, attribute = path.partition(":")
+    attribute = attribute.partition("[")[0].strip()  # extras, as in "module:Class [extra]"
+    try:
+        found = functools.reduce(
+            getattr, attribute.split("."), importlib.import_module(module.strip())
+        )
+    except Exception as error:
+        if not plugin:
+            raise
+        raise UsageError(
+            f"{kind}-broken",
+            f"the {kind} '{name}' ({path}) cannot be imported: {type(error).__name__}: {error}.",
+            "ARBOR_PLUGINS=off hides plugins.",
+            name=name,
+            path=path,
+        ) from error
+    if not isinstance(found, type):
+        raise UsageError(
+            f"{kind}-broken", f"the {kind} '{name}' ({path}) is no class.", "", name=name, path=path
+        )
+    return found
+
+
+def _name_of(cls: type[Any]) -> str:
+    """The name a class goes by, found without importing anything."""
+    path = f"{cls.__module__}:{cls.__qualname__}"
+    for kind in KINDS:
+        for name, known in BUILTIN[kind].items():
+            if known == path:
+                return name
+        for name, point in _plugins(kind).items():
+            module, _, attribute = point.value.partition(":")
+            attribute = attribute.partition("[")[0].strip()
+            loaded = sys.modules.get(module.strip())
+            if point.value == path or (loaded and getattr(loaded, attribute, None) is cls):
+                return name
+    return path
+
+
+def _construct(cls: type[Any], name: str, fields: Mapping[str, Any]) -> Any:
+    values = _convert_all(cls, name, fields)
+    if dataclasses.is_dataclass(cls):
+        for field in dataclasses.fields(cls):
+            has_default = (
+                field.default is not dataclasses.MISSING
+                or field.default_factory is not dataclasses.MISSING
+            )
+            if field.init and not has_default and field.name not in values:
+                raise UsageError(
+                    "setting-missing",
+                    f"'{name}' needs a value for '{field.name}'.",
+                    "",
+                    name=name,
+                    setting=field.name,
+                )
+    return cls(**values)
+
+
+def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    known: list[str] = []
+    if dataclasses.is_dataclass(cls):
+        known = [field.name for field in dataclasses.fields(cls) if field.init]
+    if "name" in known:
+        raise UsageError(
+            "setting-reserved",
+            f"'{name}' has a setting called 'name', which names the component.",
+            "",
+        )
+    for key in fields:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            guess = f"Did you mean '{near[0]}'? " if near else ""
+            raise UsageError(
+                "unknown-setting",
+                f"'{name}' has no setting '{key}'.",
+                f"{guess}Known: {', '.join(known) or 'none'}.",
+                name=name,
+                setting=key,
+                known=known,
+            )
+    if not fields:
+        return {}
+    hints = typing.get_type_hints(cls)
+    return {key: _convert(value, hints[key], f"{name}.{key}") for key, value in fields.items()}
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """A string, or a value as JSON gives it back, as the type a field asks for.
+
+    Raises:
+        UsageError: it cannot be read as that type; `where` is the setting's name.
+    """
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _convert(value, options[0], where)
+    if origin in (typing.Union, types.UnionType):
+        return _first_that_fits(value, options, hint, where)
+    if origin is typing.Literal:
+        for option in options:
+            if value == option or (isinstance(value, str) and value == str(option)):
+                return option
+        raise _unreadable(value, f"one of {', '.join(map(str, options))}", where)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum) and not isinstance(value, hint):
+        for member in hint:
+            if value in (member.value, member.name) or str(value) == str(member.value):
+                return member
+        raise _unreadable(value, f"one of {', '.join(str(member.value) for member in hint)}", where)
+    if hint is types.NoneType:
+        if value is None or (isinstance(value, str) and value.lower() == "none"):
+            return None
+        raise _unreadable(value, "none", where)
+    if hint is bool:
+        word = value.lower() if isinstance(value, str) else value
+        if word in (True, "true", "yes", "on", "1"):
+            return True
+        if word in (False, "false", "no", "off", "0"):
+            return False
+        raise _unreadable(value, "true or false", where)
+    if hint is int:
+        try:
+            if isinstance(value, str | int) and not isinstance(value, bool):
+                return int(value)
+            if isinstance(value, float) and value.is_integer():
+                return int(value)
+        except ValueError:
+            pass
+        raise _unreadable(value, "a whole number", where)
+    if hint is float:
+        try:
+            if isinstance(value, str | int | float) and not isinstance(value, bool):
+                return float(value)
+        except ValueError:
+            pass
+        raise _unreadable(value, "a number", where)
+    if hint is str:
+        if isinstance(value, str):
+            return value
+        raise _unreadable(value, "text", where)
+    if (origin or hint) in (tuple, list):
+        return _convert_sequence(value, origin or hint, options, where)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return _construct(typing.cast("type[Any]", hint), where, value)
+    return value
+
+
+def _convert_sequence(value: Any, kind: Any, options: tuple[Any, ...], where: str) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except ValueError as error:
+            raise _unreadable(value, "a JSON list", where) from error
+        if value == [""]:
+            value = []
+    if not isinstance(value, tuple | list):
+        raise _unreadable(value, "a list", where)
+    if not options:
+        return kind(value)
+    if kind is list or (len(options) == 2 and options[1] is Ellipsis):
+        return kind(_convert(item, options[0], where) for item in value)
+    if len(options) != len(value):
+        raise _unreadable(value, f"{len(options)} values", where)
+    return tuple(_convert(item, hint, where) for item, hint in zip(value, options, strict=True))
+
+
+def _first_that_fits(value: Any, options: tuple[Any, ...], hint: Any, where: str) -> Any:
+    """None first, text last, so that ``none`` and ``3`` mean what they look like."""
+    order = sorted(options, key=lambda option: (option is not types.NoneType, option is str))
+    for option in order:
+        try:
+            return _convert(value, option, where)
+        except UsageError:
+            continue
+    readable = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise _unreadable(value, readable.replace("NoneType", "none"), where)
+
+
+def _unreadable(value: Any, wanted: str, where: str) -> UsageError:
+    return UsageError(
+        "setting-type",
+        f"{where}={value}: it must be {wanted}.",
+        "",
+        setting=where,
+        value=str(value),
+    )
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    return value

@@ -1,0 +1,330 @@
+"""Chains: grade-school word problems whose answer depends on a chain of facts told in another order.
+
+    Facts: Tom has 4 more than Amy. Bob has 7. Amy has 3. Sue has 2 times as many as Tom. How many does Sue have?
+    Plan: Sue Tom Amy
+    Then Amy has 3
+    Then Tom has 4 more than Amy: 3 + 4 = 7
+    Then Sue has 2 times as many as Tom: 7 * 2 = 14
+    Answer: 14
+
+The first thought may be a plan (the chain backwards); every later line restates one fact and computes with it; the
+last is the answer. ``more``, ``fewer`` and ``times`` look one line back. ``as many as X and Y together`` looks back one
+line (X) and ``recall`` lines (Y): the controlled recall distance. Distractors are chains of their own and people who
+depend on the chain but lead nowhere. All quantities are from 1 to 999.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arbor.errors import InputError
+from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
+from arbor.tasks.splits import content_id, split_of
+
+NAMES = tuple(
+    "Amy Ben Cal Dan Eva Fay Gus Hal Ian Jan Kim Lea Max Ned Oli Pam Ray Sue Tom Una Val Wes Zoe Abe".split()
+)
+LARGEST = 999
+_NAME = "([A-Z][a-z]{1,11})"
+_FACT = re.compile(
+    rf"{_NAME} has (?:([0-9]{{1,3}})|([0-9]{{1,3}}) (more|fewer) than {_NAME}"
+    rf"|([0-9]) times as many as {_NAME}|as many as {_NAME} and {_NAME} together)"
+)
+_LINE = re.compile(r"Then (.+?)(?:: ([0-9]{1,3}) ([-+*]) ([0-9]{1,3}) = ([0-9]{1,4}))?\n?")
+_ASKS = re.compile(rf"How many does {_NAME} have\?")
+_ANSWER = re.compile(r"Answer: ([0-9]{1,4})\n?")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is told of one person.
+
+    Attributes:
+        who: the person.
+        kind: ``is``, ``more``, ``fewer``, ``times`` or ``sum``.
+        amount: the number in the fact; 0 for ``sum``.
+        needs: the people it depends on, in the order of the text.
+    """
+
+    who: str
+    kind: str
+    amount: int
+    needs: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The fact, without full stop."""
+        if self.kind == "is":
+            return f"{self.who} has {self.amount}"
+        if self.kind == "times":
+            return f"{self.who} has {self.amount} times as many as {self.needs[0]}"
+        if self.kind == "sum":
+            return f"{self.who} has as many as {self.needs[0]} and {self.needs[1]} together"
+        return f"{self.who} has {self.amount} {self.kind} than {self.needs[0]}"
+
+    def work(self, known: Mapping[str, int]) -> tuple[str, int]:
+        """The calculation as text (empty for ``is``) and the person's quantity."""
+        if self.kind == "is":
+            return "", self.amount
+        first = known[self.needs[0]]
+        second = known[self.needs[1]] if self.kind == "sum" else self.amount
+        sign = {"more": "+", "fewer": "-", "times": "*", "sum": "+"}[self.kind]
+        result = {"+": first + second, "-": first - second, "*": first * second}[sign]
+        return f"{first} {sign} {second} = {result}", result
+
+    def line(self, known: Mapping[str, int]) -> str:
+        """The thought that uses this fact."""
+        work, _ = self.work(known)
+        return f"Then {self.text}: {work}\n" if work else f"Then {self.text}\n"
+
+
+def parse_fact(text: str) -> Fact | None:
+    """A fact from its text without full stop; None if it is none."""
+    match = _FACT.fullmatch(text)
+    if match is None:
+        return None
+    who, own, amount, kind, other, factor, base, left, right = match.groups()
+    if own:
+        return Fact(who, "is", int(own), ())
+    if kind:
+        return Fact(who, kind, int(amount), (other,))
+    if factor:
+        return Fact(who, "times", int(factor), (base,))
+    return Fact(who, "sum", 0, (left, right))
+
+
+def quantities(facts: Sequence[Fact]) -> dict[str, int]:
+    """What each person has, as far as the facts tell; a person nothing leads to is missing."""
+    known: dict[str, int] = {}
+    waiting = list(facts)
+    while ready := [fact for fact in waiting if all(name in known for name in fact.needs)]:
+        for fact in ready:
+            known[fact.who] = fact.work(known)[1]
+        waiting = [fact for fact in waiting if fact not in ready]
+    return known
+
+
+def chain_to(facts: Sequence[Fact], asked: str) -> list[Fact]:
+    """The facts the answer needs, each after what it depends on."""
+    by_name = {fact.who: fact for fact in facts}
+    order: list[Fact] = []
+
+    def visit(name: str) -> None:
+        fact = by_name[name]
+        if fact not in order:
+            for other in reversed(fact.needs):
+                visit(other)
+            order.append(fact)
+
+    visit(asked)
+    return order
+
+
+def _new_fact(
+    rng: random.Random, who: str, chain: Sequence[str], known: dict[str, int], recall: int
+) -> Fact:
+    """A fact about a new person that depends on the last of the chain, with a result from 1 to `LARGEST`."""
+    last = chain[-1]
+    while True:
+        kind = rng.choices(
+            ("more", "fewer", "times", "sum"), (4, 3, 2, 2 if len(chain) > recall else 0)
+        )[0]
+        if kind == "sum":
+            fact = Fact(who, "sum", 0, (last, chain[-1 - recall]))
+        elif kind == "times":
+            fact = Fact(who, "times", rng.randint(2, 4), (last,))
+        else:
+            fact = Fact(who, kind, rng.randint(1, 20), (last,))
+        result = fact.work(known)[1]
+        if 1 <= result <= (LARGEST if kind != "times" else 200):
+            known[who] = result
+            return fact
+
+
+def generate(
+    rng: random.Random, steps: int, distractors: int, recall: int
+) -> tuple[list[Fact], str]:
+    """Shuffled facts and the person asked for.
+
+    Args:
+        steps: people in the chain that leads to the answer, >= 2.
+        distractors: other people; at most 24 - steps.
+        recall: lines back to the second person of a ``sum``, >= 1.
+    """
+    names = rng.sample(NAMES, steps + distractors)
+    known: dict[str, int] = {}
+    facts = []
+    chain: list[str] = []
+    for name in names[:steps]:
+        if chain:
+            fact = _new_fact(rng, name, chain, known, recall)
+        else:
+            fact = Fact(name, "is", rng.randint(1, 20), ())
+            known[name] = fact.amount
+        facts.append(fact)
+        chain.append(name)
+    other: list[str] = []
+    for name in names[steps:]:
+        roll = rng.random()
+        if other and roll < 0.5:
+            facts.append(_new_fact(rng, name, other, known, recall))
+            other.append(name)
+        elif roll < 0.7:
+            facts.append(_new_fact(rng, name, [rng.choice(chain)], known, 1))
+        else:
+            facts.append(Fact(name, "is", rng.randint(1, 20), ()))
+            known[name] = facts[-1].amount
+            other = [name]
+    rng.shuffle(facts)
+    return facts, names[steps - 1]
+
+
+@dataclass(frozen=True)
+class Chains:
+    """Dependency-chain word problems.
+
+    Attributes:
+        fewest, most: people in the chain that leads to the answer.
+        distractors: the largest number of other people.
+        recall: the largest number of lines back to the second person of a ``sum``.
+    """
+
+    fewest: int = 2
+    most: int = 16
+    distractors: int = 4
+    recall: int = 4
+
+    example = "Facts: Tom has 4 more than Amy. Amy has 3. How many does Tom have?"
+
+    @property
+    def name(self) -> str:
+        return "chains"
+
+    @property
+    def boundary(self) -> Boundary:
+        return Boundary(stop=("\n",), max_tokens=48, max_depth=self.most + 4)
+
+    def make(self, facts: Sequence[Fact], asked: str) -> Problem:
+        """The problem of these facts, in this order."""
+        text = f"Facts: {'. '.join(fact.text for fact in facts)}. How many does {asked} have?"
+        known = quantities(facts)
+        data: dict[str, Any] = {
+            "facts": [fact.text for fact in facts],
+            "asked": asked,
+            "steps": len(chain_to(facts, asked)),
+        }
+        return Problem(content_id("chains", text), self.name, text, str(known[asked]), data)
+
+    def parse(self, text: str) -> Problem:
+        if not text.strip():
+            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        body = " ".join(text.split()).removeprefix("Facts: ")
+        *told, question = body.split(". ")
+        asks = _ASKS.fullmatch(question)
+        if asks is None:
+            raise self._invalid(text, "does not end with 'How many does NAME have?'")
+        facts = []
+        for sentence in told:
+            fact = parse_fact(sentence)
+            if fact is None:
+                raise self._invalid(text, f"'{sentence}' is not a fact")
+            facts.append(fact)
+        if len({fact.who for fact in facts}) != len(facts):
+            raise self._invalid(text, "tells of one person twice")
+        if asks[1] not in quantities(facts):
+            raise self._invalid(text, f"does not tell what {asks[1]} has")
+        return self.make(facts, asks[1])
+
+    def _invalid(self, text: str, why: str) -> InputError:
+        shown = text.strip()[:60]
+        return InputError(
+            "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
+        )
+
+    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
+        """Problems without end (unless `limit`), from a fixed stream per split."""
+        if split not in SPLITS:
+            raise InputError(
+                "split-unknown", f"chains has no split '{split}'.", f"Known: {SPLITS}."
+            )
+        return itertools.islice(self._generate(split), limit)
+
+    def _generate(self, split: str) -> Iterator[Problem]:
+        rng = random.Random(f"chains {split}")
+        while True:
+            problem = self.draw(rng, rng.randint(self.fewest, self.most))
+            if split_of(problem.id) == split:
+                yield problem
+
+    def draw(self, rng: random.Random, steps: int) -> Problem:
+        """One problem of so many steps, of whichever split."""
+        distractors = rng.randint(0, min(self.distractors, len(NAMES) - steps))
+        return self.make(*generate(rng, steps, distractors, rng.randint(1, self.recall)))
+
+    def prompt(self, problem: Problem) -> str:
+        return problem.text + "\n"
+
+    def facts(self, problem: Problem) -> list[Fact]:
+        """The facts of a problem, in the order of its text."""
+        facts = [parse_fact(text) for text in problem.data["facts"]]
+        return [fact for fact in facts if fact is not None]
+
+    def solution(self, problem: Problem) -> list[str]:
+        """The thoughts of the solution: plan, one line per fact, answer."""
+        order = chain_to(self.facts(problem), problem.data["asked"])
+        known: dict[str, int] = {}
+        lines = ["Plan: " + " ".join(fact.who for fact in reversed(order)) + "\n"]
+        for fact in order:
+            lines.append(fact.line(known))
+            known[fact.who] = fact.work(known)[1]
+        return [*lines, f"Answer: {known[problem.data['asked']]}\n"]
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return bool(thoughts) and thoughts[-1].startswith("Answer:")
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        match = _ANSWER.fullmatch(thoughts[-1]) if thoughts else None
+        return match[1] if match else None
+
+    def grade(self, problem: Problem, answer: str | None) -> Grade:
+        """Compares numbers, never texts: ``14``, ``Answer: 14`` and ``14.`` are the same."""
+        if answer is None or not answer.strip():
+            return Grade(False, None, "There is no answer.")
+        text = re.sub(r"^(?:the )?answer(?: is)?\s*:?\s*", "", answer.strip(), flags=re.IGNORECASE)
+        match = re.fullmatch(r"([0-9]{1,9})\.?", text.strip())
+        if match is None:
+            return Grade(False, None, f"'{text[:20]}' is not a number.")
+        if int(match[1]) != int(problem.expected or -1):
+            return Grade(False, match[1], f"The answer is {problem.expected}, not {match[1]}.")
+        return Grade(True, match[1], f"{problem.data['asked']} has {problem.expected}.")
+
+    def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
+        """1 while every line restates a told fact and computes it right from lines before it; else 0."""
+        facts = {fact.text: fact for fact in self.facts(problem)}
+        asked = problem.data["asked"]
+        known: dict[str, int] = {}
+        for index, thought in enumerate(thoughts):
+            if thought.startswith("Plan:"):
+                order = chain_to(list(facts.values()), asked)
+                if index or thought != f"Plan: {' '.join(f.who for f in reversed(order))}\n":
+                    return 0.0
+                continue
+            if thought.startswith("Answer:"):
+                last = index == len(thoughts) - 1
+                return float(last and thought == f"Answer: {known.get(asked, '?')}\n")
+            line = _LINE.fullmatch(thought)
+            fact = facts.get(line[1]) if line else None
+            if fact is None or any(name not in known for name in fact.needs):
+                return 0.0
+            if thought != fact.line(known):
+                return 0.0
+            known[fact.who] = fact.work(known)[1]
+        return 1.0
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        return Question("Correct?", {" yes": 1.0, " no": 0.0})

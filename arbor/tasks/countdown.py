@@ -1,0 +1,502 @@
+"""Countdown: combine every given number once with + - * / so that the target comes out.
+
+One thought is one line, ``10 - 4 = 6 (left: 5 6 6)`` and a newline: two numbers that are left, their exact result, and
+what is left afterwards. A path ends when one number is left. `arbor.tasks.game24` is the case of four numbers and 24.
+
+Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 2305.10601), section 4.1. Differs from
+its released grader, which evaluates model text: here an answer is parsed by `parse_expression`, all arithmetic is
+exact (integers and fractions), and every line is checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from arbor.errors import InputError
+from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
+from arbor.tasks.splits import content_id, split_of
+
+Number = int | Fraction
+State = tuple[Number, ...]
+
+_NUMBER = r"-?[0-9]{1,12}(?:/[0-9]{1,12})?"
+_STEP = re.compile(
+    rf"({_NUMBER}) ([-+*/]) ({_NUMBER}) = ({_NUMBER}) \(left: ({_NUMBER}(?: {_NUMBER})*)\)\n?"
+)
+_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*", "⋅": "*", "∗": "*"})
+_LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
+_LABEL = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*)", re.IGNORECASE)
+_TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
+_LONGEST_ANSWER = 500
+_LARGEST_INPUT = 999_999
+
+
+def _plain(value: Fraction) -> Number:
+    """An integer as int, anything else as it is."""
+    return value.numerator if value.denominator == 1 else value
+
+
+def _read(text: str) -> Number | None:
+    """The number a line writes as ``7``, ``-7`` or ``7/3``; None for a zero denominator."""
+    top, _, bottom = text.partition("/")
+    if bottom and int(bottom) == 0:
+        return None
+    return _plain(Fraction(int(top), int(bottom))) if bottom else int(top)
+
+
+def calculate(a: Number, sign: str, b: Number) -> Number | None:
+    """Exact ``a sign b``; None for a division by zero."""
+    if sign == "+":
+        return a + b
+    if sign == "-":
+        return a - b
+    if sign == "*":
+        return a * b
+    return None if b == 0 else _plain(Fraction(a) / Fraction(b))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One line of a solution: ``a sign b = result`` and the sorted numbers `left` after it."""
+
+    a: Number
+    sign: str
+    b: Number
+    result: Number
+    left: State
+
+    @property
+    def text(self) -> str:
+        """The thought."""
+        return f"{self.a} {self.sign} {self.b} = {self.result} (left: {' '.join(map(str, self.left))})\n"
+
+
+def parse_step(thought: str) -> Step | None:
+    """The step a thought writes, checked for form only; None if it is no such line."""
+    match = _STEP.fullmatch(thought.translate(_SIGNS))
+    if match is None:
+        return None
+    a, b, result = (_read(match[i]) for i in (1, 3, 4))
+    left = [_read(word) for word in match[5].split(" ")]
+    if a is None or b is None or result is None or None in left:
+        return None
+    return Step(a, match[2], b, result, tuple(sorted(n for n in left if n is not None)))
+
+
+def take(state: State, thought: str) -> Step | None:
+    """The step a thought takes from a state; None unless its numbers are there, its result is exact and its rest right."""
+    step = parse_step(thought)
+    if step is None:
+        return None
+    rest = list(state)
+    for operand in (step.a, step.b):
+        if operand not in rest:
+            return None
+        rest.remove(operand)
+    if calculate(step.a, step.sign, step.b) != step.result:
+        return None
+    return step if tuple(sorted([*rest, step.result])) == step.left else None
+
+
+def replay(numbers: Sequence[int], thoughts: Sequence[str]) -> list[Step] | None:
+    """The steps of a path, in order; None if any of them is not legal."""
+    state: State = tuple(sorted(numbers))
+    steps = []
+    for thought in thoughts:
+        step = take(state, thought)
+        if step is None:
+            return None
+        steps.append(step)
+        state = step.left
+    return steps
+
+
+def _pairs(state: State) -> Iterator[tuple[Number, Number, State]]:
+    """Every distinct pair (a <= b) of a sorted state, and the rest."""
+    seen = []
+    for i, j in itertools.combinations(range(len(state)), 2):
+        a, b = state[i], state[j]
+        if (a, b) not in seen:
+            seen.append((a, b))
+            yield a, b, state[:i] + state[i + 1 : j] + state[j + 1 :]
+
+
+def exact_steps(state: State) -> list[Step]:
+    """Every distinct step from a sorted state, fractions included, in a fixed order.
+
+    ``a + b`` and ``a * b`` are written with a <= b, and of ``a - b`` and ``b - a`` only the one that is not negative
+    (enough while no number is negative); each line is a different text.
+    """
+    steps = []
+    negative = bool(state) and state[0] < 0
+    for a, b, rest in _pairs(state):
+        lines = [(a, "+", b), (b, "-", a), (a, "*", b)]
+        if negative and a != b:
+            lines.append((a, "-", b))
+        if a != 0:
+            lines.append((b, "/", a))
+        if b != 0 and a != b:
+            lines.append((a, "/", b))
+        for x, sign, y in lines:
+            result = calculate(x, sign, y)
+            if result is not None:
+                steps.append(Step(x, sign, y, result, tuple(sorted((*rest, result)))))
+    return steps
+
+
+def legal_steps(state: tuple[int, ...]) -> list[Step]:
+    """The steps of `exact_steps` that stay among the non-negative integers."""
+    steps = []
+    for a, b, rest in _pairs(state):
+        lines: list[tuple[Number, str, Number, Number]] = [
+            (a, "+", b, a + b),
+            (b, "-", a, b - a),
+            (a, "*", b, a * b),
+        ]
+        if a != 0 and b % a == 0:
+            lines.append((b, "/", a, b // a))
+        elif a == 0 and b != 0:
+            lines.append((a, "/", b, 0))
+        for x, sign, y, result in lines:
+            steps.append(Step(x, sign, y, result, tuple(sorted((*rest, result)))))
+    return steps
+
+
+def _two(a: Number, b: Number, target: Number) -> bool:
+    """Whether two numbers reach the target, without making a fraction."""
+    return (
+        a + b == target
+        or a - b == target
+        or b - a == target
+        or a * b == target
+        or (b != 0 and a == target * b)
+        or (a != 0 and b == target * a)
+    )
+
+
+def _quotient_and(p: int, q: int, z: int, t: int) -> bool:
+    """Whether p/q and z reach t; q > 0, integers only."""
+    tq, zq = t * q, z * q
+    return (
+        p + zq == tq
+        or p - zq == tq
+        or zq - p == tq
+        or p * z == tq
+        or (z != 0 and p == tq * z)
+        or (p != 0 and zq == t * p)
+    )
+
+
+def _three(a: int, b: int, c: int, t: int) -> bool:
+    """Whether three non-negative integers reach t, fractions included."""
+    for x, y, z in ((a, b, c), (a, c, b), (b, c, a)):
+        if _two(x + y, z, t) or _two(abs(y - x), z, t) or _two(x * y, z, t):
+            return True
+        if x and _quotient_and(y, x, z, t):
+            return True
+        if y and _quotient_and(x, y, z, t):
+            return True
+    return False
+
+
+@lru_cache(maxsize=1 << 19)
+def can_reach(state: State, target: int) -> bool:
+    """Whether a sorted state can reach the target with each number used once; exact, exhaustive, memoised."""
+    if len(state) == 1:
+        return state[0] == target
+    if len(state) == 2:
+        return _two(state[0], state[1], target)
+    if len(state) == 3 and state[0] >= 0:
+        a, b, c = state
+        if isinstance(a, int) and isinstance(b, int) and isinstance(c, int):
+            return _three(a, b, c, target)
+    later: list[State] = []
+    for step in exact_steps(state):
+        if isinstance(step.result, Fraction):
+            later.append(step.left)
+        elif can_reach(step.left, target):
+            return True
+    return any(can_reach(left, target) for left in later)
+
+
+@lru_cache(maxsize=1 << 18)
+def solution_paths(state: State, target: int) -> int:
+    """Number of distinct paths (sequences of different lines of `exact_steps`) from a state to the target."""
+    if len(state) == 1:
+        return int(state[0] == target)
+    if not can_reach(state, target):
+        return 0
+    return sum(solution_paths(step.left, target) for step in exact_steps(state))
+
+
+def solve(numbers: Sequence[int], target: int) -> list[str] | None:
+    """The thoughts of one solution, the first in the order of `exact_steps`; None if there is none."""
+    state: State = tuple(sorted(numbers))
+    if not can_reach(state, target):
+        return None
+    thoughts = []
+    while len(state) > 1:
+        step = next(step for step in exact_steps(state) if can_reach(step.left, target))
+        thoughts.append(step.text)
+        state = step.left
+    return thoughts
+
+
+def compose(numbers: Sequence[int], thoughts: Sequence[str]) -> str | None:
+    """The expression that a legal full path builds, with no parentheses it does not need; None otherwise.
+
+    Of two equal numbers the step takes the one that has been there longer.
+    """
+    steps = replay(numbers, thoughts)
+    if steps is None or len(steps) != len(numbers) - 1:
+        return None
+    # (value, expression, binding strength: 1 sum, 2 product, 3 number)
+    items: list[tuple[Number, str, int]] = [(n, str(n), 3) for n in numbers]
+
+    def pick(value: Number) -> tuple[str, int]:
+        index = next(i for i, item in enumerate(items) if item[0] == value)
+        _, text, strength = items.pop(index)
+        return text, strength
+
+    for step in steps:
+        (a, a_strength), (b, b_strength) = pick(step.a), pick(step.b)
+        strength = 1 if step.sign in "+-" else 2
+        if a_strength < strength:
+            a = f"({a})"
+        if b_strength < strength or (b_strength == strength and step.sign in "-/"):
+            b = f"({b})"
+        items.append((step.result, f"{a} {step.sign} {b}", strength))
+    return items[0][1]
+
+
+class _Parser:
+    """Recursive descent over + - * / and parentheses; integers only, no sign in front of a number."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens: list[str] = []
+        self.leaves: list[int] = []
+        at, text = 0, text.rstrip()
+        while at < len(text):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise ValueError(
+                    f"'{text[at:].strip()[:12]}' is neither a number nor one of + - * / ( )"
+                )
+            self.tokens.append(match[1] or match[2])
+            at = match.end()
+        self.at = 0
+
+    def _peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def parse(self) -> Fraction:
+        value = self._sum()
+        if self._peek():
+            raise ValueError(f"'{self._peek()}' where an operator or the end should be")
+        return value
+
+    def _sum(self) -> Fraction:
+        value = self._product()
+        while (sign := self._peek()) in ("+", "-"):
+            self.at += 1
+            other = self._product()
+            value = value + other if sign == "+" else value - other
+        return value
+
+    def _product(self) -> Fraction:
+        value = self._atom()
+        while (sign := self._peek()) in ("*", "/"):
+            self.at += 1
+            other = self._atom()
+            if sign == "/" and other == 0:
+                raise ValueError("a division by zero")
+            value = value * other if sign == "*" else value / other
+        return value
+
+    def _atom(self) -> Fraction:
+        token = self._peek()
+        self.at += 1
+        if token == "(":
+            value = self._sum()
+            if self._peek() != ")":
+                raise ValueError("a parenthesis that is not closed")
+            self.at += 1
+            return value
+        if not token.isdigit():
+            raise ValueError(
+                f"'{token}' where a number should be" if token else "an unfinished expression"
+            )
+        if len(token) > 1 and token[0] == "0":
+            raise ValueError(f"'{token}' is not how a number is written")
+        self.leaves.append(int(token))
+        return Fraction(int(token))
+
+
+def parse_expression(text: str) -> tuple[Fraction, list[int]]:
+    """Exact value of an expression and its numbers, left to right. Parses, never evaluates.
+
+    Raises:
+        ValueError: anything but non-negative integers, + - * / and parentheses, or a division by zero; says which.
+    """
+    if len(text) > _LONGEST_ANSWER:
+        raise ValueError(f"longer than {_LONGEST_ANSWER} characters")
+    parser = _Parser(text)
+    return parser.parse(), parser.leaves
+
+
+def normalise(answer: str) -> str:
+    """An answer without its wrapping: last line, label, bold marks, ``$``, ``\\boxed{}``, typographic signs, full stop."""
+    lines = [line.strip() for line in answer.strip().splitlines() if line.strip()]
+    text = lines[-1] if lines else ""
+    for name, sign in _LATEX.items():
+        text = text.replace(name, sign)
+    text = text.translate(_SIGNS).replace("**", " @@ ") if "**" in text else text.translate(_SIGNS)
+    if (
+        "@@" in text
+    ):  # bold marks stand around the label or the answer; between two operands they are a power
+        head = re.sub(r"^\s*@@\s*(.*?)\s*@@", r"\1 ", text)
+        text = head.replace(" @@ ", "**")
+    text = _LABEL.sub("", text.strip()).strip().strip("$").strip()
+    boxed = re.fullmatch(r"\\boxed\s*\{(.*)\}", text.rstrip("."))
+    text = boxed[1] if boxed else text
+    return text.rstrip(".").strip().strip("$").strip()
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """Reach a target with four to six numbers; text form ``3 7 25 50 -> 331``.
+
+    Attributes:
+        fewest, most: how many numbers a problem has.
+        largest: the largest number in generated problems.
+        targets: smallest and largest target in generated problems.
+    """
+
+    fewest: int = 4
+    most: int = 6
+    largest: int = 25
+    targets: tuple[int, int] = (10, 99)
+
+    @property
+    def name(self) -> str:
+        return "countdown"
+
+    @property
+    def boundary(self) -> Boundary:
+        return Boundary(stop=("\n",), max_tokens=48, max_depth=self.most - 1)
+
+    example = "3 7 25 50 -> 331"
+
+    def make(self, numbers: Sequence[int], target: int) -> Problem:
+        """The problem of these numbers and this target; its id does not depend on their order."""
+        canonical = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
+        data: dict[str, Any] = {"numbers": list(numbers), "target": target}
+        text = f"{' '.join(map(str, numbers))} -> {target}"
+        return Problem(content_id("countdown", canonical), self.name, text, str(target), data)
+
+    def parse(self, text: str) -> Problem:
+        if not text.strip():
+            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        head, arrow, tail = text.partition("->")
+        words = head.replace(",", " ").split()
+        target = tail.strip()
+        if not arrow or not re.fullmatch("[0-9]{1,6}", target):
+            raise self._invalid(text, "names no target after '->'")
+        numbers = self._numbers(text, words)
+        if not self.fewest <= len(numbers) <= self.most:
+            raise self._invalid(
+                text, f"has {len(numbers)} numbers; {self.fewest} to {self.most} are needed"
+            )
+        return self.make(numbers, int(target))
+
+    def _numbers(self, text: str, words: Sequence[str]) -> list[int]:
+        for word in words:
+            if not re.fullmatch("[0-9]{1,6}", word) or int(word) == 0:
+                raise self._invalid(
+                    text, f"'{word}' is not a whole number from 1 to {_LARGEST_INPUT}"
+                )
+        return [int(word) for word in words]
+
+    def _invalid(self, text: str, why: str) -> InputError:
+        shown = text.strip()[:60]
+        return InputError(
+            "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
+        )
+
+    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
+        """Problems without end (unless `limit`), each solvable in whole numbers; four numbers and 24 never in train."""
+        if split not in SPLITS:
+            raise InputError(
+                "split-unknown", f"countdown has no split '{split}'.", f"Known: {SPLITS}."
+            )
+        return itertools.islice(self._generate(split), limit)
+
+    def _generate(self, split: str) -> Iterator[Problem]:
+        rng = random.Random(f"countdown {split}")
+        seen: dict[str, None] = {}
+        while True:
+            count = rng.randint(self.fewest, self.most)
+            numbers = [rng.randint(1, self.largest) for _ in range(count)]
+            state = tuple(sorted(numbers))
+            while len(state) > 1:
+                state = rng.choice(legal_steps(state)).left  # type: ignore[arg-type, assignment]
+            target = state[0]
+            if not self.targets[0] <= target <= self.targets[1]:
+                continue
+            problem = self.make(numbers, target)
+            member = "test" if count == 4 and target == 24 else split_of(problem.id)
+            if member == split and problem.id not in seen:
+                seen[problem.id] = None
+                yield problem
+
+    def prompt(self, problem: Problem) -> str:
+        numbers = " ".join(map(str, sorted(problem.data["numbers"])))
+        return f"Target {problem.data['target']} (left: {numbers})\n"
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """True when one number is left, when a line is illegal, or after as many lines as there are pairs to join."""
+        if len(thoughts) >= len(problem.data["numbers"]) - 1:
+            return True
+        return replay(problem.data["numbers"], thoughts) is None
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        return compose(problem.data["numbers"], thoughts)
+
+    def grade(self, problem: Problem, answer: str | None) -> Grade:
+        if answer is None or not answer.strip():
+            return Grade(False, None, "There is no answer.")
+        text = normalise(answer)
+        target = problem.data["target"]
+        expression, equals, right = text.partition("=")
+        if equals and right.strip() != str(target):
+            return Grade(False, None, f"The right side is '{right.strip()[:20]}', not {target}.")
+        try:
+            value, leaves = parse_expression(expression)
+        except ValueError as error:
+            return Grade(False, None, f"Not an expression: {error}.")
+        extracted = expression.strip()
+        numbers = sorted(problem.data["numbers"])
+        if sorted(leaves) != numbers:
+            used, given = (" ".join(map(str, ns)) for ns in (sorted(leaves), numbers))
+            return Grade(False, extracted, f"Uses {used}; the numbers are {given}.")
+        if value != target:
+            return Grade(False, extracted, f"The value is {value}, not {target}.")
+        return Grade(True, extracted, f"Uses every number once and is exactly {target}.")
+
+    def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
+        numbers = problem.data["numbers"]
+        steps = replay(numbers, thoughts)
+        if steps is None:
+            return 0.0
+        state: State = steps[-1].left if steps else tuple(sorted(numbers))
+        return float(can_reach(state, problem.data["target"]))
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        return Question("Reachable?", {" yes": 1.0, " no": 0.0})

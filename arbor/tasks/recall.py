@@ -1,0 +1,187 @@
+"""Recall: depth-first search through rooms, where a room seen long ago must be remembered after backtracking.
+
+    Rooms: K has B R. B has M. M is empty. R has T D. T is empty. D is empty. Find D from K
+    Enter K: B R
+    Enter B: M
+    Enter M: empty
+    Back to K: R
+    Enter R: T D
+    Enter T: empty
+    Back to R: D
+    Enter D: found
+    Answer: K R D
+
+``Enter`` restates what a room has; ``Back to`` names the last entered room that still has untried doors, and which. The
+distance between a room's ``Enter`` and its ``Back to`` is the recall distance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arbor.errors import InputError
+from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
+from arbor.tasks.splits import content_id, split_of
+
+ROOMS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_ROOM = re.compile(r"([A-Z]) (?:is empty|has ([A-Z](?: [A-Z])*))")
+_ASKS = re.compile(r"Find ([A-Z]) from ([A-Z])")
+
+
+def walk(doors: dict[str, tuple[str, ...]], start: str, goal: str) -> list[str]:
+    """The thoughts of depth-first search, doors in the order told, to the goal; the answer is the last."""
+    lines: list[str] = []
+    path: list[str] = []
+    untried: dict[str, list[str]] = {}
+
+    def enter(room: str) -> None:
+        path.append(room)
+        untried[room] = list(doors[room])
+        seen = "found" if room == goal else " ".join(doors[room]) or "empty"
+        lines.append(f"Enter {room}: {seen}\n")
+
+    enter(start)
+    while path[-1] != goal:
+        if not untried[path[-1]]:
+            while not untried[path[-1]]:
+                path.pop()
+            lines.append(f"Back to {path[-1]}: {' '.join(untried[path[-1]])}\n")
+        enter(untried[path[-1]].pop(0))
+    return [*lines, f"Answer: {' '.join(path)}\n"]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Depth-first search through rooms.
+
+    Attributes:
+        fewest, most: number of rooms.
+    """
+
+    fewest: int = 4
+    most: int = 16
+
+    example = "Rooms: K has B R. B is empty. R is empty. Find R from K"
+
+    @property
+    def name(self) -> str:
+        return "recall"
+
+    @property
+    def boundary(self) -> Boundary:
+        return Boundary(stop=("\n",), max_tokens=32, max_depth=2 * self.most + 1)
+
+    def make(self, rooms: Sequence[tuple[str, tuple[str, ...]]], start: str, goal: str) -> Problem:
+        """The problem of these rooms, told in this order."""
+        told = ". ".join(
+            f"{room} has {' '.join(doors)}" if doors else f"{room} is empty"
+            for room, doors in rooms
+        )
+        text = f"Rooms: {told}. Find {goal} from {start}"
+        answer = walk(dict(rooms), start, goal)[-1].removeprefix("Answer: ").strip()
+        data: dict[str, Any] = {
+            "rooms": [[room, list(doors)] for room, doors in rooms],
+            "start": start,
+            "goal": goal,
+        }
+        return Problem(content_id("recall", text), self.name, text, answer, data)
+
+    def parse(self, text: str) -> Problem:
+        if not text.strip():
+            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        body = " ".join(text.split()).removeprefix("Rooms: ")
+        *told, question = body.split(". ")
+        asks = _ASKS.fullmatch(question)
+        if asks is None:
+            raise self._invalid(text, "does not end with 'Find GOAL from START'")
+        rooms: list[tuple[str, tuple[str, ...]]] = []
+        for sentence in told:
+            match = _ROOM.fullmatch(sentence)
+            if match is None:
+                raise self._invalid(text, f"'{sentence}' is not a room")
+            rooms.append((match[1], tuple(match[2].split()) if match[2] else ()))
+        names = [room for room, _ in rooms]
+        behind = [door for _, doors in rooms for door in doors]
+        goal, start = asks[1], asks[2]
+        if sorted(names) != sorted([*behind, start]) or len(dict(rooms)) != len(rooms):
+            raise self._invalid(
+                text, "is not a tree: each room but the first has exactly one door to it"
+            )
+        reached, waiting = [start], [start]
+        while waiting:
+            doors = dict(rooms)[waiting.pop()]
+            reached += doors
+            waiting += doors
+        if goal not in reached:
+            raise self._invalid(text, f"has no way from {start} to {goal}")
+        return self.make(rooms, start, goal)
+
+    def _invalid(self, text: str, why: str) -> InputError:
+        shown = text.strip()[:60]
+        return InputError(
+            "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
+        )
+
+    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
+        """Problems without end (unless `limit`), from a fixed stream per split."""
+        if split not in SPLITS:
+            raise InputError(
+                "split-unknown", f"recall has no split '{split}'.", f"Known: {SPLITS}."
+            )
+        return itertools.islice(self._generate(split), limit)
+
+    def _generate(self, split: str) -> Iterator[Problem]:
+        rng = random.Random(f"recall {split}")
+        while True:
+            problem = self.draw(rng, rng.randint(self.fewest, self.most))
+            if split_of(problem.id) == split:
+                yield problem
+
+    def draw(self, rng: random.Random, rooms: int) -> Problem:
+        """One problem of so many rooms, of whichever split; the goal is an empty room."""
+        names = rng.sample(ROOMS, rooms)
+        doors: dict[str, list[str]] = {names[0]: []}
+        for name in names[1:]:
+            parent = rng.choice([room for room in doors if len(doors[room]) < 3][-4:])
+            doors[parent].append(name)
+            doors[name] = []
+        goal = rng.choice([room for room in names if not doors[room]])
+        told = [(room, tuple(behind)) for room, behind in doors.items()]
+        rng.shuffle(told)
+        return self.make(told, names[0], goal)
+
+    def prompt(self, problem: Problem) -> str:
+        return problem.text + "\n"
+
+    def solution(self, problem: Problem) -> list[str]:
+        """The thoughts of depth-first search and the answer."""
+        rooms = {room: tuple(doors) for room, doors in problem.data["rooms"]}
+        return walk(rooms, problem.data["start"], problem.data["goal"])
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return bool(thoughts) and thoughts[-1].startswith("Answer:")
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        match = re.fullmatch(r"Answer: ([A-Z](?: [A-Z])*)\n?", thoughts[-1]) if thoughts else None
+        return match[1] if match else None
+
+    def grade(self, problem: Problem, answer: str | None) -> Grade:
+        """Compares the rooms of the way, in order."""
+        if answer is None or not answer.strip():
+            return Grade(False, None, "There is no answer.")
+        way = " ".join(answer.strip().removeprefix("Answer:").replace(".", " ").split())
+        if way != problem.expected:
+            return Grade(False, way, f"The way is {problem.expected}, not {way[:60]}.")
+        return Grade(True, way, "This is the way.")
+
+    def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
+        """1 while the path is the beginning of the depth-first walk; else 0."""
+        return float(list(thoughts) == self.solution(problem)[: len(thoughts)])
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        return Question("Correct?", {" yes": 1.0, " no": 0.0})

@@ -1,0 +1,102 @@
+"""Step-level beam search: keep the best few partial paths after every thought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from arbor.errors import UsageError
+from arbor.tree import Node, NodeState, ThoughtTree
+
+from .base import Expansion
+from .ranking import finished, give_up, repeats
+
+
+@dataclass(frozen=True)
+class Beam:
+    """Beam search over thoughts (Snell et al., arXiv 2408.03314, section 5.2; search-and-learn `beam_search.py`).
+
+        step 1    beam_size x width thoughts of the root
+        step t    rank the new thoughts together with the finished paths by value, ties by id;
+                  the best beam_size hold the places of the beam; every unfinished one of them grows width thoughts
+
+    In search-and-learn's letters, N = beam_size x width and M = width. The whole beam is grown in one ask.
+
+    Args:
+        beam_size: places in the beam, N / M.
+        width: M, thoughts sampled of each beam.
+        dedup: of paths that say the same, only the first may hold a place (`filter_duplicates`).
+        threshold: a thought grows only if its value is above this; the default leaves out what a verifier refutes.
+        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+
+    Differs from the released code: a finished path keeps its place while it is among the best (released: it leaves,
+    and the rest is inflated to N again, so more than N paths are made, of which the first N to finish are kept); paths
+    are ranked by value at the end, never by the order of finishing; a beam with few survivors is not filled up with
+    copies; every problem has its own beam; no lookahead (released: generated but never scored); `dedup` is on;
+    `threshold` and `stop_value` are new (-1 and None for the released behaviour).
+    """
+
+    beam_size: int = 5
+    width: int = 4
+    dedup: bool = True
+    threshold: float = 0.0
+    stop_value: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("beam_size", self.beam_size), ("width", self.width)):
+            if value < 1:
+                raise UsageError("setting-range", f"{name}={value}: it must be at least 1.")
+
+    def start(self, tree: ThoughtTree, max_depth: int) -> BeamSearch:
+        return BeamSearch(self, tree, max_depth)
+
+    def max_blocks(self, max_depth: int) -> int:
+        """beam_size x width x max_depth."""
+        return self.beam_size * self.width * max_depth
+
+
+class BeamSearch:
+    """The beam of one problem. `_places` holds the finished paths that have a place."""
+
+    def __init__(self, settings: Beam, tree: ThoughtTree, max_depth: int) -> None:
+        self._settings = settings
+        self._tree = tree
+        self._max_depth = max_depth
+        self._places: list[Node] = []
+        self._next = [Expansion(tree.root, settings.beam_size * settings.width)]
+
+    def ask(self, room: int) -> list[Expansion]:
+        return list(self._next)
+
+    def tell(self, children: Sequence[Node]) -> None:
+        settings = self._settings
+        level = sorted(children, key=lambda child: child.id)
+        done = [child for child in level if child.state is NodeState.TERMINAL]
+        if settings.stop_value is not None and any(n.value >= settings.stop_value for n in done):
+            self._next = []
+            return
+
+        # Finished paths of earlier steps have fewer blocks, so a new path can repeat only one of its own step.
+        repeated = repeats(level) if settings.dedup else [False] * len(level)
+        fresh = [child for child, again in zip(level, repeated, strict=True) if not again]
+        able = [
+            child for child in fresh if child.state is NodeState.TERMINAL or self._may_grow(child)
+        ]
+        ranked = sorted([*self._places, *able], key=lambda node: (-node.value, node.id))
+        beam = ranked[: settings.beam_size]
+
+        self._places = [node for node in beam if node.state is NodeState.TERMINAL]
+        growing = [node for node in beam if node.state is NodeState.CLOSED]
+        kept = {node.id for node in growing}
+        give_up(child for child in level if child.id not in kept)
+        self._next = [Expansion(node, settings.width) for node in growing]
+
+    def best(self) -> list[Node]:
+        return finished(self._tree)
+
+    def _may_grow(self, node: Node) -> bool:
+        return (
+            node.state is NodeState.CLOSED
+            and node.depth < self._max_depth
+            and node.value > self._settings.threshold
+        )

@@ -1,0 +1,64 @@
+"""Chain of thought: one path, or several independent ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from arbor.errors import UsageError
+from arbor.tree import Node, NodeState, ThoughtTree
+
+from .base import Expansion
+from .ranking import finished, give_up
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Sample whole chains of thought and take the best: best-of-N (Snell et al., arXiv 2408.03314, section 5).
+
+    All chains grow in one batch, one thought each per step, and share only the prompt. The best finished chain is the one
+    with the highest value of its last thought, then the highest mean log probability, then the first.
+
+    Args:
+        samples: N, independent chains; 1 is plain chain of thought (Wei et al., arXiv 2201.11903).
+
+    Differs from the sources: no chain is stopped by its value on the way, and none is replaced, so that the chains stay
+    independent samples; a chain that reaches the depth limit without an answer is given up. Answers are not voted on.
+    """
+
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UsageError("setting-range", f"samples={self.samples}: it must be at least 1.")
+
+    def start(self, tree: ThoughtTree, max_depth: int) -> ChainSearch:
+        return ChainSearch(self, tree, max_depth)
+
+    def max_blocks(self, max_depth: int) -> int:
+        """samples x max_depth."""
+        return self.samples * max_depth
+
+
+class ChainSearch:
+    """The chains of one problem."""
+
+    def __init__(self, settings: Chain, tree: ThoughtTree, max_depth: int) -> None:
+        self._tree = tree
+        self._max_depth = max_depth
+        self._next = [Expansion(tree.root, settings.samples)]
+
+    def ask(self, room: int) -> list[Expansion]:
+        return list(self._next)
+
+    def tell(self, children: Sequence[Node]) -> None:
+        running = [child for child in children if child.state is NodeState.CLOSED]
+        give_up(child for child in running if child.depth >= self._max_depth)
+        self._next = [
+            Expansion(child, 1)
+            for child in sorted(running, key=lambda child: child.id)
+            if child.depth < self._max_depth
+        ]
+
+    def best(self) -> list[Node]:
+        return finished(self._tree)

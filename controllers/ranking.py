@@ -1,0 +1,47 @@
+"""How every search orders finished paths, tells repeated thoughts, and gives blocks up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from arbor.tree import Node, NodeState, ThoughtTree
+
+
+def mean_logprob(leaf: Node) -> float:
+    """Mean log probability of the tokens on a path, the prompt excluded; -inf where there are none."""
+    blocks = leaf.path[1:]
+    tokens = sum(len(block.tokens) for block in blocks)
+    return sum(block.logprob for block in blocks) / tokens if tokens else float("-inf")
+
+
+def finished(tree: ThoughtTree) -> list[Node]:
+    """The TERMINAL leaves, best first: by value, then mean log probability of the path, then id."""
+    leaves = [node for node in tree if node.state is NodeState.TERMINAL]
+    return sorted(leaves, key=lambda leaf: (-leaf.value, -mean_logprob(leaf), leaf.id))
+
+
+def repeats(level: Iterable[Node]) -> list[bool]:
+    """For each block, whether an earlier one of the level says the same along its whole path, spaces at the ends apart."""
+    seen: dict[tuple[str, ...], int] = {}
+    result = []
+    for node in level:
+        text = tuple(thought.strip() for thought in node.thoughts)
+        result.append(text in seen)
+        seen.setdefault(text, node.id)
+    return result
+
+
+def give_up(nodes: Iterable[Node]) -> None:
+    """Set PRUNED on blocks that will never be grown again, and on every ancestor whose children are all given up.
+
+    Finished leaves stay TERMINAL, and so do the blocks that lead to one stay what they are; the root is never given up.
+    """
+    for given_up in nodes:
+        node = given_up
+        while (
+            node.parent is not None
+            and node.state is NodeState.CLOSED
+            and all(child.state is NodeState.PRUNED for child in node.children)
+        ):
+            node.state = NodeState.PRUNED
+            node = node.parent

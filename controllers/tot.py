@@ -1,0 +1,206 @@
+"""Tree of Thoughts: breadth-first and depth-first search over thoughts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from arbor.errors import UsageError
+from arbor.tree import Node, NodeState, ThoughtTree
+
+from .base import Expansion, Search
+from .ranking import finished, give_up, repeats
+
+
+@dataclass(frozen=True)
+class ToT:
+    """Tree of Thoughts (Yao et al., arXiv 2305.10601, Algorithms 1 and 2; princeton-nlp/tree-of-thought-llm).
+
+        bfs    every state of the level grows width thoughts (one ask); the best `beam` are the next level
+        dfs    the newest state grows width thoughts; the best max_per_state above the threshold are visited in order
+               of value, each with its whole subtree before the next
+
+    The defaults are those of Game of 24 (section 4.1: BFS, b = 5), `max_per_state` and `max_visited` those of the
+    crosswords notebook.
+
+    Args:
+        strategy: ``bfs`` (Algorithm 1) or ``dfs`` (Algorithm 2).
+        beam: b, states kept of each level (bfs).
+        width: k, thoughts sampled of each state. The paper proposes about ten different ones in one completion; here they
+            are independent samples, of which repeats are left out.
+        select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value (bfs).
+        threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default leaves out what a
+            verifier refutes.
+        max_per_state: children of one state that are visited (dfs).
+        max_visited: states that grow, the root included (dfs).
+        stop_value: the search ends as soon as a finished path is worth this much; None for never. 1 is a proof from the
+            exact verifier; a model that judges itself stays below it, so its searches run to their end.
+        seed: of the draws of ``sample``; with the blocks' keys it fixes them.
+
+    Differs from the paper and the released code:
+
+    - Thoughts that end a path are finished at once and take no place in the next level; the level goes on with the rest
+      (released: a fixed number of steps for every state).
+    - A state that repeats the text of an earlier one of its level counts 0, as released, and is therefore not above the
+      threshold. Ties go to the earlier block, as in the released stable sort.
+    - BFS applies the threshold too (released: hopeless states are kept if there are not b others); -1 for released.
+    - ``sample`` draws with replacement, as released. A state drawn m times grows m x width thoughts (released: m copies
+      of it in the level); when no state is above the threshold the search ends (released: a division by zero).
+    - DFS values all children of a state in one batch before it visits the first (the notebook: one by one, in order of
+      how sure the proposals were), so its order is by value. `max_visited` counts states that grow; the notebook counts
+      states it looked at.
+    - `best` returns finished paths only, by value, then mean log probability, then id. Algorithm 1 returns one state of
+      the last level; the released code returns all b, of which its Game of 24 figures count any; the notebook returns the
+      deepest state it saw, the first on ties, finished or not.
+    """
+
+    strategy: Literal["bfs", "dfs"] = "bfs"
+    beam: int = 5
+    width: int = 10
+    select: Literal["greedy", "sample"] = "greedy"
+    threshold: float = 0.0
+    max_per_state: int = 3
+    max_visited: int = 100
+    stop_value: float | None = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "width", "max_per_state", "max_visited"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
+                )
+        for name, known in (("strategy", ("bfs", "dfs")), ("select", ("greedy", "sample"))):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    "setting-range",
+                    f"{name}='{getattr(self, name)}': it must be {' or '.join(known)}.",
+                )
+
+    def start(self, tree: ThoughtTree, max_depth: int) -> Search:
+        search = BreadthFirst if self.strategy == "bfs" else DepthFirst
+        return search(self, tree, max_depth)
+
+    def max_blocks(self, max_depth: int) -> int:
+        """The most blocks a search can make; there are searches that make as many.
+
+        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or width beam for ``sample``
+        dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)), c = min(width, max_per_state)
+        """
+        if self.strategy == "bfs":
+            total = level = self.width
+            for _ in range(max_depth - 1):
+                states = self.beam if self.select == "sample" else min(self.beam, level)
+                level = self.width * states
+                total += level
+            return total
+        grown, layer, visited = 0, 1, min(self.width, self.max_per_state)
+        for _ in range(max_depth):
+            grown += layer
+            if grown >= self.max_visited:
+                break
+            layer *= visited
+        return self.width * min(self.max_visited, grown)
+
+
+class _TotSearch:
+    """What breadth-first and depth-first search share."""
+
+    def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
+        self._settings = settings
+        self._tree = tree
+        self._max_depth = max_depth
+
+    def best(self) -> list[Node]:
+        return finished(self._tree)
+
+    def _solved(self, children: Sequence[Node]) -> bool:
+        stop = self._settings.stop_value
+        return stop is not None and any(
+            child.state is NodeState.TERMINAL and child.value >= stop for child in children
+        )
+
+    def _worth_growing(self, level: Sequence[Node]) -> list[tuple[float, Node]]:
+        """The states that may grow, each with its value, 0 for repeats, in the order of the level."""
+        worth = [
+            (0.0 if again else child.value, child)
+            for child, again in zip(level, repeats(level), strict=True)
+        ]
+        return [
+            (value, child)
+            for value, child in worth
+            if child.state is NodeState.CLOSED
+            and child.depth < self._max_depth
+            and value > self._settings.threshold
+        ]
+
+
+class BreadthFirst(_TotSearch):
+    """Algorithm 1: level by level. `_next` is the level with the thoughts each state grows."""
+
+    def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
+        super().__init__(settings, tree, max_depth)
+        self._next = [Expansion(tree.root, settings.width)]
+
+    def ask(self, room: int) -> list[Expansion]:
+        return list(self._next)
+
+    def tell(self, children: Sequence[Node]) -> None:
+        level = sorted(children, key=lambda child: child.id)
+        self._next = []
+        if self._solved(level):
+            return
+        able = self._worth_growing(level)
+        pick = self._sampled if self._settings.select == "sample" else self._greedy
+        self._next = pick(able)
+        kept = {expansion.leaf.id for expansion in self._next}
+        give_up(child for child in level if child.id not in kept)
+
+    def _greedy(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
+        ranked = sorted(able, key=lambda pair: -pair[0])  # stable: ties stay in order of id
+        return [
+            Expansion(child, self._settings.width) for _, child in ranked[: self._settings.beam]
+        ]
+
+    def _sampled(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
+        if not able or sum(value for value, _ in able) <= 0:
+            return []
+        keys = " ".join(".".join(map(str, child.key)) for _, child in able)
+        drawn = random.Random(f"{self._settings.seed} {keys}").choices(
+            range(len(able)), weights=[value for value, _ in able], k=self._settings.beam
+        )
+        return [
+            Expansion(child, self._settings.width * drawn.count(place))
+            for place, (_, child) in enumerate(able)
+            if place in drawn
+        ]
+
+
+class DepthFirst(_TotSearch):
+    """Algorithm 2: the best child first, and back when a subtree is done. `_stack` ends with the state to grow next."""
+
+    def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
+        super().__init__(settings, tree, max_depth)
+        self._stack = [tree.root]
+        self._visited = 0
+
+    def ask(self, room: int) -> list[Expansion]:
+        if not self._stack or self._visited >= self._settings.max_visited:
+            return []
+        return [Expansion(self._stack[-1], self._settings.width)]
+
+    def tell(self, children: Sequence[Node]) -> None:
+        level = sorted(children, key=lambda child: child.id)
+        grown = self._stack.pop()
+        self._visited += 1
+        if self._solved(level):
+            self._stack.clear()
+            return
+        ranked = sorted(self._worth_growing(level), key=lambda pair: -pair[0])  # stable
+        visit = [child for _, child in ranked[: self._settings.max_per_state]]
+        self._stack.extend(reversed(visit))
+        kept = {child.id for child in visit}
+        give_up(child for child in level if child.id not in kept)
+        give_up([grown])

@@ -1,0 +1,238 @@
+"""What a user writes as a budget, what it is in slots, and the errors that name a value that works."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbor.budget import Budget, Footprint, Plan
+from arbor.errors import BudgetInfeasible, BudgetRange
+
+SHAPE = Footprint(prompt_tokens=220, step_tokens=128, max_depth=6, blocks=192, question_tokens=12)
+BYTES = 131_072
+
+footprints = st.builds(
+    Footprint,
+    prompt_tokens=st.integers(0, 5000),
+    step_tokens=st.integers(1, 300),
+    max_depth=st.integers(1, 40),
+    blocks=st.integers(1, 3000),
+    question_tokens=st.integers(0, 60),
+)
+budgets = st.one_of(
+    st.floats(0, 1, exclude_min=True).map(lambda x: Budget("ratio", x)),
+    st.integers(1, 10**6).map(lambda n: Budget("tokens", n)),
+    st.integers(1, 10**12).map(lambda n: Budget("bytes", n)),
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "unit", "amount"),
+    [
+        ("full", "ratio", 1.0),
+        ("FULL", "ratio", 1.0),
+        (1, "ratio", 1.0),
+        ("1", "ratio", 1.0),
+        (0.25, "ratio", 0.25),
+        (" 0.25 ", "ratio", 0.25),
+        ("1e-2", "ratio", 0.01),
+        ("8192tok", "tokens", 8192),
+        ("8,192 tokens", "tokens", 8192),
+        ("8_192tok", "tokens", 8192),
+        ("6GiB", "bytes", 6 * 2**30),
+        ("512mib", "bytes", 512 * 2**20),
+        ("1.5GB", "bytes", 1_500_000_000),
+        (".5 KiB", "bytes", 512),
+        ("700B", "bytes", 700),
+    ],
+)
+def test_a_budget_is_read_from_each_form(written: float | str, unit: str, amount: float) -> None:
+    assert Budget.parse(written) == Budget(unit, amount)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (
+            25,
+            "[budget-range] --budget 25: a ratio lies in (0, 1] and is the part KEPT. "
+            "Did you mean 0.25 (keep 25 %)? For an absolute size write 8192tok or 6GiB. "
+            "(kvpress compression_ratio r = budget 1-r)",
+        ),
+        ("25%", "Did you mean 0.25 (keep 25 %)?"),
+        ("8192", "Did you mean 8192tok?"),
+        (1.5, "Did you mean 0.015 (keep 1.5 %)?"),
+        ("6G", "Did you mean 6GiB?"),
+        ("512 mb/s", "neither a ratio"),
+        ("8192t", "Did you mean 8192tok?"),
+        ("6 furlongs", "neither a ratio"),
+        ("0tok", "a whole number of tokens"),
+        ("1.5tok", "a whole number of tokens"),
+        ("0GiB", "at least one byte"),
+        ("", "neither a ratio"),
+        ("nan", "neither a ratio"),
+        ("-0.5", "a ratio lies in (0, 1]"),
+        (0, "a ratio lies in (0, 1]"),
+        ("inf", "a ratio lies in (0, 1]"),
+        (float("nan"), "neither a ratio"),
+        (10**400, "a ratio lies in (0, 1]"),
+        (True, "neither a ratio"),
+        (None, "neither a ratio"),
+    ],
+)
+def test_a_wrong_budget_names_the_one_that_was_meant(written: float | str, text: str) -> None:
+    with pytest.raises(BudgetRange) as caught:
+        Budget.parse(written)
+
+    assert text in str(caught.value)
+    assert caught.value.code == "budget-range"
+    assert caught.value.exit_code == 2
+    json.dumps(caught.value.to_dict(), allow_nan=False)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_budget_or_a_budget_range_error(text: str) -> None:
+    try:
+        budget = Budget.parse(text)
+    except BudgetRange:
+        return
+    assert Budget.parse(str(budget)) == budget
+
+
+@given(budgets)
+def test_a_printed_budget_reads_back_as_itself(budget: Budget) -> None:
+    assert Budget.parse(str(budget)) == budget
+    assert Budget.parse(budget) is budget
+
+
+def test_a_direct_budget_is_checked_too() -> None:
+    for unit, amount in (
+        ("ratio", 0.0),
+        ("ratio", float("nan")),
+        ("tokens", 0),
+        ("tokens", 1.5),
+        ("bytes", -1),
+    ):
+        with pytest.raises(BudgetRange):
+            Budget(unit, amount)  # type: ignore[arg-type]
+
+
+def test_a_ratio_is_read_as_the_decimal_it_is_written_as() -> None:
+    assert int(0.29 * 100) == 28  # what binary floating point alone would give
+
+    assert Budget.parse(0.29).tokens(100, 1) == 29
+
+
+def test_a_footprint_counts_prompt_blocks_and_question() -> None:
+    assert SHAPE.full_tokens == 220 + 192 * 128 + 12
+    assert SHAPE.smallest_tokens == 220 + 6 * 128 + 12
+
+
+def test_a_search_of_fewer_blocks_than_its_depth_needs_no_deeper_path() -> None:
+    footprint = Footprint(prompt_tokens=10, step_tokens=8, max_depth=16, blocks=3)
+
+    assert footprint.smallest_tokens == footprint.full_tokens == 10 + 3 * 8
+
+
+def test_a_plan_holds_every_number_a_user_is_shown() -> None:
+    plan = Budget.parse("0.25").plan(SHAPE, BYTES)
+
+    assert plan.to_dict() == {
+        "budget_tokens": 6202,
+        "full_tokens": 24808,
+        "smallest_tokens": 1000,
+        "bytes_per_token": BYTES,
+        "prompt_tokens": 220,
+        "step_tokens": 128,
+        "max_depth": 6,
+        "blocks": 192,
+        "question_tokens": 12,
+        "ratio": 0.25,
+        "smallest_ratio": 0.041,
+        "budget_bytes": 6202 * BYTES,
+        "full_bytes": 24808 * BYTES,
+    }
+
+
+def test_bytes_are_whole_tokens_of_kv() -> None:
+    assert Budget.parse("1GiB").plan(SHAPE, BYTES).budget_tokens == 8192
+    assert Budget("bytes", 1001 * BYTES - 1).plan(SHAPE, BYTES).budget_tokens == 1000
+
+
+def test_a_budget_above_full_retention_is_full_retention() -> None:
+    for written in ("full", "1000000tok", "1TiB"):
+        assert Budget.parse(written).plan(SHAPE, BYTES).budget_tokens == SHAPE.full_tokens
+
+
+def test_an_infeasible_budget_names_what_would_work() -> None:
+    with pytest.raises(BudgetInfeasible) as caught:
+        Budget.parse("900tok").plan(SHAPE, BYTES)
+
+    assert str(caught.value) == (
+        "[budget-infeasible] the budget is 900 tokens, but one path (220 prompt + 6 x 128 + 12 question) needs 1,000. "
+        "Smallest workable: 0.041 or 1000tok of 24,808. Or: --depth 5, --step-tokens 111."
+    )
+    assert (caught.value.needed, caught.value.budget) == (1000, 900)
+    assert caught.value.exit_code == 6
+
+
+def test_a_prompt_beyond_the_budget_asks_for_a_shorter_prompt() -> None:
+    with pytest.raises(BudgetInfeasible, match="a shorter prompt"):
+        Budget.parse("100tok").plan(SHAPE, BYTES)
+
+
+@given(budgets, footprints, st.integers(1, 10**6))
+def test_a_plan_lies_between_one_path_and_full_retention(
+    budget: Budget, footprint: Footprint, bytes_per_token: int
+) -> None:
+    try:
+        plan = budget.plan(footprint, bytes_per_token)
+    except BudgetInfeasible as error:
+        assert error.budget < error.needed == footprint.smallest_tokens
+        return
+    assert footprint.smallest_tokens <= plan.budget_tokens <= footprint.full_tokens
+    if budget.unit == "ratio":
+        assert plan.budget_tokens <= max(1.0, budget.amount * footprint.full_tokens * (1 + 1e-12))
+    if budget.unit == "bytes":
+        assert plan.budget_bytes <= budget.amount
+
+
+@given(footprints)
+def test_both_smallest_budgets_work(footprint: Footprint) -> None:
+    plan = Budget("ratio", 1.0).plan(footprint, 1)
+
+    for smallest in (f"{plan.smallest_ratio:.12g}", f"{plan.smallest_tokens}tok"):
+        Budget.parse(smallest).plan(footprint, 1)
+    if plan.smallest_tokens > 1:
+        with pytest.raises(BudgetInfeasible):
+            Budget("tokens", plan.smallest_tokens - 1).plan(footprint, 1)
+
+
+@given(budgets, footprints, st.integers(1, 1000))
+def test_every_lever_an_error_names_works(
+    budget: Budget, footprint: Footprint, bytes_per_token: int
+) -> None:
+    def plan(depth: int, step: int) -> Plan:
+        changed = Footprint(
+            footprint.prompt_tokens, step, depth, footprint.blocks, footprint.question_tokens
+        )
+        return budget.plan(changed, bytes_per_token)
+
+    try:
+        plan(footprint.max_depth, footprint.step_tokens)
+    except BudgetInfeasible as error:
+        if depth := re.search(r"--depth (\d+)", error.hint):
+            plan(int(depth[1]), footprint.step_tokens)
+        if step := re.search(r"--step-tokens (\d+)", error.hint):
+            plan(footprint.max_depth, int(step[1]))
+
+
+@given(st.floats(0, 1, exclude_min=True), st.floats(0, 1, exclude_min=True), st.integers(1, 10**7))
+def test_a_larger_ratio_never_keeps_less(first: float, second: float, full: int) -> None:
+    low, high = sorted((first, second))
+
+    assert Budget("ratio", low).tokens(full, 1) <= Budget("ratio", high).tokens(full, 1)

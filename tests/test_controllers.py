@@ -1,0 +1,543 @@
+"""Searches against scripted trees: hand-computed examples, and what must hold for any tree."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from fakes import Key, Script, Thought, grow, hashed, run, scripted
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbor.controllers.base import Controller, Search
+from arbor.controllers.beam import Beam
+from arbor.controllers.chain import Chain
+from arbor.controllers.ranking import finished, give_up, mean_logprob
+from arbor.controllers.tot import ToT
+from arbor.errors import UsageError
+from arbor.tree import Node, NodeState, ThoughtTree
+
+CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
+
+small = st.integers(1, 4)
+stops = st.sampled_from([None, 0.5, 1.0])
+thresholds = st.sampled_from([-1.0, 0.0, 0.5])
+controllers: st.SearchStrategy[Controller] = st.one_of(
+    st.builds(Chain, samples=small),
+    st.builds(
+        Beam,
+        beam_size=small,
+        width=small,
+        dedup=st.booleans(),
+        threshold=thresholds,
+        stop_value=stops,
+    ),
+    st.builds(
+        ToT,
+        strategy=st.sampled_from(["bfs", "dfs"]),
+        beam=small,
+        width=small,
+        select=st.sampled_from(["greedy", "sample"]),
+        threshold=thresholds,
+        max_per_state=small,
+        max_visited=st.integers(1, 12),
+        stop_value=stops,
+        seed=st.integers(0, 3),
+    ),
+)
+scripts: st.SearchStrategy[Script] = st.builds(
+    hashed,
+    st.integers(0, 10**6),
+    words=st.sampled_from([2, 5, 1000]),
+    terminal=st.sampled_from([0.0, 0.1, 0.5]),
+    values=st.sampled_from([1, 2, 8]),
+)
+depths = st.integers(1, 4)
+
+
+# Golden: trees computed by hand -------------------------------------------------------------------
+
+
+def test_tot_bfs_on_a_tree_computed_by_hand() -> None:
+    script = scripted(
+        {
+            (0,): Thought("a", 0.5),
+            (1,): Thought("b", 0.9),
+            (2,): Thought("c", 0.5),  # ties with a, which came first
+            (1, 0): Thought("end early", 0.4, terminal=True),
+            (1, 1): Thought("d", 0.8),
+            (1, 2): Thought(" d\n", 0.8),  # repeats (1, 1)
+            (0, 0): Thought("d", 0.8),  # the same words on another path are another state
+            (0, 1): Thought("f", 0.1),
+            (0, 2): Thought("g", 0.0),  # refuted
+            (1, 1, 0): Thought("x", 0.7, terminal=True, logprob=-2),
+            (1, 1, 1): Thought("y", 0.7, terminal=True, logprob=-1),
+            (1, 1, 2): Thought("z", 0.95),  # does not end, and is as deep as can be
+            (0, 0, 0): Thought("x", 0.9, terminal=True, logprob=-9),
+            (0, 0, 1): Thought("y", 0.3),
+            (0, 0, 2): Thought("z", 0.3),
+        }
+    )
+
+    done = run(ToT(beam=2, width=3), script, max_depth=3)
+
+    assert done.asked == [
+        [((), 3)],
+        [((1,), 3), ((0,), 3)],  # one ask for the level, best first
+        [((1, 1), 3), ((0, 0), 3)],
+    ]
+    assert done.best == [(0, 0, 0), (1, 1, 1), (1, 1, 0), (1, 0)]
+    assert {node.key: node.state for node in done.tree} == {
+        (): CLOSED,
+        (0,): CLOSED,
+        (1,): CLOSED,
+        (2,): PRUNED,
+        (1, 0): TERMINAL,
+        (1, 1): CLOSED,
+        (1, 2): PRUNED,
+        (0, 0): CLOSED,
+        (0, 1): PRUNED,
+        (0, 2): PRUNED,
+        (1, 1, 0): TERMINAL,
+        (1, 1, 1): TERMINAL,
+        (1, 1, 2): PRUNED,
+        (0, 0, 0): TERMINAL,
+        (0, 0, 1): PRUNED,
+        (0, 0, 2): PRUNED,
+    }
+
+
+def test_tot_dfs_on_a_tree_computed_by_hand() -> None:
+    script = scripted(
+        {
+            (0,): Thought("a", 0.5),
+            (1,): Thought("b", 0.9),
+            (2,): Thought("c", 0.5),  # third: not visited
+            (1, 0): Thought("d", 0.2),  # not above the threshold
+            (1, 1): Thought("e", 0.6),
+            (1, 2): Thought("e", 0.6),  # repeats (1, 1)
+            (1, 1, 0): Thought("f", 0.9),
+            (1, 1, 1): Thought("g", 0.9),
+            (1, 1, 2): Thought("h", 0.9),
+            (0, 0): Thought("i", 0.3),
+            (0, 1): Thought("j", 0.8, terminal=True),
+            (0, 2): Thought("k", 0.4),
+            (0, 2, 0): Thought("l", 0.9, terminal=True),
+        },
+        otherwise=Thought("m", 0.1),
+    )
+
+    done = run(
+        ToT("dfs", width=3, max_per_state=2, threshold=0.25, stop_value=None), script, max_depth=3
+    )
+
+    assert [keys for [(keys, _)] in done.asked] == [(), (1,), (1, 1), (0,), (0, 2), (0, 0)]
+    assert done.best == [(0, 2, 0), (0, 1)]
+    assert [done.state(*key) for key in ((1,), (1, 1), (1, 1, 0), (2,))] == [PRUNED] * 4
+    assert [done.state(*key) for key in ((0,), (0, 2))] == [CLOSED] * 2  # they lead to an answer
+    assert done.state(0, 0) is PRUNED
+
+
+def test_beam_on_a_tree_computed_by_hand() -> None:
+    script = scripted(
+        {
+            (0,): Thought("a", 0.4),
+            (1,): Thought("b", 0.9, terminal=True),
+            (2,): Thought("c", 0.6),
+            (3,): Thought("d", 0.4),
+            (2, 0): Thought("e", 0.5),
+            (2, 1): Thought("f", 0.7),
+            (2, 1, 0): Thought("g", 0.95, terminal=True),
+            (2, 1, 1): Thought("h", 0.92),
+        }
+    )
+
+    done = run(Beam(beam_size=2, width=2), script, max_depth=3)
+
+    assert done.asked == [
+        [((), 4)],
+        [
+            ((2,), 2)
+        ],  # b holds one of the two places, so one path goes on; it is not inflated to two
+        [((2, 1), 2)],
+    ]
+    assert done.best == [(2, 1, 0), (1,)]
+    assert done.state(0) is done.state(3) is done.state(2, 0) is done.state(2, 1, 1) is PRUNED
+
+
+# Chain --------------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_one_path() -> None:
+    done = run(Chain(), scripted({(0, 0, 0): Thought("end", 0.0, terminal=True)}), max_depth=9)
+
+    assert done.asked == [[((), 1)], [((0,), 1)], [((0, 0), 1)]]
+    assert done.best == [(0, 0, 0)]
+
+
+def test_chains_grow_together_whatever_they_are_worth() -> None:
+    script = scripted(
+        {(0,): Thought("a", 0.0), (1,): Thought("a", 0.0), (2,): Thought("b", 1.0, terminal=True)}
+    )
+
+    done = run(Chain(samples=3), script, max_depth=2)
+
+    assert done.asked == [[((), 3)], [((0,), 1), ((1,), 1)]]
+    assert done.best == [(2,)]
+    assert done.state(0) is done.state(0, 0) is PRUNED  # the limit came before an answer
+
+
+def test_the_best_chain_has_the_highest_value_then_the_likelier_tokens_then_the_first_place() -> (
+    None
+):
+    ends: dict[Key, Thought] = {
+        (0,): Thought("a", 0.5, True, logprob=-2.0, tokens=2),
+        (1,): Thought("b", 0.5, True, logprob=-2.0, tokens=4),
+        (2,): Thought("c", 0.9, True, logprob=-9.0),
+        (3,): Thought("d", 0.5, True, logprob=-1.0, tokens=1),
+    }
+
+    assert run(Chain(samples=4), scripted(ends), max_depth=2).best == [(2,), (1,), (0,), (3,)]
+
+
+# Beam ---------------------------------------------------------------------------------------------
+
+
+def test_a_beam_ends_when_finished_paths_hold_every_place() -> None:
+    script = scripted(
+        {
+            (0,): Thought("a", 0.9, terminal=True),
+            (1,): Thought("b", 0.8, terminal=True),
+            (2,): Thought("c", 0.7),
+        }
+    )
+
+    done = run(Beam(beam_size=2, width=2), script, max_depth=5)
+
+    assert len(done.asked) == 1
+    assert done.best == [(0,), (1,)]
+
+
+def test_a_finished_path_of_little_worth_gives_its_place_up_but_is_not_forgotten() -> None:
+    script = scripted(
+        {
+            (0,): Thought("wrong", 0.0, terminal=True),
+            (1,): Thought("b", 0.8),
+            (1, 0): Thought("c", 0.8),
+            (1, 1): Thought("d", 0.8),
+            (1, 2): Thought("e", 0.8),
+        },
+        otherwise=Thought("end", 0.7, terminal=True),
+    )
+
+    done = run(Beam(beam_size=2, width=2, threshold=0.1), script, max_depth=3)
+
+    assert done.asked[1:] == [[((1,), 2), ((2,), 2)][:1], [((1, 0), 2), ((1, 1), 2)]]
+    assert done.best[-1] == (0,)
+
+
+def test_paths_that_say_the_same_hold_one_place_unless_told_otherwise() -> None:
+    same = scripted({}, otherwise=Thought("same", 0.5))
+
+    with_dedup = run(Beam(beam_size=3, width=2), same, max_depth=3)
+    without = run(Beam(beam_size=3, width=2, dedup=False), same, max_depth=3)
+
+    assert [len(level) for level in with_dedup.asked] == [1, 1, 1]
+    assert [len(level) for level in without.asked] == [1, 3, 3]
+
+
+# Tree of Thoughts ---------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_those_of_game_of_24() -> None:
+    settings = ToT()
+
+    assert (settings.strategy, settings.beam, settings.select) == ("bfs", 5, "greedy")
+    assert settings.max_blocks(3) == 10 + 50 + 50
+
+
+def test_bfs_stops_at_a_proof_and_goes_on_without_one() -> None:
+    script = scripted({(1,): Thought("found", 1.0, terminal=True)}, otherwise=Thought("same", 0.9))
+
+    assert len(run(ToT(width=2), script, max_depth=4).asked) == 1
+    assert len(run(ToT(width=2, stop_value=None), script, max_depth=4).asked) == 4
+
+
+@pytest.mark.parametrize("controller", [ToT("bfs"), ToT("dfs"), Beam()])
+def test_a_thought_of_value_one_that_does_not_end_a_path_does_not_stop_a_search(
+    controller: Controller,
+) -> None:
+    done = run(controller, scripted({}, otherwise=Thought("a", 1.0)), max_depth=3)
+
+    assert len(done.asked) == 3
+
+
+def test_a_repeated_state_counts_nothing_and_is_chosen_only_below_the_threshold() -> None:
+    script = scripted({(2,): Thought("other", 0.1)}, otherwise=Thought("same", 0.9))
+
+    strict = run(ToT(beam=3, width=3), script, max_depth=2)
+    released = run(ToT(beam=3, width=3, threshold=-1), script, max_depth=2)
+
+    assert strict.asked[1] == [((0,), 3), ((2,), 3)]
+    assert released.asked[1] == [((0,), 3), ((2,), 3), ((1,), 3)]
+
+
+def test_a_search_with_nothing_above_the_threshold_ends_without_an_answer() -> None:
+    for controller in (
+        ToT(),
+        ToT(select="sample"),
+        ToT("dfs"),
+        Beam(),
+        ToT(select="sample", threshold=-1),
+    ):
+        done = run(controller, scripted({}, otherwise=Thought("no", 0.0)), max_depth=3)
+
+        assert len(done.asked) == 1
+        assert done.best == []
+        assert all(node.state is PRUNED for node in list(done.tree)[1:])
+
+
+def test_sampling_draws_in_proportion_to_value_and_with_replacement() -> None:
+    script = scripted({(0,): Thought("a", 0.2), (1,): Thought("b", 0.6), (2,): Thought("c", 0.0)})
+    drawn: Counter[Key] = Counter()
+
+    for seed in range(150):
+        done = run(ToT(select="sample", beam=5, width=3, seed=seed), script, max_depth=2)
+        assert sum(width for _, width in done.asked[1]) == 5 * 3
+        drawn.update({key: width // 3 for key, width in done.asked[1]})
+
+    assert drawn[(2,)] == 0
+    assert drawn[(1,)] / (5 * 150) == pytest.approx(0.75, abs=0.05)
+
+
+def test_each_level_has_its_own_draws() -> None:
+    """Equal values at different places of the tree are not drawn alike."""
+    early = scripted({(2,): Thought("no", 0.0)})
+    late = scripted({(0,): Thought("no", 0.0)})
+
+    def widths(seed: int, script: Script) -> list[int]:
+        done = run(ToT(select="sample", width=3, seed=seed), script, max_depth=2)
+        return [width for _, width in done.asked[1]]
+
+    assert any(widths(seed, early) != widths(seed, late) for seed in range(20))
+
+
+def test_sampling_does_not_touch_the_global_generator() -> None:
+    random.seed(5)
+    before = random.getstate()
+
+    run(ToT(select="sample"), hashed(1), max_depth=3)
+
+    assert random.getstate() == before
+
+
+def test_dfs_grows_at_most_so_many_states() -> None:
+    done = run(ToT("dfs", width=2, max_visited=4), scripted({}), max_depth=9)
+
+    assert len(done.asked) == 4
+    assert done.blocks == 8
+
+
+# Any controller, any tree -------------------------------------------------------------------------
+
+
+@given(controllers, scripts, depths)
+def test_a_search_makes_at_most_max_blocks(
+    controller: Controller, script: Script, max_depth: int
+) -> None:
+    assert run(controller, script, max_depth).blocks <= controller.max_blocks(max_depth)
+
+
+@given(controllers, depths)
+def test_some_search_makes_exactly_max_blocks(controller: Controller, max_depth: int) -> None:
+    done = run(controller, scripted({}, otherwise=None), max_depth)  # all different, none ends
+
+    if getattr(controller, "threshold", 0) < 0.5:  # every thought is worth 0.5
+        assert done.blocks == controller.max_blocks(max_depth)
+
+
+@given(controllers, scripts, depths)
+def test_only_live_blocks_grow_once_and_within_the_depth(
+    controller: Controller,
+    script: Script,
+    max_depth: int,
+) -> None:
+    tree = ThoughtTree([0])
+    search = controller.start(tree, max_depth)
+    grown: list[int] = []
+
+    while expansions := search.ask(2):
+        for expansion in expansions:
+            assert expansion.leaf.state is CLOSED
+            assert expansion.leaf.depth < max_depth
+            assert expansion.width >= 1
+            grown.append(expansion.leaf.id)
+        search.tell(grow(tree, expansions, script))
+
+    assert len(grown) == len(set(grown))
+
+
+@given(controllers, scripts, depths)
+def test_what_is_given_up_is_never_grown_and_holds_nothing_finished(
+    controller: Controller,
+    script: Script,
+    max_depth: int,
+) -> None:
+    tree = ThoughtTree([0])
+    search = controller.start(tree, max_depth)
+    pruned: dict[int, Node] = {}
+
+    while expansions := search.ask(2):
+        assert not any(node.id in pruned for e in expansions for node in e.leaf.path)
+        search.tell(grow(tree, expansions, script))
+        assert all(node.state is PRUNED for node in pruned.values())
+        pruned.update({node.id: node for node in tree if node.state is PRUNED})
+
+    assert tree.root.state is CLOSED
+    for node in pruned.values():
+        assert all(child.state is PRUNED for child in node.children)
+
+
+@given(controllers, scripts, depths)
+def test_an_exhausted_search_has_given_up_all_that_leads_nowhere(
+    controller: Controller,
+    script: Script,
+    max_depth: int,
+) -> None:
+    done = run(controller, script, max_depth)
+    stopped = getattr(controller, "stop_value", None)
+    if any(stopped is not None and leaf.value >= stopped for leaf in done.search.best()):
+        return
+    if isinstance(controller, ToT) and len(done.asked) == controller.max_visited:
+        return
+
+    assert all(node.children for node in done.tree if node.state is CLOSED and node.parent)
+
+
+@given(controllers, scripts, depths)
+def test_the_best_are_all_finished_paths_in_order_of_value(
+    controller: Controller,
+    script: Script,
+    max_depth: int,
+) -> None:
+    done = run(controller, script, max_depth)
+    best = done.search.best()
+
+    assert sorted(leaf.id for leaf in best) == [n.id for n in done.tree if n.state is TERMINAL]
+    ranks = [(-leaf.value, -mean_logprob(leaf), leaf.id) for leaf in best]
+    assert ranks == sorted(ranks)
+
+
+@given(controllers, scripts, depths, st.randoms(use_true_random=False))
+def test_room_and_the_order_of_telling_change_nothing(
+    controller: Controller,
+    script: Script,
+    max_depth: int,
+    rng: random.Random,
+) -> None:
+    first = run(controller, script, max_depth)
+    second = run(
+        controller,
+        script,
+        max_depth,
+        rooms=lambda step: rng.randint(1, 99),
+        shuffle=lambda children: rng.sample(children, len(children)),
+    )
+
+    assert first.asked == second.asked
+    assert first.best == second.best
+    assert [n.state for n in first.tree] == [n.state for n in second.tree]
+
+
+@given(controllers)
+def test_asking_twice_asks_the_same(controller: Controller) -> None:
+    search = controller.start(ThoughtTree([0]), 3)
+    first = search.ask(1)
+
+    first_copy = list(first)
+    first.clear()
+
+    assert search.ask(8) == first_copy
+    assert isinstance(controller, Controller)
+    assert isinstance(search, Search)
+
+
+@given(controllers, scripts)
+def test_a_step_that_grew_nothing_ends_or_backtracks(
+    controller: Controller, script: Script
+) -> None:
+    tree = ThoughtTree([0])
+    search = controller.start(tree, 3)
+    search.tell(grow(tree, search.ask(1), script))
+
+    for _ in range(20):
+        if not search.ask(1):
+            break
+        search.tell([])
+
+    assert not search.ask(1)
+
+
+@given(scripts, depths)
+def test_bfs_and_beam_ask_once_per_level(script: Script, max_depth: int) -> None:
+    for controller in (ToT(beam=2, width=3), Beam(2, 3), Chain(4)):
+        for level, asked in enumerate(run(controller, script, max_depth).asked):
+            assert all(len(key) == level for key, _ in asked)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (Chain, {"samples": 0}),
+        (Beam, {"beam_size": 0}),
+        (Beam, {"width": 0}),
+        (ToT, {"beam": 0}),
+        (ToT, {"width": -1}),
+        (ToT, {"max_per_state": 0}),
+        (ToT, {"max_visited": 0}),
+        (ToT, {"strategy": "mcts"}),
+        (ToT, {"select": "best"}),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused_by_name(cls: type, fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        cls(**fields)
+
+    assert caught.value.code == "setting-range"
+    assert next(iter(fields)) in caught.value.message
+
+
+# Ranking ------------------------------------------------------------------------------------------
+
+
+def test_giving_a_block_up_gives_up_what_only_led_to_it() -> None:
+    tree = ThoughtTree([0])
+    a, b = grow(tree, Chain(2).start(tree, 3).ask(1), scripted({}))
+    first, second = tree.fork(a), tree.fork(a)
+    only = tree.fork(second)
+    for node in (first, second, only):
+        node.state = CLOSED
+
+    give_up([only])
+    assert (only.state, second.state) == (PRUNED, PRUNED)
+    assert (a.state, b.state) == (CLOSED, CLOSED)
+
+    give_up([first, b])
+    assert (a.state, b.state, tree.root.state) == (PRUNED, PRUNED, CLOSED)
+
+
+def test_a_path_without_tokens_ranks_below_any_with_some() -> None:
+    tree = ThoughtTree([0])
+    silent, _ = grow(
+        tree,
+        Chain(2).start(tree, 3).ask(1),
+        scripted(
+            {(0,): Thought("", 0.5, True, 0.0, tokens=0), (1,): Thought("a", 0.5, True, -50.0)}
+        ),
+    )
+
+    assert mean_logprob(silent) == float("-inf")
+    assert [leaf.key for leaf in finished(tree)] == [(1,), (0,)]

@@ -1,0 +1,387 @@
+"""Names, plugins and settings: what the command line writes becomes a component, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbor import registry
+from arbor.errors import UnknownName, UsageError
+from arbor.registry import BUILTIN, KINDS, build, names, resolve, spec_of
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True)
+class Inner:
+    depth: int = 2
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Has a setting of every kind a component may have."""
+
+    width: int = 4
+    share: float = 0.5
+    label: str = "plain"
+    on: bool = False
+    mode: Literal["bfs", "dfs", 3] = "bfs"
+    limit: int | None = None
+    text: str | None = None
+    pair: tuple[int, int] = (1, 2)
+    stops: tuple[str, ...] = ("\n\n",)
+    colour: Colour = Colour.RED
+    inner: Inner = field(default_factory=Inner)
+    derived: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise UsageError("setting-range", f"width={self.width}: it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Has a setting without a default."""
+
+    size: int
+
+
+class Plain:
+    """Is no dataclass."""
+
+
+@pytest.fixture(autouse=True)
+def fresh_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("ARBOR_PLUGINS", raising=False)
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()
+
+
+def install(
+    folder: Path, distribution: str, points: str, modules: dict[str, str] | None = None
+) -> None:
+    """A distribution as an installer would leave it: metadata, entry points, modules."""
+    info = folder / f"{distribution}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(textwrap.dedent(points))
+    for name, source in (modules or {}).items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(source))
+
+
+EXTRA = """
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True)
+    class Mine:
+        speed: int = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in BUILTIN[kind]]
+)
+def test_every_name_stands_for_a_class_and_builds_with_its_defaults(kind: str, name: str) -> None:
+    cls = resolve(kind, name)
+
+    assert isinstance(cls, type)
+    if dataclasses.is_dataclass(cls):
+        component = build(kind, name)
+        assert spec_of(component)["name"] == name
+        assert build(kind, json.loads(json.dumps(spec_of(component)))) == component
+
+
+def test_names_are_sorted_and_import_nothing() -> None:
+    code = (
+        "import sys; from arbor import registry\n"
+        "print([registry.names(kind) for kind in registry.KINDS])\n"
+        "assert not any(m in sys.modules for m in ('torch', 'numpy', 'arbor.tree')), sorted(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert names("controller")[:3] == ("beam", "chain", "tot")
+
+
+def test_an_unknown_name_says_the_nearest_one() -> None:
+    with pytest.raises(UnknownName) as caught:
+        resolve("task", "gam24")
+
+    assert caught.value.code == "unknown-task"
+    assert "Did you mean 'game24'?" in str(caught.value)
+
+
+def test_an_unknown_kind_is_named() -> None:
+    for call in (lambda: names("tasks"), lambda: build("tasks", Sample())):
+        with pytest.raises(UnknownName, match="Did you mean 'task'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("setting", "written", "value"),
+    [
+        ("width", "8", 8),
+        ("width", 8.0, 8),
+        ("share", "1e-2", 0.01),
+        ("share", 1, 1.0),
+        ("share", "inf", float("inf")),
+        ("label", "7", "7"),
+        ("on", "true", True),
+        ("on", "Off", False),
+        ("on", 1, True),
+        ("mode", "dfs", "dfs"),
+        ("mode", "3", 3),
+        ("limit", "none", None),
+        ("limit", "5", 5),
+        ("limit", None, None),
+        ("text", "none", None),
+        ("text", "5", "5"),
+        ("pair", "3,4", (3, 4)),
+        ("pair", [3, 4], (3, 4)),
+        ("stops", '["\\n", ";"]', ("\n", ";")),
+        ("stops", "a,b", ("a", "b")),
+        ("stops", "", ()),
+        ("colour", "blue", Colour.BLUE),
+        ("colour", Colour.BLUE, Colour.BLUE),
+        ("inner", {"depth": "5"}, Inner(5)),
+        ("inner", Inner(5), Inner(5)),
+    ],
+)
+def test_a_setting_is_read_by_its_type(setting: str, written: Any, value: Any) -> None:
+    for spec in (Sample, Sample()):
+        built = build("task", spec, **{setting: written})
+
+        assert getattr(built, setting) == value
+        assert type(getattr(built, setting)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "written", "wanted"),
+    [
+        ("width", "four", "a whole number"),
+        ("width", "1.5", "a whole number"),
+        ("width", 1.5, "a whole number"),
+        ("width", True, "a whole number"),
+        ("width", None, "a whole number"),
+        ("share", "half", "a number"),
+        ("share", True, "a number"),
+        ("on", "maybe", "true or false"),
+        ("mode", "mcts", "one of bfs, dfs, 3"),
+        ("limit", "many", "int or none"),
+        ("label", 7, "text"),
+        ("pair", "1", "2 values"),
+        ("pair", "[1, 2", "a JSON list"),
+        ("pair", "a,b", "a whole number"),
+        ("stops", 3, "a list"),
+        ("colour", "green", "one of red, blue"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_says_what_it_must_be(
+    setting: str, written: Any, wanted: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        build("task", Sample, **{setting: written})
+
+    assert caught.value.code == "setting-type"
+    assert f"Sample.{setting}=" in caught.value.message
+    assert wanted in caught.value.message
+    json.dumps(caught.value.to_dict())
+
+
+def test_an_unknown_setting_says_the_nearest_one_and_all_there_are() -> None:
+    for spec in (Sample, Sample()):
+        with pytest.raises(UsageError) as caught:
+            build("task", spec, widht="4")
+
+        assert caught.value.code == "unknown-setting"
+        assert "Did you mean 'width'?" in caught.value.hint
+        assert "stops" in caught.value.hint and "derived" not in caught.value.hint
+
+
+def test_a_component_refuses_a_setting_itself() -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        build("task", Sample, width="0")
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(UsageError, match="needs a value for 'size'"):
+        build("task", Needs)
+    assert build("task", Needs, size="3") == Needs(3)
+
+
+def test_a_ready_component_is_used_as_it_is_and_changed_by_settings() -> None:
+    ready = Sample(width=9)
+
+    assert build("task", ready) is ready
+    assert build("task", ready, share="0.1") == Sample(width=9, share=0.1)
+    plain = Plain()
+    assert build("task", plain) is plain
+    with pytest.raises(UsageError, match="no setting 'width'"):
+        build("task", plain, width=1)
+
+
+def test_a_table_needs_a_name() -> None:
+    with pytest.raises(UsageError, match="needs a 'name'"):
+        build("task", {"width": 3})
+
+
+samples = st.builds(
+    Sample,
+    width=st.integers(1, 99),
+    share=st.floats(allow_nan=False),
+    label=st.text(),
+    on=st.booleans(),
+    mode=st.sampled_from(["bfs", "dfs", 3]),
+    limit=st.none() | st.integers(),
+    text=st.none() | st.text().filter(lambda text: text.lower() != "none"),
+    pair=st.tuples(st.integers(), st.integers()),
+    stops=st.lists(st.text()).map(tuple),
+    colour=st.sampled_from(Colour),
+    inner=st.builds(Inner, st.integers()),
+)
+
+
+@given(samples)
+def test_a_component_survives_the_way_through_json(sample: Sample) -> None:
+    spec = json.loads(json.dumps(spec_of(sample), allow_nan=False))
+    del spec["name"]
+
+    assert build("task", Sample, **spec) == sample
+
+
+def test_a_class_without_a_name_goes_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "extra_a.py").write_text(textwrap.dedent(EXTRA))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    mine = build("controller", "extra_a:Mine", speed="5")
+
+    assert spec_of(mine) == {"name": "extra_a:Mine", "speed": 5}
+    assert build("controller", spec_of(mine)) == mine
+    assert spec_of(Plain())["name"].endswith(":Plain")
+
+
+def test_a_plugin_is_named_without_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        "plug",
+        "[arbor.controllers]\nmine = extra_b_front:Mine\n[arbor.tasks]\nboom = extra_b_boom:Nothing\n",
+        {
+            "extra_b": EXTRA,
+            "extra_b_front": "from extra_b import Mine\n",
+            "extra_b_boom": "raise OSError('no')",
+        },
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert names("controller") == ("beam", "chain", "tot", "mine")
+    assert "extra_b" not in sys.modules
+
+    mine = build("controller", "mine", speed=4)
+
+    assert spec_of(mine) == {"name": "mine", "speed": 4}
+    assert build("controller", spec_of(mine)) == mine
+    assert "extra_b_boom" not in sys.modules
+
+
+def test_a_plugin_that_cannot_be_imported_fails_only_who_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        "plug",
+        "[arbor.tasks]\nboom = extra_c_boom:Nothing\nfunction = extra_c:mine\n",
+        {"extra_c_boom": "raise OSError('no disk')", "extra_c": "def mine(): ..."},
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert "boom" in names("task")
+    with pytest.raises(UsageError, match="OSError: no disk") as caught:
+        resolve("task", "boom")
+    assert caught.value.code == "task-broken"
+    with pytest.raises(UsageError, match="is no class"):
+        resolve("task", "function")
+    assert resolve("task", "game24")
+
+
+def test_a_plugin_with_a_malformed_entry_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        "plug",
+        "[arbor.tasks]\nbad = extra_module_only\ngood = extra_d:Mine\n",
+        {"extra_d": EXTRA},
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.warns(RuntimeWarning, match="'plug/bad' is left out") as caught:
+        assert "good" in names("task")
+        assert "bad" not in names("task")
+
+    assert len(caught) == 1
+
+
+def test_clashing_names_keep_ours_and_qualify_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        "bbb",
+        "[arbor.controllers]\ntot = extra_e:Mine\nmine = extra_e:Mine\n",
+        {"extra_e": EXTRA},
+    )
+    install(tmp_path, "aaa", "[arbor.controllers]\nmine = extra_f:Mine\n", {"extra_f": EXTRA})
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert names("controller")[3:] == ("bbb/mine", "bbb/tot", "mine")
+    assert resolve("controller", "tot").__name__ == "ToT"
+    assert resolve("controller", "mine").__module__ == "extra_f"
+    assert resolve("controller", "bbb/mine").__module__ == "extra_e"
+
+
+def test_the_environment_hides_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(
+        tmp_path,
+        "plug",
+        "[arbor.tasks]\none = extra_g:Mine\ntwo = extra_g:Mine\n",
+        {"extra_g": EXTRA},
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    for allowed, seen in (
+        ("off", ()),
+        ("two", ("two",)),
+        ("plug/one, two", ("one", "two")),
+        ("", ("one", "two")),
+    ):
+        monkeypatch.setenv("ARBOR_PLUGINS", allowed)
+        assert names("task")[len(BUILTIN["task"]) :] == seen
+
+
+def test_a_setting_called_name_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Named:
+        name: str = "x"
+
+    with pytest.raises(UsageError, match="names the component"):
+        build("task", Named)

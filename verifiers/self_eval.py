@@ -1,0 +1,118 @@
+"""The model judges its own thoughts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from arbor.errors import UsageError
+from arbor.tasks.base import Problem, Question, Task
+from arbor.tree import Node
+
+from .base import Asker, Verdict
+
+CERTAIN = 1 - 2**-20  # the most a model's opinion is worth: 1 is a proof, which only `Exact` gives
+
+
+@dataclass(frozen=True)
+class SelfEval:
+    """Asks the model about every state and reads the probabilities of its next token as a value.
+
+        value = sum_w p(w) v(w),   p = softmax of the logits of the verdicts w only, temperature 1
+
+    The question, the verdicts w and their worths v(w) are the task's (`Task.question`): P(yes) for yes and no, or any other
+    words, such as Tree of Thoughts' sure, likely and impossible (Yao et al., arXiv 2305.10601, section 3, "value each state
+    independently"). All states are asked in one batch; states with the same path and question are asked once.
+
+    A verdict is told by its first token after the question. Verdicts of different worth need different first tokens; of
+    verdicts with one worth that share one, the token counts once.
+
+    Differs from the paper: one forward pass gives the expectation that the paper estimates from n_evaluate sampled
+    evaluations, with no scratch text before the verdict; worths lie in [0, 1] (released: sure 20, likely 1, impossible
+    0.001, summed). A value never reaches 1 (`CERTAIN`), however sure the model is.
+    """
+
+    @property
+    def needs_model(self) -> bool:
+        return True
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """Values of the candidates, by one `engine.ask`.
+
+        Raises:
+            UsageError: the question is empty, or two verdicts of different worth begin with the same token.
+        """
+        place: dict[tuple[tuple[str, ...], str], int] = {}
+        rows: list[int] = []  # for each candidate, which of the asked states it is
+        nodes: list[Node] = []
+        questions: list[Question] = []
+        for node in candidates:
+            question = task.question(problem, node.thoughts)
+            state = (tuple(node.thoughts), question.text)
+            if state not in place:
+                place[state] = len(nodes)
+                nodes.append(node)
+                questions.append(question)
+            rows.append(place[state])
+        if not nodes:
+            return Verdict((), 0)
+
+        encoded = [self._encode(question, engine) for question in questions]
+        worths = [
+            verdict_tokens(question, tokens, engine)
+            for question, tokens in zip(questions, encoded, strict=True)
+        ]
+        logits = engine.ask(nodes, encoded)
+        values = [self._value(row, worth) for row, worth in zip(logits, worths, strict=True)]
+        return Verdict(tuple(values[row] for row in rows), len(nodes))
+
+    def _encode(self, question: Question, engine: Asker) -> list[int]:
+        tokens = engine.encode(question.text)
+        if not tokens:
+            raise UsageError("question-empty", "the task's question to the model is empty.")
+        return tokens
+
+    def _value(self, logits: torch.Tensor, worth: Mapping[int, float]) -> float:
+        """The expected worth of one row of logits, [V] float32."""
+        chosen = logits[list(worth)].double()
+        chance = torch.softmax(chosen, dim=0)
+        value = float(chance @ torch.tensor(list(worth.values()), dtype=torch.float64))
+        return min(max(value, 0.0), CERTAIN)
+
+
+def verdict_tokens(question: Question, asked: Sequence[int], engine: Asker) -> dict[int, float]:
+    """First token of each verdict, as the tokenizer writes it after the question -> the verdict's worth.
+
+    Args:
+        question: text and verdicts.
+        asked: the question's tokens.
+
+    Raises:
+        UsageError: a verdict is empty, or two of different worth begin with the same token.
+    """
+    worth: dict[int, float] = {}
+    first_with: dict[int, str] = {}
+    for verdict, value in question.values.items():
+        whole = engine.encode(question.text + verdict)
+        known = list(asked)
+        # A tokenizer that joins the verdict to the question's last token would show no verdict token of its own.
+        tail = whole[len(known) :] if whole[: len(known)] == known else engine.encode(verdict)
+        if not tail:
+            raise UsageError("verdict-empty", f"the verdict '{verdict}' has no token.")
+        token = tail[0]
+        if token in worth and worth[token] != value:
+            raise UsageError(
+                "verdict-ambiguous",
+                f"the verdicts '{first_with[token]}' and '{verdict}' begin with the same token of this model.",
+                "Use verdicts that differ from their first token on.",
+                verdicts=[first_with[token], verdict],
+            )
+        worth[token] = value
+        first_with.setdefault(token, verdict)
+    if not worth:
+        raise UsageError("verdict-empty", "the task's question names no verdict.")
+    return worth
