@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from arbor import registry
 from arbor.controllers.base import Controller, Expansion
 from arbor.engine.engine import Engine, Growth
 from arbor.events import (
@@ -184,7 +185,7 @@ class Session:
             child.value = value
         self.emit(
             Verified(
-                verifier=type(self.verifier).__name__,
+                verifier=str(registry.spec_of(self.verifier)["name"]),
                 nodes=tuple(child.id for child in children),
                 values=verdict.values,
                 asked=verdict.asked,

@@ -26,7 +26,7 @@ class Search(Protocol):
     """
 
     def ask(self, room: int) -> list[Expansion]:
-        """Every leaf to grow now; an empty list ends the search.
+        """Every leaf to grow now; an empty list ends the search. Asking again before `tell` gives the same.
 
         Args:
             room: blocks that may decode at once within the budget, >= 1; a hint for controllers that adapt their
@@ -35,7 +35,8 @@ class Search(Protocol):
         ...
 
     def tell(self, children: Sequence[Node]) -> None:
-        """The grown, closed and valued children of the last `ask`, in the order asked."""
+        """The grown, closed and valued children of the last `ask`, in any order; fewer than asked where a limit or an
+        interruption cut the round short."""
         ...
 
     def best(self) -> list[Node]:
