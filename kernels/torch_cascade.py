@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,16 +12,21 @@ from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
 
-# The fused CPU kernel, private but the only one that returns the logsumexp. Three habits to know: keys of length 0
-# end the process, a fully masked row reports lse 0, and `is_causal` aligns top-left. The plan never lets them happen.
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# The fused CPU kernel, private but the only one that returns the logsumexp (q, k, v, dropout, is_causal, mask, scale).
+# Three habits to know: keys of length 0 end the process, a fully masked row reports lse 0, and `is_causal` aligns
+# top-left. The plan never lets them happen.
+_flash: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 
 # Measured rules (scripts/bench_attention.py; EXPERIMENTS.md):
-RUN_TOKENS = 48  # a broken key list is read run by run if its runs are this long on average, else gathered
+RUN_TOKENS = (
+    48  # a broken key list is read run by run if its runs are this long on average, else gathered
+)
 MASKED_ROWS = 16  # causal requests of up to this many rows run as one masked call, longer ones as context + own
 CHUNK_ROWS = 256  # rows of a masked causal request that run at once; bounds the mask and the logits
 FEW_REQUESTS = 4  # uniform groups smaller than this rather join a padded gather
-GATHER_ELEMENTS = 32768  # K and V elements of a contiguous request above which a copy costs more than a call
+GATHER_ELEMENTS = (
+    32768  # K and V elements of a contiguous request above which a copy costs more than a call
+)
 JOINED_KEYS = 48  # up to so many keys, one call per request for all KV heads beats one per head
 
 
@@ -174,7 +180,7 @@ class TorchCascade:
         lse = lse.view(plan.rows, group, kv_heads).transpose(1, 2).reshape(size[:2])
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
-        return out.to(q.dtype), lse.float()
+        return _as(out, q.dtype), _as(lse, torch.float32)
 
     def mass(
         self,
@@ -224,9 +230,7 @@ class TorchCascade:
                 part.permute(2, 0, 1, 3).reshape(rows, kv_heads, shape.head_dim_vo),
                 lse.permute(2, 0, 1).reshape(rows, kv_heads),
             )
-        joined = task.joined and all(
-            x.stride(2) == kv_heads * x.stride(1) for x in (keys, values)
-        )
+        joined = task.joined and all(x.stride(2) == kv_heads * x.stride(1) for x in (keys, values))
         mask = self._mask(plan, number, folded, joined)
         queries = _queries(task, folded)
         if joined:
@@ -258,9 +262,9 @@ class TorchCascade:
     def _slots(self, plan: CascadePlan, number: int, which: int, pool: Tensor) -> Tensor:
         """K or V of a task as [B, H_kv, n, D]: a view of the pool unless its slots must be gathered."""
         task = plan.tasks[number]
-        slot, head, inner = pool.stride()
-        heads, dim = pool.shape[1:]
+        heads, dim = plan.shape.num_kv_heads, pool.shape[2]
         if task.index is None:
+            slot, head, inner = pool.stride()
             return pool.as_strided(
                 (task.batch, heads, task.keys, dim),
                 (task.step * slot, head, slot, inner),
@@ -300,12 +304,13 @@ class TorchCascade:
             plan.masks[name] = mask
         return plan.masks[name]
 
-
     def _foreign_heads(self, shape: AttentionShape, keys: int, like: Tensor) -> Tensor:
         """Additive mask [1, 1, G * H_kv, n * H_kv] of one row that leaves every query head its own KV head."""
         name = (shape.group, shape.num_kv_heads, like.dtype, like.device)
         if name not in self._foreign:
-            foreign = ~torch.eye(shape.num_kv_heads, dtype=torch.bool).repeat(shape.group, JOINED_KEYS)
+            foreign = ~torch.eye(shape.num_kv_heads, dtype=torch.bool).repeat(
+                shape.group, JOINED_KEYS
+            )
             mask = torch.zeros(foreign.shape, dtype=like.dtype).masked_fill_(foreign, -torch.inf)
             self._foreign[name] = mask.view(1, 1, *mask.shape).to(like.device)
         return self._foreign[name][..., : keys * shape.num_kv_heads]
@@ -348,24 +353,28 @@ def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _merge_tiles(
-    parts: list[tuple[Tensor, Tensor]], work: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _merge_tiles(parts: list[tuple[Tensor, Tensor]], work: torch.dtype) -> tuple[Tensor, Tensor]:
     """Merges results over disjoint keys, all for the same rows: [R, H_kv, D_v] and [R, H_kv], finite lse."""
     if len(parts) == 1:
-        return parts[0][0].to(work), parts[0][1].to(work)
-    lses = torch.stack([lse for _, lse in parts]).to(work)
+        out, lse = parts[0]
+        return _as(out, work), _as(lse, work)
+    lses = _as(torch.stack([lse for _, lse in parts]), work)
     shares = torch.log_softmax(lses, 0)
     lse = lses[0] - shares[0]
-    outs = torch.stack([out for out, _ in parts]).to(work)
+    outs = _as(torch.stack([out for out, _ in parts]), work)
     return outs.mul_(shares.exp_().unsqueeze(-1)).sum(0), lse
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)` without the call where there is nothing to do: between two matmuls every call is a cold one."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges one more result, of finite lse, into the rows' state in place; in the state's precision."""
-    part_lse = part_lse.to(lse.dtype)
+    part_lse = _as(part_lse, lse.dtype)
     weight = torch.sigmoid(part_lse - lse)
-    out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
+    out.lerp_(_as(part, out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
@@ -376,6 +385,9 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
         return []
     rows: list[int] = level.qo_indptr.tolist()
     keys: list[int] = level.kv_indptr.tolist()
+    uniform = _uniform_task(rows, keys, slots, level.causal, shape)
+    if uniform is not None:
+        return [uniform]
     # breaks[i]: places up to key i at which the slots do not go on by one
     breaks = np.zeros(len(slots), dtype=np.int64)
     np.cumsum(slots[1:] - slots[:-1] != 1, out=breaks[1:])
@@ -386,7 +398,9 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
         n, runs = end - begin, int(breaks[end - 1] - breaks[begin]) + 1
         if runs > 1:
             if not causal and n >= RUN_TOKENS * runs:
-                cuts = (np.flatnonzero(slots[begin + 1 : end] - slots[begin : end - 1] != 1) + begin + 1).tolist()
+                cuts = (
+                    np.flatnonzero(slots[begin + 1 : end] - slots[begin : end - 1] != 1) + begin + 1
+                ).tolist()
                 for a, b in zip([begin, *cuts], [*cuts, end], strict=True):
                     tasks.append(Task(first_row, 1, m, b - a, int(slots[a])))
                 return
@@ -409,11 +423,15 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
                 return
         tasks.append(Task(first_row, 1, m, n, start, causal=causal, window=window))
 
-    for first_row, end_row, begin, end in zip(rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True):
+    for first_row, end_row, begin, end in zip(
+        rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True
+    ):
         m, n = end_row - first_row, end - begin
         if n == 0:
             continue
-        window = shape.window if level.causal and shape.window is not None and n > shape.window else None
+        window = (
+            shape.window if level.causal and shape.window is not None and n > shape.window else None
+        )
         if m == 1 or not level.causal:
             add(first_row, m, begin if window is None else end - window, end, False, None)
         elif window is None and _fusable(shape) and (m == n or m > MASKED_ROWS):
@@ -428,14 +446,42 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
                 add(first_row + chunk, some, start, stop, True, window)
     tasks = _gather_ragged(tasks, shape)
     for task in tasks:
-        task.joined = (
-            task.rows == 1
-            and task.batch > 1
-            and task.keys <= JOINED_KEYS
-            and shape.num_kv_heads > 1
-            and (shape.head_dim_qk <= 32 or (shape.head_dim_qk <= 64 and shape.group >= 3))
-        )
+        task.joined = _joins_heads(task.rows, task.batch, task.keys, shape)
     return tasks
+
+
+def _uniform_task(
+    rows: list[int],
+    keys: list[int],
+    slots: npt.NDArray[np.int64],
+    causal: bool,
+    shape: AttentionShape,
+) -> Task | None:
+    """A whole level as one call, if its requests are equal and their runs of slots lie at a uniform distance."""
+    count, m, n = len(rows) - 1, rows[1], keys[1]
+    if n == 0 or (causal and m > 1):
+        return None
+    if rows != list(range(0, count * m + 1, m)) or keys != list(range(0, count * n + 1, n)):
+        return None
+    start = int(slots[0])
+    step = int(slots[n]) - start if count > 1 else 0
+    expected = np.arange(start, start + n) + step * np.arange(count)[:, None]
+    if step < 0 or not np.array_equal(slots.reshape(count, n), expected):
+        return None
+    cut = max(0, n - shape.window) if causal and shape.window is not None else 0
+    joined = _joins_heads(m, count, n - cut, shape)
+    return Task(0, count, m, n - cut, start + cut, step, joined=joined)
+
+
+def _joins_heads(rows: int, batch: int, keys: int, shape: AttentionShape) -> bool:
+    """Where one call for all heads wins: MKL takes 2-5 us for the smallest product, so fewer and larger ones pay."""
+    return (
+        rows == 1
+        and batch > 1
+        and keys <= JOINED_KEYS
+        and shape.num_kv_heads > 1
+        and (shape.head_dim_qk <= 32 or (shape.head_dim_qk <= 64 and shape.group >= 3))
+    )
 
 
 def _gather_ragged(tasks: list[Task], shape: AttentionShape) -> list[Task]:
@@ -445,7 +491,9 @@ def _gather_ragged(tasks: list[Task], shape: AttentionShape) -> list[Task]:
     def joins(task: Task) -> bool:
         if task.rows > 1:
             return False
-        return task.index is not None or (task.batch < FEW_REQUESTS and task.keys * width <= GATHER_ELEMENTS)
+        return task.index is not None or (
+            task.batch < FEW_REQUESTS and task.keys * width <= GATHER_ELEMENTS
+        )
 
     result: list[Task] = []
     stretch: list[Task] = []

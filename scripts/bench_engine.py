@@ -1,0 +1,171 @@
+"""What the engine costs beside the model: forks, host work per decode step, and what sharing a prefix saves.
+
+    python scripts/bench_engine.py --json out.json
+
+One thread, thread CPU time, medians. Host work of a step is everything that is not inside the model's layers: the step's
+plan (layout and the backend's own), slots, sampling, boundaries, events.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from random_llama import NoText, fixed_length, prefix, random_llama
+
+from arbor.engine.engine import Engine, Growth
+from arbor.engine.runner import ModelRunner
+from arbor.engine.sampling import Sampling
+from arbor.events import Event, Forwarded
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.retention.lru import LRU
+from arbor.tree import ThoughtTree
+
+PREFIX = 512
+
+
+class Stopwatch:
+    """Thread CPU seconds spent inside wrapped calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        return timed
+
+
+def make_engine(size: str, dtype: torch.dtype = torch.float32) -> tuple[Engine, int]:
+    model = random_llama(size, dtype)
+    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), allocator=LRU())
+    pack_linears(model)
+    return engine, model.config.vocab_size
+
+
+def fork_cost(rounds: int) -> dict[str, float]:
+    """Eight branches from a 512-token path: microseconds, and KV bytes that they took."""
+    engine, vocabulary = make_engine("5m")
+    tree = ThoughtTree(prefix(PREFIX, vocabulary))
+    engine.open(tree, 4096)
+    engine.extend(tree.root)
+    before = engine.memory.used
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter_ns()
+        for _ in range(8):
+            tree.fork(tree.root)
+        times.append((time.perf_counter_ns() - began) / 1e3)
+    taken = (engine.memory.used - before) * engine.memory.bytes_per_token
+    return {
+        "n": rounds,
+        "fork_of_8_us_median": round(float(np.median(times)), 1),
+        "fork_of_8_us_p95": round(float(np.percentile(times, 95)), 1),
+        "kv_bytes": taken,
+    }
+
+
+def host_share(size: str, leaves: int, rounds: int, tokens: int = 32) -> dict[str, float]:
+    """Part of a decode step that is not the model's layers."""
+    engine, vocabulary = make_engine(size)
+    backend = engine.runner.backend
+    inside, planning = Stopwatch(), Stopwatch()
+    engine.runner.model.forward = inside.around(engine.runner.model.forward)
+    backend_plan = planning.around(backend.plan)
+    object.__setattr__(backend, "plan", backend_plan)
+    growth = Growth(0, Sampling(temperature=1.0, top_p=1.0), fixed_length(tokens))
+    shares, steps_ms = [], []
+    for index in range(rounds + 1):
+        tree = ThoughtTree(prefix(PREFIX, vocabulary))
+        engine.open(tree, PREFIX + leaves * tokens)
+        engine.extend(tree.root)
+        inside.seconds = planning.seconds = 0.0
+        began = time.thread_time()
+        engine.grow([(tree.root, leaves)], growth)
+        total = time.thread_time() - began
+        if index:
+            shares.append((total - inside.seconds + planning.seconds) / total)
+            steps_ms.append(1e3 * total / tokens)
+    return {
+        "n": rounds,
+        "leaves": leaves,
+        "step_ms_median": round(float(np.median(steps_ms)), 2),
+        "host_share_median": round(float(np.median(shares)), 3),
+        "host_share_max": round(float(np.max(shares)), 3),
+    }
+
+
+def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
+    """A shared prefix against one independent prefill per branch: same tokens and logits, and what was run and read."""
+    engine, vocabulary = make_engine(size)
+    growth = Growth(0, Sampling(temperature=0.8, top_p=1.0), fixed_length(24))
+    seen: list[Event] = []
+    engine.emit = seen.append
+    prompt = prefix(PREFIX, vocabulary)
+
+    def counters() -> tuple[int, int, int]:
+        forwards = [event for event in seen if isinstance(event, Forwarded)]
+        return (
+            sum(f.rows for f in forwards),
+            sum(f.read_tokens for f in forwards),
+            sum(f.unique_read_tokens for f in forwards),
+        )
+
+    warm = ThoughtTree(prompt)
+    engine.open(warm, PREFIX + leaves * 24 + 8)
+    engine.extend(warm.root)
+    children = engine.grow([(warm.root, leaves)], growth)
+    warm_logits = engine.ask(children, [[5]] * leaves)
+    rows, read, unique = counters()
+    worst, same, cold_rows = 0.0, True, 0
+    for index, child in enumerate(children):
+        seen.clear()
+        cold = ThoughtTree([*prompt, *child.tokens])
+        engine.open(cold, PREFIX + leaves * 24 + 8)
+        engine.extend(cold.root)
+        logits = engine.ask([cold.root], [[5]])[0]
+        worst = max(worst, float((logits - warm_logits[index]).abs().max()))
+        same = same and int(logits.argmax()) == int(warm_logits[index].argmax())
+        cold_rows += counters()[0]
+    return {
+        "leaves": leaves,
+        "logit_error_max": worst,
+        "logit_scale": float(warm_logits.abs().max()),
+        "next_tokens_equal": same,
+        "rows_shared": rows,
+        "rows_independent": cold_rows,
+        "read_tokens": read,
+        "unique_read_tokens": unique,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {
+        "fork": fork_cost(200),
+        "host_5m_32": host_share("5m", 32, args.rounds),
+        "host_5m_8": host_share("5m", 8, args.rounds),
+        "cold_warm_5m_8": cold_and_warm("5m", 8),
+    }
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

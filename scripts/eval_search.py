@@ -1,0 +1,103 @@
+"""Search against one chain of thought, paired on the same held-out puzzles, with the engine itself.
+
+    python scripts/eval_search.py --n 500 --json out.json
+
+Arms: a greedy chain, ToT (BFS, beam 5) with the model's own judge, ToT with the exact verifier. Reported per arm: share
+solved with a Clopper-Pearson 95 % interval; against the greedy chain: the paired difference with a bootstrap 95 %
+interval and the exact McNemar p-value; tokens generated and peak KV per problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from eval_sapling import clopper_pearson
+
+from arbor import Sampling, Solver
+from arbor.tasks.base import Problem
+from arbor.tasks.game24 import Game24
+
+ARMS: dict[str, dict[str, Any]] = {
+    "greedy chain": {
+        "controller": "chain",
+        "verifier": "exact",
+        "sampling": Sampling(temperature=0),
+    },
+    "tot self": {"controller": "tot", "verifier": "self"},
+    "tot exact": {"controller": "tot", "verifier": "exact"},
+}
+
+
+def mcnemar(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> float:
+    """Exact two-sided p-value for paired outcomes (bool [n] each)."""
+    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
+    total, least = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(total, k) for k in range(least + 1)) / 2**total if total else 1.0
+    return min(1.0, 2 * tail)
+
+
+def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[str, Any]:
+    """Solve every problem; returns outcomes and costs, one entry per problem."""
+    solved, tokens, peaks = [], [], []
+    began = time.thread_time()
+    with Solver(model, seed=seed, **ARMS[name]) as solver:
+        for problem in problems:
+            solution = solver.solve(problem)
+            solved.append(bool(solution.correct))
+            tokens.append(solution.metrics.tokens_generated)
+            peaks.append(solution.metrics.peak_tokens)
+    return {
+        "solved": np.array(solved),
+        "tokens": float(np.mean(tokens)),
+        "peak_tokens": float(np.mean(peaks)),
+        "cpu_s": (time.thread_time() - began) / len(problems),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="builtin:sapling")
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--n", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    problems = list(Game24().problems(args.split, args.n))
+    results = {name: run_arm(name, problems, args.model, args.seed) for name in args.arms}
+    rng = np.random.default_rng(0)
+    baseline = results[args.arms[0]]["solved"]
+    rows = []
+    for name, result in results.items():
+        solved = result["solved"]
+        difference = solved.astype(float) - baseline
+        resampled = rng.choice(difference, (10_000, len(difference))).mean(axis=1)
+        rows.append(
+            {
+                "arm": name,
+                "n": len(problems),
+                "solved": float(solved.mean()),
+                "interval": clopper_pearson(int(solved.sum()), len(solved)),
+                "difference": float(difference.mean()),
+                "difference_interval": [float(x) for x in np.percentile(resampled, [2.5, 97.5])],
+                "mcnemar_p": mcnemar(solved, baseline),
+                "tokens_per_problem": result["tokens"],
+                "peak_tokens_per_problem": result["peak_tokens"],
+                "cpu_s_per_problem": result["cpu_s"],
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"split": args.split, "seed": args.seed, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""One call that checks arbor on a CUDA machine: agreement with the reference, losslessness, decode speed.
+
+    python scripts/gpu_check.py --json gpu.json
+
+Prints one JSON line per check as it ends, so that a run cut short still tells what it saw. Exit code 1 if any check failed.
+Checks: attention of every CUDA backend against the float64 reference on random tree layouts; the engine on a random Llama
+in bfloat16, cascade against the plain torch backend and against `transformers`' own forward; the same tree at a small
+budget; decode speed against `generate` with a batched cache (CUDA events, warm-up, interleaved rounds).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_decode import SHAPES, Arbor, Batched, generated, interval
+from random_llama import NoText, fixed_length, prefix, random_llama
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from arbor.engine.engine import Engine, Growth
+from arbor.engine.plan import Piece, Segment, plan_forward
+from arbor.engine.runner import ModelRunner
+from arbor.engine.sampling import Sampling
+from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.reference import ReferenceAttention
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.retention.lru import LRU
+from arbor.tree import ThoughtTree
+
+DEVICE = torch.device("cuda")
+
+
+def backends() -> dict[str, AttentionBackend]:
+    """Every backend this machine can run."""
+    found: dict[str, AttentionBackend] = {"torch": TorchCascade()}
+    if find_spec("flashinfer") is not None:
+        from arbor.kernels.flashinfer_cascade import FlashInferCascade
+
+        found["flashinfer"] = FlashInferCascade(DEVICE)
+    return found
+
+
+def segments(rng: np.random.Generator, root: int, fans: tuple[int, ...], own: int) -> Any:
+    """A random tree with decoding leaves and one prefill hole; slots scattered."""
+    slots = rng.permutation(200_000).astype(np.int32)
+    used = 0
+
+    def take(count: int) -> Any:
+        nonlocal used
+        used += count
+        return slots[used - count : used]
+
+    found: list[Segment] = []
+
+    def grow(context: tuple[Piece, ...], depth: int, position: int) -> None:
+        if depth == len(fans):
+            tail = take(own)
+            found.append(
+                Segment(context, [1], np.array([position + own - 1]), tail, tail[-1:], logits=1)
+            )
+            return
+        for _ in range(fans[depth]):
+            count = int(rng.integers(5, 60))
+            places = np.arange(position, position + count, dtype=np.int32)
+            piece = Piece((depth, used), take(count), places)
+            grow((*context, piece), depth + 1, position + count)
+
+    top = Piece("root", take(root), np.arange(root, dtype=np.int32))
+    grow((top,), 0, root)
+    hole = take(33)
+    found.append(Segment((top,), [1] * 33, np.arange(root, root + 33), hole, hole, logits=1))
+    return found
+
+
+def check_attention(name: str, backend: AttentionBackend) -> dict[str, Any]:
+    """Largest error against the reference over shapes of real models."""
+    rng = np.random.default_rng(0)
+    worst, worst_lse = 0.0, 0.0
+    for heads, kv_heads, dim, window, softcap in (
+        (32, 8, 128, None, None),
+        (28, 4, 128, None, None),
+        (8, 4, 256, None, 50.0),
+        (32, 8, 128, 64, None),
+        (64, 8, 64, None, None),
+    ):
+        plan = plan_forward(segments(rng, 700, (3, 2, 4), 9), min_saved_reads=0)
+        shape = AttentionShape(heads, kv_heads, dim, dim, dim**-0.5, window, softcap)
+        layout = plan.layout(window)
+        torch.manual_seed(0)
+        q = torch.randn(plan.rows, heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        k = torch.randn(200_001, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        v = torch.randn_like(k)
+        out, lse = backend.run(backend.plan(layout, shape), q, k, v)
+        reference = ReferenceAttention()
+        right, right_lse = reference.run(
+            reference.plan(layout, shape), q.cpu().double(), k.cpu().double(), v.cpu().double()
+        )
+        worst = max(worst, float((out.cpu().double() - right).abs().max()))
+        worst_lse = max(worst_lse, float((lse.cpu().double() - right_lse).abs().max()))
+    return {"ok": worst < 2e-2 and worst_lse < 2e-2, "error": worst, "lse_error": worst_lse}
+
+
+def llama(layers: int) -> LlamaForCausalLM:
+    """Llama-3.1-8B's shapes with fewer layers, random weights, bfloat16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128_256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def check_engine(name: str, backend: AttentionBackend) -> dict[str, Any]:
+    """A grown tree against the model's own forward, and the same tree at a small budget."""
+    model = llama(4)
+    prompt = prefix(300, 1000)
+    seen: dict[str, Any] = {}
+
+    def tree_at(slots: int) -> tuple[ThoughtTree, torch.Tensor]:
+        tree = ThoughtTree(prompt)
+        engine.open(tree, slots)
+        engine.extend(tree.root)
+        growth = Growth(1, Sampling(0), fixed_length(24))
+        first = engine.grow([(tree.root, 3)], growth)
+        leaves = engine.grow([(leaf, 2) for leaf in first], growth)
+        return tree, engine.ask(leaves, [[5, 6]] * len(leaves))
+
+    with torch.inference_mode():
+        whole = [*prompt, *([7] * 40)]
+        right = model(torch.tensor([whole], device=DEVICE), logits_to_keep=1).logits[0, -1].float()
+        engine = Engine(ModelRunner(model, backend), NoText(), allocator=LRU(), debug=True)
+        tree = ThoughtTree(prompt)
+        engine.open(tree, 4096)
+        engine.extend(tree.root)
+        mine = engine.ask([tree.root], [[7] * 40])[0]
+    seen["logit_error"] = float((mine - right.to(mine.device)).abs().max())
+    seen["logit_scale"] = float(right.abs().max())
+    full, full_logits = tree_at(4096)
+    small, small_logits = tree_at(300 + 2 * 24 + 2 * 24)
+    seen["same_tokens_at_small_budget"] = [n.tokens for n in full] == [n.tokens for n in small]
+    seen["budget_logit_error"] = float((full_logits - small_logits).abs().max())
+    seen["ok"] = seen["logit_error"] < 0.05 * max(1.0, seen["logit_scale"])
+    return seen
+
+
+def check_speed(name: str, backend: AttentionBackend, size: str, rounds: int) -> dict[str, Any]:
+    """Decode of F8, F32 and T4 against `generate` with a batched cache; milliseconds by CUDA events."""
+    result: dict[str, Any] = {"ok": True}
+    for shape in ("F8", "F32", "T4"):
+        ours = random_llama(size, torch.bfloat16).to(DEVICE)
+        theirs = random_llama(size, torch.bfloat16).to(DEVICE)
+        vocabulary = theirs.config.vocab_size
+        arbor = Arbor(ours, shape, vocabulary, backend)
+        batched = Batched(theirs, shape, vocabulary)
+        batched.prompt = batched.prompt.to(DEVICE)
+        times: dict[str, list[float]] = {"arbor": [], "batched": []}
+        for round_index in range(rounds + 1):
+            for label, contestant in (("arbor", arbor), ("batched", batched)):
+                contestant.prepare()
+                torch.cuda.synchronize()
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                contestant.run()
+                end.record()
+                torch.cuda.synchronize()
+                if round_index:
+                    times[label].append(start.elapsed_time(end))
+        ratio = interval(np.array(times["batched"]) / np.array(times["arbor"]))
+        median = float(np.median(times["arbor"]))
+        result[shape] = {
+            "ratio": ratio,
+            "n": rounds,
+            "ms_per_step": median / (SHAPES[shape][1] * len(SHAPES[shape][0])),
+            "tok_per_s": 1e3 * generated(shape) / median,
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", default="100m", choices=["5m", "100m"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_check: torch sees no CUDA device")
+    rows = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]
+    print(json.dumps(rows[0]), flush=True)
+    for name, backend in backends().items():
+        checks: dict[str, Callable[[], dict[str, Any]]] = {
+            "attention": lambda name=name, b=backend: check_attention(name, b),
+            "engine": lambda name=name, b=backend: check_engine(name, b),
+            "speed": lambda name=name, b=backend: check_speed(name, b, args.size, args.rounds),
+        }
+        for what, check in checks.items():
+            try:
+                row = {"backend": name, "check": what, **check()}
+            except Exception:
+                row = {"backend": name, "check": what, "ok": False, "error": traceback.format_exc()}
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    sys.exit(any(row.get("ok") is False for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Random Llama models of the sizes the benchmarks use, and a stop rule that never stops early."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from arbor.engine.boundary import StopRule
+from arbor.tasks.base import Boundary
+
+SIZES: dict[str, dict[str, int]] = {
+    # 4.9M parameters; heads of 32
+    "5m": {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 2048,
+    },
+    # 100M parameters; heads of 64
+    "100m": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    },
+}
+
+
+def random_llama(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    """The same random weights for the same size, whatever the dtype."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **SIZES[size],
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+class NoText:
+    """A tokenizer for token ids that mean nothing."""
+
+    eos_token_id = None
+
+    def decode(self, ids: list[int], **kwargs: object) -> str:
+        return ""
+
+
+def fixed_length(tokens: int) -> StopRule:
+    """Blocks of exactly `tokens` tokens."""
+    return StopRule(NoText(), Boundary(stop=(), max_tokens=tokens, max_depth=64), ())
+
+
+def prefix(length: int, vocabulary: int) -> list[int]:
+    """The benchmarks' prompt: (7 i) mod (V - 10) + 5."""
+    return [(i * 7) % (vocabulary - 10) + 5 for i in range(length)]

@@ -1,0 +1,403 @@
+"""Attention backends agree with the reference over the whole space of layouts; merging is a commutative monoid."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from arbor.kernels.base import (
+    AttentionBackend,
+    AttentionShape,
+    CascadeLayout,
+    CascadeLevel,
+    apply_sinks,
+    merge_states,
+)
+from arbor.kernels.reference import ReferenceAttention
+from arbor.kernels.torch_cascade import TorchCascade
+
+POOL_SLOTS = 4096
+
+# Largest allowed differences of out and lse. bfloat16: every level's result is rounded to 8 bits (2^-9 relative, values
+# up to 4) before the float32 merge, once more at the end, and the fused kernel rounds the probabilities.
+TOLERANCE = {
+    torch.float32: (1e-5, 1e-5),
+    torch.float64: (1e-12, 1e-6),  # lse is float32 by protocol
+    torch.bfloat16: (4e-2, 2e-2),
+}
+
+
+@dataclass
+class Case:
+    """One batch over one pool whose unowned slots hold NaN."""
+
+    layout: CascadeLayout
+    shape: AttentionShape
+    q: Tensor
+    k_pool: Tensor
+    v_pool: Tensor
+    sinks: Tensor | None
+
+    @property
+    def owned(self) -> Tensor:
+        return torch.cat([level.kv_indices for level in self.layout.levels]).long().unique()
+
+
+def make_level(requests: list[tuple[int, list[int]]], causal: bool) -> CascadeLevel:
+    """A level from (rows, slots) of every request."""
+    rows, keys, slots = [0], [0], []
+    for m, request_slots in requests:
+        rows.append(rows[-1] + m)
+        slots += request_slots
+        keys.append(len(slots))
+    return CascadeLevel(*(torch.tensor(x, dtype=torch.int32) for x in (rows, keys, slots)), causal)
+
+
+def make_case(
+    levels: list[CascadeLevel],
+    shape: AttentionShape,
+    dtype: torch.dtype = torch.float32,
+    sinks: bool = False,
+    strided: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Random q and KV for a layout. `strided`: q, K and V are views with gaps between tokens and heads."""
+    rows = int(levels[0].qo_indptr[-1])
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        if not strided:
+            return torch.randn(size, generator=generator).to(dtype)
+        wide = torch.randn(size[1], size[0] + 1, 2, size[2], generator=generator).to(dtype)
+        return wide[:, 1:, 1].transpose(0, 1)
+
+    case = Case(
+        CascadeLayout(rows, tuple(levels)),
+        shape,
+        normal(rows, shape.num_qo_heads, shape.head_dim_qk),
+        normal(POOL_SLOTS, shape.num_kv_heads, shape.head_dim_qk),
+        normal(POOL_SLOTS, shape.num_kv_heads, shape.head_dim_vo),
+        torch.randn(shape.num_qo_heads, generator=generator) if sinks else None,
+    )
+    unowned = torch.ones(POOL_SLOTS, dtype=torch.bool)
+    unowned[case.owned] = False
+    case.k_pool[unowned] = torch.nan
+    case.v_pool[unowned] = torch.nan
+    return case
+
+
+def make_shape(**changes: object) -> AttentionShape:
+    """4 query heads over 2 KV heads of dimension 16, unless said otherwise."""
+    shape: dict[str, object] = {
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim_qk": 16,
+        "head_dim_vo": 16,
+        "scaling": 0.25,
+    }
+    return AttentionShape(**{**shape, **changes})  # type: ignore[arg-type]
+
+
+class SlotDealer:
+    """Hands out slots as an allocator would: in runs, at a uniform distance, or in pieces."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self.next = draw, draw.randrange(20)
+
+    def lists(self, lengths: list[int], how: str) -> list[list[int]]:
+        result = []
+        distance = max(lengths, default=0) + self.draw.randrange(8)
+        for n in lengths:
+            if how == "uniform":
+                result.append(list(range(self.next, self.next + n)))
+                self.next += distance
+            elif how == "runs":
+                result.append(list(range(self.next, self.next + n)))
+                self.next += n + self.draw.randrange(8)
+            else:
+                steps = [self.draw.choice((1, 1, 1, 1, 3)) for _ in range(n)]
+                slots = [self.next + sum(steps[:i]) for i in range(n)]
+                if n > 2 and self.draw.random() < 0.3:
+                    slots[0], slots[1] = slots[1], slots[0]
+                result.append(slots)
+                self.next += sum(steps) + 1
+        return result
+
+
+def random_layout(draw: random.Random, windowed: bool) -> list[CascadeLevel]:
+    """Prefill, rehydration and decode rows in one batch, under up to three shared levels."""
+    dealer = SlotDealer(draw)
+    kind = draw.choice(["decode", "decode", "mixed", "prefill"])
+    rows: list[int] = []
+    own: list[int] = []
+    if kind != "prefill":
+        leaves, length = draw.randint(1, 12), draw.randint(1, 60)
+        rows += [1] * leaves
+        own += [length if draw.random() < 0.8 else draw.randint(1, 60) for _ in range(leaves)]
+    if kind != "decode":
+        for _ in range(draw.randint(1, 3)):
+            m = draw.choice([2, 3, 16, 17, 24])
+            rows.append(m)
+            own.append(m + draw.choice([0, 0, 1, 5, 40]))
+    order = list(range(len(rows)))
+    if draw.random() < 0.3:
+        draw.shuffle(order)
+    slots = dealer.lists(
+        [own[i] for i in order], draw.choice(["uniform", "uniform", "runs", "pieces"])
+    )
+    last = make_level([(rows[i], s) for i, s in zip(order, slots, strict=True)], causal=True)
+    if windowed:
+        return [last]
+    total = sum(rows)
+    shared = []
+    for _ in range(draw.randrange(4)):
+        cuts = sorted(draw.sample(range(1, total), min(draw.randrange(4), total - 1)))
+        if draw.random() < 0.3 and total % 2 == 0 and total > 2:
+            cuts = [total // 2]
+        parts = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+        length = draw.randint(1, 120)
+        lengths = [draw.choice([length, length, length, 0, draw.randint(1, 120)]) for _ in parts]
+        if not any(lengths):
+            lengths[0] = length
+        lists = dealer.lists(lengths, draw.choice(["uniform", "runs", "pieces"]))
+        shared.append(make_level(list(zip(parts, lists, strict=True)), causal=False))
+    return [*shared, last]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """The whole space: layouts x shapes x dtypes x strides."""
+    seed = draw(st.integers(0, 1 << 30))
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    group = draw(st.sampled_from([1, 2, 4, 7]))
+    dim = draw(st.sampled_from([16, 32, 64]))
+    windowed = draw(st.sampled_from([False, False, True]))
+    shape = AttentionShape(
+        num_qo_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=draw(st.sampled_from([dim, dim, dim, 24])),
+        scaling=dim**-0.5,
+        window=draw(st.sampled_from([1, 4, 30, 1000])) if windowed else None,
+        softcap=draw(st.sampled_from([None, None, None, 2.0])),
+    )
+    return make_case(
+        random_layout(random.Random(seed), windowed),
+        shape,
+        draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16])),
+        sinks=draw(st.sampled_from([False, False, True])),
+        strided=draw(st.sampled_from([False, False, True])),
+        seed=seed,
+    )
+
+
+def assert_agrees(case: Case, backend: AttentionBackend | None = None) -> None:
+    """`run` and `mass` of the backend equal the reference's."""
+    backend = TorchCascade() if backend is None else backend
+    reference = ReferenceAttention()
+    expected_plan = reference.plan(case.layout, case.shape)
+    arguments = (case.q, case.k_pool, case.v_pool, case.sinks)
+    expected, expected_lse = reference.run(expected_plan, *arguments)
+    plan = backend.plan(case.layout, case.shape)
+    tolerance, lse_tolerance = TOLERANCE[case.q.dtype]
+    for _ in range(2):  # the second layer meets masks and buffers of the first
+        out, lse = backend.run(plan, *arguments)
+        assert out.shape == expected.shape and out.dtype == case.q.dtype
+        assert lse.shape == expected_lse.shape and lse.dtype == torch.float32
+        assert torch.isfinite(out).all(), "an unowned slot was read"
+        torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse, expected_lse, atol=lse_tolerance, rtol=lse_tolerance)
+    heads = torch.arange(case.shape.num_kv_heads)[::2] if case.sinks is not None else None
+    expected_mass = reference.mass(expected_plan, case.q, case.k_pool, expected_lse, heads)
+    mass = backend.mass(plan, case.q, case.k_pool, expected_lse, heads)
+    assert mass.shape == (POOL_SLOTS,) and mass.dtype == torch.float32
+    torch.testing.assert_close(
+        mass, expected_mass, atol=10 * lse_tolerance, rtol=10 * lse_tolerance
+    )
+
+
+@given(cases())
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_cascade_agrees_with_the_reference(case: Case) -> None:
+    assert_agrees(case)
+
+
+def decode_level(lengths: list[int], stride: int, base: int = 1000) -> CascadeLevel:
+    """One row per request, request i at slot base + i * stride."""
+    runs = [range(base + i * stride, base + i * stride + n) for i, n in enumerate(lengths)]
+    return make_level([(1, list(run)) for run in runs], causal=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 48, 49, 100])
+@pytest.mark.parametrize("group,dim", [(2, 32), (3, 64), (1, 128)])
+def test_uniform_leaves_are_one_call_without_a_copy(tokens: int, group: int, dim: int) -> None:
+    shape = make_shape(num_qo_heads=2 * group, head_dim_qk=dim, head_dim_vo=dim)
+    shared = make_level([(12, list(range(100)))], causal=False)
+    case = make_case([shared, decode_level([tokens] * 12, 130)], shape)
+    plan = TorchCascade().plan(case.layout, shape)
+    assert [(task.batch, task.index) for task in plan.tasks] == [(1, None), (12, None)]
+    assert_agrees(case)
+
+
+def test_ragged_leaves_are_one_padded_gather() -> None:
+    case = make_case([decode_level([7, 3, 40, 40, 41, 1], 64)], make_shape())
+    (task,) = TorchCascade().plan(case.layout, case.shape).tasks
+    assert task.index is not None and task.batch == 6
+    assert_agrees(case)
+
+
+def test_a_uniform_rest_of_a_round_stays_a_view() -> None:
+    runs = [range(1000 + 64 * i, 1020 + 64 * i) for i in (0, 1, 2, 3, 7, 8, 9, 10, 11)]
+    case = make_case([make_level([(1, list(run)) for run in runs], causal=True)], make_shape())
+    tasks = TorchCascade().plan(case.layout, case.shape).tasks
+    assert [(task.batch, task.index) for task in tasks] == [(4, None), (5, None)]
+    assert_agrees(case)
+
+
+def test_a_long_shared_span_in_few_runs_is_never_gathered() -> None:
+    slots = [*range(100, 400), *range(20, 90), *range(500, 800)]
+    case = make_case([make_level([(3, slots)], False), decode_level([4, 4, 4], 10)], make_shape())
+    tasks = TorchCascade().plan(case.layout, case.shape).tasks
+    assert [(task.start, task.keys) for task in tasks if task.rows == 3] == [
+        (100, 300),
+        (20, 70),
+        (500, 300),
+    ]
+    assert all(task.index is None for task in tasks)
+    assert_agrees(case)
+
+
+@pytest.mark.parametrize("context", [0, 3, 200])
+@pytest.mark.parametrize("changes", [{}, {"softcap": 2.0}, {"head_dim_vo": 24}, {"window": 20}])
+def test_prefill_longer_than_a_chunk(context: int, changes: dict[str, object]) -> None:
+    case = make_case(
+        [make_level([(300, list(range(7, 307 + context)))], True)], make_shape(**changes)
+    )
+    assert_agrees(case)
+
+
+def test_rehydration_and_decode_share_slots_in_one_batch() -> None:
+    path = list(range(100, 190))
+    requests = [(1, path[:31]), (4, path[:50]), (20, path[:80]), (1, path), (1, [*path[:60], 300])]
+    assert_agrees(make_case([make_level(requests, causal=True)], make_shape()))
+
+
+def test_rows_without_keys_give_nothing() -> None:
+    levels = [make_level([(1, [1, 2]), (2, [])], False), make_level([(1, [5]), (2, [])], True)]
+    case = make_case(levels, make_shape())
+    for backend in (ReferenceAttention(), TorchCascade()):
+        out, lse = backend.run(
+            backend.plan(case.layout, case.shape), case.q, case.k_pool, case.v_pool
+        )
+        assert (out[1:] == 0).all() and (lse[1:] == -torch.inf).all()
+        assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
+    assert_agrees(case)
+
+
+@pytest.mark.parametrize(
+    "backend", [ReferenceAttention(), TorchCascade()], ids=["reference", "cascade"]
+)
+def test_mass_of_all_heads_sums_to_rows_times_heads(backend: AttentionBackend) -> None:
+    shared = make_level([(3, list(range(50))), (2, [])], False)
+    last = make_level([(1, [60, 61]), (1, [70, 71]), (1, [80, 90, 81]), (2, [95, 96, 97])], True)
+    case = make_case([shared, last], make_shape())
+    plan = backend.plan(case.layout, case.shape)
+    lse = backend.run(plan, case.q, case.k_pool, case.v_pool)[1]
+    mass = backend.mass(plan, case.q, case.k_pool, lse)
+    assert mass.sum().item() == pytest.approx(5 * 4, rel=1e-5)
+    assert mass[torch.isin(torch.arange(POOL_SLOTS), case.owned, invert=True)].abs().max() == 0
+    one_head = backend.mass(plan, case.q, case.k_pool, lse, torch.tensor([1]))
+    assert one_head.sum().item() == pytest.approx(5 * 2, rel=1e-5)
+
+
+def test_reference_equals_the_textbook_formula() -> None:
+    shape = make_shape(softcap=3.0, window=5)
+    case = make_case([make_level([(6, list(range(10, 22)))], True)], shape)
+    keys, values = (pool[10:22].repeat_interleave(2, dim=1) for pool in (case.k_pool, case.v_pool))
+    logits = torch.einsum("qhd,khd->hqk", case.q, keys) * shape.scaling
+    logits = 3.0 * torch.tanh(logits / 3.0)
+    distance = torch.arange(6, 12)[:, None] - torch.arange(12)
+    logits = logits.masked_fill((distance < 0) | (distance >= 5), -torch.inf)
+    out, lse = (x := ReferenceAttention()).run(
+        x.plan(case.layout, shape), case.q, case.k_pool, case.v_pool
+    )
+    torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", logits.softmax(-1), values))
+    torch.testing.assert_close(lse, logits.logsumexp(-1).T)
+
+
+def test_a_sink_is_one_more_key_of_value_zero() -> None:
+    case = make_case([decode_level([5, 5], 10)], make_shape(), sinks=True)
+    backend = ReferenceAttention()
+    plan = backend.plan(case.layout, case.shape)
+    out, lse = backend.run(plan, case.q, case.k_pool, case.v_pool)
+    assert case.sinks is not None
+    with_sink, sink_lse = backend.run(plan, case.q, case.k_pool, case.v_pool, case.sinks)
+    share = torch.exp(lse) / (torch.exp(lse) + torch.exp(case.sinks))
+    torch.testing.assert_close(with_sink, out * share[..., None])
+    torch.testing.assert_close(sink_lse, torch.log(torch.exp(lse) + torch.exp(case.sinks)))
+    again = apply_sinks(out, lse, case.sinks)
+    torch.testing.assert_close(with_sink, again[0])
+
+
+@st.composite
+def states(draw: st.DrawFn, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Attention results of the same rows over disjoint keys; some rows read nothing."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    result = []
+    for _ in range(count):
+        lse = torch.randn(5, 3, generator=generator) * draw(st.sampled_from([1.0, 30.0]))
+        empty = torch.rand(5, 3, generator=generator) < 0.2
+        out = torch.randn(5, 3, 8, generator=generator)
+        result.append((out, lse.masked_fill(empty, -torch.inf)))
+    return result
+
+
+def assert_same_state(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(a[1], b[1], atol=1e-5, rtol=1e-5)
+    read = torch.isfinite(a[1])
+    torch.testing.assert_close(a[0][read], b[0][read], atol=1e-5, rtol=1e-5)
+
+
+@given(states(3))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_merging_is_commutative_and_associative_and_empty_is_neutral(
+    three: list[tuple[Tensor, Tensor]],
+) -> None:
+    a, b, c = three
+    assert_same_state(merge_states(*a, *b), merge_states(*b, *a))
+    assert_same_state(
+        merge_states(*merge_states(*a, *b), *c), merge_states(*a, *merge_states(*b, *c))
+    )
+    nothing = torch.zeros_like(a[0]), torch.full_like(a[1], -torch.inf)
+    assert_same_state(merge_states(*a, *nothing), a)
+    out, lse = merge_states(*nothing, *nothing)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_merging_two_halves_gives_the_whole() -> None:
+    shape, backend = make_shape(), ReferenceAttention()
+    whole = make_case([make_level([(2, list(range(20)))], False)], shape)
+
+    def attend(slots: list[int]) -> tuple[Tensor, Tensor]:
+        layout = CascadeLayout(2, (make_level([(2, slots)], False),))
+        return backend.run(backend.plan(layout, shape), whole.q, whole.k_pool, whole.v_pool)
+
+    assert_same_state(
+        merge_states(*attend(list(range(7))), *attend(list(range(7, 20)))), attend(list(range(20)))
+    )
+
+
+def test_both_satisfy_the_protocol() -> None:
+    assert isinstance(ReferenceAttention(), AttentionBackend)
+    assert isinstance(TorchCascade(), AttentionBackend)

@@ -1,0 +1,180 @@
+"""Packed linears compute what `F.linear` computes, keep no second copy, and can make rows independent of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arbor.kernels import linear
+from arbor.kernels.linear import PackedLinear, Packing, pack_linears
+
+PACKINGS: tuple[Packing, ...] = ("mkl", "onednn", "dense")
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def fresh_probes() -> Iterator[None]:
+    """Probes are remembered for the process; tests that break an op must not leave that behind."""
+    linear._works.cache_clear()
+    yield
+    linear._works.cache_clear()
+
+
+def packed(layer: nn.Linear, kind: Packing, deterministic: bool = False) -> PackedLinear:
+    if not linear._works(kind, layer.weight.dtype):
+        pytest.skip(f"torch has no {kind} packing for {layer.weight.dtype} here")
+    return PackedLinear(layer, kind, deterministic)
+
+
+def tiny_llama(tied: bool) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config).eval()
+    return model
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_layer_equals_f_linear(
+    kind: Packing, dtype: torch.dtype, bias: bool, deterministic: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(72, 40, bias=bias).to(dtype)
+    replacement = packed(layer, kind, deterministic)
+    for size in [(1, 72), (3, 5, 72), (1, 33, 72), (0, 72), (2, 0, 72), (72,)]:
+        x = torch.randn(size).to(dtype)
+        with torch.no_grad():
+            expected = layer(x)
+            actual = replacement(x)
+        assert actual.shape == expected.shape and actual.dtype == dtype
+        torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    sliced = torch.randn(8, 144).to(dtype)[:, ::2]
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(replacement(sliced), layer(sliced), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [(64, 48), (100, 77)])
+def test_deterministic_rows_do_not_depend_on_the_batch(
+    kind: Packing, dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    layer = packed(nn.Linear(*size).to(dtype), kind, deterministic=True)
+    x = torch.randn(64, size[0]).to(dtype)
+    alone = torch.cat([layer(row) for row in x.split(1)])
+    for rows in (1, 2, 7, 20, 64):
+        for first in range(0, 65 - rows, 5):
+            assert torch.equal(layer(x[first : first + rows]), alone[first : first + rows]), rows
+    order = torch.randperm(64)
+    assert torch.equal(layer(x[order]), alone[order])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_a_packed_model_gives_the_same_logits(tied: bool, kind: Packing) -> None:
+    model = tiny_llama(tied)
+    tokens = torch.arange(24).view(2, 12)
+    expected = model(tokens).logits
+    report = pack_linears(model, choose=kind, deterministic=True)
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 15 and not any(type(m) is nn.Linear for m in model.modules())
+    assert sum(map(len, report.packed.values())) + len(report.dense) == 15
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_dense_weights_are_dropped_and_a_tied_head_is_the_only_second_copy() -> None:
+    if not linear._works("onednn", torch.float32):
+        pytest.skip("torch has no oneDNN packing here")
+    untied, tied = tiny_llama(False), tiny_llama(True)
+    assert pack_linears(untied, choose="onednn").extra_bytes == 0
+    report = pack_linears(tied, choose="onednn")
+    assert report.extra_bytes == 320 * 64 * 4
+    assert "lm_head" in report.packed["onednn"] and report.dense == ()
+    for model in (untied, tied):
+        for layer in model.modules():
+            if isinstance(layer, PackedLinear):
+                assert layer.weight.untyped_storage().nbytes() == 4
+        assert not any("proj" in name for name in model.state_dict())
+    assert torch.isfinite(tied.get_input_embeddings().weight).all()
+    assert isinstance(tiny_left_alone().get_submodule("lm_head"), nn.Linear)
+
+
+def tiny_left_alone() -> nn.Module:
+    model = tiny_llama(True)
+    report = pack_linears(model, choose="onednn", tied=False)
+    assert report.dense == ("lm_head",) and report.extra_bytes == 0
+    return model
+
+
+def test_a_packed_weight_shows_shape_and_dtype_but_no_numbers() -> None:
+    layer = packed(nn.Linear(8, 4, dtype=torch.float32), "mkl")
+    assert layer.weight.shape == (4, 8) and layer.weight.dtype == torch.float32
+    assert layer.weight.device.type == "cpu" and layer.weight.isnan().all()
+    assert "in_features=8" in repr(layer) and layer.state_dict() == {}
+
+
+def test_subclasses_of_linear_are_left_alone() -> None:
+    class Special(nn.Linear):
+        pass
+
+    model = nn.Sequential(Special(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    report = pack_linears(model, deterministic=True)
+    assert isinstance(model[0], Special)
+    assert [*sum(report.packed.values(), ()), *report.dense] == ["1.0"]
+
+
+def test_an_op_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = linear._apply
+
+    def wrong(rows: Tensor, *rest: object) -> Tensor:
+        return right(rows, *rest) + (rows.shape[0] == 7)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear, "_apply", wrong)
+    assert not linear._works("mkl", torch.float32) and not linear._works("onednn", torch.float32)
+    assert linear.packing(torch.zeros(1024, 1024)) == "dense"
+
+
+def test_an_op_that_is_gone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> Tensor:
+        raise AttributeError("no such op")
+
+    monkeypatch.setattr(linear, "_pack", gone)
+    model = nn.Sequential(nn.Linear(8, 8))
+    assert pack_linears(model, choose="mkl").dense == ("0",)
+    assert type(model[0]) is nn.Linear
+
+
+def test_the_rule_follows_vendor_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_works", lambda kind, dtype: True)
+    monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
+    small, large = torch.zeros(64, 64), torch.zeros(1024, 1024)
+    monkeypatch.setattr(linear, "_vendor", lambda: "GenuineIntel")
+    assert linear.packing(small) == linear.packing(large) == "mkl"
+    assert linear.packing(large.bfloat16()) == "dense"
+    monkeypatch.setattr(linear, "_vendor", lambda: "AuthenticAMD")
+    assert (linear.packing(small), linear.packing(large)) == ("dense", "onednn")
+    monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: True)
+    assert linear.packing(large.bfloat16()) == "onednn"
+    assert linear.packing(large.double()) == "dense"
+
+
+def test_bfloat16_without_instructions_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
+    assert "float32" in pack_linears(nn.Sequential(nn.Linear(4, 4).bfloat16())).note
+    assert pack_linears(nn.Sequential(nn.Linear(4, 4))).note == ""
