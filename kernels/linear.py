@@ -21,6 +21,7 @@ chosen decides the last bits of the logits and must not depend on the load of th
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,15 @@ class PackReport:
     Attributes:
         packed: names of the layers packed, by packing.
         dense: names of the layers that keep their weight (chunked if deterministic).
-        extra_bytes: memory that packing added: weights shared with an embedding exist twice.
+        extra_bytes: memory that packing added: weights shared with an embedding exist twice, upcast ones grow.
+        upcast: layers whose bfloat16 weights were packed as float32.
         note: advice for the user, or "".
     """
 
     packed: dict[str, tuple[str, ...]]
     dense: tuple[str, ...]
     extra_bytes: int
+    upcast: int = 0
     note: str = ""
 
 
@@ -65,26 +68,42 @@ class PackedLinear(nn.Module):
         packing: see `packing`.
         deterministic: compute in chunks of exactly `CHUNK_ROWS` rows (zero padded), so that a row's result does not
             depend on the batch.
+        compute: dtype of the matmul, if not the weight's; input and output keep the weight's dtype.
     """
 
-    def __init__(self, linear: nn.Linear, packing: Packing, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        packing: Packing,
+        deterministic: bool = False,
+        compute: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.packing = packing
         self.deterministic = deterministic
         weight = linear.weight.detach()
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.dtype = weight.dtype
+        self.compute = compute or weight.dtype
+        self.bias = None if linear.bias is None else linear.bias.detach().to(self.compute)
         self.weight: Tensor = weight
+        self._ghost = weight
         self._packed: Tensor | None = None
         if packing != "dense":
-            self._packed = _pack(weight, packing)
+            self._packed = _pack(weight.to(self.compute), packing)
             self.weight = weight.new_full((1, 1), torch.nan).expand(weight.shape)
+            self._ghost = self.weight[:1, :1].to(self.compute).expand(weight.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
+        if self.compute != self.dtype:
+            return self._forward(x.to(self.compute)).to(self.dtype)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         if self.packing == "mkl" and not self.deterministic and x.numel():
             rows = x.numel() // self.in_features
-            out: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self.weight, self.bias, rows)
+            out: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._ghost, self.bias, rows)
             return out
         return self._general(x)
 
@@ -111,7 +130,7 @@ class PackedLinear(nn.Module):
     def _rows(self, rows: Tensor) -> Tensor:
         if self._packed is None:
             return F.linear(rows, self.weight, self.bias)
-        return _apply(rows, self._packed, self.weight, self.bias, self.packing)
+        return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
 
 
 def pack_linears(
@@ -119,6 +138,7 @@ def pack_linears(
     *,
     deterministic: bool = False,
     tied: bool = True,
+    upcast: bool | None = None,
     choose: Packing | None = None,
 ) -> PackReport:
     """Replaces every plain `nn.Linear` of a loaded model by a `PackedLinear`, in place.
@@ -132,6 +152,8 @@ def pack_linears(
         model: on the CPU, weights loaded; on other devices only `deterministic` has an effect.
         deterministic: results bitwise independent of the batch; every layer is replaced, packed or not.
         tied: also pack weights that something else shares.
+        upcast: pack bfloat16 weights as float32 where the CPU has no bfloat16 instructions (2-4x faster, twice the
+            weights' bytes); None = if that takes at most half of the machine's memory.
         choose: a packing for all layers instead of the rule of `packing`; layers it cannot do stay dense.
 
     Returns:
@@ -145,50 +167,55 @@ def pack_linears(
     dense: list[str] = []
     extra_bytes = 0
     slow = False
+    upcasts = 0
+    if upcast is None:
+        upcast = 2 * 4 * sum(p.numel() for p in model.parameters()) <= _memory_bytes()
     for name, parent, child_name in _linears(model):
         linear = getattr(parent, child_name)
         weight = linear.weight
         shared = owners[weight.data_ptr()] > 1
-        kind = packing(weight) if choose is None else _supported(choose, weight)
+        emulated = weight.dtype == torch.bfloat16 and weight.is_cpu and not _bfloat16_instructions()
+        compute = torch.float32 if emulated and upcast else weight.dtype
+        kind = packing(weight, compute) if choose is None else _supported(choose, weight, compute)
         if shared and not tied:
             kind = "dense"
-        slow = slow or (
-            weight.dtype == torch.bfloat16 and weight.is_cpu and not _bfloat16_instructions()
-        )
+        if kind == "dense":
+            compute = weight.dtype
+        slow = slow or (emulated and compute == torch.bfloat16)
         if kind == "dense":
             dense.append(name)
             if not deterministic:
                 continue
         else:
             packed.setdefault(kind, []).append(name)
-            extra_bytes += weight.numel() * weight.itemsize if shared else 0
-        replacement = PackedLinear(linear, kind, deterministic)
+            kept = weight.itemsize if shared else 0
+            extra_bytes += weight.numel() * (compute.itemsize - weight.itemsize + kept)
+            upcasts += compute != weight.dtype
+        replacement = PackedLinear(linear, kind, deterministic, compute)
         replacement.train(linear.training)
         setattr(parent, child_name, replacement)
         del linear, weight
     note = "this CPU has no bfloat16 instructions: float32 is 3-5x faster" if slow else ""
-    return PackReport({k: tuple(v) for k, v in packed.items()}, tuple(dense), extra_bytes, note)
+    layers = {kind: tuple(names) for kind, names in packed.items()}
+    return PackReport(layers, tuple(dense), extra_bytes, upcasts, note)
 
 
-def packing(weight: Tensor) -> Packing:
-    """How to pack a weight [out, in] on this machine; see the table at the top."""
-    if weight.dtype == torch.float32:
+def packing(weight: Tensor, compute: torch.dtype) -> Packing:
+    """How to pack a weight [out, in] on this machine for matmuls in `compute`; see the table at the top."""
+    large = weight.numel() >= ONEDNN_ELEMENTS
+    if compute == torch.float32:
         if _vendor() == "GenuineIntel":
-            return _supported("mkl", weight)
-        if weight.numel() >= ONEDNN_ELEMENTS:
-            return _supported("onednn", weight)
-    if (
-        weight.dtype == torch.bfloat16
-        and weight.numel() >= ONEDNN_ELEMENTS
-        and _bfloat16_instructions()
-    ):
-        return _supported("onednn", weight)
+            return _supported("mkl", weight, compute)
+        if large:
+            return _supported("onednn", weight, compute)
+    if compute == torch.bfloat16 and large and _bfloat16_instructions():
+        return _supported("onednn", weight, compute)
     return "dense"
 
 
-def _supported(kind: Packing, weight: Tensor) -> Packing:
-    """`kind` if it works for the weight's dtype and device, else "dense"."""
-    return kind if weight.is_cpu and _works(kind, weight.dtype) else "dense"
+def _supported(kind: Packing, weight: Tensor, compute: torch.dtype) -> Packing:
+    """`kind` if it works for the weight's device and a dtype, else "dense"."""
+    return kind if weight.is_cpu and _works(kind, compute) else "dense"
 
 
 @functools.cache
@@ -256,6 +283,14 @@ def _vendor() -> str:
             if line.startswith("vendor_id"):
                 return line.partition(":")[2].strip()
     return "GenuineIntel" if "GenuineIntel" in platform.processor() else ""
+
+
+def _memory_bytes() -> int:
+    """The machine's memory; 0 if it cannot be told."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 @functools.cache

@@ -147,7 +147,7 @@ def test_an_op_that_computes_something_else_is_not_used(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(linear, "_apply", wrong)
     assert not linear._works("mkl", torch.float32) and not linear._works("onednn", torch.float32)
-    assert linear.packing(torch.zeros(1024, 1024)) == "dense"
+    assert linear.packing(torch.zeros(1024, 1024), torch.float32) == "dense"
 
 
 def test_an_op_that_is_gone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +164,49 @@ def test_the_rule_follows_vendor_dtype_and_size(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(linear, "_works", lambda kind, dtype: True)
     monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
     small, large = torch.zeros(64, 64), torch.zeros(1024, 1024)
+    single, half = torch.float32, torch.bfloat16
     monkeypatch.setattr(linear, "_vendor", lambda: "GenuineIntel")
-    assert linear.packing(small) == linear.packing(large) == "mkl"
-    assert linear.packing(large.bfloat16()) == "dense"
+    assert linear.packing(small, single) == linear.packing(large, single) == "mkl"
+    assert linear.packing(large, half) == "dense"
     monkeypatch.setattr(linear, "_vendor", lambda: "AuthenticAMD")
-    assert (linear.packing(small), linear.packing(large)) == ("dense", "onednn")
+    assert (linear.packing(small, single), linear.packing(large, single)) == ("dense", "onednn")
     monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: True)
-    assert linear.packing(large.bfloat16()) == "onednn"
-    assert linear.packing(large.double()) == "dense"
+    assert linear.packing(large, half) == "onednn"
+    assert linear.packing(large, torch.float64) == "dense"
 
 
 def test_bfloat16_without_instructions_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
-    assert "float32" in pack_linears(nn.Sequential(nn.Linear(4, 4).bfloat16())).note
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16())
+    assert "float32" in pack_linears(model, upcast=False).note
     assert pack_linears(nn.Sequential(nn.Linear(4, 4))).note == ""
+
+
+def test_bfloat16_is_packed_as_float32_where_the_cpu_cannot_multiply_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr(linear, "_vendor", lambda: "AuthenticAMD")  # oneDNN packs on every CPU
+    torch.manual_seed(0)
+    layer = nn.Linear(1024, 1024).bfloat16()
+    x = torch.randn(5, 1024, dtype=torch.bfloat16)
+    right = x.double() @ layer.weight.double().T + layer.bias.double()
+    model = nn.Sequential(layer)
+
+    report = pack_linears(model, upcast=True)
+
+    assert report.upcast == 1 and report.note == ""
+    assert report.extra_bytes == 2 * 1024 * 1024
+    out = model(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), right.detach(), atol=0, rtol=2**-8)
+
+
+def test_upcasting_waits_for_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr(linear, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(linear, "_memory_bytes", lambda: 4 * 1024 * 1024)
+
+    report = pack_linears(nn.Sequential(nn.Linear(1024, 1024, bias=False).bfloat16()))
+
+    assert report.upcast == 0
