@@ -1,0 +1,89 @@
+"""arbor: a tree-search reasoning engine for language models that owns its KV cache.
+
+The public names, loaded when they are first asked for: importing `arbor` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from arbor.budget import Budget, Plan
+    from arbor.engine.sampling import Sampling
+    from arbor.errors import (
+        ArborError,
+        BudgetError,
+        BudgetInfeasible,
+        BudgetRange,
+        InputError,
+        ModelError,
+        OutOfMemory,
+        TraceError,
+        UnknownName,
+        UsageError,
+    )
+    from arbor.metrics import Metrics
+    from arbor.solver import SearchStream, Solution, Solver
+    from arbor.trace import Replay, Trace, TraceWriter, read_trace
+
+__all__ = [
+    "ArborError",
+    "Budget",
+    "BudgetError",
+    "BudgetInfeasible",
+    "BudgetRange",
+    "InputError",
+    "Metrics",
+    "ModelError",
+    "OutOfMemory",
+    "Plan",
+    "Replay",
+    "Sampling",
+    "SearchStream",
+    "Solution",
+    "Solver",
+    "Trace",
+    "TraceError",
+    "TraceWriter",
+    "UnknownName",
+    "UsageError",
+    "__version__",
+    "read_trace",
+]
+
+_HOMES = {
+    "arbor.budget": ("Budget", "Plan"),
+    "arbor.engine.sampling": ("Sampling",),
+    "arbor.errors": (
+        "ArborError",
+        "BudgetError",
+        "BudgetInfeasible",
+        "BudgetRange",
+        "InputError",
+        "ModelError",
+        "OutOfMemory",
+        "TraceError",
+        "UnknownName",
+        "UsageError",
+    ),
+    "arbor.metrics": ("Metrics",),
+    "arbor.solver": ("SearchStream", "Solution", "Solver"),
+    "arbor.trace": ("Replay", "Trace", "TraceWriter", "read_trace"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the module a public name lives in."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'arbor' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

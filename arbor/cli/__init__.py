@@ -1,0 +1,8 @@
+"""The command ``arbor``: results on stdout, everything else on stderr, one exit code per kind of end.
+
+Nothing here imports torch before the arguments have been checked.
+"""
+
+from arbor.cli.app import main
+
+__all__ = ["main"]

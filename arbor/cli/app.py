@@ -1,0 +1,156 @@
+"""The command's root: its parts, and what becomes of every way it can end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+import arbor
+from arbor.cli.options import Group, voice_options
+from arbor.cli.show import doctor, info, list_
+from arbor.cli.solve import solve
+from arbor.cli.stop import Interrupted
+from arbor.cli.trace import trace
+from arbor.cli.voice import Voice, encodable, listen_to_the_log
+from arbor.errors import ArborError, OutOfMemory, UsageError
+
+EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(arbor.__version__, prog_name="arbor", message="%(prog)s %(version)s")
+@voice_options
+@click.pass_obj
+def cli(voice: Voice) -> None:
+    """Search a tree of thoughts with a language model, within a KV budget.
+
+    \b
+      arbor solve "4 5 6 10"                  the built-in model, offline, on a CPU
+      arbor solve "4 5 6 10" --budget 0.5     the same answer in half the KV
+      arbor info                              what the model needs, what budgets buy
+    """
+    listen_to_the_log(voice)
+    # threads that wait by spinning make a busy machine ten times slower; read when torch is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+for command in (solve, info, list_, trace, doctor):
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: instead of the process's own.
+
+    Returns:
+        The exit code.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    voice = Voice(json="--json" in given, debug="--debug" in given)
+    _write_anything()
+    try:
+        if "_ARBOR_COMPLETE" in os.environ:
+            cli.main(given, prog_name="arbor")
+        code = _run(given, voice)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # whoever read has seen enough; Python must not try to flush the rest at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt as stopped:
+        code = stopped.exit_code if isinstance(stopped, Interrupted) else EXIT_INTERRUPTED
+        _fail(voice, ArborError("interrupted", "stopped at once."))
+        if any(thread.name == "arbor-search" for thread in threading.enumerate()):
+            _flush()
+            os._exit(code)  # a forward pass may still run in a thread
+        return code
+
+
+def _run(given: list[str], voice: Voice) -> int:
+    try:
+        with cli.make_context("arbor", given, obj=voice, auto_envvar_prefix="ARBOR") as ctx:
+            code = cli.invoke(ctx)
+            return code if isinstance(code, int) else 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        return _fail(voice, _usage(error))
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    except (ArborError, BrokenPipeError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        return _fail(voice, error)
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for its name
+            hint = "Try a smaller --budget, --device cpu, or a smaller model."
+            return _fail(voice, OutOfMemory("oom", f"{str(error).splitlines()[0]}", hint))
+        return _crash(voice, given, error)
+
+
+def _usage(error: click.ClickException) -> UsageError:
+    path = getattr(getattr(error, "ctx", None), "command_path", "arbor")
+    message = error.format_message()
+    return UsageError("usage", message, f"See '{path} --help'.")
+
+
+def _fail(voice: Voice, error: ArborError) -> int:
+    """Tells an error; on stdout too where a program reads it."""
+    if voice.debug and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        print(encodable(f"arbor: error: {error}", sys.stderr), file=sys.stderr)
+    if voice.json:
+        click.echo(json.dumps({"error": error.to_dict()}, default=str))
+    return error.exit_code
+
+
+def _crash(voice: Voice, given: list[str], error: Exception) -> int:
+    """Tells a bug, and keeps its traceback in a file."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    report = f"arbor {arbor.__version__}, Python {sys.version}\narguments: {given!r}\n\n" + "".join(
+        traceback.format_exception(error)
+    )
+    saved = "it could not be saved"
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        path = folder / f"arbor-crash-{stamp}.txt"
+        with contextlib.suppress(OSError):
+            path.write_text(report, encoding="utf-8", errors="backslashreplace")
+            saved = f"the traceback is in {path}"
+            break
+    hint = "Please attach it and the output of 'arbor doctor --json' to a report."
+    _fail(voice, ArborError("bug", f"{type(error).__name__}: {error}; {saved}.", hint))
+    return EXIT_BUG
+
+
+def _write_anything() -> None:
+    """Characters a stream cannot encode are written as escapes instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

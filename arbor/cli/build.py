@@ -1,0 +1,119 @@
+"""From options to a solver: everything that can be checked without torch is checked before torch is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from arbor import registry
+from arbor.budget import Budget
+from arbor.errors import UsageError
+
+if TYPE_CHECKING:
+    from arbor.solver import Solver
+
+PARTS = ("controller", "verifier", "task", "sampling")
+SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
+
+
+def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver:
+    """A solver from the options of the command line.
+
+    Args:
+        given: option name -> value.
+        problem: checked by the task, if given.
+
+    Raises:
+        ArborError: what cannot be meant.
+    """
+    Budget.parse(given["budget"])
+    for kind in ("controller", "verifier", "task"):
+        if ":" not in given[kind] and given[kind] not in registry.names(kind):
+            registry.resolve(kind, given[kind])  # raises, and says the nearest name
+    settings = parse_settings(given)
+    task = registry.build("task", given["task"], **settings["task"])
+    if problem is not None:
+        task.parse(problem)
+    controller = registry.build("controller", given["controller"], **settings["controller"])
+
+    from arbor.engine.sampling import Sampling
+    from arbor.solver import Solver
+
+    flags = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+    return Solver(
+        given["model"],
+        task=task,
+        controller=controller,
+        verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
+        budget=given["budget"],
+        sampling=Sampling(**(settings["sampling"] | flags)),
+        max_depth=given["depth"],
+        step_tokens=given["step_tokens"],
+        max_expansions=given.get("max_expansions"),
+        dtype=given["dtype"],
+        device=given["device"],
+        seed=given.get("seed", 0),
+        deterministic=given.get("deterministic", False),
+    )
+
+
+def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What ``--set`` asked for, by part: ``width=4`` goes to the part that has it, ``verifier.width=4`` to the verifier.
+
+    Raises:
+        UsageError: not KEY=VALUE, or a key that no part has, or that several have.
+    """
+    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for setting in given["settings"]:
+        key, equals, value = setting.partition("=")
+        part, dot, name = key.strip().rpartition(".")
+        if not equals or not name or (dot and part not in parts):
+            raise UsageError(
+                "setting",
+                f"--set {setting}: it is neither KEY=VALUE nor PART.KEY=VALUE.",
+                f"PART is one of {', '.join(PARTS)}.",
+                setting=setting,
+            )
+        part = part or _owner(name, given, setting)
+        if part != "sampling":
+            parts[part][name] = value.strip()  # the registry reads it by the field's type
+            continue
+        if name not in SAMPLING:
+            raise _unknown(name, {known: ["sampling"] for known in SAMPLING})
+        try:
+            parts[part][name] = SAMPLING[name](value)
+        except ValueError as error:
+            raise UsageError("setting-type", f"--set {setting}: '{value}' is no number.") from error
+    return parts
+
+
+def _owner(name: str, given: Mapping[str, Any], setting: str) -> str:
+    """The one part that has a setting of this name."""
+    owners = {known: ["sampling"] for known in SAMPLING}
+    for kind in ("controller", "verifier", "task"):
+        component = registry.resolve(kind, given[kind])
+        if dataclasses.is_dataclass(component):
+            for field in dataclasses.fields(component):
+                if field.init:
+                    owners.setdefault(field.name, []).append(kind)
+    if name not in owners:
+        raise _unknown(name, owners)
+    if len(owners[name]) > 1:
+        choices = " or ".join(f"--set {owner}.{setting}" for owner in owners[name])
+        raise UsageError("setting-ambiguous", f"--set {setting}: whose '{name}'?", f"{choices}.")
+    return owners[name][0]
+
+
+def _unknown(name: str, owners: Mapping[str, list[str]]) -> UsageError:
+    near = difflib.get_close_matches(name, owners, n=1, cutoff=0.5)
+    guess = f"Did you mean '{near[0]}'? " if near else ""
+    known = sorted(f"{owner}.{key}" for key, those in owners.items() for owner in those)
+    return UsageError(
+        "unknown-setting",
+        f"there is no setting '{name}'.",
+        f"{guess}Known: {', '.join(known)}.",
+        setting=name,
+        known=known,
+    )

@@ -1,0 +1,185 @@
+"""Options that commands share, and a help page that groups them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from arbor.cli.voice import Voice
+
+EXIT_CODES = """\b
+Exit codes:
+  0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
+  6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
+
+LAST_HEADINGS = ("Output", "Options")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Option(click.Option):
+    """An option that stands under a heading of its own in the help."""
+
+    def __init__(self, *arguments: Any, heading: str = "Options", **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.heading = heading
+
+
+def _write_groups(
+    command: click.Command, ctx: click.Context, formatter: click.HelpFormatter
+) -> None:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(ctx):
+        row = parameter.get_help_record(ctx)
+        if row is not None and isinstance(parameter, click.Option):
+            groups.setdefault(getattr(parameter, "heading", "Options"), []).append(row)
+    for heading in sorted(groups, key=lambda name: name in LAST_HEADINGS):
+        with formatter.section(heading):
+            formatter.write_dl(groups[heading])
+
+
+class Command(click.Command):
+    """A command whose help groups its options and ends with the exit codes."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options under their headings."""
+        _write_groups(self, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the exit codes."""
+        formatter.write_paragraph()
+        formatter.write_text(EXIT_CODES)
+
+
+class Group(click.Group):
+    """A group of such commands, in the order they were added."""
+
+    command_class = Command
+    group_class = type
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands' names."""
+        return list(self.commands)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands, then the options under their headings."""
+        self.format_commands(ctx, formatter)
+        _write_groups(self, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the exit codes."""
+        formatter.write_paragraph()
+        formatter.write_text(EXIT_CODES)
+
+
+def option(*names: str, heading: str, **settings: Any) -> Callable[[F], F]:
+    """`click.option` under a heading; its default is shown."""
+    settings.setdefault("show_default", settings.get("default") is not None)
+    return click.option(*names, cls=Option, heading=heading, **settings)
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order given."""
+
+    def decorate(function: F) -> F:
+        for each in reversed(options):
+            function = each(function)
+        return function
+
+    return decorate
+
+
+def _set(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+    """Keeps a setting that was given; the one after the command wins over the one before it."""
+    name = parameter.name or ""
+    if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+        setattr(ctx.ensure_object(Voice), name, value)
+    else:
+        ctx.ensure_object(Voice)
+
+
+_SHARED: dict[str, Any] = {"heading": "Output", "expose_value": False, "callback": _set}
+
+voice_options = together(
+    option("--json", is_flag=True, help="One JSON document on stdout.", **_SHARED),
+    option("-q", "--quiet", is_flag=True, help="Nothing but the result and errors.", **_SHARED),
+    option("-v", "--verbose", count=True, help="More on stderr; -vv for everything.", **_SHARED),
+    option(
+        "--display",
+        type=click.Choice(["auto", "live", "plain", "none"]),
+        default="auto",
+        help="Progress on stderr: auto is live on a terminal, elsewhere a line each 30 s.",
+        **_SHARED,
+    ),
+    option(
+        "--color",
+        type=click.Choice(["auto", "always", "never"]),
+        default="auto",
+        help="auto follows the terminal, NO_COLOR and FORCE_COLOR.",
+        **_SHARED,
+    ),
+    option("--debug", is_flag=True, help="Python's traceback with every error.", **_SHARED),
+)
+
+search_options = together(
+    option("--task", default="game24", metavar="NAME", heading="Search", help="Kind of problem."),
+    option(
+        "--controller",
+        default="tot",
+        metavar="NAME",
+        heading="Search",
+        help="Chooses which leaves grow: chain, beam, tot, ...",
+    ),
+    option(
+        "--verifier",
+        default="self",
+        metavar="NAME",
+        heading="Search",
+        help="Judges thoughts: self (asks the model), exact.",
+    ),
+    option(
+        "--depth",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Search",
+        help="Thoughts on one path.",
+    ),
+    option(
+        "--step-tokens",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Search",
+        help="Tokens per thought.",
+    ),
+    option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        heading="Search",
+        help="A setting of controller, verifier, task or sampling; may be repeated.",
+    ),
+    option(
+        "--budget",
+        default="full",
+        metavar="X",
+        heading="KV budget",
+        help="The part of full retention's KV that is kept, in (0, 1]; or 8192tok, 6GiB.",
+    ),
+    option(
+        "--dtype",
+        default="auto",
+        metavar="NAME",
+        heading="Model",
+        help="auto is the dtype of the weights.",
+    ),
+    option(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        heading="Model",
+        help="auto is CUDA where there is one.",
+    ),
+)

@@ -1,0 +1,273 @@
+"""``arbor info``, ``arbor list`` and ``arbor doctor``: what there is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from typing import Any
+
+import click
+from rich.table import Table
+
+import arbor
+from arbor import registry
+from arbor.budget import Budget, Plan
+from arbor.cli.build import build_solver
+from arbor.cli.options import Command, search_options, voice_options
+from arbor.cli.voice import Voice
+from arbor.errors import ArborError
+from arbor.trace.live import human_bytes
+
+RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
+KINDS = ("controllers", "verifiers", "tasks", "backends", "models")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "numpy",
+    "networkx",
+    "click",
+    "rich",
+    "flashinfer-python",
+    "triton",
+)
+
+
+# info
+
+
+@click.command(cls=Command)
+@click.argument("model", default="builtin:sapling")
+@search_options
+@voice_options
+@click.pass_obj
+def info(voice: Voice, /, **given: Any) -> int:
+    """What a model needs, and what budgets buy; reads its config, not its weights.
+
+    \b
+      arbor info
+      arbor info Qwen/Qwen2.5-7B-Instruct --depth 8 --step-tokens 128
+      arbor info ./my-model --controller beam --json
+    """
+    with build_solver(given) as solver:
+        model = solver.describe()
+        plan: Plan | None = None
+        note = model.reason
+        if model.supported:
+            try:
+                plan = solver.plan(_example(solver.task))
+            except ArborError as error:
+                note = str(error)
+    rows = [] if plan is None else _budgets(plan, given["budget"])
+    if voice.json:
+        voice.document(
+            {
+                "schema": "arbor.info/1",
+                "model": model.to_dict(),
+                "plan": None if plan is None else plan.to_dict(),
+                "budgets": rows,
+                "note": note,
+            }
+        )
+        return 0
+    for name, value in model.to_dict().items():
+        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        voice.print(f"{name.replace('_', ' '):<20}{'-' if value in (None, '') else shown}")
+    if note and not model.reason:
+        voice.print(f"{'note':<20}{note}")
+    if plan is not None:
+        shape = f"{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of {plan.step_tokens:,}"
+        voice.print(f"{'search':<20}{given['task']}, {given['controller']}: {shape}")
+        voice.print("")
+        voice.table(_budget_table(rows, plan))
+    return 0
+
+
+def _example(task: Any) -> Any:
+    """A problem whose prompt stands for all of a task's."""
+    return getattr(task, "example", None) or next(iter(task.problems("validation", 1)))
+
+
+def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:
+    """What each budget is in tokens and bytes, and whether one path fits."""
+    forms = dict.fromkeys([*RATIOS, str(Budget.parse(asked)), f"{plan.smallest_ratio:g}"])
+    rows = []
+    for form in forms:
+        tokens = Budget.parse(form).tokens(plan.full_tokens, plan.bytes_per_token)
+        rows.append(
+            {
+                "budget": form,
+                "tokens": tokens,
+                "bytes": tokens * plan.bytes_per_token,
+                "workable": tokens >= plan.smallest_tokens,
+            }
+        )
+    return sorted(rows, key=lambda row: -row["tokens"])
+
+
+def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("--budget", "tokens", "KV", "workable"):
+        table.add_column(name, justify="left" if name == "workable" else "right")
+    for row in rows:
+        least = f"no, one path needs {plan.smallest_tokens:,}"
+        table.add_row(
+            row["budget"],
+            f"{row['tokens']:,}",
+            human_bytes(row["bytes"]),
+            "yes" if row["workable"] else least,
+        )
+    return table
+
+
+# list
+
+
+@click.command("list", cls=Command)
+@click.argument("kind", type=click.Choice(KINDS))
+@voice_options
+@click.pass_obj
+def list_(voice: Voice, kind: str) -> int:
+    """The names there are, with their settings and defaults.
+
+    \b
+      arbor list controllers
+      arbor list tasks --json
+      arbor list models
+    """
+    rows = _models() if kind == "models" else _components(kind.removesuffix("s"))
+    if voice.json:
+        voice.document({"schema": "arbor.list/1", kind: rows})
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0] if rows else ("name",):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    voice.table(table)
+    return 0
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={each}" for name, each in value.items())
+    return str(value)
+
+
+def _components(kind: str) -> list[dict[str, Any]]:
+    rows = []
+    for name in registry.names(kind):
+        try:
+            component = registry.resolve(kind, name)
+        except ArborError as error:
+            rows.append({"name": name, "what": str(error), "settings": {}})
+            continue
+        what = (component.__doc__ or "").strip().partition("\n")[0]
+        rows.append({"name": name, "what": what, "settings": _defaults(component)})
+    return rows
+
+
+def _defaults(component: Any) -> dict[str, Any]:
+    """Settings and their defaults; '?' for one that must be given."""
+    if not dataclasses.is_dataclass(component):
+        return {}
+    missing = dataclasses.MISSING
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(component):
+        if field.default is not missing:
+            found[field.name] = field.default
+        elif field.default_factory is not missing:
+            found[field.name] = field.default_factory()
+        else:
+            found[field.name] = "?"
+    return found
+
+
+def _models() -> list[dict[str, Any]]:
+    """The built-in model, and what lies in the Hugging Face cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    rows = [{"name": "builtin:sapling", "what": "built in, offline"}]
+    with contextlib.suppress(CacheNotFound):
+        for repo in sorted(scan_cache_dir().repos, key=lambda each: each.repo_id):
+            if repo.repo_type == "model":
+                rows.append(
+                    {"name": repo.repo_id, "what": f"cached, {human_bytes(repo.size_on_disk)}"}
+                )
+    return rows
+
+
+# doctor
+
+
+@click.command(cls=Command)
+@voice_options
+@click.pass_obj
+def doctor(voice: Voice) -> int:
+    """What a bug report needs to know of this machine.
+
+    \b
+      arbor doctor
+      arbor doctor --json
+    """
+    report = _report()
+    if voice.json:
+        voice.document({"schema": "arbor.doctor/1", **report})
+        return 0
+    for section, facts in report.items():
+        if not isinstance(facts, dict):
+            voice.print(f"{section:<28}{facts}")
+            continue
+        for name, value in facts.items():
+            shown = "-" if value in (None, "", []) else value
+            voice.print(f"{f'{section}.{name}':<28}{shown}")
+    return 0
+
+
+def _report() -> dict[str, Any]:
+    import torch
+
+    gpus = [
+        f"{torch.cuda.get_device_name(i)}, "
+        f"{human_bytes(torch.cuda.get_device_properties(i).total_memory)}, "
+        f"sm{''.join(map(str, torch.cuda.get_device_capability(i)))}"
+        for i in range(torch.cuda.device_count())
+    ]
+    return {
+        "arbor": arbor.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "torch": {
+            "cuda": torch.version.cuda,
+            "gpus": gpus,
+            "threads": torch.get_num_threads(),
+            "cores": os.cpu_count(),
+        },
+        "hub": {
+            name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
+        },
+        "names": {kind: list(registry.names(kind)) for kind in registry.KINDS},
+        "terminal": {
+            "stdout": sys.stdout.isatty(),
+            "stderr": sys.stderr.isatty(),
+            "encoding": sys.stdout.encoding,
+            "width": shutil.get_terminal_size().columns,
+            "TERM": os.environ.get("TERM"),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,274 @@
+"""``arbor solve``: one problem in, one answer out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from arbor.budget import Plan
+from arbor.cli.build import build_solver
+from arbor.cli.options import Command, option, search_options, together, voice_options
+from arbor.cli.stop import EXIT_SIGNAL, Stop
+from arbor.cli.voice import Voice
+from arbor.errors import InputError, UsageError
+from arbor.metrics import Metrics
+from arbor.trace.live import LiveView, LogView, human_bytes
+
+if TYPE_CHECKING:
+    from arbor.solver import SearchStream, Solution
+
+EXIT_NO_ANSWER = 3
+PLAN_SCHEMA = "arbor.plan/1"
+
+_options = together(
+    option(
+        "--file",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        heading="Problem",
+        help="Read it from a file; '-' as PROBLEM reads stdin.",
+    ),
+    option(
+        "--encoding",
+        default="utf-8",
+        metavar="NAME",
+        heading="Problem",
+        help="Of the file or of stdin.",
+    ),
+    option("--expected", metavar="ANSWER", heading="Problem", help="Answer key; adds 'correct'."),
+    search_options,
+    option(
+        "--model",
+        default="builtin:sapling",
+        metavar="NAME|DIR",
+        heading="Model",
+        help="Built in, a directory, or a Hub id.",
+    ),
+    option(
+        "--temperature",
+        type=click.FloatRange(0),
+        metavar="X",
+        heading="Sampling",
+        help="0 is greedy.",
+    ),
+    option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        metavar="X",
+        heading="Sampling",
+        help="Nucleus; 1 is off.",
+    ),
+    option("--top-k", type=click.IntRange(0), metavar="N", heading="Sampling", help="0 is off."),
+    option(
+        "--seed",
+        type=click.IntRange(0),
+        metavar="N",
+        default=0,
+        heading="Sampling",
+        help="Of every random stream.",
+    ),
+    option(
+        "--deterministic",
+        is_flag=True,
+        heading="Sampling",
+        help="Bitwise the same whatever else is in a batch (CPU; slower).",
+    ),
+    option(
+        "--max-expansions",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Limits",
+        help="Leaves grown.",
+    ),
+    option(
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        metavar="S",
+        heading="Limits",
+        help="Seconds; then the best so far.",
+    ),
+    option("--dry-run", is_flag=True, heading="Limits", help="Only the plan; reads no weights."),
+    option(
+        "--trace",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        heading="Output",
+        help="Write every event to FILE (.arbor.jsonl, or .gz).",
+    ),
+    voice_options,
+)
+
+
+@click.command(cls=Command)
+@click.argument("problem", required=False)
+@_options
+@click.pass_obj
+def solve(voice: Voice, /, **given: Any) -> int:
+    """Solve one problem.
+
+    \b
+      arbor solve "4 5 6 10"
+      arbor solve "4 5 6 10" --budget 0.5 --trace run.arbor.jsonl
+      echo "4 5 6 10" | arbor solve - --controller beam --json
+    """
+    problem = read_problem(given["problem"], given["file"], given["encoding"])
+    with Stop() as stop, build_solver(given, problem) as solver:
+        plan = solver.plan(problem)
+        if given["dry_run"]:
+            show_plan(voice, plan)
+            return 0
+        voice.say(budget_line(given["budget"], plan))
+        stream = solver.stream(
+            problem,
+            expected=given["expected"],
+            timeout=given["timeout"],
+            trace=given["trace"],
+        )
+        solution = watch(voice, stream, stop)
+    if voice.json:
+        voice.document(solution.to_dict())
+    elif solution.answer is not None:
+        voice.print(solution.answer)
+    if solution.answer is None:
+        voice.warn(no_answer(solution))
+    correct = None if solution.answer is None else solution.correct
+    voice.say(numbers_line(solution.finish_reason, solution.metrics, correct))
+    if solution.trace_path is not None:
+        voice.say(f"trace {solution.trace_path}")
+    if stop.signal is not None:
+        return EXIT_SIGNAL + stop.signal
+    return 0 if solution.answer is not None else EXIT_NO_ANSWER
+
+
+def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
+    """The problem from the command line, from a file, or from stdin (``-``).
+
+    Raises:
+        UsageError: none, or two of them; or no such encoding.
+        InputError: it cannot be read.
+    """
+    if (text is None) == (file is None):
+        raise UsageError(
+            "usage",
+            "there is no problem." if text is None else "a problem and --file are one too many.",
+            'Give one: arbor solve "4 5 6 10", arbor solve --file problem.txt, or arbor solve -.',
+        )
+    if text is not None and text != "-":
+        if not text.isprintable() and any("\ud800" <= sign <= "\udfff" for sign in text):
+            raise InputError(
+                "not-utf8", "the problem on the command line is not UTF-8.", "Use --file instead."
+            )
+        return text
+    name = "stdin" if file is None else str(file)
+    try:
+        data = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    except OSError as error:
+        raise InputError(
+            "problem-unreadable", f"{name} cannot be read: {error.strerror}.", path=name
+        ) from error
+    try:
+        return data.decode(encoding).removeprefix("\ufeff")
+    except LookupError as error:
+        raise UsageError(
+            "encoding", f"--encoding {encoding} is no encoding.", "As in utf-8 or latin-1."
+        ) from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"not-{encoding.lower().replace('utf-8', 'utf8')}",
+            f"{name}: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line}).",
+            "It may be Latin-1: iconv -f latin1 -t utf8, or --encoding latin-1.",
+            path=name,
+            offset=error.start,
+            line=line,
+        ) from error
+
+
+def watch(voice: Voice, stream: SearchStream, stop: Stop) -> Solution:
+    """Shows a search until it ends, or until a signal ends it."""
+    view: LiveView | LogView | None = None
+    if voice.progress == "live":
+        view = LiveView(voice.console())
+    elif voice.progress == "plain":
+        view = LogView(voice.console())
+    with stop.ending(stream), view or contextlib.nullcontext():
+        for event in stream:
+            if view is not None:
+                view(event)
+    return stream.solution
+
+
+# What it says
+
+
+def budget_line(budget: str, plan: Plan) -> str:
+    """What the budget keeps, before the search."""
+    size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(plan.full_bytes)}"
+    return (
+        f"budget {budget} keeps {plan.budget_tokens:,} of {plan.full_tokens:,} tokens ({size})"
+        f" · smallest workable {plan.smallest_ratio:g}"
+    )
+
+
+def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
+    """What a run cost, after it."""
+    ended = {
+        "solved": "solved in",
+        "exhausted": "exhausted after",
+        "limit": "limit reached after",
+        "timeout": "time up after",
+        "interrupted": "interrupted after",
+    }
+    parts = [
+        f"{ended.get(reason, reason)} {metrics.wall_s:.1f} s",
+        f"{metrics.blocks:,} blocks",
+        f"{metrics.tok_per_s:.0f} tok/s",
+        f"peak KV {metrics.peak_tokens:,} tokens, {human_bytes(metrics.peak_bytes)} "
+        f"({100 * metrics.budget_share:.0f} % of budget)",
+    ]
+    if metrics.rehydrations:
+        fetched = f", {metrics.tokens_fetched:,} fetched" if metrics.tokens_fetched else ""
+        parts.append(
+            f"{metrics.rehydrations:,} rehydrations "
+            f"({metrics.tokens_recomputed:,} tokens recomputed{fetched})"
+        )
+    if metrics.verified:
+        parts.append(f"asked about {metrics.asked:,} of {metrics.verified:,} thoughts")
+    if correct is not None:
+        parts.append("correct" if correct else "wrong")
+    return " · ".join(parts)
+
+
+def no_answer(solution: Solution) -> str:
+    """Why there is none."""
+    why = {
+        "exhausted": "the controller has nothing more to grow",
+        "limit": "--max-expansions is reached",
+        "timeout": "the time is up",
+        "interrupted": "interrupted",
+    }
+    reason = why.get(solution.finish_reason, solution.finish_reason)
+    return f"[no-answer] no path gave an answer: {reason} ({solution.metrics.blocks:,} blocks)."
+
+
+def show_plan(voice: Voice, plan: Plan) -> None:
+    """The plan, on stdout."""
+    if voice.json:
+        voice.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
+        return
+    smallest_bytes = plan.smallest_tokens * plan.bytes_per_token
+    least = f"--budget {plan.smallest_ratio:g} or {plan.smallest_tokens}tok"
+    for name, tokens, size, note in (
+        ("budget", plan.budget_tokens, plan.budget_bytes, f"{plan.ratio:.3g} of full retention"),
+        ("full retention", plan.full_tokens, plan.full_bytes, ""),
+        ("smallest workable", plan.smallest_tokens, smallest_bytes, least),
+    ):
+        voice.print(f"{name:<18}{tokens:>10,} tokens {human_bytes(size):>9}  {note}".rstrip())
+    voice.print(
+        f"{'shape':<18}{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of "
+        f"{plan.step_tokens:,} + {plan.question_tokens:,} question, {plan.max_depth} deep"
+    )

@@ -1,0 +1,126 @@
+"""How the command speaks: what goes to stdout, what to stderr, and how much of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import IO, Any, Literal
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from arbor.trace.write import finite
+
+
+class PipedConsole(Console):
+    """A console that leaves a closed pipe to its caller, as everything else that writes does."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises the error again instead of ending the process."""
+        raise
+
+
+@dataclass
+class Voice:
+    """The settings every command shares.
+
+    Attributes:
+        quiet: nothing but results and errors.
+        verbose: how often ``-v`` was given.
+        json: one JSON document on stdout instead of text.
+        debug: tracebacks with errors.
+        color, display: as on the command line.
+    """
+
+    quiet: bool = False
+    verbose: int = 0
+    json: bool = False
+    debug: bool = False
+    color: Literal["auto", "always", "never"] = "auto"
+    display: Literal["auto", "live", "plain", "none"] = "auto"
+
+    @property
+    def detailed(self) -> bool:
+        """Whether the numbers around a result are told: somebody watches, or asked for them."""
+        if self.quiet or self.display == "none":
+            return False
+        asked = self.display in ("live", "plain") or self.verbose > 0
+        return asked or sys.stderr.isatty()
+
+    @property
+    def progress(self) -> Literal["live", "plain", "none"]:
+        """How progress is shown."""
+        if self.quiet or self.display == "none":
+            return "none"
+        if self.display != "auto":
+            return self.display
+        dumb = os.environ.get("TERM") in ("dumb", "unknown")
+        return "live" if sys.stderr.isatty() and not dumb else "plain"
+
+    def console(self, stream: IO[str] | None = None) -> Console:
+        """A rich console on `stream`; stderr by default."""
+        settings: dict[str, Any] = {"file": stream or sys.stderr, "highlight": False}
+        if self.color == "always":
+            settings["force_terminal"] = True
+        elif self.color == "never":
+            settings["color_system"] = None
+        return PipedConsole(**settings)
+
+    def say(self, text: str) -> None:
+        """A line on stderr for whoever reads along."""
+        if self.detailed:
+            shown = encodable(text, sys.stderr)
+            self.console().print(shown, soft_wrap=True, style="dim", markup=False)
+
+    def warn(self, text: str) -> None:
+        """A line on stderr that is no error, told unless all is to be quiet."""
+        if not self.quiet:
+            print(encodable(f"arbor: {text}", sys.stderr), file=sys.stderr)
+
+    def print(self, text: str) -> None:
+        """A line of the result, on stdout."""
+        click.echo(encodable(text, sys.stdout))
+
+    def document(self, data: Any) -> None:
+        """The one JSON document of ``--json``; ASCII, so that every terminal and pipe can hold it."""
+        indent = 2 if sys.stdout.isatty() else None
+        click.echo(json.dumps(finite(data), allow_nan=False, indent=indent, default=str))
+
+    def table(self, table: Table) -> None:
+        """A table on stdout; as wide as it needs to be where stdout is no terminal."""
+        console = self.console(sys.stdout)
+        if not console.is_terminal:
+            console.width = 200
+        console.print(table)
+
+
+def encodable(text: str, stream: IO[str]) -> str:
+    """The text with separators that the stream's encoding lacks replaced by ASCII ones."""
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return text.replace(" · ", " | ").replace("…", "...")
+    return text
+
+
+class LogHandler(logging.Handler):
+    """Sends arbor's log to stderr, one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"arbor: {record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+def listen_to_the_log(voice: Voice) -> None:
+    """Shows arbor's log on stderr, as much of it as was asked for."""
+    logger = logging.getLogger("arbor")
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    logger.setLevel(logging.ERROR if voice.quiet else levels[min(voice.verbose, 2)])
+    if not any(isinstance(handler, LogHandler) for handler in logger.handlers):
+        logger.addHandler(LogHandler())

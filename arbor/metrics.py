@@ -1,0 +1,235 @@
+"""What a run cost: counters folded from its events."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from arbor.events import (
+    KV,
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Header,
+    Opened,
+    Pressure,
+    Rehydrated,
+    Selected,
+    Transition,
+    Verified,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Counters of one run. Tokens are slots of KV; bytes are KV only, weights excluded.
+
+    Attributes:
+        wall_s: seconds from the header to the end.
+        prefill_s, decode_s, verify_s: seconds in forward passes of each kind.
+        tokens_prefilled: tokens of the prompt.
+        tokens_generated: tokens of all closed blocks.
+        tokens_recomputed: tokens whose KV was computed again after it had been dropped.
+        tokens_fetched: tokens whose KV was copied back from a lower tier.
+        rows: rows run through the model, of every kind.
+        steps: forward passes.
+        read_tokens: keys read if every row read its whole path by itself.
+        unique_read_tokens: keys read when each shared span is read once.
+        rounds: times the controller was asked and chose.
+        expansions: leaves that were grown.
+        nodes: blocks opened, the root included.
+        budget_tokens: slots the budget gives.
+        full_tokens: slots full retention of the whole search shape would need, from the plan.
+        smallest_tokens: the smallest budget that would have worked.
+        bytes_per_token: bytes of one token's KV in all layers.
+        peak_tokens: most device slots allocated at any instant, temporary ones included.
+        mean_tokens: device slots held, averaged over forward passes.
+        peak_host_tokens, peak_compressed_tokens: most slots the lower tiers held.
+        evicted_tokens, evictions: tokens that left the device, and how many times some did.
+        rehydrations: times missing tokens came back.
+        transitions: times the running leaves changed.
+        transition_distance: edges travelled by all transitions.
+        pressure_events: times more slots were needed than were free.
+        verified: candidates valued.
+        asked: candidates the model was asked about.
+    """
+
+    wall_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    verify_s: float = 0.0
+    tokens_prefilled: int = 0
+    tokens_generated: int = 0
+    tokens_recomputed: int = 0
+    tokens_fetched: int = 0
+    rows: int = 0
+    steps: int = 0
+    read_tokens: int = 0
+    unique_read_tokens: int = 0
+    rounds: int = 0
+    expansions: int = 0
+    nodes: int = 0
+    budget_tokens: int = 0
+    full_tokens: int = 0
+    smallest_tokens: int = 0
+    bytes_per_token: int = 0
+    peak_tokens: int = 0
+    mean_tokens: float = 0.0
+    peak_host_tokens: int = 0
+    peak_compressed_tokens: int = 0
+    evicted_tokens: int = 0
+    evictions: int = 0
+    rehydrations: int = 0
+    transitions: int = 0
+    transition_distance: int = 0
+    pressure_events: int = 0
+    verified: int = 0
+    asked: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Thoughts in the tree: every node but the root."""
+        return max(0, self.nodes - 1)
+
+    @property
+    def tree_tokens(self) -> int:
+        """Unique tokens of the tree: what full retention would have held in the end."""
+        return self.tokens_prefilled + self.tokens_generated
+
+    @property
+    def tok_per_s(self) -> float:
+        """Tokens generated per second of wall time."""
+        return self.tokens_generated / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of KV at the peak."""
+        return self.peak_tokens * self.bytes_per_token
+
+    @property
+    def peak_share(self) -> float:
+        """The peak as a part of the tree's unique tokens; 1 is full retention."""
+        return self.peak_tokens / self.tree_tokens if self.tree_tokens else 0.0
+
+    @property
+    def budget_share(self) -> float:
+        """The peak as a part of the budget."""
+        return self.peak_tokens / self.budget_tokens if self.budget_tokens else 0.0
+
+    @property
+    def reads_saved(self) -> float:
+        """Part of the reads that sharing spared: 1 - unique / all."""
+        return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every counter and the derived numbers, JSON-able."""
+        derived = (
+            "blocks",
+            "tree_tokens",
+            "tok_per_s",
+            "peak_bytes",
+            "peak_share",
+            "budget_share",
+            "reads_saved",
+        )
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The counters of `to_dict`; derived and unknown entries are ignored."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+class MetricsFold:
+    """A listener that folds events into `Metrics`; folding a trace gives what folding the run gave.
+
+    Args:
+        clock: seconds; only differences count. A replay passes the trace's own times.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start: float | None = None
+        self._wall_s: float | None = None
+        self._held = 0  # device slots summed over forward passes
+        self._counts: dict[str, Any] = {}
+
+    def metrics(self) -> Metrics:
+        """The counters so far; `wall_s` stands still after the end."""
+        wall_s = self._wall_s
+        if wall_s is None:
+            wall_s = 0.0 if self._start is None else self._clock() - self._start
+        steps = self._counts.get("steps", 0)
+        mean_tokens = self._held / steps if steps else 0.0
+        return Metrics(**self._counts, wall_s=wall_s, mean_tokens=mean_tokens)
+
+    def __call__(self, event: Event) -> None:
+        if self._start is None:
+            self._start = self._clock()
+        match event:
+            case Header():
+                for name in ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"):
+                    self._counts[name] = int(event.kv.get(name, 0))
+            case Opened():
+                self._add(nodes=1)
+                if event.parent is None:
+                    self._add(tokens_prefilled=event.tokens)
+            case Boundary():
+                self._add(tokens_generated=len(event.ids))
+            case Selected():
+                self._add(rounds=1, expansions=len(event.leaves))
+            case Transition():
+                self._add(transitions=1, transition_distance=event.distance)
+            case Pressure():
+                self._add(pressure_events=1)
+            case Evicted():
+                self._add(evictions=1, evicted_tokens=sum(count for _, count in event.nodes))
+                self._hold(event.kv)
+            case Rehydrated():
+                tokens = sum(count for _, count in event.nodes)
+                fetched = event.mode == "fetch"
+                self._add(
+                    rehydrations=1,
+                    tokens_fetched=tokens if fetched else 0,
+                    tokens_recomputed=0 if fetched else tokens,
+                )
+                self._hold(event.kv)
+            case Forwarded():
+                self._add(
+                    rows=event.rows,
+                    steps=event.steps,
+                    read_tokens=event.read_tokens,
+                    unique_read_tokens=event.unique_read_tokens,
+                    **{f"{event.kind}_s": event.elapsed_s},
+                )
+                self._held += event.kv.device * event.steps
+                self._hold(event.kv)
+                self._most(peak_tokens=event.peak)
+            case Verified():
+                self._add(verified=len(event.nodes), asked=event.asked)
+            case Ended():
+                elapsed = self._clock() - self._start
+                self._wall_s = float(event.metrics.get("wall_s", elapsed))
+            case _:
+                pass
+
+    def _add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self._counts[name] = self._counts.get(name, 0) + amount
+
+    def _most(self, **amounts: int) -> None:
+        for name, amount in amounts.items():
+            self._counts[name] = max(self._counts.get(name, 0), amount)
+
+    def _hold(self, kv: KV) -> None:
+        self._most(
+            peak_tokens=kv.device,
+            peak_host_tokens=kv.host,
+            peak_compressed_tokens=kv.compressed,
+        )

@@ -1,0 +1,273 @@
+"""Rebuilds a run's state event by event, and says where a trace contradicts itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from arbor.events import (
+    KV,
+    Answered,
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Header,
+    Opened,
+    Pruned,
+    Rehydrated,
+    Terminal,
+    Transition,
+    Verified,
+)
+from arbor.metrics import Metrics, MetricsFold
+from arbor.trace.read import Trace
+from arbor.trace.write import to_line, to_record
+from arbor.tree import NodeState
+
+MOST_PROBLEMS = 100  # a broken trace is broken everywhere; the first hundred are enough
+
+
+@dataclass(slots=True)
+class Block:
+    """A thought block as the trace tells it.
+
+    Attributes:
+        id, parent, index, depth: its place in the tree; `parent` is None for the root.
+        tokens: its length, 0 while it is open.
+        resident: how many of its tokens have KV on the device.
+        text: its text, empty while it is open.
+        value: the last verifier's opinion.
+        state: see `arbor.tree.NodeState`.
+        answer: what its path answers, if it is terminal.
+    """
+
+    id: int
+    parent: int | None
+    index: int
+    depth: int
+    tokens: int = 0
+    resident: int = 0
+    text: str = ""
+    value: float = 0.0
+    state: NodeState = NodeState.OPEN
+    answer: str | None = None
+    children: list[int] = field(default_factory=list)
+
+
+class Replay:
+    """A listener that folds events into the state of the run; works on a live run as on a trace.
+
+    Attributes:
+        blocks: every block so far, by id.
+        running: leaves decoding now.
+        kv: slots per tier after the last event that told them.
+        series: (event number, `KV`) each time they were told: the memory plot.
+        answered: the answer, once there is one.
+        ended: the end, once it came.
+        problems: contradictions found so far, one sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.blocks: dict[int, Block] = {}
+        self.running: tuple[int, ...] = ()
+        self.kv = KV(0)
+        self.series: list[tuple[int, KV]] = []
+        self.answered: Answered | None = None
+        self.ended: Ended | None = None
+        self.problems: list[str] = []
+        self.events = 0
+        self.peak = 0
+        self._time = 0.0
+        self._fold = MetricsFold(clock=lambda: self._time)
+
+    @classmethod
+    def of(cls, trace: Trace) -> Self:
+        """The state after all of a trace, with what contradicts itself in it or in its file."""
+        replay = cls()
+        for _ in replay.steps(trace):
+            pass
+        return replay
+
+    def steps(self, trace: Trace) -> Iterator[Event]:
+        """Feeds a trace event by event, yielding each after it was taken in; file damage is noted last."""
+        for event, seconds in zip(trace.events, trace.times, strict=True):
+            self.feed(event, seconds)
+            yield event
+        for gap in trace.gaps:
+            self._wrong(f"line {gap.line:,}: event {gap.found:,} where {gap.expected:,} was due")
+        if trace.bad_lines:
+            self._wrong(f"{trace.bad_lines:,} line(s) are no events, first {trace.first_bad_line}")
+        if trace.cut:
+            self._wrong("the file is cut off")
+        if self.header is None:
+            self._wrong("there is no header")
+        if self.ended is None:
+            self._wrong("there is no end")
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event without a time of its own."""
+        self.feed(event, self._time)
+
+    def feed(self, event: Event, seconds: float) -> None:
+        """Takes an event that happened `seconds` after the first."""
+        if math.isnan(seconds) or seconds < self._time:
+            self._wrong(f"event {self.events:,}: time {seconds} after {self._time}")
+        else:
+            self._time = seconds
+        if self.ended is not None:
+            self._wrong(f"event {self.events:,}: '{event.name}' after the end")
+        self._fold(event)
+        self._take(event)
+        if isinstance(event, Evicted | Rehydrated):
+            self._count(event.kv, borrowed=False)
+        elif isinstance(event, Forwarded):
+            self._count(event.kv, borrowed=event.kind == "verify")
+            self._within_budget(event.peak)
+        self.events += 1
+
+    def metrics(self) -> Metrics:
+        """The run's counters as far as it went; those of the live run if it came to its end."""
+        return self._fold.metrics()
+
+    @property
+    def open_blocks(self) -> int:
+        """Blocks being decoded, whose tokens no event has told yet."""
+        return sum(block.state is NodeState.OPEN for block in self.blocks.values())
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Header():
+                if self.events:
+                    self._wrong(f"event {self.events:,}: a second header")
+                self.header = event
+            case Opened():
+                self._open(event)
+            case Boundary():
+                for block in self._find([event.node]):
+                    if block.state is not NodeState.OPEN:
+                        self._wrong(f"event {self.events:,}: block {block.id} closes twice")
+                    block.tokens = block.resident = len(event.ids)
+                    block.text = event.text
+                    block.state = NodeState.CLOSED
+            case Transition():
+                self.running = tuple(block.id for block in self._find(event.leaves))
+            case Evicted():
+                self._move(event.nodes, -1)
+            case Rehydrated():
+                self._move(event.nodes, +1)
+            case Verified():
+                for block, value in zip(self._find(event.nodes), event.values, strict=False):
+                    block.value = value
+            case Pruned():
+                for block in self._find(event.nodes):
+                    block.state = NodeState.PRUNED
+            case Terminal():
+                for block in self._find([event.node]):
+                    block.state = NodeState.TERMINAL
+                    block.answer = event.answer
+            case Answered():
+                self.answered = event
+                self._find(event.path)
+            case Ended():
+                self.ended = event
+                if event.nodes != len(self.blocks):
+                    self._wrong(f"the end counts {event.nodes:,} blocks, not {len(self.blocks):,}")
+            case _:
+                pass
+
+    def _open(self, event: Opened) -> None:
+        if event.node in self.blocks:
+            self._wrong(f"event {self.events:,}: block {event.node} opens twice")
+            return
+        block = Block(event.node, event.parent, event.index, event.depth)
+        if event.parent is None:
+            block.tokens = block.resident = event.tokens
+            block.text = event.text
+            block.state = NodeState.CLOSED
+        for parent in self._find([] if event.parent is None else [event.parent]):
+            parent.children.append(block.id)
+            if block.depth != parent.depth + 1:
+                self._wrong(f"event {self.events:,}: block {block.id} has depth {block.depth}")
+        self.blocks[block.id] = block
+
+    def _move(self, nodes: Iterable[tuple[int, int]], sign: int) -> None:
+        counts = dict(nodes)
+        for block in self._find(counts):
+            block.resident += sign * counts[block.id]
+            if not 0 <= block.resident <= block.tokens:
+                self._wrong(
+                    f"event {self.events:,}: block {block.id} would hold {block.resident} "
+                    f"of its {block.tokens} tokens"
+                )
+
+    def _count(self, kv: KV, borrowed: bool) -> None:
+        """Compares what an event says is on the device with what the events so far add up to.
+
+        Args:
+            kv: what it says.
+            borrowed: questions may hold slots beside the blocks. So do blocks being decoded, whose tokens no event has
+                told yet.
+        """
+        self.kv = kv
+        self.series.append((self.events, kv))
+        self.peak = max(self.peak, kv.device)
+        self._within_budget(kv.device)
+        held = sum(block.resident for block in self.blocks.values())
+        if kv.device < held or (kv.device > held and not borrowed and not self.open_blocks):
+            self._wrong(
+                f"event {self.events:,}: the device holds {kv.device:,} tokens, "
+                f"the events so far add up to {held:,}"
+            )
+
+    def _within_budget(self, tokens: int) -> None:
+        budget = self.header.kv.get("budget_tokens") if self.header else None
+        if budget is not None and tokens > budget:
+            self._wrong(
+                f"event {self.events:,}: {tokens:,} tokens on the device, the budget is {budget:,}"
+            )
+
+    def _find(self, ids: Iterable[int]) -> list[Block]:
+        found = []
+        for node in ids:
+            if node in self.blocks:
+                found.append(self.blocks[node])
+            else:
+                self._wrong(f"event {self.events:,}: there is no block {node}")
+        return found
+
+    def _wrong(self, sentence: str) -> None:
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(sentence)
+
+
+def canonical(trace: Trace) -> list[str]:
+    """A trace as lines of JSON without what differs from run to run: times, run id, version, machine.
+
+    Every field whose name ends in ``_s`` is a time and left out; floats keep five significant digits.
+    """
+    return [to_line(_steady(to_record(event))).decode() for event in trace.events]
+
+
+_PASSING = {"header": ("run", "created", "arbor", "device")}
+
+
+def _steady(record: dict[str, Any]) -> dict[str, Any]:
+    for name in _PASSING.get(record["e"], ()):
+        record.pop(name, None)
+    steady: dict[str, Any] = _without_times(record)
+    return steady
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_times(v) for k, v in value.items() if not k.endswith("_s")}
+    if isinstance(value, list | tuple):
+        return [_without_times(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return value

@@ -1,0 +1,141 @@
+"""Writes a run's events to a file, one JSON object per line: ``arbor.trace/1``.
+
+Each line has ``e`` (type), ``i`` (sequence, from 0), ``t`` (seconds since the first event, monotonic, 6 decimals) and
+then the record's own fields. The first line is the header, the last the end. Numbers that are no numbers become null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from arbor.errors import UsageError
+from arbor.events import Event
+
+SCHEMA = "arbor.trace/1"
+
+GZIP = 31  # zlib's window bits for a gzip stream
+SYNC_EVERY = 20  # lines between flushes of a gzip stream; each costs a few bytes, and a cut file keeps what came before
+
+logger = logging.getLogger(__name__)
+
+
+def finite(value: Any) -> Any:
+    """The same value with every infinite or undefined float replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def to_record(event: Event) -> dict[str, Any]:
+    """An event as a JSON object: its type as ``e``, then its fields."""
+    return {"e": event.name, **finite(dataclasses.asdict(event))}
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """A record as one line of UTF-8 without its newline; what UTF-8 cannot hold stays as a JSON escape."""
+    text = json.dumps(
+        record, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str
+    )
+    return text.encode("utf-8", "backslashreplace")
+
+
+class TraceWriter:
+    """A listener that appends each event to a file as it happens.
+
+    A line is on its way to disk before the next event (every `SYNC_EVERY` lines in a gzip stream), so a killed run
+    leaves a readable trace. A disk that fills up stops the trace, never the search.
+
+    Args:
+        path: written anew; compressed if it ends in ``.gz``.
+        clock: seconds; only differences count.
+
+    Raises:
+        UsageError: the file cannot be created.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.path = Path(path)
+        self.events = 0
+        self.stopped = False
+        self._clock = clock
+        self._start: float | None = None
+        self._packer = zlib.compressobj(9, wbits=GZIP) if self.path.suffix == ".gz" else None
+        try:
+            self._file = self.path.open("wb", buffering=0)
+        except OSError as error:
+            raise UsageError(
+                "trace-unwritable",
+                f"the trace {self.path} cannot be written: {error.strerror}.",
+                "Name a file in a folder that exists and may be written.",
+                path=str(self.path),
+            ) from error
+
+    def __call__(self, event: Event) -> None:
+        """Appends one event."""
+        if self.stopped or self._file.closed:
+            return
+        now = self._clock()
+        if self._start is None:
+            self._start = now
+        record = to_record(event)
+        head = {"e": record.pop("e"), "i": self.events, "t": round(now - self._start, 6)}
+        self.events += 1
+        self._write(to_line(head | record) + b"\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Completes the file; closing twice is harmless."""
+        if self._file.closed:
+            return
+        if self._packer is not None and not self.stopped:
+            self._put(self._packer.flush())
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        if self._packer is None:
+            self._put(data)
+            return
+        packed = self._packer.compress(data)
+        if self.events % SYNC_EVERY == 1:
+            packed += self._packer.flush(zlib.Z_SYNC_FLUSH)
+        self._put(packed)
+
+    def _put(self, data: bytes) -> None:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.stopped = True
+            logger.warning(
+                "[no-space] %s: the trace stopped at event %d (%s); the search goes on.",
+                self.path,
+                self.events - 1,
+                error.strerror,
+            )
