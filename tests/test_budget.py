@@ -180,6 +180,14 @@ def test_an_infeasible_budget_names_what_would_work() -> None:
     assert caught.value.exit_code == 6
 
 
+def test_a_ratio_names_no_depth_because_it_shrinks_with_the_search() -> None:
+    with pytest.raises(BudgetInfeasible) as caught:
+        Budget.parse(0.03).plan(SHAPE, BYTES)
+
+    assert "--depth 4" not in caught.value.hint
+    assert "Smallest workable: 0.041 or 1000tok" in caught.value.hint
+
+
 def test_a_prompt_beyond_the_budget_asks_for_a_shorter_prompt() -> None:
     with pytest.raises(BudgetInfeasible, match="a shorter prompt"):
         Budget.parse("100tok").plan(SHAPE, BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -258,11 +259,21 @@ def test_the_defaults_are_those_of_game_of_24() -> None:
     assert settings.max_blocks(3) == 10 + 50 + 50
 
 
-def test_bfs_stops_at_a_proof_and_goes_on_without_one() -> None:
+def test_tot_stops_at_a_proof_and_goes_on_without_one() -> None:
     script = scripted({(1,): Thought("found", 1.0, terminal=True)}, otherwise=Thought("same", 0.9))
 
-    assert len(run(ToT(width=2), script, max_depth=4).asked) == 1
-    assert len(run(ToT(width=2, stop_value=None), script, max_depth=4).asked) == 4
+    for strategy in ("bfs", "dfs"):
+        assert len(run(ToT(strategy, width=2), script, max_depth=4).asked) == 1
+        assert len(run(ToT(strategy, width=2, stop_value=None), script, max_depth=4).asked) == 4
+
+
+def test_a_proof_deep_in_one_branch_leaves_the_other_branches_alone() -> None:
+    script = scripted({(0,): Thought("a", 0.9), (0, 1): Thought("found", 1.0, terminal=True)})
+
+    done = run(ToT("dfs", width=2), script, max_depth=4)
+
+    assert done.asked == [[((), 2)], [((0,), 2)]]
+    assert done.state(1) is CLOSED  # the search has ended; it was not given up
 
 
 @pytest.mark.parametrize("controller", [ToT("bfs"), ToT("dfs"), Beam()])
@@ -350,12 +361,55 @@ def test_a_search_makes_at_most_max_blocks(
     assert run(controller, script, max_depth).blocks <= controller.max_blocks(max_depth)
 
 
-@given(controllers, depths)
-def test_some_search_makes_exactly_max_blocks(controller: Controller, max_depth: int) -> None:
-    done = run(controller, scripted({}, otherwise=None), max_depth)  # all different, none ends
+def test_some_search_makes_exactly_max_blocks() -> None:
+    endless = scripted({})  # all thoughts differ, are worth the same, and none ends a path
+    sizes = list(itertools.product((1, 2, 3), repeat=2))
+    every: list[Controller] = [
+        *(Chain(samples) for samples in (1, 3)),
+        *(Beam(beam_size, width) for beam_size, width in sizes),
+        *(ToT(beam=beam, width=width) for beam, width in sizes),
+        *(
+            ToT("dfs", width=width, max_per_state=visited, max_visited=most)
+            for width, visited in sizes
+            for most in (1, 2, 5, 100)
+        ),
+    ]
 
-    if getattr(controller, "threshold", 0) < 0.5:  # every thought is worth 0.5
-        assert done.blocks == controller.max_blocks(max_depth)
+    for controller, max_depth in itertools.product(every, (1, 2, 3, 4)):
+        assert run(controller, endless, max_depth).blocks == controller.max_blocks(max_depth)
+
+
+@given(small, small, depths, st.integers(0, 9))
+def test_sampling_makes_max_blocks_whatever_is_drawn(
+    beam: int, width: int, max_depth: int, seed: int
+) -> None:
+    controller = ToT(beam=beam, width=width, select="sample", seed=seed)
+
+    assert run(controller, scripted({}), max_depth).blocks == controller.max_blocks(max_depth)
+
+
+@pytest.mark.parametrize(
+    "controller", [Chain(3), Beam(2, 2), ToT(beam=2, width=3), ToT("dfs", width=3)]
+)
+def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Controller) -> None:
+    equal = scripted({})
+
+    told = run(controller, equal, max_depth=3)
+    reversely_told = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
+
+    assert told.asked == reversely_told.asked
+    assert all([key for key, _ in level] == sorted(key for key, _ in level) for level in told.asked)
+
+
+def test_a_state_that_grew_nothing_is_given_up() -> None:
+    tree = ThoughtTree([0])
+    search = ToT("dfs", width=1).start(tree, 3)
+    [child] = grow(tree, search.ask(1), scripted({}))
+    search.tell([child])
+
+    search.tell([])
+
+    assert child.state is PRUNED
 
 
 @given(controllers, scripts, depths)

@@ -43,6 +43,7 @@ class Sample:
     mode: Literal["bfs", "dfs", 3] = "bfs"
     limit: int | None = None
     text: str | None = None
+    either: str | int = "auto"
     pair: tuple[int, int] = (1, 2)
     stops: tuple[str, ...] = ("\n\n",)
     colour: Colour = Colour.RED
@@ -152,6 +153,8 @@ def test_an_unknown_kind_is_named() -> None:
         ("limit", None, None),
         ("text", "none", None),
         ("text", "5", "5"),
+        ("either", "5", 5),
+        ("either", "auto", "auto"),
         ("pair", "3,4", (3, 4)),
         ("pair", [3, 4], (3, 4)),
         ("stops", '["\\n", ";"]', ("\n", ";")),

@@ -82,6 +82,7 @@ def test_a_path_ends_with_a_complete_marked_answer(thoughts: list[str], terminal
         ("first \\boxed{1} then \\boxed{2}", "2"),
         ("\\boxed{\\frac{1}{\\sqrt{1+\\frac{2}{3}}}}", "\\frac{1}{\\sqrt{1+\\frac{2}{3}}}"),
         ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed{\\left\\{ 1, 2 \\right.}", "\\left\\{ 1, 2 \\right."),
         ("\\boxed{12} and \\boxed{13", "12"),
         ("\\fbox{7}", "7"),
         ("so \\boxed 7.", "7"),

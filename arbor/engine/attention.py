@@ -21,7 +21,8 @@ IMPLEMENTATION = "arbor_paged"
 class AttentionCall:
     """One layer's call, as the model makes it.
 
-    q: [T, H_q, D_k], k: [T, H_kv, D_k], v: [T, H_kv, D_v], position-encoded; sinks: [H_q] or None.
+    q: [T, H_q, D_k], k: [T, H_kv, D_k], v: [T, H_kv, D_v], position-encoded; sinks: [H_q] or None; causal: the layer
+    asks for causal attention and for no mask of its own.
     """
 
     layer: int
@@ -30,6 +31,7 @@ class AttentionCall:
     k: Tensor
     v: Tensor
     sinks: Tensor | None
+    causal: bool
 
 
 class Attend(Protocol):
@@ -69,7 +71,8 @@ def arbor_paged(
     """The function transformers calls for `attn_implementation="arbor_paged"`.
 
     Args:
-        module: the attention layer; only its `layer_idx` is read.
+        module: the attention layer; only `layer_idx`, and `is_causal` where it says False, are read.
+        attention_mask: None, unless the layer makes a mask of its own.
         query: [1, H_q, T, D_k]; key: [1, H_kv, T, D_k]; value: [1, H_kv, T, D_v].
         scaling, sliding_window, softcap, s_aux: what this layer asks; never read from the module or the config.
 
@@ -94,6 +97,7 @@ def arbor_paged(
         k=key[0].transpose(0, 1),
         v=value[0].transpose(0, 1),
         sinks=s_aux,
+        causal=attention_mask is None and getattr(module, "is_causal", True) is not False,
     )
     return attend(call).unsqueeze(0), None
 
@@ -103,10 +107,19 @@ AttentionInterface.register(IMPLEMENTATION, arbor_paged)
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer asks of attention, as probed."""
+    """What one layer asks of attention, as probed.
+
+    Attributes:
+        shape: heads, scaling, window, softcap.
+        sinks: whether it has attention sinks.
+        causal: see `AttentionCall`.
+        calls: how often it attends in one forward.
+    """
 
     shape: AttentionShape
     sinks: bool
+    causal: bool
+    calls: int
 
 
 @torch.inference_mode()
@@ -122,7 +135,9 @@ def probe(model: nn.Module, layers: int) -> tuple[LayerSpec | None, ...]:
     specs: list[LayerSpec | None] = [None] * layers
 
     def record(call: AttentionCall) -> Tensor:
-        specs[call.layer] = LayerSpec(call.shape, call.sinks is not None)
+        before = specs[call.layer]
+        calls = 1 if before is None else before.calls + 1
+        specs[call.layer] = LayerSpec(call.shape, call.sinks is not None, call.causal, calls)
         return call.q.new_zeros(call.q.shape[0], call.shape.num_qo_heads, call.shape.head_dim_vo)
 
     device = next(model.parameters()).device

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+UNNAMED = 2048  # for configs that name no length
 
 
 def context_limit(config: Any) -> int:
-    """Tokens a path may have, from the text config."""
-    return int(getattr(config, "max_position_embeddings", 0) or getattr(config, "n_positions", 2048))
+    """Tokens a path may have so that no K/V written earlier is rotated otherwise than K/V written later.
+
+    Dynamic NTK and longrope choose the rotation by the largest position in the batch, so a path that outgrows the
+    length they begin to rescale at would be attended with keys of two scales. Up to that length they are exact.
+
+    Args:
+        config: a text config.
+
+    Returns:
+        the model's context length, or the length at which its rotary embedding would begin to rescale.
+    """
+    limit = int(getattr(config, "max_position_embeddings", None) or UNNAMED)
+    for rope in _rotary(config):
+        if rope.get("rope_type", rope.get("type")) == "longrope":
+            outside = getattr(config, "original_max_position_embeddings", None)
+            first = rope.get("original_max_position_embeddings") or outside or limit
+            limit = min(limit, int(first))
+    return limit
+
+
+def _rotary(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The rotary parameters of every kind of layer: one mapping, or one per layer type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if any(isinstance(part, Mapping) for part in rope.values()):
+        yield from (part for part in rope.values() if isinstance(part, Mapping))
+    else:
+        yield rope

@@ -171,10 +171,14 @@ class Engine:
         Args:
             children: open blocks without KV, empty or with a first token that is given rather than sampled.
             growth: how.
+
+        Raises:
+            BudgetInfeasible: a single child does not fit beside its path.
         """
         longest = growth.stop.max_tokens
         order = sorted(children, key=lambda child: child.key)
         parents = [child.parent for child in order if child.parent is not None]
+        self._require(parents, [longest] * len(parents))
         for wave in self._waves(parents, [longest] * len(order)):
             self._decode([order[i] for i in wave], growth)
 

@@ -32,10 +32,8 @@ class StoppableLayers(nn.ModuleList):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            # not a copy: `for layer in self.layers[: n]` must see where to stop
-            layers = [self._modules[str(i)] for i in range(*index.indices(len(self)))]
-            end = len(layers) if self.stop_after is None else self.stop_after + 1
-            return layers[:end]
+            # not a copy: `for layer in self.layers[: n]` must see where to stop, also if that is decided on the way
+            return (layer for i, layer in enumerate(self) if i in range(*index.indices(len(self))))
         return super().__getitem__(index)
 
 
@@ -96,6 +94,7 @@ class Tap:
         self.hidden: dict[int, Tensor] = {}
         self.alive = torch.arange(rows)
         self.exit_layer = torch.full((rows,), last, dtype=torch.int64)
+        self._layers = layers
         self._rows = rows
         self._wanted = frozenset(hidden)
         self._leave = leave
@@ -154,10 +153,13 @@ class Tap:
                     self.alive = self.alive[~gone.cpu()]
                     changed = state[:, ~gone]
                     self._on_leave(self.alive)
+            over = index == self._last or len(self.alive) == 0
             whole = self._whole(changed)
-            if index in self._wanted:
-                self.hidden[index] = whole[0].clone()
-            if index == self._last:
+            for layer_index in range(index, self._last + 1) if over else (index,):
+                if layer_index in self._wanted:
+                    self.hidden[layer_index] = whole[0].clone()
+            if over:
+                self._layers.stop_after = index
                 changed = whole  # the model's own norm and head see every row
             if changed is state:
                 return None

@@ -55,7 +55,13 @@ class ModelRunner:
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         check_layer_types(self.config)
         self.layer_count = int(self.config.num_hidden_layers)
-        model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        try:
+            model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
+            everywhere = range(self.layer_count)
+            raise _unsupported(
+                self.config, "take no attention but their own", everywhere
+            ) from error
         self._layers = install(model, self.layer_count)
         self.specs = checked(probe(model, self.layer_count), self.config)
         parameter = next(model.parameters())
@@ -110,6 +116,8 @@ class ModelRunner:
             self._layers.stop_after = None
             if tap is not None:
                 tap.remove()
+        assert attend.deepest >= 0, "the model's attention was changed after arbor took it over"
+        assert attend.deepest <= last, f"layer {attend.deepest} ran, {last} was to be the last"
         return ForwardResult(
             logits=output.logits[0].float(),
             hidden=tap.hidden if tap is not None else {},
@@ -136,6 +144,7 @@ class _Attention:
         self._alive: Tensor | None = None
         self._plans: dict[AttentionShape, Any] = {}
         self._mass_heads = mass
+        self.deepest = -1
         self.mass: Tensor | None = None
 
     def keep_rows(self, alive: Tensor) -> None:
@@ -146,9 +155,8 @@ class _Attention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         pool, layer = self._pool, call.layer
+        self.deepest = max(self.deepest, layer)
         pool.write(layer, self._write, call.k, call.v)
-        if self._alive is not None and len(self._alive) == 0:
-            return call.q.new_zeros(0, call.shape.num_qo_heads, call.shape.head_dim_vo)
         plan = self._plans.get(call.shape)
         if plan is None:
             layout = self._plan.layout(call.shape.window)
@@ -173,36 +181,42 @@ def check_layer_types(config: Any) -> None:
     wrong = sorted({kind for kind in kinds if kind not in SUPPORTED_LAYERS})
     if wrong:
         places = [i for i, kind in enumerate(kinds) if kind in wrong]
-        raise ModelError(
-            "arch-unsupported",
-            f"model_type '{config.model_type}': layers {_ranges(places)} are {', '.join(wrong)}; "
-            f"arbor runs {' and '.join(SUPPORTED_LAYERS)} exactly.",
-            "See 'arbor info MODEL'.",
-            model_type=config.model_type,
-            layers=places,
-        )
+        runs = " and ".join(SUPPORTED_LAYERS)
+        raise _unsupported(config, f"are {', '.join(wrong)}; arbor runs {runs} exactly", places)
     if getattr(config, "is_causal", True) is False:
-        raise ModelError(
-            "arch-unsupported",
-            f"model_type '{config.model_type}' is not causal.",
-            "See 'arbor info MODEL'.",
-            model_type=config.model_type,
-        )
+        raise _unsupported(config, "are not causal", list(range(config.num_hidden_layers)))
 
 
 def checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
-    """The specs, if every layer called our attention."""
-    missing = [index for index, spec in enumerate(specs) if spec is None]
-    if missing:
-        raise ModelError(
-            "arch-unsupported",
-            f"model_type '{config.model_type}': layers {_ranges(missing)} have no attention KV "
-            "that arbor could own.",
-            "See 'arbor info MODEL'.",
-            model_type=config.model_type,
-            layers=missing,
-        )
+    """The specs, if every layer attends once, causally, through our attention.
+
+    Raises:
+        ModelError: names the layers that do not.
+    """
+    for reason, places in (
+        (
+            "have no attention KV that arbor could own",
+            [i for i, spec in enumerate(specs) if spec is None],
+        ),
+        ("attend several times", [i for i, spec in enumerate(specs) if spec and spec.calls > 1]),
+        (
+            "mask their attention in a way of their own",
+            [i for i, spec in enumerate(specs) if spec and not spec.causal],
+        ),
+    ):
+        if places:
+            raise _unsupported(config, reason, places)
     return tuple(spec for spec in specs if spec is not None)
+
+
+def _unsupported(config: Any, reason: str, layers: Sequence[int]) -> ModelError:
+    return ModelError(
+        "arch-unsupported",
+        f"model_type '{config.model_type}': layers {_ranges(layers)} {reason}.",
+        "See 'arbor info MODEL'.",
+        model_type=config.model_type,
+        layers=list(layers),
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

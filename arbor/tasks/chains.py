@@ -26,9 +26,12 @@ from arbor.errors import InputError
 from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
 from arbor.tasks.splits import content_id, split_of
 
-NAMES = tuple(
-    "Amy Ben Cal Dan Eva Fay Gus Hal Ian Jan Kim Lea Max Ned Oli Pam Ray Sue Tom Una Val Wes Zoe Abe".split()
+# fmt: off
+NAMES = (
+    "Amy", "Ben", "Cal", "Dan", "Eva", "Fay", "Gus", "Hal", "Ian", "Jan", "Kim", "Lea",
+    "Max", "Ned", "Oli", "Pam", "Ray", "Sue", "Tom", "Una", "Val", "Wes", "Zoe", "Abe",
 )
+# fmt: on
 LARGEST = 999
 _NAME = "([A-Z][a-z]{1,11})"
 _FACT = re.compile(

@@ -446,7 +446,7 @@ class Countdown:
             numbers = [rng.randint(1, self.largest) for _ in range(count)]
             state = tuple(sorted(numbers))
             while len(state) > 1:
-                state = rng.choice(legal_steps(state)).left  # type: ignore[arg-type, assignment]
+                state = rng.choice(legal_steps(state)).left  # type: ignore[assignment]
             target = state[0]
             if not self.targets[0] <= target <= self.targets[1]:
                 continue

@@ -1,0 +1,77 @@
+"""What every test shares: one thread, no network, a fixed hypothesis profile, golden traces."""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("dev", deadline=None, max_examples=300)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-golden", action="store_true", help="write tests/golden instead of comparing"
+    )
+
+
+def difference(kept: Any, made: Any, where: str = "") -> str | None:
+    """The first place where two JSON values differ; floats may by a thousandth, machines round differently."""
+    if isinstance(kept, float) and isinstance(made, float):
+        return (
+            None if made == pytest.approx(kept, rel=1e-3, abs=1e-4) else f"{where}: {kept}, {made}"
+        )
+    if isinstance(kept, dict) and isinstance(made, dict) and kept.keys() == made.keys():
+        pairs = [(f"{where}.{key}", kept[key], made[key]) for key in kept]
+    elif isinstance(kept, list) and isinstance(made, list) and len(kept) == len(made):
+        pairs = [(f"{where}[{i}]", kept[i], made[i]) for i in range(len(kept))]
+    else:
+        return None if kept == made else f"{where}: {kept}, {made}"
+    found = (difference(old, new, place) for place, old, new in pairs)
+    return next((each for each in found if each), None)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
+    """``golden(name, trace)``: the trace's canonical form is the one in ``tests/golden``, event by event."""
+    from arbor.trace import canonical, read_trace
+
+    def compare(name: str, trace: Path) -> None:
+        made = canonical(read_trace(trace))
+        path = GOLDEN / f"{name}.arbor.jsonl"
+        if request.config.getoption("--rewrite-golden"):
+            GOLDEN.mkdir(exist_ok=True)
+            path.write_text("".join(f"{line}\n" for line in made), encoding="utf-8")
+            return
+        assert path.is_file(), f"{path.name} is missing: run `make golden` and review it"
+        kept = path.read_text(encoding="utf-8").splitlines()
+        for number, (old, new) in enumerate(zip(kept, made, strict=False)):
+            changed = difference(json.loads(old), json.loads(new))
+            assert changed is None, f"event {number} of {name}{changed}"
+        assert len(kept) == len(made), f"{name} has {len(made)} events, it had {len(kept)}"
+
+    return compare

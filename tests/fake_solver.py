@@ -1,0 +1,150 @@
+"""A solver that solves nothing, for the tests of the command line: `install` puts it where the real one is imported from."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fake_run import fake_run
+
+from arbor.budget import Budget, Footprint, Plan
+from arbor.events import Answered, Ended, Event
+from arbor.metrics import Metrics, MetricsFold
+from arbor.trace import TraceWriter
+
+STEP_TOKENS, DEPTH, BLOCKS, PROMPT = 8, 3, 30, 20
+
+
+@dataclass
+class FakeSolution:
+    answer: str | None
+    finish_reason: str
+    metrics: Metrics
+    correct: bool | None = None
+    trace_path: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.answer or ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": "arbor.solution/1",
+            "answer": self.answer,
+            "finish_reason": self.finish_reason,
+            "correct": self.correct,
+            "metrics": self.metrics.to_dict(),
+            "config": self.config,
+            "trace_path": self.trace_path,
+        }
+
+
+class FakeStream:
+    """Emits a fake run; problems in words steer it: ``endless`` until it is stopped, ``none`` without an answer."""
+
+    def __init__(self, solver: FakeSolver, problem: str, timeout: float | None, trace: Any) -> None:
+        self._solver, self._problem, self._trace = solver, problem, trace
+        self._stopped: str | None = None
+        self._solution: FakeSolution | None = None
+
+    def stop(self, status: str = "interrupted") -> None:
+        self._stopped = status
+
+    @property
+    def solution(self) -> FakeSolution:
+        assert self._solution is not None
+        return self._solution
+
+    def __iter__(self) -> Iterator[Event]:
+        fold = MetricsFold()
+        writer = TraceWriter(self._trace) if self._trace else None
+        answer: str | None = "(10 - 4) * 5 - 6"
+        for event in self._events():
+            if isinstance(event, Answered) and event.text is None:
+                answer = None
+            for listener in (fold, *([writer] if writer else [])):
+                listener(event)
+            yield event
+        if writer:
+            writer.close()
+        status = self._stopped or ("exhausted" if answer is None else "solved")
+        self._solution = FakeSolution(
+            answer,
+            status,
+            fold.metrics(),
+            trace_path=str(self._trace) if self._trace else None,
+            config=self._solver.config,
+        )
+
+    def _events(self) -> Iterator[Event]:
+        words = self._solver.words
+        if "bug" in words:
+            raise RuntimeError("a plank came loose")
+        for event in fake_run(seed=1):
+            if isinstance(event, Answered):
+                endless = "endless" in words
+                if endless:
+                    print("running", file=sys.stderr, flush=True)
+                while endless and self._stopped is None:
+                    time.sleep(0.01)
+                if "stuck" in words:
+                    time.sleep(30)
+                if "none" in words:
+                    event = Answered(None, (), None, 0.0, None)
+            if isinstance(event, Ended) and self._stopped:
+                event = Ended("interrupted", event.nodes, event.metrics)
+            yield event
+
+
+class FakeSolver:
+    """Takes what the real one takes. `words`, a comma-separated ``--device``, steers it."""
+
+    def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
+        self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
+        self.settings = settings
+        self.words = settings["device"].split(",")
+        self._budget = Budget.parse(settings["budget"])
+
+    def __enter__(self) -> FakeSolver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def plan(self, problem: str) -> Plan:
+        return self._budget.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
+
+    def stream(
+        self,
+        problem: str,
+        *,
+        expected: str | None = None,
+        timeout: float | None = None,
+        trace: Path | None = None,
+    ) -> FakeStream:
+        self.config["expected"] = expected
+        self.config["timeout"] = timeout
+        self.config["problem"] = problem
+        return FakeStream(self, problem, timeout, trace)
+
+
+def install() -> None:
+    """Makes ``from arbor.solver import Solver`` give the fake."""
+    module = types.ModuleType("arbor.solver")
+    module.Solver = FakeSolver
+    sys.modules["arbor.solver"] = module
+
+
+def install_light() -> None:
+    """Makes ``arbor solve`` use the fake without importing anything the real one needs."""
+    import arbor.cli.solve
+
+    def build(given: dict[str, Any], problem: str) -> FakeSolver:
+        return FakeSolver(given["model"], device=given["device"], budget=given["budget"])
+
+    arbor.cli.solve.build_solver = build

@@ -1,0 +1,277 @@
+"""Imports go down only; the lower floors need no torch; every module says what it is."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "arbor"
+
+# Bottom first. A unit is a module or a folder of arbor; it may import itself and the units of lower floors.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("registry",),
+    ("budget", "events", "kernels", "sapling", "tasks", "tree"),
+    ("memory", "metrics", "retention"),
+    ("engine", "trace"),
+    ("controllers", "verifiers"),
+    ("session",),
+    ("solver",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+
+# Narrower than the floors: a controller sees the tree and nothing of the machine.
+ONLY = {"controllers": {"controllers", "errors", "tree"}}
+
+TORCH_FREE = (
+    "errors",
+    "registry",
+    "tree",
+    "events",
+    "budget",
+    "tasks",
+    "retention",
+    "controllers",
+    "metrics",
+    "trace",
+    "cli",
+)
+
+# Packages outside the standard library that each unit may import; units not named here may import none.
+PACKAGES = {
+    "cli": {"click", "huggingface_hub", "rich", "torch"},
+    "engine": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
+    "kernels": {"flashinfer", "numpy", "torch", "triton"},
+    "memory": {"numpy", "torch"},
+    "retention": {"numpy"},
+    "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
+    "session": {"numpy", "torch"},
+    "solver": {"numpy", "torch", "transformers"},
+    "trace": {"rich"},
+    "tree": {"networkx", "numpy"},
+    "verifiers": {"numpy", "torch"},
+}
+
+
+def sources() -> list[Path]:
+    """Every Python file of the package, as a path below ``arbor/``; linked folders included."""
+    found = []
+    for entry in sorted(PACKAGE.iterdir()):
+        if entry.is_dir():
+            found.extend(sorted(entry.rglob("*.py")))
+        elif entry.suffix == ".py":
+            found.append(entry)
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+SOURCES = sources()
+
+
+def name_of(path: Path) -> str:
+    """``arbor/trace/read.py`` -> ``arbor.trace.read``; a package is named by its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def unit_of(module: str) -> str:
+    """``arbor.trace.read`` -> ``trace``; empty for ``arbor`` itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def is_typing_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements wherever they stand, those for type checkers only left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif is_typing_block(node):
+            assert isinstance(node, ast.If)
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []))
+        else:
+            yield from imports(node)
+
+
+def imported(path: Path, text: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything a file imports at run time."""
+    module = name_of(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in imports(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+            continue
+        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        origin = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            yield node.lineno, f"{origin}.{alias.name}"
+
+
+def taken_from_arbor(text: str) -> set[str]:
+    """Names that a module takes from ``arbor`` itself, as in ``arbor.Solver``."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "arbor"
+    }
+
+
+def violations(path: Path, text: str) -> list[str]:
+    """What a file imports that its floor does not allow, one sentence each."""
+    unit = unit_of(name_of(path))
+    wrong = []
+    for line, name in imported(path, text):
+        top = name.split(".")[0]
+        if name == "arbor":
+            if taken_from_arbor(text) - {"__version__"}:
+                wrong.append(f"{label(path)}:{line} imports all of arbor for more than its version")
+        elif top == "arbor":
+            target = unit_of(name)
+            if target in ("__version__", unit):
+                continue
+            if target not in FLOOR:
+                wrong.append(f"{label(path)}:{line} imports {name}, which has no floor")
+            elif unit in ONLY and target not in ONLY[unit]:
+                wrong.append(f"{label(path)}:{line} imports {name}; {unit} may not")
+            elif unit and FLOOR[target] >= FLOOR[unit]:
+                wrong.append(
+                    f"{label(path)}:{line} imports {name}: floor {FLOOR[unit]} ({unit}) "
+                    f"reaches up to floor {FLOOR[target]} ({target})"
+                )
+            elif not unit:
+                wrong.append(f"{label(path)}:{line} imports {name}; public names load lazily")
+        elif top not in sys.stdlib_module_names and top not in PACKAGES.get(unit, set()):
+            wrong.append(f"{label(path)}:{line} imports {name}; {unit or 'arbor'} may not need it")
+    return wrong
+
+
+def test_every_unit_has_a_floor() -> None:
+    units = {unit_of(name_of(path)) for path in SOURCES} - {""}
+
+    assert units <= set(FLOOR), f"add to FLOORS: {sorted(units - set(FLOOR))}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_imports_go_down_only(path: Path) -> None:
+    wrong = violations(path, path.read_text(encoding="utf-8"))
+
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("tree.py", "import arbor.session"),
+        ("tree.py", "def f():\n    from arbor import solver"),
+        ("trace/read.py", "from ..engine import Engine"),
+        ("controllers/beam.py", "from arbor.memory import KVMemory"),
+        ("events.py", "import torch"),
+        ("session.py", "import arbor\narbor.Solver"),
+    ],
+)
+def test_a_planted_upward_import_is_found(where: str, text: str) -> None:
+    wrong = violations(PACKAGE / where, text)
+
+    assert len(wrong) == 1
+    assert f"arbor/{where}" in wrong[0]
+
+
+def test_imports_for_the_type_checker_are_exempt() -> None:
+    text = "if TYPE_CHECKING:\n    from arbor.solver import Solver"
+
+    assert not violations(PACKAGE / "tree.py", text)
+
+
+def test_the_torch_free_floors_import_no_torch() -> None:
+    modules = [name_of(path) for path in SOURCES if unit_of(name_of(path)) in TORCH_FREE]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "    assert not heavy, f'importing {name} imports {heavy}'\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+    if not path.read_text(encoding="utf-8").strip():
+        assert path.name == "__init__.py", f"{label(path)} is empty"
+    else:
+        assert docstring, f"{label(path)} has no docstring"
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    """The names in a module's ``__all__``, if it has one."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return None
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names a module binds at its top level, those imported for the type checker included."""
+    names: set[str] = set()
+    for node in [*tree.body, *(inner for n in tree.body if is_typing_block(n) for inner in n.body)]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_all_is_sorted_and_complete(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = exported(tree)
+    if names is None:
+        return
+    own = defined(tree)
+    kinds = [(0 if n.isupper() else 1 if n[0].isupper() else 2, n) for n in names]
+
+    assert kinds == sorted(set(kinds)), f"{label(path)}: __all__ is not sorted"
+    assert set(names) <= own, f"{label(path)}: no {sorted(set(names) - own)}"
+    if path.name == "__init__.py":
+        loose = {"TYPE_CHECKING", "Any", "annotations", "importlib"}
+        public = {name for name in own if not name.startswith("_")} - loose
+        assert public <= set(names), f"{label(path)}: __all__ lacks {sorted(public - set(names))}"
+
+
+def test_every_public_name_loads() -> None:
+    import arbor
+
+    for name in arbor.__all__:
+        assert getattr(arbor, name) is not None
+    assert set(arbor._HOME) | {"__version__"} == set(arbor.__all__)
+
+
+def test_a_name_arbor_does_not_have_is_an_attribute_error() -> None:
+    import arbor
+
+    with pytest.raises(AttributeError, match="no attribute 'Slover'"):
+        _ = arbor.Slover

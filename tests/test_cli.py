@@ -1,0 +1,574 @@
+"""The command line: what it prints where, how it ends, and that its errors say what would work."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_solver
+import pytest
+from fake_run import fake_run, tick
+
+import arbor
+from arbor.cli import main
+from arbor.cli.stop import Interrupted, Stop
+from arbor.trace import Replay, TraceWriter, read_trace
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+FAKE = "import sys, fake_solver; fake_solver.install_light(); from arbor.cli import main; sys.exit(main())"
+
+
+class Ran:
+    """How a command ended and what it said."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+Arbor = Callable[..., Ran]
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Arbor:
+    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+
+    def run(*arguments: str) -> Ran:
+        code = main(arguments)
+        said = capsys.readouterr()
+        return Ran(code, said.out, said.err)
+
+    return run
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ARBOR_", "NO_COLOR"))}
+    path = os.pathsep.join((str(TESTS), str(ROOT)))
+    return kept | {"PYTHONPATH": path, "COLUMNS": "200"} | more
+
+
+def spawn(*arguments: str, code: str = FAKE, **settings: Any) -> subprocess.Popen[bytes]:
+    """``arbor`` in a process of its own, with the fake solver."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], **(streams | settings))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "run.arbor.jsonl"
+    with TraceWriter(path, clock=tick()) as writer:
+        for event in fake_run(seed=1):
+            writer(event)
+    return path
+
+
+# What it prints
+
+
+def test_a_pipe_gets_the_answer_and_nothing_else(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10")
+
+    assert (ran.code, ran.out, ran.err) == (0, "(10 - 4) * 5 - 6\n", "")
+
+
+def test_whoever_asks_for_it_gets_the_numbers_on_stderr(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "--budget", "0.5", "-v")
+
+    budget, numbers = ran.err.splitlines()
+    assert ran.out == "(10 - 4) * 5 - 6\n"
+    assert budget == (
+        "budget 0.5 keeps 130 of 260 tokens (130 KiB of 260 KiB) · smallest workable 0.17"
+    )
+    assert numbers.startswith("solved in 0.")
+    for part in (" blocks · ", " tok/s · peak KV ", " % of budget)", "thoughts"):
+        assert part in numbers
+
+
+def test_quiet_means_quiet(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "-q", "--display", "plain")
+
+    assert (ran.out, ran.err) == ("(10 - 4) * 5 - 6\n", "")
+
+
+def test_json_is_one_document(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "--json")
+
+    assert ran.document["schema"] == "arbor.solution/1"
+    assert ran.document["answer"] == "(10 - 4) * 5 - 6"
+    assert ran.document["metrics"]["blocks"] > 0
+    assert ran.err == ""
+
+
+def test_shared_options_may_stand_before_the_command(command: Arbor) -> None:
+    assert command("--json", "solve", "4 5 6 10").document["finish_reason"] == "solved"
+    assert command("-v", "solve", "4 5 6 10").err.startswith("budget full keeps")
+
+
+def test_a_search_without_an_answer_ends_with_three(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "--device", "none")
+
+    assert (ran.code, ran.out) == (3, "")
+    assert ran.err.startswith("arbor: [no-answer] no path gave an answer: the controller has")
+
+
+def test_a_search_without_an_answer_is_still_one_document(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "--device", "none", "--json")
+
+    assert (ran.code, ran.document["answer"]) == (3, None)
+
+
+def test_a_trace_is_written_and_checks(command: Arbor) -> None:
+    command("solve", "4 5 6 10", "--trace", "run.arbor.jsonl.gz")
+
+    ran = command("trace", "check", "run.arbor.jsonl.gz")
+    assert ran.code == 0
+    assert "no contradiction" in ran.out
+
+
+def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:
+    ran = command("solve", "4 5 6 10", "--dry-run", "--budget", "100tok")
+
+    assert ran.code == 0
+    assert ran.out.splitlines() == [
+        "budget                   100 tokens   100 KiB  0.385 of full retention",
+        "full retention           260 tokens   260 KiB",
+        "smallest workable         44 tokens    44 KiB  --budget 0.17 or 44tok",
+        "shape             20 prompt + 30 blocks of 8 + 0 question, 3 deep",
+    ]
+    as_json = command("solve", "4 5 6 10", "--dry-run", "--json").document
+    assert (as_json["schema"], as_json["full_tokens"]) == ("arbor.plan/1", 260)
+
+
+def test_flags_reach_the_solver(command: Arbor) -> None:
+    config = command(
+        *("solve", "4 5 6 10", "--json", "--depth", "2", "--step-tokens", "9", "--seed", "7"),
+        *("--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--max-expansions", "11"),
+        *("--timeout", "1.5", "--expected", "24", "--deterministic", "--dtype", "float32"),
+        *("--model", "./m", "--controller", "beam", "--verifier", "exact", "--budget", "0.7"),
+    ).document["config"]
+
+    assert config["sampling"] == "Sampling(temperature=0.0, top_p=0.5, top_k=3)"
+    assert config["controller"].startswith("Beam(")
+    assert config["verifier"].startswith("Exact(")
+    assert {k: config[k] for k in ("max_depth", "step_tokens", "seed", "max_expansions")} == {
+        "max_depth": "2",
+        "step_tokens": "9",
+        "seed": "7",
+        "max_expansions": "11",
+    }
+    assert (config["timeout"], config["expected"], config["model"]) == (1.5, "24", "./m")
+    assert (config["deterministic"], config["dtype"]) == ("True", "'float32'")
+
+
+def test_set_goes_to_the_part_that_has_it(command: Arbor) -> None:
+    arguments = ("--set", "width=3", "--set", "sampling.top_k=5", "--set", "temperature=0.25")
+
+    config = command("solve", "4 5 6 10", "--json", *arguments).document["config"]
+
+    assert "width=3" in config["controller"]
+    assert config["sampling"] == "Sampling(temperature=0.25, top_p=0.9, top_k=5)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "code", "words"),
+    [
+        ("widht=3", "unknown-setting", "Did you mean 'width'?"),
+        ("controller.widht=3", "unknown-setting", "Did you mean 'width'?"),
+        ("sampling.topp=3", "unknown-setting", "Did you mean 'top_p'?"),
+        ("width", "setting", "KEY=VALUE"),
+        ("engine.width=3", "setting", "PART is one of"),
+        ("width=many", "setting-type", "width"),
+        ("top_k=many", "setting-type", "no number"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant(
+    command: Arbor, setting: str, code: str, words: str
+) -> None:
+    ran = command("solve", "4 5 6 10", "--set", setting)
+
+    assert ran.code == 2
+    assert f"[{code}]" in ran.err and words in ran.err
+
+
+# Where the problem comes from
+
+
+def test_a_file_is_a_problem(command: Arbor, tmp_path: Path) -> None:
+    (tmp_path / "problem.txt").write_bytes(b"\xef\xbb\xbf4 5 6 10\n")
+
+    assert command("solve", "--file", "problem.txt").code == 0
+
+
+def test_a_dash_is_stdin() -> None:
+    with spawn("solve", "-", stdin=subprocess.PIPE) as process:
+        out, err = process.communicate(b"4 5 6 10\n", timeout=60)
+
+    assert (process.returncode, out, err) == (0, b"(10 - 4) * 5 - 6\n", b"")
+
+
+def test_a_file_that_is_not_utf8_says_where(command: Arbor, tmp_path: Path) -> None:
+    (tmp_path / "problem.txt").write_bytes(b"4 5\n6 \xe9")
+
+    ran = command("solve", "--file", "problem.txt", "--json")
+
+    assert ran.code == 4
+    assert ran.err == (
+        "arbor: error: [not-utf8] problem.txt: byte 0xe9 at offset 6 (line 2). "
+        "It may be Latin-1: iconv -f latin1 -t utf8, or --encoding latin-1.\n"
+    )
+    assert ran.document["error"]["data"] == {"path": "problem.txt", "offset": 6, "line": 2}
+
+
+def test_another_encoding_is_read(command: Arbor, tmp_path: Path) -> None:
+    (tmp_path / "problem.txt").write_bytes("4 5 6 10".encode("utf-16"))
+
+    assert command("solve", "--file", "problem.txt", "--encoding", "utf-16").code == 0
+
+
+# How it goes wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "code", "words"),
+    [
+        (["solv"], 2, "usage", "Did you mean 'solve'?"),
+        (["solve", "x", "--bugdet", "1"], 2, "usage", "--budget"),
+        (["solve", "x", "--depth", "0"], 2, "usage", "--depth"),
+        (["solve", "x", "--timeout", "soon"], 2, "usage", "soon"),
+        (["solve"], 2, "usage", "there is no problem"),
+        (["solve", "x", "--file", "y"], 2, "usage", "one too many"),
+        (["solve", "--file", "nowhere.txt"], 4, "problem-unreadable", "No such file"),
+        (["solve", ""], 4, "problem-empty", "Try: 4 5 6 10"),
+        (["solve", "4 5"], 4, "problem-invalid", "four are needed"),
+        (["solve", "4 5 6 10", "--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
+        (["solve", "4 5 6 10", "--budget", "1tok"], 6, "budget-infeasible", "44tok"),
+        (["solve", "4 5 6 10", "--task", "game42"], 2, "unknown-task", "Did you mean 'game24'"),
+        (["solve", "4 5 6 10", "--controller", "tott"], 2, "unknown-controller", "'tot'"),
+        (["solve", "4 5 6 10", "--verifier", "sef"], 2, "unknown-verifier", "'self'"),
+        (["solve", "\udce9"], 4, "not-utf8", "--file"),
+        (["trace", "info", "nowhere"], 4, "trace-unreadable", "No such file"),
+        (["list", "planets"], 2, "usage", "planets"),
+        (["solve", "4 5 6 10", "--trace", "no/where.jsonl"], 2, "trace-unwritable", "No such"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_error_says_what_and_what_would_work(
+    command: Arbor, arguments: list[str], exit_code: int, code: str, words: str
+) -> None:
+    ran = command(*arguments)
+
+    assert ran.code == exit_code
+    assert ran.out == ""
+    assert ran.err.startswith(f"arbor: error: [{code}] ")
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+
+    error = command(*arguments, "--json").document["error"]
+    assert error["code"] == code
+    assert set(error) == {"code", "message", "hint", "data"}
+
+
+def test_debug_shows_the_traceback(command: Arbor) -> None:
+    ran = command("--debug", "solve", "4 5 6 10", "--budget", "25")
+
+    assert ran.code == 2
+    assert "Traceback" in ran.err and "[budget-range]" in ran.err
+
+
+def test_a_bug_keeps_its_traceback_in_a_file(command: Arbor, tmp_path: Path) -> None:
+    ran = command("solve", "4 5 6 10", "--device", "bug")
+
+    report = next(tmp_path.glob("arbor-crash-*.txt"))
+    assert ran.code == 1
+    assert ran.err.startswith("arbor: error: [bug] RuntimeError: a plank came loose; ")
+    assert str(report) in ran.err and "doctor" in ran.err
+    assert "Traceback" not in ran.err
+    assert "a plank came loose" in report.read_text(encoding="utf-8")
+
+
+def test_out_of_memory_is_no_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def fail(self: object, problem: str) -> None:
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB.\nmore")
+
+    monkeypatch.setattr(fake_solver.FakeSolver, "plan", fail)
+
+    ran = command("solve", "4 5 6 10")
+
+    assert ran.code == 6
+    assert "[oom] CUDA out of memory. Tried to allocate 512.00 MiB. Try a smaller" in ran.err
+
+
+def test_no_arguments_show_the_help(command: Arbor) -> None:
+    ran = command()
+
+    assert ran.code == 2
+    assert "Usage: arbor" in ran.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["solve", "-h"], ["trace", "-h"], ["trace", "check", "--help"]]
+)
+def test_help_ends_with_the_exit_codes(command: Arbor, arguments: list[str]) -> None:
+    ran = command(*arguments)
+
+    assert ran.code == 0
+    assert "130 Ctrl-C" in ran.out.splitlines()[-1]
+
+
+def test_help_groups_options_and_shows_defaults(command: Arbor) -> None:
+    text = command("solve", "--help").out
+
+    for heading in ("Problem:", "Search:", "KV budget:", "Model:", "Sampling:", "Output:"):
+        assert f"\n{heading}\n" in text
+    assert "[default: builtin:sapling]" in " ".join(text.split())
+    assert text.count('arbor solve "4 5 6 10"') == 2
+
+
+def test_an_environment_variable_sets_an_option(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARBOR_SOLVE_SEED", "9")
+
+    assert command("solve", "4 5 6 10", "--json").document["config"]["seed"] == "9"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["solve", "--help"],
+        ["solve", "4 5"],
+        ["solve", "4 5 6 10", "--budget", "25"],
+        ["solve", "4 5 6 10", "--controller", "tott"],
+        ["trace", "info", "nowhere"],
+        ["list", "controllers"],
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported_before_it_is_needed(arguments: list[str]) -> None:
+    code = (
+        "import sys; from arbor.cli import main; main(sys.argv[1:]);"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+
+    with spawn(*arguments, code=code) as process:
+        assert process.communicate(timeout=60) and process.returncode == 0
+
+
+def test_the_version_is_arbors(command: Arbor) -> None:
+    assert command("--version").out == f"arbor {arbor.__version__}\n"
+
+
+# Terminals, pipes, signals
+
+
+def read_terminal(arguments: list[str], **more: str) -> tuple[int, str]:
+    """Exit code and everything a terminal showed."""
+    master, slave = pty.openpty()
+    settings = environment(TERM="xterm", **more)
+    with spawn(*arguments, stdout=slave, stderr=slave, env=settings) as process:
+        os.close(slave)
+        shown = b""
+        while True:
+            ready, _, _ = select.select([master], [], [], 60)
+            try:
+                data = os.read(master, 65536) if ready else b""
+            except OSError:  # Linux says so when the other end closes
+                data = b""
+            if not data:
+                break
+            shown += data
+        os.close(master)
+        return process.wait(timeout=60), shown.decode()
+
+
+def test_a_terminal_shows_budget_answer_and_numbers() -> None:
+    code, shown = read_terminal(["solve", "4 5 6 10", "--color", "never"])
+
+    assert code == 0
+    budget, answer, numbers = (shown.index(t) for t in ("budget full", "(10 - 4)", "solved in"))
+    assert budget < answer < numbers
+    assert shown.index("blocks  ") < answer, "the meter is drawn while the search runs"
+    assert shown.rstrip().endswith("thoughts")
+
+
+def test_no_color_leaves_no_colors() -> None:
+    _, shown = read_terminal(["solve", "4 5 6 10", "--display", "plain"], NO_COLOR="1")
+
+    assert "\x1b[3" not in shown
+
+
+def test_an_ascii_terminal_is_written_to_in_ascii() -> None:
+    ascii = environment(PYTHONIOENCODING="ascii")
+    with spawn("solve", "4 5 6 10", "-v", env=ascii) as process:
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode == 0
+    assert b" | smallest workable" in err
+    err.decode("ascii")
+    out.decode("ascii")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    code = "import sys; from arbor.cli import main; sys.exit(main())"
+    with spawn("list", "tasks", code=code) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_the_first_signal_gives_the_best_so_far(
+    tmp_path: Path, number: int, exit_code: int
+) -> None:
+    trace = tmp_path / "run.arbor.jsonl"
+    with spawn("solve", "4 5 6 10", "--device", "endless", "--trace", str(trace)) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"running\n"
+
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+
+    assert process.returncode == exit_code
+    assert out == b"(10 - 4) * 5 - 6\n"
+    assert b"stopping after this forward pass" in err
+    replay = Replay.of(read_trace(trace))
+    assert replay.problems == []
+    assert replay.ended is not None and replay.ended.status == "interrupted"
+
+
+def test_the_second_signal_ends_at_once() -> None:
+    with spawn("solve", "4 5 6 10", "--device", "endless,stuck") as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        while b"stopping" not in process.stderr.readline():
+            pass
+        began = time.monotonic()
+
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert time.monotonic() - began < 20
+    assert b"[interrupted]" in err and b"Traceback" not in err
+
+
+def test_a_signal_without_a_search_ends_at_once() -> None:
+    with Stop(), pytest.raises(Interrupted) as caught:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert caught.value.exit_code == 143
+
+
+def test_the_old_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    with Stop():
+        assert signal.getsignal(signal.SIGINT) != before
+
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+# Other commands
+
+
+def test_trace_info_tells_the_run(command: Arbor, trace: Path) -> None:
+    ran = command("trace", "info", str(trace))
+
+    assert ran.code == 0
+    assert "problem   4 5 6 10  (game24, seed 0)" in ran.out
+    assert "answer    (10 - 4) * 5 - 6" in ran.out
+    assert "end       solved in" in ran.out
+
+    document = command("trace", "info", str(trace), "--json").document
+    assert (document["status"], document["complete"]) == ("solved", True)
+    assert document["metrics"]["nodes"] > 1
+
+
+def test_trace_info_reads_a_damaged_trace_and_says_so(command: Arbor, trace: Path) -> None:
+    data = trace.read_bytes()
+    trace.write_bytes(data[: len(data) // 2] + b"\n{broken\n")
+
+    ran = command("trace", "info", str(trace))
+
+    assert ran.code == 0
+    assert "incomplete trace" in ran.err and "unreadable line(s) skipped" in ran.err
+
+
+def test_trace_check_fails_with_seven(command: Arbor, trace: Path) -> None:
+    lines = trace.read_bytes().splitlines(keepends=True)
+    trace.write_bytes(b"".join(lines[:5] + lines[6:-1]))
+
+    ran = command("trace", "check", str(trace))
+
+    assert ran.code == 7
+    assert "event 6 where 5 was due" in ran.out
+    assert "there is no end" in ran.out
+    assert command("trace", "check", str(trace), "--json").document["ok"] is False
+
+
+def test_trace_check_of_something_else_fails_with_seven(command: Arbor, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
+
+    assert command("trace", "check", "notes.txt").code == 7
+
+
+def test_trace_events_lists_them(command: Arbor, trace: Path) -> None:
+    run = list(fake_run(seed=1))
+
+    ran = command("trace", "events", str(trace))
+    chosen = command("trace", "events", str(trace), "--type", "boundary", "--limit", "2", "--json")
+
+    assert len(ran.out.splitlines()) == len(run)
+    assert [event["e"] for event in chosen.document["events"]] == ["boundary", "boundary"]
+
+
+@pytest.mark.parametrize("kind", ["controllers", "verifiers", "tasks", "backends", "models"])
+def test_list_names_what_there_is(
+    command: Arbor, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "none"))
+    text = command("list", kind).out
+
+    rows = command("list", kind, "--json").document[kind]
+    assert rows
+    for row in rows:
+        assert row["name"] in text
+
+
+def test_doctor_is_one_document(command: Arbor) -> None:
+    document = command("doctor", "--json").document
+
+    assert document["arbor"] == arbor.__version__
+    assert document["packages"]["torch"]
+    assert "arbor" in command("doctor").out

@@ -1,0 +1,80 @@
+"""Events: frozen, named, JSON-able, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbor.events import EVENTS, KV, Event, Evicted
+from arbor.trace.read import from_record
+from arbor.trace.write import to_line, to_record
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field's type, JSON-able where the type leaves it open."""
+    if hint == dict[str, Any]:
+        return st.dictionaries(st.text(max_size=5), json_values, max_size=3)
+    if hint is float:
+        return st.floats(allow_nan=False, allow_infinity=False)
+    return st.from_type(hint)
+
+
+def events_of(kind: type[Any]) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(kind)})
+
+
+st.register_type_strategy(str, st.text(max_size=10))
+st.register_type_strategy(KV, events_of(KV))
+
+
+def test_the_union_and_the_table_hold_the_same_events() -> None:
+    assert typing.get_args(Event) == EVENTS
+
+
+def test_names_are_unique_and_short() -> None:
+    names = [kind.name for kind in EVENTS]
+
+    assert len(set(names)) == len(names)
+    assert all(name.isalpha() and name.islower() for name in names)
+
+
+@pytest.mark.parametrize("kind", EVENTS)
+def test_an_event_cannot_be_changed(kind: type[Event]) -> None:
+    assert kind.__dataclass_params__.frozen
+    assert "__slots__" in vars(kind), "events are many"
+    assert kind.__doc__
+
+
+@pytest.mark.parametrize("kind", EVENTS)
+def test_no_field_takes_the_name_of_a_trace_column(kind: type[Event]) -> None:
+    assert not {"e", "i", "t"} & {field.name for field in dataclasses.fields(kind)}
+
+
+@given(event=st.one_of([events_of(kind) for kind in EVENTS]))
+def test_an_event_survives_json(event: Event) -> None:
+    line = to_line(to_record(event))
+
+    assert from_record(json.loads(line)) == event
+
+
+def test_an_event_with_a_wrong_type_is_none() -> None:
+    record = to_record(Evicted(cause="pressure", nodes=((1, 2),), kv=KV(3)))
+
+    for wrong in ({"cause": "mood"}, {"nodes": [[1]]}, {"nodes": 5}, {"kv": {"device": "3"}}):
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            from_record(record | wrong)

@@ -1,0 +1,42 @@
+"""Whole traces of the built-in model: a refactoring gives the same events, or shows where they part.
+
+``make golden`` rewrites ``tests/golden``; the diff is reviewed like code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbor import Solver
+from arbor.controllers.beam import Beam
+from arbor.controllers.chain import Chain
+from arbor.controllers.tot import ToT
+from arbor.trace import Replay, read_trace
+
+RUNS: dict[str, dict[str, Any]] = {
+    "chain": {"controller": Chain(samples=3), "verifier": "self"},
+    "beam": {"controller": Beam(beam_size=2, width=3), "verifier": "exact"},
+    "tot": {"controller": ToT(beam=2, width=3), "verifier": "self"},
+    "tot_small_budget": {
+        "controller": ToT(strategy="dfs", width=3, max_visited=6),
+        "verifier": "self",
+        "budget": "150tok",
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_search_gives_the_events_it_gave(
+    name: str, tmp_path: Path, golden: Callable[[str, Path], None]
+) -> None:
+    trace = tmp_path / "run.arbor.jsonl"
+
+    with Solver(seed=3, deterministic=True, device="cpu", **RUNS[name]) as solver:
+        solver.solve("4 5 6 10", trace=trace)
+
+    assert Replay.of(read_trace(trace)).problems == []
+    golden(name, trace)

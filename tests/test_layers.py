@@ -1,0 +1,301 @@
+"""Stopping after a layer, rows that leave between layers, hidden states, attention mass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import VOCABULARY, build
+from torch import Tensor, nn
+from trees import PROMPT, leaves_of, path_ids, relative_error
+
+from arbor.engine.layers import StoppableLayers
+from arbor.engine.plan import ForwardPlan, Piece, Segment, plan_forward
+from arbor.engine.runner import ModelRunner
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool
+from arbor.tree import Node, ThoughtTree
+
+NAMES = ("llama", "qwen3", "mistral_window", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox")
+TOLERANCE = 2e-6
+
+
+@functools.cache
+def runner_of(name: str) -> ModelRunner:
+    return ModelRunner(build(name), TorchCascade())
+
+
+@functools.cache
+def sample_tree() -> ThoughtTree:
+    """A prompt, three branches, two of them branching again."""
+    tree = ThoughtTree(PROMPT)
+    random = np.random.default_rng(1)
+    for parent, length in ((0, 4), (0, 6), (0, 3), (1, 5), (1, 2), (2, 4)):
+        node = tree.fork(tree[parent])
+        for token in random.integers(0, VOCABULARY, length):
+            tree.append(node, int(token))
+    return tree
+
+
+@functools.cache
+def block_rows() -> dict[int, np.ndarray]:
+    """Block -> its rows in the batch: depth first, one after the other."""
+    order = sorted(sample_tree(), key=lambda node: node.key)
+    ends = np.cumsum([len(node.tokens) for node in order])
+    return {
+        node.id: np.arange(end - len(node.tokens), end, dtype=np.int32)
+        for node, end in zip(order, ends, strict=True)
+    }
+
+
+def batch(runner: ModelRunner) -> tuple[ForwardPlan, KVPool]:
+    """The whole tree as one batch, a row's slot being its number; the pool holds NaN wherever nothing is written."""
+    tree, rows = sample_tree(), block_rows()
+    segments = []
+    order = [tree[node_id] for node_id in rows]
+    for node in order:
+        context = tuple(
+            Piece(n.id, rows[n.id], np.arange(n.start, n.end, dtype=np.int32))
+            for n in node.path[:-1]
+        )
+        own = rows[node.id]
+        positions = np.arange(node.start, node.end)
+        segments.append(Segment(context, node.tokens, positions, own, own, len(node.tokens)))
+    pool = KVPool(runner.layer_kv, tree.tokens, runner.dtype, runner.device)
+    pool.poison(np.arange(tree.tokens + 1, dtype=np.int32))
+    return plan_forward(segments), pool
+
+
+def truncated(name: str, layers: int) -> Any:
+    """The architecture with its first layers only, as Hugging Face runs it."""
+    model = build(name)
+    count = model.config.num_hidden_layers
+    for module in model.modules():
+        for key, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == count:
+                setattr(module, key, child[:layers])
+    model.config.num_hidden_layers = layers
+    return model
+
+
+@torch.inference_mode()
+def by_rows(model: Any, read: Any, **settings: Any) -> Tensor:
+    """What `read` takes from Hugging Face's output for every leaf's whole path ([n, ...]), put at the batch's rows."""
+    blocks: dict[int, Tensor] = {}
+    for leaf in leaves_of(sample_tree()):
+        values = read(model(torch.tensor([path_ids(leaf)]), use_cache=False, **settings))
+        blocks |= {node.id: values[node.start : node.end] for node in leaf.path}
+    return torch.cat([blocks[node_id] for node_id in block_rows()])
+
+
+def logits_of(model: Any) -> Tensor:
+    return by_rows(model, lambda output: output.logits[0])
+
+
+def rows_of(blocks: Sequence[Node]) -> Tensor:
+    return torch.from_numpy(np.concatenate([block_rows()[node.id] for node in blocks])).long()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stopping_after_a_layer_is_the_truncated_model(name: str) -> None:
+    runner = runner_of(name)
+    for last in range(runner.layer_count):
+        plan, pool = batch(runner)
+
+        result = runner.forward(plan, pool, stop_after=last)
+
+        assert relative_error(result.logits, logits_of(truncated(name, last + 1))) < TOLERANCE
+        assert result.exit_layer is None
+        for layer in range(runner.layer_count):
+            written = not pool.k[layer][:-1].isnan().any()
+            assert written == (layer <= last)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_a_stop_the_next_forward_runs_every_layer(name: str) -> None:
+    runner = runner_of(name)
+    plan, pool = batch(runner)
+    runner.forward(plan, pool, stop_after=0)
+
+    result = runner.forward(plan, pool)
+
+    assert relative_error(result.logits, logits_of(build(name))) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_states_are_the_models_own(name: str) -> None:
+    runner = runner_of(name)
+    last = runner.layer_count - 1
+    plan, pool = batch(runner)
+
+    result = runner.forward(plan, pool, hidden=range(last + 1))
+
+    own = build(name)
+    assert sorted(result.hidden) == list(range(last + 1))
+    for layer in range(last):
+        want = by_rows(
+            own, lambda o, at=layer + 1: o.hidden_states[at][0], output_hidden_states=True
+        )
+        assert relative_error(result.hidden[layer], want) < TOLERANCE
+    # the last entry of the model's own list comes after the final norm
+    norm = next(m for m in reversed(list(own.base_model.children())) if hasattr(m, "weight"))
+    with torch.inference_mode():
+        normed = norm(result.hidden[last])
+    want = by_rows(own, lambda o: o.hidden_states[-1][0], output_hidden_states=True)
+    assert relative_error(normed, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_states_may_be_asked_with_a_stop(name: str) -> None:
+    runner = runner_of(name)
+    plan, pool = batch(runner)
+    want = runner.forward(plan, pool, hidden=(1,)).hidden[1]
+    plan, pool = batch(runner)
+
+    result = runner.forward(plan, pool, hidden=(1,), stop_after=1)
+
+    assert relative_error(result.hidden[1], want) < TOLERANCE
+
+
+def leaving(rows_after: dict[int, Tensor], count: int) -> tuple[Any, list[tuple[int, int]]]:
+    """A `leave` that lets these rows go after these layers, and what it was asked: (layer, rows running)."""
+    asked: list[tuple[int, int]] = []
+    alive = torch.arange(count)
+
+    def leave(layer: int, hidden: Tensor) -> Tensor | None:
+        nonlocal alive
+        asked.append((layer, hidden.shape[0]))
+        if layer not in rows_after:
+            return None
+        gone = torch.isin(alive, rows_after[layer])
+        alive = alive[~gone]
+        return gone
+
+    return leave, asked
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_leave_with_the_truncated_models_logits_and_the_others_do_not_notice(
+    name: str,
+) -> None:
+    runner, tree = runner_of(name), sample_tree()
+    plan, pool = batch(runner)
+    # a block leaves no later than its ancestors; the second branch's end leaves inside a block
+    first = torch.cat([rows_of([tree[3]]), rows_of([tree[6]])[2:]])
+    second = torch.cat([rows_of([tree[4], tree[5]]), rows_of([tree[6]])[:2]])
+    leave, asked = leaving({0: first, 1: second}, plan.rows)
+
+    result = runner.forward(plan, pool, leave=leave, hidden=(0, 2))
+
+    assert asked == [(0, plan.rows), (1, plan.rows - len(first))]
+    assert result.exit_layer is not None
+    stayed = torch.ones(plan.rows, dtype=torch.bool)
+    stayed[torch.cat([first, second])] = False
+    for rows, layer in ((first, 0), (second, 1), (stayed.nonzero().squeeze(1), 2)):
+        assert (result.exit_layer[rows] == layer).all()
+        want = logits_of(truncated(name, layer + 1))
+        assert relative_error(result.logits[rows], want[rows]) < TOLERANCE
+        for deeper in range(layer + 1, runner.layer_count):
+            assert pool.k[deeper][rows].isnan().all()
+            assert pool.v[deeper][rows].isnan().all()
+    assert torch.equal(result.hidden[2][first], result.hidden[0][first])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_may_leave(name: str) -> None:
+    runner = runner_of(name)
+    plan, pool = batch(runner)
+    leave, _ = leaving({0: torch.arange(plan.rows)}, plan.rows)
+
+    result = runner.forward(plan, pool, leave=leave)
+
+    assert relative_error(result.logits, logits_of(truncated(name, 1))) < TOLERANCE
+    assert result.exit_layer is not None
+    assert (result.exit_layer == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_leaving_changes_nothing(name: str) -> None:
+    runner = runner_of(name)
+    plan, pool = batch(runner)
+
+    result = runner.forward(plan, pool, leave=lambda layer, hidden: None)
+
+    assert torch.equal(result.logits, runner.forward(plan, pool).logits)
+
+
+def test_a_forward_that_fails_leaves_no_hooks_behind() -> None:
+    runner = runner_of("llama")
+    plan, pool = batch(runner)
+
+    def fail(layer: int, hidden: Tensor) -> None:
+        raise RuntimeError("no answer")
+
+    with pytest.raises(RuntimeError, match="no answer"):
+        runner.forward(plan, pool, leave=fail, stop_after=1)
+
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in runner.model.modules())
+    assert relative_error(runner.forward(plan, pool).logits, logits_of(build("llama"))) < TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [None, [1]], ids=["all heads", "one head"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
+def test_attention_mass_is_the_sum_of_the_models_own_attentions(
+    name: str, heads: list[int] | None
+) -> None:
+    runner = runner_of(name)
+    plan, pool = batch(runner)
+    chosen = None if heads is None else torch.tensor(heads)
+
+    result = runner.forward(plan, pool, mass={0: chosen, 2: chosen})
+
+    want = torch.zeros(plan.rows)
+    own = build(name)
+    for node in sample_tree():
+        with torch.inference_mode():
+            attentions = own(
+                torch.tensor([path_ids(node)]), use_cache=False, output_attentions=True
+            ).attentions
+        for layer in (0, 2):
+            shape = runner.specs[layer].shape
+            counted = range(shape.num_qo_heads)
+            queries = [h for h in counted if heads is None or h // shape.group in heads]
+            received = attentions[layer][0, queries, node.start :].sum((0, 1))
+            want.index_add_(0, rows_of(node.path), received)
+    assert result.mass is not None
+    assert relative_error(result.mass[:-1].nan_to_num(), want) < 1e-6
+    assert result.mass[-1] == 0
+
+
+def test_no_mass_is_counted_unless_asked() -> None:
+    runner = runner_of("llama")
+    plan, pool = batch(runner)
+
+    assert runner.forward(plan, pool).mass is None
+
+
+def test_a_models_state_dict_does_not_change() -> None:
+    model = build("llama")
+    before = list(model.state_dict())
+
+    ModelRunner(model, TorchCascade())
+
+    assert list(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("stop_after", [None, 0, 1, 2])
+def test_layers_end_where_they_should_however_they_are_listed(stop_after: int | None) -> None:
+    layers = StoppableLayers([nn.Identity() for _ in range(3)])
+    every = [layers[0], layers[1], layers[2]]
+    layers.stop_after = stop_after
+    end = 3 if stop_after is None else stop_after + 1
+
+    assert list(layers) == every[:end]
+    assert list(layers[:3]) == every[:end]
+    assert list(layers[:-1]) == every[: min(end, 2)]
+    assert [layer for _, layer in enumerate(layers)] == every[:end]
+    assert len(layers) == 3

@@ -1,0 +1,404 @@
+"""KVMemory: every slot has an owner, the budget is never exceeded, nobody reads what was freed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from arbor.memory import KVMemory
+from arbor.memory.pool import LayerKV, bytes_per_token
+from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
+
+SLOTS = 24
+
+
+def memory_of(slots: int = SLOTS, prompt: int = 4) -> tuple[KVMemory, ThoughtTree]:
+    memory = KVMemory([LayerKV(1, 2, 1)] * 2, slots, torch.float32, torch.device("cpu"), debug=True)
+    tree = ThoughtTree(range(prompt))
+    memory.attach(tree)
+    return memory, tree
+
+
+def place(memory: KVMemory, node: Node, *offsets: int, exact: bool = True) -> np.ndarray:
+    return memory.place(node, np.array(offsets, np.int64), exact=exact, depth=2)
+
+
+def blank(tree: ThoughtTree, parent: Node, tokens: int) -> Node:
+    """A child with tokens and no KV."""
+    child = tree.fork(parent)
+    for token in range(tokens):
+        tree.append(child, 10 + token)
+    return child
+
+
+class Oracle(RuleBasedStateMachine):
+    """KVMemory against a dictionary: (block, offset) -> the number its K/V was written with.
+
+    Siblings may hold one number together; temporary slots hold numbers of their own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.tree = memory_of()
+        self.held: dict[tuple[int, int], int] = {}
+        self.exact: dict[tuple[int, int], bool] = {}
+        self.borrowed: list[tuple[np.ndarray, list[int]]] = []
+        self.written = 0
+        self.peak = 0
+
+    # What the oracle knows
+
+    @property
+    def used(self) -> int:
+        temporary = sum(len(numbers) for _, numbers in self.borrowed)
+        return len(set(self.held.values())) + temporary
+
+    def write(self, slots: np.ndarray) -> list[int]:
+        """Stand in for a forward: write a new number into every layer of each slot."""
+        numbers = list(range(self.written + 1, self.written + 1 + len(slots)))
+        self.written += len(slots)
+        index = torch.from_numpy(np.asarray(slots, np.int64))
+        for layer in range(2):
+            value = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
+            self.memory.pool.write(layer, index, value.expand(-1, 1, 2), value)
+        self.peak = max(self.peak, self.used)
+        return numbers
+
+    def node(self, data: st.DataObject) -> Node:
+        return data.draw(st.sampled_from(list(self.tree)))
+
+    def resident(self, node: Node) -> list[int]:
+        return [i for i in range(len(node.tokens)) if (node.id, i) in self.held]
+
+    def forgotten(self, keys: list[tuple[int, int]]) -> int:
+        """Take keys away; how many numbers nobody holds any more."""
+        before = len(set(self.held.values()))
+        for key in keys:
+            del self.held[key], self.exact[key]
+        return before - len(set(self.held.values()))
+
+    # What can happen
+
+    @precondition(lambda self: len(self.tree) < 12)
+    @rule(data=st.data(), tokens=st.integers(0, 5))
+    def fork(self, data: st.DataObject, tokens: int) -> None:
+        used = self.memory.used
+
+        blank(self.tree, self.node(data), tokens)
+
+        assert self.memory.used == used
+
+    @precondition(lambda self: self.memory.free)
+    @rule(data=st.data(), near=st.integers(-1, SLOTS), exact=st.booleans())
+    def append(self, data: st.DataObject, near: int, exact: bool) -> None:
+        node = self.node(data)
+        if node.children or node is self.tree.root:
+            return
+        self.tree.append(node, 50 + len(node.tokens))
+        key = (node.id, len(node.tokens) - 1)
+
+        slot = self.memory.append(node, near, exact=exact, depth=2)
+
+        self.held[key], self.exact[key] = -1, exact
+        (self.held[key],) = self.write(np.array([slot]))
+
+    @rule(data=st.data(), exact=st.booleans(), first=st.integers(-1, SLOTS))
+    def place(self, data: st.DataObject, exact: bool, first: int) -> None:
+        node = self.node(data)
+        absent = sorted(set(range(len(node.tokens))) - set(self.resident(node)))
+        absent = absent[: self.memory.free]
+        if not absent:
+            return
+        offsets = sorted(data.draw(st.sets(st.sampled_from(absent))))
+
+        slots = self.memory.place(
+            node, np.array(offsets, np.int64), exact=exact, depth=2, first=first
+        )
+
+        self.held.update({(node.id, offset): -1 - i for i, offset in enumerate(offsets)})
+        self.held.update(
+            zip([(node.id, offset) for offset in offsets], self.write(slots), strict=True)
+        )
+        self.exact.update({(node.id, offset): exact for offset in offsets})
+
+    @rule(data=st.data(), exact=st.booleans())
+    def rewrite(self, data: st.DataObject, exact: bool) -> None:
+        node = self.node(data)
+        offsets = [i for i in self.resident(node) if not self.exact[node.id, i]]
+        numbers = [self.held[node.id, i] for i in offsets]
+        if any(list(self.held.values()).count(number) > 1 for number in numbers):
+            return
+
+        slots = self.memory.rewrite(node, np.array(offsets, np.int64), exact=exact, depth=2)
+
+        for offset, number in zip(offsets, self.write(slots), strict=True):
+            self.held[node.id, offset], self.exact[node.id, offset] = number, exact
+
+    @rule(data=st.data())
+    def evict(self, data: st.DataObject) -> None:
+        node = self.node(data)
+        here = self.resident(node)
+        offsets = sorted(data.draw(st.sets(st.sampled_from(here)))) if here else []
+
+        freed = self.memory.evict(node, np.array(offsets, np.int64))
+
+        assert freed == self.forgotten([(node.id, offset) for offset in offsets])
+
+    @precondition(lambda self: len(self.tree) < 12)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        source = self.node(data)
+        here = self.resident(source)
+        count = 0
+        while count < len(here) and here[count] == count:
+            count += 1
+        if source.parent is None or not count:
+            return
+        twin = self.tree.fork(source.parent)
+        for token in source.tokens:
+            self.tree.append(twin, token)
+        used = self.memory.used
+
+        self.memory.share(source, twin, count)
+
+        assert self.memory.used == used
+        for offset in range(count):
+            self.held[twin.id, offset] = self.held[source.id, offset]
+            self.exact[twin.id, offset] = self.exact[source.id, offset]
+
+    @precondition(lambda self: self.memory.free)
+    @rule(data=st.data(), position=st.integers(0, 30))
+    def borrow(self, data: st.DataObject, position: int) -> None:
+        tokens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=self.memory.free))
+
+        slots = self.memory.borrow(tokens, position)
+
+        self.borrowed.append((slots, [-1] * len(tokens)))
+        self.borrowed[-1] = (slots, self.write(slots))
+
+    @precondition(lambda self: self.borrowed)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        slots, _ = self.borrowed.pop(data.draw(st.integers(0, len(self.borrowed) - 1)))
+
+        self.memory.give_back(slots)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        nodes = data.draw(st.lists(st.sampled_from(list(self.tree)), unique=True, max_size=3))
+        chosen = {node.id for node in nodes}
+
+        freed = self.memory.release(nodes)
+
+        assert freed == self.forgotten([key for key in self.held if key[0] in chosen])
+
+    @precondition(lambda self: not self.borrowed)
+    @rule()
+    def attach(self) -> None:
+        self.tree = ThoughtTree(range(4))
+
+        self.memory.attach(self.tree)
+
+        self.held.clear()
+        self.exact.clear()
+        self.peak = 0
+        assert self.memory.used == self.memory.peak == 0
+
+    # What is always true
+
+    @invariant()
+    def nothing_is_wrong(self) -> None:
+        self.memory.check()
+        assert self.memory.used == self.used <= SLOTS
+        assert self.memory.free == SLOTS - self.used
+        assert self.memory.peak == self.peak
+
+    @invariant()
+    def every_token_has_the_kv_it_was_written_with_and_freed_slots_none(self) -> None:
+        expected = torch.full((SLOTS,), torch.nan)
+        for node in self.tree:
+            assert self.resident(node) == np.flatnonzero(node.span.resident).tolist()
+            for offset in self.resident(node):
+                assert node.span.exact[offset] == self.exact[node.id, offset]
+                assert node.span.tier[offset] == Tier.DEVICE
+                expected[int(node.span.slot[offset])] = self.held[node.id, offset]
+        for slots, numbers in self.borrowed:
+            expected[torch.from_numpy(slots.astype(np.int64))] = torch.tensor(numbers).float()
+        for layer in range(2):
+            for stored in (self.memory.pool.k[layer], self.memory.pool.v[layer]):
+                seen = stored[:SLOTS].amax(dim=(1, 2))
+                never = torch.isnan(expected) & (seen == 0)  # the pool begins with zeros
+                assert torch.equal(seen.nan_to_num(-1.0)[~never], expected.nan_to_num(-1.0)[~never])
+
+
+Oracle.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
+TestAnyHistory = Oracle.TestCase
+
+
+def test_a_slot_is_never_freed_twice() -> None:
+    memory, tree = memory_of()
+    place(memory, tree.root, 0, 1, 2)
+    slots = memory.borrow([1, 2], 4)
+    memory.evict(tree.root, np.array([1]))
+    memory.give_back(slots)
+
+    with pytest.raises(AssertionError, match="absent token was evicted"):
+        memory.evict(tree.root, np.array([1]))
+    with pytest.raises(AssertionError, match="released twice"):
+        memory.give_back(slots)
+
+
+def test_a_resident_token_is_never_placed_again() -> None:
+    memory, tree = memory_of()
+    place(memory, tree.root, 0)
+
+    with pytest.raises(AssertionError, match="placed again"):
+        place(memory, tree.root, 0)
+
+
+def test_more_than_the_budget_cannot_be_taken() -> None:
+    memory, tree = memory_of(slots=3)
+
+    with pytest.raises(AssertionError, match="room was not made first"):
+        place(memory, tree.root, 0, 1, 2, 3)
+
+    assert memory.used == memory.peak == 0
+    assert not tree.root.span.resident.any()
+
+
+def test_the_peak_counts_temporary_slots_and_stays() -> None:
+    memory, tree = memory_of()
+    place(memory, tree.root, 0, 1, 2)
+
+    memory.give_back(memory.borrow([1] * 5, 4))
+    memory.release([tree.root])
+
+    assert (memory.used, memory.peak) == (0, 8)
+
+
+def test_shared_tokens_cost_nothing_and_stay_until_the_last_branch_leaves() -> None:
+    memory, tree = memory_of()
+    first, second = blank(tree, tree.root, 3), blank(tree, tree.root, 3)
+    slots = place(memory, first, 0, 1, 2)
+
+    memory.share(first, second, 2)
+
+    assert memory.used == 3
+    assert second.span.slot.tolist() == [*slots[:2], NO_SLOT]
+    assert memory.evict(first, np.array([0, 1, 2])) == 1
+    assert memory.used == 2
+    memory.check()
+    assert memory.evict(second, np.array([0, 1])) == 2
+    assert memory.used == 0
+
+
+def test_only_siblings_with_equal_tokens_share() -> None:
+    memory, tree = memory_of()
+    first, second = blank(tree, tree.root, 2), blank(tree, tree.root, 2)
+    below = blank(tree, first, 2)
+    place(memory, first, 0, 1)
+    second.tokens[1] = 99
+
+    with pytest.raises(AssertionError, match="siblings"):
+        memory.share(first, below, 2)
+    with pytest.raises(AssertionError, match="equal"):
+        memory.share(first, second, 2)
+
+
+def test_freed_slots_are_poisoned_in_every_layer() -> None:
+    memory, tree = memory_of()
+    slots = place(memory, tree.root, 0, 1)
+    memory.pool.k[0][:] = 1.0
+
+    memory.evict(tree.root, np.array([0]))
+
+    gone, kept = int(slots[0]), int(slots[1])
+    for stored in (*memory.pool.k, *memory.pool.v):
+        assert stored[gone].isnan().all()
+        assert not stored[kept].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("broken", "complaint"),
+    [
+        (lambda memory, node: memory.table.references.__setitem__(9, 1), "references|add up"),
+        (
+            lambda memory, node: node.span.slot.__setitem__(1, node.span.slot[0]),
+            "names a slot twice",
+        ),
+        (lambda memory, node: node.tokens.__setitem__(0, 77), "another token"),
+        (lambda memory, node: memory.table.position.__setitem__(node.span.slot[0], 7), "position"),
+        (lambda memory, node: node.span.tier.__setitem__(0, Tier.HOST), "tier without slot"),
+        (lambda memory, node: node.span.exact.__setitem__(3, True), "exact but not"),
+        (lambda memory, node: node.tokens.append(1), "differ in length"),
+        (lambda memory, node: setattr(memory.table, "used", 1), "used slots"),
+        (lambda memory, node: setattr(memory.table, "peak", 1), "peak"),
+    ],
+)
+def test_the_check_finds_a_planted_fault(broken, complaint: str) -> None:  # type: ignore[no-untyped-def]
+    memory, tree = memory_of()
+    place(memory, tree.root, 0, 1, 2)
+    memory.check()
+
+    broken(memory, tree.root)
+
+    with pytest.raises(AssertionError, match=complaint):
+        memory.check()
+
+
+def test_blocks_opened_together_lie_back_to_back() -> None:
+    memory, tree = memory_of()
+    place(memory, tree.root, 0, 1, 2, 3)
+
+    starts = memory.starts(6, 3)
+
+    assert starts.tolist() == [4, 10, 16]
+    assert memory.used == 4
+
+
+def test_hints_run_out_where_free_slots_are_scattered() -> None:
+    memory, tree = memory_of(slots=10, prompt=10)
+    place(memory, tree.root, *range(10))
+    memory.evict(tree.root, np.array([0, 1, 2, 5, 6, 8]))
+
+    assert memory.starts(2, 3).tolist() == [0, 5, NO_SLOT]
+    assert memory.starts(4, 1).tolist() == [NO_SLOT]
+
+
+def test_a_run_of_tokens_gets_a_run_of_slots_where_there_is_one() -> None:
+    memory, tree = memory_of(slots=10, prompt=10)
+    place(memory, tree.root, *range(10))
+    memory.evict(tree.root, np.array([0, 2, 5, 6, 7, 9]))
+    child = blank(tree, tree.root, 6)
+
+    run = place(memory, child, 0, 1, 2)
+    rest = place(memory, child, 3, 4, 5)
+
+    assert run.tolist() == [5, 6, 7]
+    assert rest.tolist() == [0, 2, 9]
+
+
+def test_a_preferred_place_is_taken_only_if_it_is_free() -> None:
+    memory, tree = memory_of()
+    child = blank(tree, tree.root, 4)
+    place(memory, tree.root, 0, 1)
+
+    first = memory.place(child, np.array([0, 1]), exact=True, depth=2, first=10)
+    second = memory.place(child, np.array([2, 3]), exact=True, depth=2, first=11)
+
+    assert first.tolist() == [10, 11]
+    assert second.tolist() == [2, 3]
+
+
+def test_a_token_costs_what_its_layers_store() -> None:
+    layers = [LayerKV(2, 8, 4), LayerKV(1, 16, 16)]
+
+    assert bytes_per_token(layers, torch.bfloat16) == 2 * (2 * 12 + 32)
+    memory = KVMemory(layers, 5, torch.float32, torch.device("cpu"))
+    assert memory.bytes_per_token == 4 * (2 * 12 + 32)
+    stored = sum(x.numel() * 4 for x in (*memory.pool.k, *memory.pool.v))
+    assert stored == (5 + 1) * memory.bytes_per_token  # and one trash slot

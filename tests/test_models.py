@@ -1,0 +1,218 @@
+"""Every architecture, against Hugging Face's own forward of each whole path."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import ARCHITECTURES, WINDOW, build, config_of, path_logits
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
+
+from arbor.engine.runner import ModelRunner, check_layer_types
+from arbor.errors import ModelError
+from arbor.events import Rehydrated
+from arbor.kernels.base import AttentionBackend
+from arbor.kernels.reference import ReferenceAttention
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.tree import ThoughtTree
+
+TOLERANCE = 1e-4
+SQUEEZED = 31  # slots: the longest path with its question has 30 tokens, the tree 57
+# run by default; the others differ from one of these in what arbor never sees
+DEFAULT = (
+    *("llama", "llama_gqa4", "llama_gqa7", "qwen2", "qwen2_sliding", "qwen3", "mistral"),
+    *("mistral_window", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "phi", "phi3"),
+    *("granite", "olmo2", "olmo3", "smollm3", "cohere2", "starcoder2", "mixtral", "qwen3_moe"),
+    *("gpt_oss", "gpt_neox", "gpt2", "opt", "glm4", "seed_oss", "deepseek_v3", "stablelm"),
+    *("nemotron", "exaone4"),
+)
+EVERY = [
+    *(
+        pytest.param(name, TorchCascade, id=name, marks=() if name in DEFAULT else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ),
+    *(
+        pytest.param(
+            name,
+            ReferenceAttention,
+            id=f"{name}-reference",
+            marks=() if name in ("gemma2", "gpt_oss") else pytest.mark.slow,
+        )
+        for name in ARCHITECTURES
+    ),
+]
+
+
+@functools.cache
+def full(name: str, backend: type[AttentionBackend]) -> tuple[ThoughtTree, Tensor, Tensor]:
+    """The architecture's tree at full retention, the leaves' answers, and the logits at every block's end."""
+    lab = Lab(build(name), backend())
+    tree, answers = grown(lab)
+    nodes = list(tree)[1:]
+    ends = lab.ask([node.parent or tree.root for node in nodes], [node.tokens for node in nodes])
+    return tree, answers, ends
+
+
+@pytest.mark.parametrize(("name", "backend"), EVERY)
+def test_every_block_has_the_logits_of_the_models_own_forward(
+    name: str, backend: type[AttentionBackend]
+) -> None:
+    tree, answers, ends = full(name, backend)
+
+    own = build(name)
+    logits = own_logits(own, tree)
+
+    assert 1 < max(float(logits[leaf.id].abs().max()) for leaf in leaves_of(tree)) < 12
+    assert relative_error(answers, own_answers(own, tree)) < TOLERANCE
+    assert relative_error(ends, torch.stack([logits[n.id][-1] for n in list(tree)[1:]])) < TOLERANCE
+    for node in list(tree)[1:]:
+        chosen = logits[node.id][:-1].log_softmax(-1)
+        of_tokens = chosen.gather(1, torch.tensor(node.tokens).unsqueeze(1))
+        assert node.logprob == pytest.approx(float(of_tokens.sum()), abs=1e-4)
+        assert node.top1 == pytest.approx(float(chosen.amax(-1).exp().mean()), abs=1e-5)
+        last = logits[node.id][-1].log_softmax(-1)
+        entropy = -float((last.exp() * last).sum())
+        assert node.confidence == pytest.approx(1 - entropy / math.log(len(last)), abs=1e-5)
+        if is_greedy(node):
+            assert node.tokens == chosen.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("name", "backend"), EVERY)
+def test_a_small_budget_changes_no_token(name: str, backend: type[AttentionBackend]) -> None:
+    want, want_answers, _ = full(name, backend)
+    lab = Lab(build(name), backend(), debug=True)  # freed slots hold NaN
+
+    tree, answers = grown(lab, SQUEEZED)
+
+    assert [node.tokens for node in tree] == [node.tokens for node in want]
+    assert relative_error(answers, want_answers) < TOLERANCE
+    assert lab.memory.peak <= SQUEEZED
+    assert sum(isinstance(event, Rehydrated) for event in lab.events) > 3
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mamba": ("mamba", {"state_size": 4}, "layers 0-2 are linear_attention"),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers 0, 2 are conv"),
+    "llama4_text": (
+        "llama4_text",
+        {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32},
+        "chunked_attention",
+    ),
+    "qwen3_next": ("qwen3_next", {"num_experts": 2}, "layers 0-2 are linear_attention"),
+    "minimax": (
+        "minimax",
+        {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+        "layers 0, 2 are linear_attention",
+    ),
+    "bidirectional": ("llama", {"is_causal": False}, "layers 0-2 are not causal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layer_types_are_refused_by_name_before_there_are_weights(name: str) -> None:
+    model_type, settings, words = REFUSED[name]
+
+    with pytest.raises(ModelError) as caught:
+        check_layer_types(config_of(model_type, **settings))
+
+    assert caught.value.code == "arch-unsupported"
+    assert f"model_type '{model_type}'" in caught.value.message
+    assert words in caught.value.message
+    assert caught.value.data["layers"]
+
+
+PROBED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bloom": ("bloom", {"n_layer": 3, "n_head": 4}, "layers 0-2 have no attention KV"),
+    "falcon with alibi": ("falcon", {"alibi": True}, "layers 0-2 have no attention KV"),
+    "gptj": ("gptj", {"n_embd": 32, "n_head": 4, "rotary_dim": 4}, "layers 0-2 "),
+    "doge": ("doge", {}, "layers 0-2 mask their attention"),
+    "diffllama": ("diffllama", {}, "layers 0-2 attend several times"),
+    "bert": ("bert", {"is_decoder": False}, "layers 0-2 mask their attention"),
+    "openai-gpt": ("openai-gpt", {"n_embd": 32, "n_head": 4}, "no list of 3 decoder"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PROBED)
+def test_attention_that_is_not_ours_is_refused_by_name(name: str) -> None:
+    model_type, settings, words = PROBED[name]
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **settings))
+
+    with pytest.raises(ModelError) as caught:
+        ModelRunner(model, TorchCascade())
+
+    assert caught.value.code == "arch-unsupported"
+    assert words in caught.value.message
+
+
+def test_a_model_that_takes_no_other_attention_is_refused() -> None:
+    model = build("llama")
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not supported")
+
+    model.set_attn_implementation = refuse
+
+    with pytest.raises(ModelError, match="layers 0-2 take no attention but their own"):
+        ModelRunner(model, TorchCascade())
+
+
+def test_a_model_whose_attention_was_changed_afterwards_is_noticed() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant()
+    lab.runner.model.set_attn_implementation("eager")  # type: ignore[operator]
+
+    with pytest.raises(AssertionError, match="changed after arbor took it over"):
+        lab.ask([tree.root], [[1]])
+
+
+def test_a_models_attention_outside_an_engine_says_whose_it_is() -> None:
+    lab = Lab(build("llama"))
+
+    with pytest.raises(AssertionError, match="belongs to arbor"):
+        path_logits(lab.runner.model, [1, 2, 3])
+
+
+def test_two_engines_in_one_process_do_not_meet() -> None:
+    first, second = Lab(build("llama")), Lab(build("qwen3"))
+    alone = [grown(Lab(build(name)))[1] for name in ("llama", "qwen3")]
+
+    trees = first.plant(), second.plant()
+    both = [grown(first)[1], grown(second)[1]]
+
+    assert trees[0] is not trees[1]
+    assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "shape"),
+    [
+        ("gemma2", 0, {"window": WINDOW, "softcap": 3.0, "scaling": 12**-0.5}),
+        ("gemma2", 1, {"window": None, "softcap": 3.0}),
+        ("gemma3_text", 1, {"window": None, "softcap": None}),
+        ("mistral_window", 2, {"window": WINDOW}),
+        ("granite", 0, {"scaling": 0.2}),
+        ("deepseek_v3", 0, {"head_dim_qk": 12, "head_dim_vo": 6, "num_kv_heads": 4}),
+        ("llama_gqa7", 0, {"num_qo_heads": 7, "num_kv_heads": 1, "group": 7}),
+        ("opt", 0, {"scaling": 1.0}),
+    ],
+)
+def test_what_a_layer_asks_is_probed(name: str, layer: int, shape: dict[str, Any]) -> None:
+    runner = ModelRunner(build(name), TorchCascade())
+
+    assert {key: getattr(runner.specs[layer].shape, key) for key in shape} == pytest.approx(shape)
+    assert not runner.specs[layer].sinks
+    assert runner.layer_kv[layer].head_dim_vo == runner.specs[layer].shape.head_dim_vo
+
+
+def test_sinks_are_probed() -> None:
+    runner = ModelRunner(build("gpt_oss"), TorchCascade())
+
+    assert [spec.sinks for spec in runner.specs] == [True, True, True]
+    assert [spec.shape.window for spec in runner.specs] == [WINDOW, None, WINDOW]

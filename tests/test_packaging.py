@@ -1,0 +1,134 @@
+"""What is installed: one package, whole, light to import, and no trap for its neighbours."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import arbor
+
+ROOT = Path(__file__).parents[1]
+LINKED = ("kernels", "controllers", "verifiers")
+NOT_PACKAGED = (".git", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "tests", ".venv")
+
+
+def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The files of the wheel built from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignore = shutil.ignore_patterns(*NOT_PACKAGED)
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignore)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--wheel-dir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        return archive.namelist()
+
+
+def test_the_wheel_has_one_top_level_package(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+
+    assert tops == {"arbor", f"arbor_search-{arbor.__version__}.dist-info"}
+
+
+def test_the_wheel_has_every_source_file_as_a_plain_file(wheel: list[str]) -> None:
+    sources = {
+        f"arbor/{path.relative_to(ROOT / 'arbor')}"
+        for entry in (ROOT / "arbor").iterdir()
+        for path in (entry.rglob("*.py") if entry.is_dir() else [entry])
+        if path.suffix == ".py" and "__pycache__" not in path.parts
+    }
+
+    assert sources <= set(wheel)
+    for folder in LINKED:
+        assert f"arbor/{folder}/base.py" in wheel
+
+
+def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
+    info = f"arbor_search-{arbor.__version__}.dist-info"
+    model = {f"arbor/sapling/{path.name}" for path in (ROOT / "arbor/sapling").glob("*.*")}
+
+    assert "arbor/py.typed" in wheel
+    assert "arbor/sapling/model.safetensors" in model <= set(wheel)
+    assert f"{info}/licenses/LICENSE" in wheel
+
+
+@pytest.mark.parametrize("folder", LINKED)
+def test_the_outer_folders_are_linked_into_the_package(folder: str) -> None:
+    link = ROOT / "arbor" / folder
+
+    assert link.is_symlink() and str(link.readlink()) == f"../{folder}"
+    assert not (ROOT / folder / "__init__.py").exists(), "it would shadow other packages"
+
+
+def test_version_and_changelog_agree() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[([^\]]+)\]", changelog, re.MULTILINE)
+
+    assert headings[:2] == ["Unreleased", arbor.__version__]
+    assert f"\nversion: {arbor.__version__}\n" in citation
+
+
+def test_every_dependency_is_pinned_and_tested_as_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = project["dependencies"] + project["optional-dependencies"]["test"]
+
+    assert {re.split(r"[><=!~ ;\[]", need)[0] for need in needed} <= set(pins)
+
+
+def test_importing_arbor_imports_neither_torch_nor_transformers() -> None:
+    done = python(
+        "import arbor, sys; arbor.ArborError; arbor.Budget; arbor.Metrics; arbor.read_trace\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_transformers_imports_in_the_repository() -> None:
+    done = python("import transformers; transformers.AutoConfig")
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "arbor", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert (done.returncode, done.stdout) == (0, f"arbor {arbor.__version__}\n")
+
+
+def test_the_check_is_the_same_everywhere() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    run = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    command = 'pip install -e ".[test]" -c constraints.txt && make check'
+
+    assert command in readme.splitlines()
+    assert run.splitlines()[-1] == command
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111, ".ci/run is not executable"
+
+
+def test_no_file_is_too_large_to_clone() -> None:
+    limit = 50 * 2**20
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split("\0")
+
+    assert not [name for name in files if name and (ROOT / name).stat().st_size > limit]

@@ -1,0 +1,77 @@
+"""The README is run as it stands: its Python, and its commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+LINES = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+# what a reader types after having installed arbor
+COMMANDS = [part for line in LINES for part in line.split(" && ") if part.startswith("arbor ")]
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """An empty folder, and an environment in which `arbor` is this checkout."""
+    folder = tmp_path_factory.mktemp("readme")
+    programs = tmp_path_factory.mktemp("bin")
+    arbor = programs / "arbor"
+    arbor.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m arbor "$@"\n', encoding="utf-8")
+    arbor.chmod(0o755)
+    settings = dict(os.environ)
+    settings["PATH"] = os.pathsep.join((str(programs), settings["PATH"]))
+    settings["PYTHONPATH"] = str(ROOT)
+    return folder, settings
+
+
+def test_the_first_command_is_the_first_thing_to_type() -> None:
+    assert LINES[0] == 'pip install -e . -c constraints.txt && arbor solve "4 5 6 10"'
+    assert COMMANDS[0] == 'arbor solve "4 5 6 10"'
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_its_python_runs(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = types.ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)
+
+    code = compile(PYTHON[number], f"README.md, python block {number + 1}", "exec")
+    exec(code, vars(module))
+
+    assert capsys.readouterr().out.strip(), "it prints an answer"
+
+
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_its_commands_run(number: int, shell: tuple[Path, dict[str, str]]) -> None:
+    folder, settings = shell
+
+    done = subprocess.run(
+        ["/bin/sh", "-c", COMMANDS[number]],
+        cwd=folder,
+        env=settings,
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_file_it_names_exists() -> None:
+    linked = re.findall(r"\]\(([^)#:]+)\)", README)
+    named = re.findall(r"`((?:arbor|kernels|controllers|verifiers|tests)/[\w./]+)`", README)
+
+    for name in [*linked, *named]:
+        assert (ROOT / name).exists(), name

@@ -1,0 +1,266 @@
+"""Rehydration: only what is missing is recomputed, at its place, and then equals full retention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import build, path_logits
+from torch import Tensor
+from trees import GREEDY, Lab, grown, leaves_of, path_ids, relative_error
+
+from arbor.engine.plan import Piece, Segment, plan_forward
+from arbor.events import Forwarded, Rehydrated
+from arbor.memory.pool import KVPool
+from arbor.tree import Node, ThoughtTree
+
+NAMES = (
+    "llama",
+    "gemma2",
+    pytest.param("gpt_oss", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", marks=pytest.mark.slow),
+)
+KV_TOLERANCE = 1e-5
+
+
+@functools.cache
+def laboratory(name: str) -> Lab:
+    """An engine with a tree; every test begins by making all paths complete."""
+    lab = Lab(build(name), debug=True)
+    grown(lab)
+    return lab
+
+
+@pytest.fixture(params=NAMES)
+def lab(request: pytest.FixtureRequest) -> Lab:
+    return whole(laboratory(request.param))
+
+
+def whole(lab: Lab) -> Lab:
+    lab.ask(leaves_of(lab.tree), [[1]] * len(leaves_of(lab.tree)))
+    assert all(node.span.exact.all() for node in lab.tree)
+    lab.events.clear()
+    return lab
+
+
+def prefilled(lab: Lab, ids: Sequence[int], positions: Sequence[int] | None = None) -> list[Tensor]:
+    """K and V of every layer for tokens run as one segment without context, in a pool of their own, each [n, H, D]."""
+    pool = KVPool(lab.runner.layer_kv, len(ids), lab.runner.dtype, lab.runner.device)
+    slots = np.arange(len(ids), dtype=np.int32)
+    places = slots.astype(np.int64) if positions is None else np.array(positions)
+    lab.runner.forward(plan_forward([Segment((), list(ids), places, slots, slots)]), pool)
+    return [x[:-1] for pair in zip(pool.k, pool.v, strict=True) for x in pair]
+
+
+def stored(lab: Lab, nodes: Sequence[Node]) -> list[Tensor]:
+    """K and V of every layer that the engine holds for blocks, each [n, H, D]."""
+    slots = np.concatenate([node.span.slot for node in nodes])
+    assert (slots >= 0).all()
+    index = torch.from_numpy(slots.astype(np.int64))
+    pool = lab.memory.pool
+    return [x[index] for pair in zip(pool.k, pool.v, strict=True) for x in pair]
+
+
+def kv_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """Largest difference of any number; NaN counts as infinite."""
+    return max(
+        float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in zip(got, want, strict=True)
+    )
+
+
+def evict(lab: Lab, node: Node, offsets: Sequence[int]) -> None:
+    lab.memory.evict(node, np.array(offsets, np.int64))
+
+
+def rows_of(lab: Lab) -> list[tuple[int, int]]:
+    """(forwards, rows) of every accounted piece of work."""
+    return [(event.steps, event.rows) for event in lab.events if isinstance(event, Forwarded)]
+
+
+def holes(tree: ThoughtTree, data: st.DataObject, nodes: Sequence[Node]) -> dict[int, list[int]]:
+    """Offsets to evict, drawn per block: runs, scattered tokens, whole blocks, nothing."""
+    chosen = {}
+    for node in nodes:
+        n = len(node.tokens)
+        offsets = st.one_of(
+            st.just(set(range(n))),
+            st.sets(st.integers(0, n - 1)),
+            st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda ab: set(range(*sorted(ab)))),
+        )
+        chosen[node.id] = sorted(data.draw(offsets, label=f"holes of block {node.id}"))
+    return chosen
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_a_path_with_any_holes_comes_back_in_one_forward_over_the_missing_tokens(
+    name: str, data: st.DataObject
+) -> None:
+    lab = whole(laboratory(name))
+    leaf = data.draw(st.sampled_from(leaves_of(lab.tree)))
+    missing = holes(lab.tree, data, leaf.path)
+    for node in leaf.path:
+        evict(lab, node, missing[node.id])
+
+    lab.extend(leaf)
+
+    count = sum(len(offsets) for offsets in missing.values())
+    assert rows_of(lab) == ([(1, count)] if count else [])
+    back = [event.nodes for event in lab.events if isinstance(event, Rehydrated)]
+    assert back == ([tuple((n, len(o)) for n, o in sorted(missing.items()) if o)] if count else [])
+    assert kv_error(stored(lab, leaf.path), prefilled(lab, path_ids(leaf))) < KV_TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_several_paths_come_back_in_the_forward_that_asks_them(
+    name: str, data: st.DataObject
+) -> None:
+    lab = whole(laboratory(name))
+    own = reference(name)
+    missing = holes(lab.tree, data, list(lab.tree))
+    for node in lab.tree:
+        evict(lab, node, missing[node.id])
+    leaves = leaves_of(lab.tree)
+    chosen = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=4))
+    questions = [data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=3)) for _ in chosen]
+
+    answers = lab.ask(chosen, questions)
+
+    paths = lab.tree.paths(chosen)
+    count = sum(len(missing[node.id]) for node in paths)
+    assert rows_of(lab) == [(1, count + sum(len(question) for question in questions))]
+    for leaf in chosen:
+        assert kv_error(stored(lab, leaf.path), prefilled(lab, path_ids(leaf))) < KV_TOLERANCE
+    for leaf, question, answer in zip(chosen, questions, answers, strict=True):
+        want = path_logits(own, [*path_ids(leaf), *question])[-1]
+        assert relative_error(answer, want) < KV_TOLERANCE
+    others = [node for node in lab.tree if node not in paths]
+    assert all(np.flatnonzero(~node.span.resident).tolist() == missing[node.id] for node in others)
+
+
+@functools.cache
+def reference(name: str) -> torch.nn.Module:
+    model: torch.nn.Module = build(name)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_growing_a_dropped_leaf_gives_the_tokens_of_full_retention(name: str) -> None:
+    lab = Lab(build(name), debug=True)
+    want = [node.tokens for node in lab.sprout([(leaves_of(grown(lab)[0])[-1], 2)])]
+    leaf = leaves_of(grown(lab)[0])[-1]
+    for node in leaf.path:
+        evict(lab, node, range(len(node.tokens)))
+    lab.events.clear()
+
+    children = lab.sprout([(leaf, 2)])
+
+    assert [node.tokens for node in children] == want
+    assert rows_of(lab)[0] == (1, leaf.end)
+
+
+def test_a_token_that_stays_while_its_ancestors_go_is_not_recomputed(lab: Lab) -> None:
+    leaf = leaves_of(lab.tree)[0]
+    before = stored(lab, [leaf])
+    for node in leaf.path[:-1]:
+        evict(lab, node, range(len(node.tokens)))
+
+    lab.extend(leaf)
+
+    assert rows_of(lab) == [(1, leaf.start)]
+    assert kv_error(stored(lab, [leaf]), before) == 0.0
+
+
+def over_a_gap(lab: Lab, leaf: Node, tokens: Sequence[int]) -> Node:
+    """A child of `leaf` whose tokens are decoded while the tokens before them are partly missing, as a lossy decode
+    would."""
+    child = lab.tree.fork(leaf)
+    for token in tokens:
+        lab.tree.append(child, token)
+    offsets = np.arange(len(tokens))
+    slots = lab.memory.place(child, offsets, exact=False, depth=lab.runner.layer_count)
+    context = [
+        Piece(
+            node.id,
+            node.span.slot[node.span.resident],
+            (node.start + np.flatnonzero(node.span.resident)).astype(np.int32),
+        )
+        for node in leaf.path
+    ]
+    segment = Segment(tuple(context), list(tokens), child.start + offsets, slots, slots)
+    lab.runner.forward(plan_forward([segment]), lab.memory.pool)
+    return child
+
+
+def undo(lab: Lab, child: Node) -> None:
+    lab.forget([child])
+    assert child.parent is not None
+    child.parent.children.remove(child)
+    assert lab.tree.nodes.pop() is child
+
+
+def test_tokens_written_over_a_gap_are_recomputed_too(lab: Lab) -> None:
+    leaf = leaves_of(lab.tree)[1]
+    evict(lab, leaf.path[1], [1, 2, 3])
+    child = over_a_gap(lab, leaf, [4, 71, 33])
+    want = prefilled(lab, path_ids(child))
+    assert kv_error(stored(lab, [child]), [x[child.start :] for x in want]) > 1e-2
+
+    lab.extend(child)
+
+    assert rows_of(lab) == [(1, 3 + 3)]
+    assert child.span.exact.all()
+    assert kv_error(stored(lab, child.path), want) < KV_TOLERANCE
+    undo(lab, child)
+
+
+def test_filling_only_the_holes_would_leave_the_tokens_written_over_them_wrong(lab: Lab) -> None:
+    leaf = leaves_of(lab.tree)[1]
+    evict(lab, leaf.path[1], [1, 2, 3])
+    child = over_a_gap(lab, leaf, [4, 71, 33])
+    want = prefilled(lab, path_ids(child))
+
+    lab.extend(leaf)
+
+    assert rows_of(lab) == [(1, 3)]
+    assert kv_error(stored(lab, leaf.path), [x[: leaf.end] for x in want]) < KV_TOLERANCE
+    assert kv_error(stored(lab, [child]), [x[child.start :] for x in want]) > 1e-2
+    undo(lab, child)
+
+
+def test_rehydration_with_incomplete_ancestors_is_wrong(lab: Lab) -> None:
+    leaf = leaves_of(lab.tree)[0]
+    want = prefilled(lab, path_ids(leaf))
+
+    alone = prefilled(lab, leaf.tokens, range(leaf.start, leaf.end))
+
+    assert kv_error(alone, [x[leaf.start :] for x in want]) > 1e-2
+
+
+def test_a_complete_path_runs_nothing(lab: Lab) -> None:
+    for leaf in leaves_of(lab.tree):
+        lab.extend(leaf)
+
+    assert lab.events == []
+
+
+def test_greedy_growth_after_scattered_holes_follows_the_models_own_argmax(lab: Lab) -> None:
+    leaf = leaves_of(lab.tree)[2]
+    for number, node in enumerate(leaf.path):
+        evict(lab, node, range(number % 2, len(node.tokens), 2))
+
+    (child,) = lab.sprout([(leaf, 1)], GREEDY)
+
+    logits = path_logits(reference(lab.runner.config.model_type), path_ids(child))[
+        child.start - 1 : child.end - 1
+    ]
+    assert child.tokens == logits.argmax(-1).tolist()
+    undo(lab, child)

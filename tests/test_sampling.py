@@ -1,0 +1,278 @@
+"""One uniform number per token decides it, whatever runs beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import Words, build
+from trees import SAMPLED, Lab, own_logits
+
+from arbor.engine.boundary import StopRule
+from arbor.engine.engine import Growth
+from arbor.engine.sampling import Sampling, confidence, sample, stream
+from arbor.errors import UsageError
+from arbor.tasks.base import Boundary
+from arbor.tree import ThoughtTree
+
+ALMOST_ONE = 1 - 2.0**-53
+EVERYTHING = Sampling(temperature=1.0, top_p=1.0)
+
+
+def logits_of(seed: int, rows: int, vocabulary: int, scale: float = 2.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, vocabulary, generator=generator) * scale
+
+
+def allowed(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
+    """By definition: the tokens that may be drawn from one row, with their probabilities, most probable first."""
+    probability = torch.softmax(logits.double() / sampling.temperature, -1).tolist()
+    order = sorted(range(len(probability)), key=lambda token: -probability[token])
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    total = sum(probability[token] for token in order)
+    kept: dict[int, float] = {}
+    for token in order:
+        if kept and sum(kept.values()) >= sampling.top_p * total:
+            break
+        kept[token] = probability[token]
+    mass = sum(kept.values())
+    return {token: p / mass for token, p in kept.items()}
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0.2, 3.0),
+    top_p=st.floats(0.05, 1.0),
+    top_k=st.integers(0, 12),
+)
+
+
+@given(sampling=samplings, seed=st.integers(0, 50), vocabulary=st.sampled_from([3, 10, 40]))
+def test_the_cuts_keep_what_their_definitions_say(
+    sampling: Sampling, seed: int, vocabulary: int
+) -> None:
+    logits = logits_of(seed, 1, vocabulary)
+    grid = [(i + 0.5) / 2000 for i in range(2000)]
+
+    drawn = sample(logits.expand(2000, -1), grid, sampling).tokens
+
+    want = allowed(logits[0], sampling)
+    counts = {token: drawn.count(token) for token in set(drawn)}
+    assert set(counts) <= set(want)
+    for token, probability in want.items():
+        assert counts.get(token, 0) == pytest.approx(2000 * probability, abs=1.01)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [EVERYTHING, Sampling(0.7, 0.9), Sampling(1.3, 1.0, 20), Sampling(0.5, 0.8, 7)],
+    ids=["all", "top-p", "top-k", "both"],
+)
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+    logits = logits_of(4, 1, 50)
+    uniforms = np.random.default_rng(11).random(20_000).tolist()
+
+    drawn = sample(logits.expand(20_000, -1), uniforms, sampling).tokens
+
+    want = allowed(logits[0], sampling)
+    counts = np.array([drawn.count(token) for token in want])
+    expected = np.array(list(want.values())) * 20_000
+    assert counts.sum() == 20_000
+    big = expected >= 5
+    chi2 = float((((counts - expected) ** 2) / expected)[big].sum())
+    freedom = int(big.sum()) - 1
+    assert chi2 < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 300, 3000])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 3.0])
+@pytest.mark.parametrize("sampling", [EVERYTHING, Sampling(1.0, 0.9), Sampling(1.0, 0.9, 4)])
+def test_a_uniform_at_either_end_gives_a_token_of_the_distribution(
+    vocabulary: int, scale: float, sampling: Sampling
+) -> None:
+    logits = logits_of(2, 1, vocabulary, scale)
+    logits[0, -1] = -torch.inf
+    want = allowed(logits[0], sampling)
+
+    tokens = sample(logits.expand(2, -1), [0.0, ALMOST_ONE], sampling).tokens
+
+    probability = torch.softmax(logits[0].double(), -1)
+    assert all(probability[token] > 0 for token in tokens)
+    if scale:
+        assert set(tokens) <= set(want)
+    if sampling is EVERYTHING:
+        assert tokens == [0, vocabulary - 2]
+
+
+@given(seed=st.integers(0, 200), uniform=st.floats(0, 1, exclude_max=True))
+def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform: float) -> None:
+    flat = logits_of(seed, 2, 1500, 0.05)
+    peaked = logits_of(seed, 2, 1500, 6.0)
+    mixed = torch.stack([flat[0], peaked[0]])
+    sampling = Sampling(1.0, 0.95)
+
+    together = sample(mixed, [uniform, uniform], sampling).tokens
+
+    alone = [sample(mixed[i : i + 1], [uniform], sampling).tokens[0] for i in (0, 1)]
+    assert together == alone
+    assert all(token in allowed(row, sampling) for token, row in zip(together, mixed, strict=True))
+
+
+def test_temperature_zero_takes_the_most_probable_token() -> None:
+    logits = logits_of(1, 6, 40)
+
+    drawn = sample(logits, [0.999] * 6, Sampling(temperature=0.0))
+
+    assert drawn.tokens == logits.argmax(-1).tolist()
+    assert drawn.top1 == pytest.approx([math.exp(p) for p in drawn.logprob])
+
+
+def test_probabilities_are_the_models_own_whatever_the_temperature() -> None:
+    logits = logits_of(1, 3, 40)
+
+    drawn = sample(logits, [0.2, 0.5, 0.8], Sampling(0.3, 0.6, 5))
+
+    own = logits.log_softmax(-1)
+    assert drawn.logprob == pytest.approx([float(own[i, t]) for i, t in enumerate(drawn.tokens)])
+    assert drawn.top1 == pytest.approx(own.exp().amax(-1).tolist())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(name: str, value: float) -> None:
+    with pytest.raises(UsageError, match=name):
+        Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_confidence_is_one_minus_normalised_entropy() -> None:
+    certain = torch.full((1, 8), -torch.inf)
+    certain[0, 3] = 0.0
+    half = torch.full((1, 4), -torch.inf)
+    half[0, :2] = 1.0
+
+    assert confidence(certain) == [1.0]
+    assert confidence(torch.zeros(1, 8)) == pytest.approx([0.0], abs=1e-6)
+    assert confidence(half) == pytest.approx([0.5])
+
+
+# Streams
+
+
+def test_a_stream_belongs_to_the_seed_and_the_blocks_place_in_the_tree() -> None:
+    tree = ThoughtTree([1])
+    first, second = tree.fork(tree.root), tree.fork(tree.root)
+    late = ThoughtTree([9, 9])
+    late.fork(late.root)
+    late_second = late.fork(late.root)
+    tree.fork(first)
+
+    numbers = stream(7, second).random(4).tolist()
+
+    assert numbers == stream(7, late_second).random(4).tolist()
+    others = [
+        stream(8, second),
+        stream(7, first),
+        stream(7, tree.root),
+        stream(7, first.children[0]),
+    ]
+    assert all(other.random(4).tolist() != numbers for other in others)
+
+
+def test_each_token_reads_one_number_of_its_blocks_stream() -> None:
+    own, lab = build("llama"), Lab(build("llama"))
+    tree = lab.plant()
+
+    children = lab.sprout([(tree.root, 3)], EVERYTHING, length=6, seed=5)
+
+    for child in children:
+        random = stream(5, child)
+        for logits, token in zip(own_logits(own, tree)[child.id], child.tokens, strict=False):
+            assert sample(logits[None], [random.random()], EVERYTHING).tokens == [token]
+
+
+def test_what_decodes_beside_a_block_does_not_change_it() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant()
+    together = [node.tokens for node in lab.sprout([(tree.root, 4)])]
+    tree = lab.plant()
+
+    alone = [lab.sprout([(tree.root, 1)])[0].tokens for _ in range(4)]
+
+    assert alone == together
+    assert len({tuple(tokens) for tokens in together}) == 4
+
+
+# Boundaries
+
+
+class Spaced(Words):
+    """Every number is followed by a space."""
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(f"{token} " for token in ids)
+
+
+class Letters(Words):
+    """A tokenizer of pieces of text."""
+
+    pieces = ("a", "b", "\n", "\n\n", "c.", " d", "x\ny", "E", "ND", "")
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+def rule(*stops: str, most: int = 99, eos: tuple[int, ...] = ()) -> StopRule:
+    return StopRule(Letters(), Boundary(stops, most, 3), eos)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    stops=st.lists(st.sampled_from(["\n\n", "a\nb", "END", ". ", "b"]), max_size=2, unique=True),
+)
+def test_a_block_ends_with_the_token_that_completes_a_stop(
+    tokens: list[int], stops: list[str]
+) -> None:
+    stop_rule = rule(*stops)
+    text = Letters().decode
+
+    for end in range(1, len(tokens) + 1):
+        now, before = text(tokens[:end]), text(tokens[: end - 1])
+        complete = any(stop in now for stop in stops)
+        if any(stop in before for stop in stops):
+            break
+        assert (stop_rule.after(tokens[:end]) == "step") == complete
+
+
+def test_the_end_of_a_sequence_goes_before_everything_else() -> None:
+    assert rule("END", most=1, eos=(8,)).after([7, 8]) == "eos"
+    assert rule("END", most=1).after([7, 8]) == "step"
+    assert rule("END", most=2).after([0, 0]) == "length"
+    assert rule("END", most=3).after([0, 0]) is None
+
+
+def test_a_stop_across_tokens_ends_a_grown_block() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant()
+    free = lab.sprout([(tree.root, 1)], SAMPLED, length=8)[0].tokens
+    stop = f"{free[2]} {free[3]}"
+    tree = lab.plant()
+
+    growth = Growth(3, SAMPLED, StopRule(Spaced(), Boundary((stop,), 8, 3), ()))
+    (child,) = lab.grow([(tree.root, 1)], growth)
+
+    assert child.tokens == free[:4]
