@@ -34,12 +34,11 @@ from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.lru import LRU
 from arbor.session import Limits, Outcome, Session, Status
 from arbor.tasks.base import Boundary, Problem, Task
-from arbor.trace.write import TraceWriter
+from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 from arbor.verifiers.base import Verifier
 
 SOLUTION_SCHEMA = "arbor.solution/1"
-TRACE_SCHEMA = "arbor.trace/1"
 # one more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here on (Llama-8B shapes)
 CUDA_SAVED_READS = 12_000
 
@@ -449,7 +448,7 @@ class Solver:
         created = datetime.now(UTC)
         content = f"{created.isoformat()} {os.getpid()} {problem.id}"
         return Header(
-            schema=TRACE_SCHEMA,
+            schema=SCHEMA,
             run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
             created=created.isoformat(timespec="seconds"),
             arbor=arbor.__version__,

@@ -116,6 +116,9 @@ class FakeSolver:
     def __exit__(self, *error: object) -> None:
         return None
 
+    def describe(self) -> Any:
+        return types.SimpleNamespace(parameters=10**9)
+
     def plan(self, problem: str) -> Plan:
         return self._budget.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
 

@@ -122,7 +122,18 @@ def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform:
 
     alone = [sample(mixed[i : i + 1], [uniform], sampling).tokens[0] for i in (0, 1)]
     assert together == alone
-    assert all(token in allowed(row, sampling) for token, row in zip(together, mixed, strict=True))
+    for token, row in zip(together, mixed, strict=True):
+        want = allowed(row, sampling)
+        reached = np.cumsum(list(want.values()))
+        place = list(want).index(token)
+        assert reached[place] > uniform - 1e-9
+        assert place == 0 or reached[place - 1] <= uniform + 1e-9
+
+
+def test_an_impossible_first_token_is_not_drawn() -> None:
+    logits = torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]])
+
+    assert sample(logits, [0.0], EVERYTHING).tokens == [2]
 
 
 def test_temperature_zero_takes_the_most_probable_token() -> None:

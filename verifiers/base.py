@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

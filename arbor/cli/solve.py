@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,12 @@ from arbor.metrics import Metrics
 from arbor.trace.live import LiveView, LogView, human_bytes
 
 if TYPE_CHECKING:
+    from arbor.engine.describe import ModelInfo
     from arbor.solver import SearchStream, Solution
 
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"
+SMALL_MODEL = 50_000_000  # parameters
 
 _options = together(
     option(
@@ -91,6 +94,13 @@ _options = together(
         heading="Limits",
         help="Seconds; then the best so far.",
     ),
+    option(
+        "--threads",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Limits",
+        help="Of torch on the CPU; one for small models.",
+    ),
     option("--dry-run", is_flag=True, heading="Limits", help="Only the plan; reads no weights."),
     option(
         "--trace",
@@ -122,6 +132,7 @@ def solve(voice: Voice, /, **given: Any) -> int:
             show_plan(voice, plan)
             return 0
         voice.say(budget_line(given["budget"], plan))
+        use_threads(given["threads"], solver.describe())
         stream = solver.stream(
             problem,
             expected=given["expected"],
@@ -186,6 +197,16 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
             offset=error.start,
             line=line,
         ) from error
+
+
+def use_threads(threads: int | None, model: ModelInfo) -> None:
+    """Torch's threads: as asked, or one for a model so small that threads wait for each other longer than they work."""
+    if threads is None and model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def watch(voice: Voice, stream: SearchStream, stop: Stop) -> Solution:

@@ -73,7 +73,8 @@ def describe_config(config: Any, source: Source, *, dtype: str = "auto") -> Mode
     """`describe` for a config that is already read."""
     chosen = resolve_dtype(dtype, config)
     text = config.get_text_config()
-    reason, specs, parameters = "", (), 0
+    reason, parameters = "", 0
+    specs: tuple[LayerSpec, ...] = ()
     try:
         specs, parameters = _probe_without_weights(config)
     except ModelError as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.boundary import Stop, StopRule
@@ -23,6 +25,7 @@ from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
 
 NEXT_LOGITS_BYTES = 256 << 20
 Kind = Literal["prefill", "decode", "verify"]
+Filled = tuple[Node, NDArray[np.int64]]  # a block, and offsets of its tokens that a forward writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +183,10 @@ class Engine:
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
         for wave in self._waves(parents, [longest] * len(order)):
-            self._decode([order[i] for i in wave], growth)
+            if self._interrupted():
+                self._cut([order[i] for i in wave])
+            else:
+                self._decode([order[i] for i in wave], growth)
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits after `path + question`, for each pair; leaves the tree as it was.
@@ -304,9 +310,10 @@ class Engine:
         """
         path = self.tree.paths(leaves)
         known = {leaf.id: self._next_logits.get(leaf.id) for leaf in leaves}
-        segments, wanted = self._fill(path, leaves if need_logits else (), reserve)
+        segments, wanted, filled = self._fill(path, leaves if need_logits else (), reserve)
         if segments:
-            logits = self._forward(kind, segments).logits
+            with self._undone_on_error(filled):
+                logits = self._forward(kind, segments).logits
             known.update(zip(wanted, logits, strict=True))
             self._remember(wanted, logits)
         self._touch(path)
@@ -314,9 +321,9 @@ class Engine:
 
     def _fill(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
-    ) -> tuple[list[Segment], list[int]]:
-        """Place what is missing of Path*; returns the segments that compute it (depth first), and the ids of the
-        leaves whose logits they give, in order."""
+    ) -> tuple[list[Segment], list[int], list[Filled]]:
+        """Place what is missing of Path*; returns the segments that compute it (depth first), the ids of the leaves
+        whose logits they give, in order, and which tokens they write."""
         memory = self.memory
         ordered = sorted(path, key=lambda node: node.key)
         holes = {node.id: np.flatnonzero(~node.span.exact) for node in ordered}
@@ -334,8 +341,8 @@ class Engine:
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 memory.place(node, here, exact=True, depth=layers, first=first)
-            if len(hole) and node.id in self._computed:
-                back.append((node.id, len(hole)))
+            if len(here) and node.id in self._computed:
+                back.append((node.id, len(here)))
             self._computed.add(node.id)
         if back:
             self.emit(Rehydrated(nodes=tuple(sorted(back)), mode="recompute", kv=self.kv))
@@ -364,7 +371,17 @@ class Engine:
                         logits=int(node.id in want and end == last + 1),
                     )
                 )
-        return segments, wanted
+        return segments, wanted, [(node, holes[node.id]) for node in ordered if len(holes[node.id])]
+
+    @contextmanager
+    def _undone_on_error(self, filled: Sequence[Filled]) -> Iterator[None]:
+        """If the forward that should write these tokens fails, they hold no KV: drop them again."""
+        try:
+            yield
+        except BaseException:
+            for node, offsets in filled:
+                self.memory.evict(node, offsets)
+            raise
 
     def _context(self, node: Node | None) -> list[Piece]:
         """The pieces of the path that ends with `node`, resident tokens only."""
@@ -392,7 +409,7 @@ class Engine:
     def _ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         memory = self.memory
         path = self.tree.paths(nodes)
-        segments, _ = self._fill(path, (), sum(len(question) for question in questions))
+        segments, _, filled = self._fill(path, (), sum(len(question) for question in questions))
         borrowed = []
         for node, question in zip(nodes, questions, strict=True):
             slots = memory.borrow(question, node.end)
@@ -408,7 +425,8 @@ class Engine:
                 )
             )
         try:
-            logits = self._forward("verify", segments).logits
+            with self._undone_on_error(filled):
+                logits = self._forward("verify", segments).logits
         finally:
             memory.give_back(np.concatenate(borrowed))
         self._touch(path)
@@ -448,7 +466,9 @@ class Engine:
                 min_saved_reads=self._min_saved_reads,
                 shared=shared,
             )
-            logits = self.runner.forward(plan, self.memory.pool).logits
+            written = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
+            with self._undone_on_error(written):
+                logits = self.runner.forward(plan, self.memory.pool).logits
             shared = plan.shared
             steps, ran = steps + 1, ran + len(rows)
             read, unique = read + plan.read_tokens, unique + plan.unique_read_tokens
@@ -458,7 +478,7 @@ class Engine:
                 going = [i for i, row in enumerate(rows) if row.stop is None]
                 rows, logits, shared = [rows[i] for i in going], logits[going], None
             if rows and self._interrupted():
-                self._cut(rows)
+                self._cut([row.node for row in rows])
                 break
             if rows:
                 self._choose(rows, logits, growth)
@@ -490,11 +510,11 @@ class Engine:
             node.confidence = sure
             self._boundary(node, row.stop)
 
-    def _cut(self, rows: Sequence[_Row]) -> None:
+    def _cut(self, nodes: Sequence[Node]) -> None:
         """An interruption: unfinished blocks are given up as they are."""
-        for row in rows:
-            row.node.state = NodeState.PRUNED
-            self._boundary(row.node, "limit")
+        for node in nodes:
+            node.state = NodeState.PRUNED
+            self._boundary(node, "limit")
 
     def _boundary(self, node: Node, stop: Stop) -> None:
         node.top1 /= max(1, len(node.tokens))
@@ -572,7 +592,7 @@ class _Row:
         )
 
 
-def _runs(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> list[tuple[int, int]]:
+def _runs(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Increasing offsets as half-open runs of consecutive ones: 0 1 2 5 -> (0, 3), (5, 6)."""
     if len(offsets) == 0:
         return []

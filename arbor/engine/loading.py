@@ -123,7 +123,7 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
     """
     try:
         with _no_progress_bar():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=dtype, output_loading_info=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -132,6 +132,7 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
         if type(error).__name__ == "SafetensorError":
             raise _unreadable(source, error) from error
         raise
+    model, report = loaded
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         raise ModelError(

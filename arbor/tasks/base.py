@@ -83,6 +83,11 @@ class Task(Protocol):
     def name(self) -> str: ...
 
     @property
+    def example(self) -> str:
+        """A text that `parse` takes."""
+        ...
+
+    @property
     def boundary(self) -> Boundary: ...
 
     def parse(self, text: str) -> Problem:

@@ -467,7 +467,9 @@ class Countdown:
         return replay(problem.data["numbers"], thoughts) is None
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
-        return compose(problem.data["numbers"], thoughts)
+        """The expression the steps make; None if it misses the target, which anyone can see without a key."""
+        expression = compose(problem.data["numbers"], thoughts)
+        return expression if self.grade(problem, expression).correct else None
 
     def grade(self, problem: Problem, answer: str | None) -> Grade:
         if answer is None or not answer.strip():

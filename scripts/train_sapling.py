@@ -1,0 +1,935 @@
+"""Trains Sapling, the embedded model: data, tokenizer, training, export; one command from nothing to the files.
+
+    python scripts/train_sapling.py --minutes 90 --work /tmp/sapling --out arbor/sapling
+    python scripts/train_sapling.py --resume --minutes 90 --work /tmp/sapling      # go on after an interruption
+    python scripts/train_sapling.py --init arbor/sapling --minutes 30              # warm start from saved weights
+    python scripts/train_sapling.py --export-only --work /tmp/sapling              # the last checkpoint as files
+
+One training document is a *tree*: a prompt, several thoughts per state, and after each state the verifier's question
+with its exact verdict, exactly as a search sees them. A token attends to its ancestors only, and its position is its
+depth in tokens, so one forward pass trains the policy and the judge on many branches of one problem.
+
+    segment     a run of tokens with a parent segment; children may share a parent
+    target      (position whose hidden state predicts, token, weight); the first token of every child is predicted
+                from the last token of its parent, so one position can have several targets
+    row         documents packed into [T] tokens; mask[i, j] says whether token i sees token j
+
+Optimiser: Muon (K. Jordan, 2024: orthogonalised momentum) for the matrices of the layers, AdamW for embedding and norms.
+The learning rate follows the share of the time budget that is used up, so the run ends when it should. Word problems start
+with two steps and grow by one tenth of the way to 16 whenever the share of right tokens passes `MASTERED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import Full
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.tasks.chains import Chains, generate
+from arbor.tasks.countdown import Countdown, Step, can_reach, legal_steps
+from arbor.tasks.game24 import Game24, is_classic
+from arbor.tasks.recall import Recall
+from arbor.tasks.splits import split_of
+
+BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
+KINDS = ("choice", "result", "judge", "chains", "chains-judge", "recall", "facts")
+LARGEST_RESULT = 200
+MASTERED = 0.965  # share of right tokens at which word problems get longer
+JUDGE_WEIGHT = 3.0  # verdicts are few among the tokens, and search stands on them
+TREE, SHORT, LONG = (
+    384,
+    256,
+    512,
+)  # tokens in a row of countdown trees, of short and of long word problems
+
+# Every alternative ends at a newline or before it: a text that ends in a newline is a prefix in tokens as well.
+PIECES = "|".join(
+    (
+        r"\)\n",
+        r" \(left: ",
+        r" [-+*/=] ",
+        r":(?: (?=[0-9]))?",
+        r"\.",
+        r" (?:times )?as many as",
+        r" (?:more|fewer) than",
+        r" ?[A-Za-z]+",
+        r"[0-9]",
+        r"\n",
+        r" ",
+        r"[^A-Za-z0-9\s]",
+        r"\s",
+    )
+)
+
+
+def build_tokenizer(out: Path) -> None:
+    """Trains the byte-level BPE tokenizer on generated text and writes its two files.
+
+    Digits are single tokens, frequent pieces (`` (left: ``, ``)\\n``, words and names with their space) are too; any text
+    round-trips.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(0)
+    texts = [
+        "The answer is yes. No, it can not be reached. Is this right? Solve. Make Use Using numbers\n"
+        "So let us think step by step. First Second Next Therefore Question Solution Problem\n"
+    ] * 50
+    trees = Trees(lambda text: list(text.encode()))
+    for _ in range(400):
+        for document in (trees.countdown(rng), trees.chains(rng, 16), trees.recall(rng, 12)):
+            texts += [bytes(segment.tokens).decode() for segment in document.segments]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=640,
+        min_frequency=2,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    fast.save_pretrained(out)
+
+
+@dataclass
+class Segment:
+    """A run of tokens: `parent` is an index into the document (-1: root), `weights` the loss weight of each token."""
+
+    parent: int
+    tokens: list[int]
+    weights: list[float]
+    kinds: list[int]
+
+
+@dataclass
+class Document:
+    """A tree of segments; a parent comes before its children."""
+
+    segments: list[Segment] = field(default_factory=list)
+
+    def add(self, parent: int, tokens: list[int], weights: list[float], kinds: list[int]) -> int:
+        """Appends a segment and returns its index."""
+        self.segments.append(Segment(parent, tokens, weights, kinds))
+        return len(self.segments) - 1
+
+    def __len__(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+class Trees:
+    """Makes training documents.
+
+    Args:
+        encode: text -> token ids, without the beginning-of-text token.
+        bos: ids before each prompt.
+    """
+
+    def __init__(self, encode: Any, bos: Sequence[int] = ()) -> None:
+        self._encode = encode
+        self._cache: dict[str, list[int]] = {}
+        self.bos = list(bos)
+        self.game, self.numbers, self.words, self.rooms = Game24(), Countdown(), Chains(), Recall()
+
+    def tokens(self, text: str) -> list[int]:
+        """Ids of one line, memoised."""
+        found = self._cache.get(text)
+        if found is None:
+            if len(self._cache) > 400_000:
+                self._cache.clear()
+            found = self._cache[text] = self._encode(text)
+        return found
+
+    def _root(self, document: Document, prompt: str) -> int:
+        ids = self.bos + self.tokens(prompt)
+        return document.add(-1, ids, [0.0] * len(ids), [0] * len(ids))
+
+    def _ask(
+        self, document: Document, parent: int, question: str, yes: bool, weight: float, kind: str
+    ) -> None:
+        ids = self.tokens(question) + self.tokens(" yes" if yes else " no")
+        weights = [0.0] * (len(ids) - 1) + [weight]
+        document.add(parent, ids, weights, [KINDS.index(kind)] * len(ids))
+
+    # --- countdown -------------------------------------------------------------------------------------------------
+
+    def _hand(self, rng: random.Random) -> tuple[tuple[int, ...], int]:
+        """A set of numbers and a target that may be trained on."""
+        roll = rng.random()
+        if roll < 0.42:  # four numbers, one above 13: 24
+            small = [rng.randint(1, 13) for _ in range(3)]
+            return tuple(sorted([*small, rng.randint(14, 25)])), 24
+        if roll < 0.72:  # what is left after the first step of a hand: three numbers, 24
+            a, b, c = (rng.randint(1, 13) for _ in range(3))
+            steps = legal_steps(tuple(sorted((rng.randint(1, 13), c))))
+            result = rng.choice(steps).left[0]
+            return tuple(sorted((a, b, int(result)))), 24
+        if roll < 0.92:  # four small numbers, other targets
+            hand = tuple(sorted(rng.randint(1, 13) for _ in range(4)))
+            target = rng.randint(10, 40) if rng.random() < 0.7 else rng.randint(10, 99)
+            return hand, target if target != 24 else 25
+        count = rng.choice((5, 5, 6))
+        state: tuple[int, ...] = tuple(sorted(rng.randint(1, 25) for _ in range(count)))
+        left = state
+        while len(left) > 1:
+            left = rng.choice(legal_steps(left)).left  # type: ignore[arg-type, assignment]
+        return state, left[0] if 10 <= left[0] <= 99 else 24
+
+    def _allowed(self, hand: tuple[int, ...], target: int) -> bool:
+        if is_classic(hand, target):
+            return False
+        return (
+            len(hand) != 4
+            or target == 24
+            or split_of(self.numbers.make(hand, target).id) == "train"
+        )
+
+    def countdown(self, rng: random.Random) -> Document:
+        """A tree of one Countdown problem: solutions, detours, a question after every state."""
+        while True:
+            hand, target = self._hand(rng)
+            if not self._allowed(hand, target):
+                continue
+            if len(hand) > 4 or can_reach(hand, target) or rng.random() < 0.2:
+                break
+        document = Document()
+        prompt = self.numbers.prompt(self.numbers.make(hand, target))
+        root = self._root(document, prompt)
+        if len(hand) <= 3:
+            self._judge(document, root, hand, target, True)
+        self._grow(document, root, hand, target, rng, True, 2 if len(hand) <= 4 else 1)
+        return document
+
+    def _judge(
+        self, document: Document, node: int, state: tuple[int, ...], target: int, legal: bool
+    ) -> None:
+        yes = legal and can_reach(state, target)
+        self._ask(document, node, "Reachable?", yes, JUDGE_WEIGHT, "judge")
+
+    def _grow(
+        self,
+        document: Document,
+        node: int,
+        state: tuple[int, ...],
+        target: int,
+        rng: random.Random,
+        policy: bool,
+        width: int,
+    ) -> None:
+        """Adds children: `width` the policy should take (one below depth 1), and some it is only judged on."""
+        steps = [
+            step
+            for step in legal_steps(state)
+            if step.result <= LARGEST_RESULT and self._fits(step, target)
+        ]
+        if not steps:
+            return
+        big = len(state) > 4
+        solvable = not big and can_reach(state, target)
+        good = [step for step in steps if can_reach(step.left, target)] if solvable else []
+        chosen: list[tuple[Step, float]] = []
+        for _ in range(width if policy else 0):
+            if good and rng.random() < 0.9:
+                chosen.append((rng.choice(good), 1.0))
+            else:
+                chosen.append((rng.choice(steps), 0.5 if good or big else 0.2))
+        others = {4: 2, 3: 1 if rng.random() < 0.8 else 2, 2: int(rng.random() < 0.25)}.get(
+            len(state), 0
+        )
+        for _ in range(others):
+            chosen.append((rng.choice(steps), 0.0))
+        seen: list[str] = []
+        for step, weight in chosen:
+            text, left = step.text, step.left
+            if text in seen:
+                if weight:  # the same choice again: it counts twice, but its text stands once
+                    index = next(
+                        i
+                        for i, s in enumerate(document.segments)
+                        if s.parent == node and s.tokens == self.tokens(text)
+                    )
+                    ids = document.segments[index]
+                    cut = ids.tokens.index(self.tokens(" = ")[0]) + 1
+                    ids.weights[:cut] = [w + weight for w in ids.weights[:cut]]
+                continue
+            seen.append(text)
+            legal = True
+            if weight == 0.0 and rng.random() < 0.1:
+                text, legal = self._spoil(step, rng), False
+            ids_ = self.tokens(text)
+            cut = ids_.index(self.tokens(" = ")[0]) + 1
+            after = 1.0 if legal else 0.0
+            weights = [weight] * cut + [after] * (len(ids_) - cut)
+            kinds = [KINDS.index("choice")] * cut + [KINDS.index("result")] * (len(ids_) - cut)
+            child = document.add(node, ids_, weights, kinds)
+            numbers = tuple(int(n) for n in left)
+            if len(numbers) < 5 and (len(numbers) > 1 or rng.random() < 0.3):
+                self._judge(document, child, numbers, target, legal)
+            if len(numbers) > 1 and legal and weight:
+                self._grow(document, child, numbers, target, rng, True, 1)
+
+    def _fits(self, step: Step, target: int) -> bool:
+        return not (target == 24 and len(step.left) == 4 and max(step.left) <= 13)
+
+    def _spoil(self, step: Step, rng: random.Random) -> str:
+        """The step with one thing wrong: its result (and what follows from it), or what is left."""
+        off = rng.choice((-2, -1, 1, 2, 10))
+        wrong = max(0, int(step.result) + off)
+        wrong = wrong if wrong != step.result else wrong + 1
+        left = list(step.left)
+        left.remove(step.result)
+        if rng.random() < 0.6:
+            return Step(step.a, step.sign, step.b, wrong, tuple(sorted([*left, wrong]))).text
+        if left and rng.random() < 0.5:
+            at = rng.randrange(len(left))
+            left[at] = max(1, int(left[at]) + rng.choice((-1, 1)))
+        else:
+            left.append(rng.choice((step.a, step.b)))
+        return Step(
+            step.a, step.sign, step.b, step.result, tuple(sorted([*left, step.result]))
+        ).text
+
+    # --- chains and recall -----------------------------------------------------------------------------------------
+
+    def chains(self, rng: random.Random, most: int) -> Document:
+        """A word problem with at most so many steps; some states are asked about, some lines spoiled for that."""
+        few = Chains(distractors=min(4, most))
+        while True:
+            problem = few.draw(rng, 2 + int((most - 1) * rng.random() ** 1.5))
+            if split_of(problem.id) == "train":
+                break
+        return self._path(self.words, problem, self.words.solution(problem), rng, "chains")
+
+    def facts(self, rng: random.Random, most: int) -> Document:
+        """Facts, told and then restated in another order: nothing but looking up what was told of a name.
+
+        Chains are mostly lines that follow from the line before; without these documents the look-up is learned late.
+        """
+        facts, asked = generate(rng, rng.randint(1, most), rng.randint(1, most), 1)
+        document = Document()
+        problem = self.words.make(facts, asked)
+        node = self._root(document, self.words.prompt(problem))
+        rng.shuffle(facts)
+        kind = KINDS.index("facts")
+        for fact in facts:
+            ids = self.tokens(f"Then {fact.text}\n")
+            weights = [0.0] * 2 + [2.0] * (len(ids) - 2)  # which name comes next is chance
+            node = document.add(node, ids, weights, [kind] * len(ids))
+        return document
+
+    def recall(self, rng: random.Random, most: int) -> Document:
+        """A search through at most so many rooms."""
+        while True:
+            problem = self.rooms.draw(rng, rng.randint(4, most))
+            if split_of(problem.id) == "train":
+                break
+        return self._path(self.rooms, problem, self.rooms.solution(problem), rng, "recall")
+
+    def _path(
+        self, task: Any, problem: Any, thoughts: Sequence[str], rng: random.Random, kind: str
+    ) -> Document:
+        document = Document()
+        node = self._root(document, task.prompt(problem))
+        asked = KINDS.index(kind)
+        for index, thought in enumerate(thoughts):
+            if index and rng.random() < 0.2:
+                spoiled = self._spoil_line(thought, thoughts, rng)
+                if task.value(problem, [*thoughts[:index], spoiled]) == 0.0:
+                    ids = self.tokens(spoiled)
+                    wrong = document.add(node, ids, [0.0] * len(ids), [asked] * len(ids))
+                    self._ask(document, wrong, "Correct?", False, 2.0, "chains-judge")
+            ids = self.tokens(thought)
+            weight = 3.0 if thought.startswith("Plan") else 1.0
+            node = document.add(node, ids, [weight] * len(ids), [asked] * len(ids))
+            if rng.random() < 0.2:
+                self._ask(document, node, "Correct?", True, 2.0, "chains-judge")
+        return document
+
+    def _spoil_line(self, thought: str, thoughts: Sequence[str], rng: random.Random) -> str:
+        """The line with one number changed, or another line of the path in its place."""
+        words = thought.rstrip("\n").split(" ")
+        numbers = [i for i, word in enumerate(words) if word.isdigit()]
+        if not numbers or rng.random() < 0.15:
+            return rng.choice(list(thoughts))
+        at = numbers[-1] if rng.random() < 0.5 else rng.choice(numbers)
+        words[at] = str(max(0, int(words[at]) + rng.choice((-10, -2, -1, 1, 2, 10))))
+        return " ".join(words) + "\n"
+
+
+@dataclass
+class Batch:
+    """One micro-batch.
+
+    Attributes:
+        ids, positions: [R, T] int64.
+        mask: [R, T, T] bool, whether token i sees token j.
+        at, target: [M] int64; position in the flattened rows that predicts, and the token.
+        weight: [M] float32.
+        kind: [M] int8, index into `KINDS`.
+    """
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    at: NDArray[np.int64]
+    target: NDArray[np.int64]
+    weight: NDArray[np.float32]
+    kind: NDArray[np.int8]
+
+
+def pack(documents: Sequence[Document], rows: int, length: int) -> tuple[Batch, list[Document]]:
+    """Lays documents into rows (first fit, longest first); returns what found no room as well."""
+    order = sorted(range(len(documents)), key=lambda i: (-len(documents[i]), i))
+    used = [0] * rows
+    ids = np.zeros((rows, length), np.int64)
+    positions = np.zeros((rows, length), np.int64)
+    mask = np.zeros((rows, length, length), np.bool_)
+    mask[:, np.arange(length), np.arange(length)] = True
+    at: list[int] = []
+    target: list[int] = []
+    weight: list[float] = []
+    kind: list[int] = []
+    rest: list[Document] = []
+    for index in order:
+        document = documents[index]
+        size = len(document)
+        row = next((r for r in range(rows) if used[r] + size <= length), -1)
+        if row < 0:
+            rest.append(document)
+            continue
+        start = used[row]
+        used[row] += size
+        spans: list[tuple[int, int, int]] = []  # first token, end, depth of the first token
+        for segment in document.segments:
+            n = len(segment.tokens)
+            first, depth = start, 0
+            if segment.parent >= 0:
+                pfirst, pend, pdepth = spans[segment.parent]
+                depth = pdepth + pend - pfirst
+                mask[row, first : first + n] |= mask[row, pend - 1]
+                mask[row, first : first + n, pend - 1] = True
+                before = pend - 1
+            else:
+                before = -1
+            mask[row, first : first + n, first : first + n] |= np.tri(n, dtype=np.bool_)
+            ids[row, first : first + n] = segment.tokens
+            positions[row, first : first + n] = np.arange(depth, depth + n)
+            for i, (token, w) in enumerate(zip(segment.tokens, segment.weights, strict=True)):
+                previous = first + i - 1 if i else before
+                if w > 0 and previous >= 0:
+                    at.append(row * length + previous)
+                    target.append(token)
+                    weight.append(w)
+                    kind.append(segment.kinds[i])
+            spans.append((first, first + n, depth))
+            start += n
+    arrays = (np.array(at, np.int64), np.array(target, np.int64))
+    extra = (np.array(weight, np.float32), np.array(kind, np.int8))
+    return Batch(ids, positions, mask, *arrays, *extra), rest
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What one optimiser step sees: rows of `TREE` tokens of countdown, of `SHORT` tokens of word problems."""
+
+    countdown: int = 4
+    words: int = 6
+    recall_share: float = 0.15
+    facts_share: float = 0.45
+    long_every: int = 4
+
+
+def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterator[list[Batch]]:
+    """The micro-batches of each optimiser step from `first` on; step i depends on (seed, i) and the curriculum.
+
+    Args:
+        level: object with `.value` in [0, 1]; word problems grow from two steps to 16 with it.
+    """
+    step = first
+    while True:
+        rng = random.Random(f"{seed} {step}")
+        grown = level.value
+        game = [trees.countdown(rng) for _ in range(int(mix.countdown * TREE / 138))]
+        long = grown > 0.45 and step % mix.long_every == 0
+        length = LONG if long else SHORT
+        rows = max(1, mix.words * SHORT // length)
+        room = rows * length
+        words: list[Document] = []
+        while room > 0:
+            roll = rng.random()
+            if roll < mix.facts_share * (1 - grown):
+                document = trees.facts(rng, 2 + round(6 * grown))
+            elif roll > 1 - mix.recall_share:
+                document = trees.recall(rng, 4 + round((10 if long else 4) * grown))
+            else:
+                document = trees.chains(rng, 2 + round((14 if long else 7) * grown))
+            if len(document) <= length:
+                words.append(document)
+                room -= len(document)
+        yield [pack(game, mix.countdown, TREE)[0], pack(words, rows, length)[0]]
+        step += 1
+
+
+def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue: Any) -> None:
+    """Body of the data process."""
+    from tokenizers import Tokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    queue.cancel_join_thread()
+    parent = os.getppid()
+    for batch in batches(Trees(encode, [tokenizer.token_to_id(BOS)]), mix, seed, first, level):
+        while True:
+            if os.getppid() != parent:  # the trainer is gone
+                return
+            try:
+                queue.put(batch, timeout=20)
+                break
+            except Full:
+                continue
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+import torch  # noqa: E402  (the data process does not need the parts below)
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; names as in `transformers.LlamaConfig`."""
+
+    vocab_size: int
+    hidden_size: int = 256
+    intermediate_size: int = 640
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer; parameters are named as in Hugging Face's."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        d, f, h = shape.hidden_size, shape.intermediate_size, shape.head_dim
+        self.shape = shape
+        self.input_layernorm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(d, shape.rms_norm_eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(d, shape.num_attention_heads * h, bias=False),
+                "k_proj": nn.Linear(d, shape.num_key_value_heads * h, bias=False),
+                "v_proj": nn.Linear(d, shape.num_key_value_heads * h, bias=False),
+                "o_proj": nn.Linear(shape.num_attention_heads * h, d, bias=False),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(d, f, bias=False),
+                "up_proj": nn.Linear(d, f, bias=False),
+                "down_proj": nn.Linear(f, d, bias=False),
+            }
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        """x [R, T, d], cos and sin [R, 1, T, head_dim], mask [R, 1, T, T] -> [R, T, d]."""
+        rows, length, _ = x.shape
+        a = self.self_attn
+        y = self.input_layernorm(x)
+
+        def heads(z: Tensor) -> Tensor:
+            return z.view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
+
+        def rotate(z: Tensor) -> Tensor:
+            half = z.shape[-1] // 2
+            return z * cos + torch.cat((-z[..., half:], z[..., :half]), -1) * sin
+
+        q, k, v = (
+            rotate(heads(a["q_proj"](y))),
+            rotate(heads(a["k_proj"](y))),
+            heads(a["v_proj"](y)),
+        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        x = x + a["o_proj"](out.transpose(1, 2).reshape(rows, length, -1))
+        y = self.post_attention_layernorm(x)
+        m = self.mlp
+        return x + m["down_proj"](F.silu(m["gate_proj"](y)) * m["up_proj"](y))
+
+
+class Model(nn.Module):
+    """Llama with tied embeddings, no cache: the lean forward for training. `export` gives the same logits."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = 0.02 if "embed" in name else parameter.shape[1] ** -0.5
+                nn.init.normal_(
+                    parameter, std=scale * ((2 * shape.num_hidden_layers) ** -0.5 if deep else 1)
+                )
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """ids, positions [R, T]; mask [R, T, T] bool -> final hidden states [R, T, d]."""
+        half = torch.arange(0, self.shape.head_dim, 2, device=ids.device).float()
+        angle = positions[..., None].float() * self.shape.rope_theta ** (
+            -half / self.shape.head_dim
+        )
+        angle = torch.cat((angle, angle), -1)[:, None]
+        cos, sin = angle.cos(), angle.sin()
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, mask[:, None])
+        return self.norm(x)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, made orthogonal by Newton-Schulz iterations, matrices of one shape together.
+
+    Source: K. Jordan et al., Muon, 2024; coefficients from Polar Express (Amsel et al., arXiv 2505.16932).
+    """
+
+    COEFFICIENTS = (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    )
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.95, weight_decay: float = 0.02
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
+            for p in group["params"]:
+                shapes.setdefault(tuple(p.shape), []).append(p)
+            for shape, params in shapes.items():
+                updates = []
+                for p in params:
+                    state = self.state[p]
+                    if "m" not in state:
+                        state["m"] = torch.zeros_like(p)
+                    state["m"].lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(state["m"], group["momentum"]))
+                x = torch.stack(updates)
+                tall = shape[0] > shape[1]
+                x = x.mT.contiguous() if tall else x
+                x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-7)
+                for a, b, c in self.COEFFICIENTS:
+                    gram = x @ x.mT
+                    x = torch.baddbmm(
+                        x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a
+                    )
+                x = x.mT if tall else x
+                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                for p, update in zip(params, x, strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+
+
+def export(model: Model, tokens: Path, out: Path) -> None:
+    """Writes the model as Hugging Face files, each by rename, weights last.
+
+    Args:
+        tokens: directory with the tokenizer's files.
+        out: where to.
+    """
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = LlamaConfig(
+        **{k: v for k, v in asdict(model.shape).items() if k != "rope_theta"},
+        rope_parameters={"rope_type": "default", "rope_theta": model.shape.rope_theta},
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    twin = LlamaForCausalLM(config).eval()
+    state = {
+        f"model.{name}": value.detach().float().cpu() for name, value in model.state_dict().items()
+    }
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    twin.load_state_dict(state)
+    twin.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as name:
+        twin.save_pretrained(name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            text = (tokens / file).read_text()
+            (Path(name) / file).write_text(
+                text.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+            )
+        files = sorted(Path(name).iterdir(), key=lambda file: file.suffix == ".safetensors")
+        for file in files:
+            file.chmod(0o644)
+            file.replace(out / file.name)
+
+
+def load_weights(model: Model, directory: Path) -> None:
+    """Loads saved weights into the lean model."""
+    from safetensors.torch import load_file
+
+    state = load_file(str(directory / "model.safetensors"))
+    model.load_state_dict(
+        {k.removeprefix("model."): v for k, v in state.items() if k != "lm_head.weight"}
+    )
+
+
+def rate(share: float, hold: float = 0.35, floor: float = 0.01) -> float:
+    """Factor on the learning rate: warm-up over 1 %, constant until `hold`, then a cosine to `floor`."""
+    if share < 0.01:
+        return 0.1 + 0.9 * share / 0.01
+    if share < hold:
+        return 1.0
+    return floor + (1 - floor) * 0.5 * (
+        1 + math.cos(math.pi * min(1.0, (share - hold) / (1 - hold)))
+    )
+
+
+def loss_of(
+    model: Any, weight: Tensor, batch: Batch, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted sum of cross entropies, cross entropy of each target [M], and whether each was the most likely."""
+    ids, positions, mask, at, target, w = (
+        torch.from_numpy(a).to(device)
+        for a in (batch.ids, batch.positions, batch.mask, batch.at, batch.target, batch.weight)
+    )
+    hidden = model(ids, positions, mask).flatten(0, 1)
+    logits = hidden.index_select(0, at) @ weight.T
+    each = F.cross_entropy(logits, target, reduction="none")
+    return (each * w).sum(), each.detach(), logits.detach().argmax(-1) == target
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=90, help="wall-clock budget of the whole schedule"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/sapling"), help="checkpoints, log, evaluation"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where the model is exported to, e.g. arbor/sapling"
+    )
+    parser.add_argument("--export-every", type=float, default=20, help="minutes between exports")
+    parser.add_argument(
+        "--first-export", type=float, default=6, help="minutes until the first export"
+    )
+    parser.add_argument(
+        "--export-only", action="store_true", help="export the last checkpoint and stop"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint of --work"
+    )
+    parser.add_argument("--init", type=Path, help="start from these saved weights")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the forward pass")
+    parser.add_argument("--muon", type=float, default=0.012, help="learning rate of the matrices")
+    parser.add_argument(
+        "--adam", type=float, default=2e-3, help="learning rate of embedding and norms"
+    )
+    parser.add_argument("--rows", type=int, nargs=2, default=(4, 6), help="rows: countdown, words")
+    parser.add_argument(
+        "--evaluate", action="store_true", help="run eval_sapling.py --quick after each export"
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="sizes of the model")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+    args.work.mkdir(parents=True, exist_ok=True)
+    tokens = args.work / "tokenizer"
+    if not (tokens / "tokenizer.json").exists():
+        if args.init:
+            tokens.mkdir(exist_ok=True)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                (tokens / file).write_bytes((args.init / file).read_bytes())
+        else:
+            build_tokenizer(tokens)
+    vocabulary = json.loads((tokens / "tokenizer.json").read_text())["model"]["vocab"]
+    sizes = {name: int(value) for name, value in (item.split("=") for item in args.set)}
+    checkpoint = args.work / "checkpoint.pt"
+    saved = None
+    if args.resume or args.export_only:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        sizes = saved["shape"]
+    shape = Shape(**{"vocab_size": len(vocabulary), **sizes})
+    model = Model(shape).to(device)
+    if args.init:
+        load_weights(model, args.init)
+    if saved:
+        model.load_state_dict(saved["model"])
+    if args.export_only:
+        export(model, tokens, args.out or Path("arbor/sapling"))
+        return
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
+    optimisers: list[torch.optim.Optimizer] = [
+        Muon(matrices, lr=args.muon),
+        torch.optim.AdamW(others, lr=args.adam, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+    step, spent, seen, reached = 0, 0.0, 0, 0.0
+    if saved:
+        step, spent, seen = saved["step"], saved["spent_s"], saved["tokens"]
+        reached = saved.get("level", 0.0)
+        for optimiser, state in zip(optimisers, saved["optimisers"], strict=True):
+            optimiser.load_state_dict(state)
+    base = [[args.muon], [args.adam]]
+
+    context = multiprocessing.get_context("spawn")
+    budget = args.minutes * 60
+    level = context.Value("d", reached)
+    queue = context.Queue(maxsize=24)
+    mix = Mix(countdown=args.rows[0], words=args.rows[1])
+    producer = context.Process(
+        target=_produce, args=(str(tokens), mix, args.seed, step, level, queue), daemon=True
+    )
+    producer.start()
+    run = torch.compile(model, dynamic=False) if args.compile else model
+    parameters = sum(p.numel() for p in model.parameters())
+    print(json.dumps({"shape": asdict(shape), "parameters": parameters}), flush=True)
+
+    def save() -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimisers": [o.state_dict() for o in optimisers],
+            "shape": asdict(shape),
+            "step": step,
+            "spent_s": spent,
+            "tokens": seen,
+            "level": level.value,
+        }
+        torch.save(state, checkpoint.with_suffix(".new"))
+        checkpoint.with_suffix(".new").replace(checkpoint)
+
+    def publish(wait: bool = False) -> None:
+        if args.out is None:
+            return
+        export(model, tokens, args.out)
+        script = Path(__file__).with_name("eval_sapling.py")
+        if args.evaluate and script.exists():
+            log = (args.work / "eval.log").open("a")
+            command = [sys.executable, str(script), "--model", str(args.out), "--quick"]
+            child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            if wait:
+                child.wait()
+
+    started, before = time.monotonic(), spent
+    exported = spent - (args.export_every - args.first_export) * 60
+    logged, kept = spent, spent
+    sums: Counter[str] = Counter()
+    waited = 0.0
+    while spent < budget:
+        mark = time.monotonic()
+        micro = queue.get()
+        waited += time.monotonic() - mark
+        factor = rate(spent / budget)
+        for optimiser, rates in zip(optimisers, base, strict=True):
+            for group, lr in zip(optimiser.param_groups, rates, strict=True):
+                group["lr"] = lr * factor
+        total = sum(float(batch.weight.sum()) for batch in micro)
+        for batch in micro:
+            loss, each, right = loss_of(run, model.embed_tokens.weight, batch, device)
+            (loss / total).backward()
+            seen += int((batch.positions > 0).sum())
+            for index, kind in enumerate(KINDS):
+                chosen = torch.from_numpy(batch.kind == index)
+                sums[f"n {kind}"] += int(chosen.sum())
+                sums[f"loss {kind}"] += float(each.cpu()[chosen].sum())
+                sums[f"right {kind}"] += int(right.cpu()[chosen].sum())
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        step += 1
+        spent = before + time.monotonic() - started
+        if spent - logged > 30:
+            line: dict[str, Any] = {"step": step, "minutes": round(spent / 60, 1), "tokens": seen}
+            line["tokens_per_s"] = (
+                round((seen - sums["start"]) / (spent - logged)) if sums["start"] else None
+            )
+            line["waited_s"] = round(waited, 1)
+            line["level"] = round(level.value, 2)
+            if sums["right chains"] > MASTERED * sums["n chains"]:
+                level.value = min(1.0, level.value + 0.1)
+            for kind in KINDS:
+                if n := sums[f"n {kind}"]:
+                    line[kind] = [
+                        round(sums[f"loss {kind}"] / n, 3),
+                        round(sums[f"right {kind}"] / n, 3),
+                    ]
+            print(json.dumps(line), flush=True)
+            sums.clear()
+            sums["start"] = seen
+            logged, waited = spent, 0.0
+        if spent - kept > 180:
+            save()
+            kept = spent
+        if spent - exported > args.export_every * 60:
+            publish()
+            exported = spent
+    save()
+    publish(wait=True)
+    producer.terminate()
+
+
+if __name__ == "__main__":
+    main()
