@@ -396,9 +396,9 @@ def test_a_first_token_may_be_given(lab: Lab) -> None:
 
 
 def test_an_interruption_gives_up_the_blocks_in_progress(lab: Lab) -> None:
-    steps = iter([False, False, True])
+    asked = iter([False, False, False, True])  # before the wave, then after each step
     tree = ThoughtTree(PROMPT)
-    lab.open(tree, 4096, interrupted=lambda: next(steps))
+    lab.open(tree, 4096, interrupted=lambda: next(asked))
     lab.extend(tree.root)
 
     children = lab.sprout([(tree.root, 2)])

@@ -64,7 +64,8 @@ def test_a_path_composes_to_its_expression() -> None:
     assert GAME.answer(PROBLEM, path) is None
     other = GAME.parse("1 2 4 7")
     steps = ["7 - 1 = 6 (left: 2 4 6)\n", "4 * 6 = 24 (left: 2 24)\n", "24 / 2 = 12 (left: 12)\n"]
-    assert GAME.answer(other, steps) == "4 * (7 - 1) / 2"
+    assert compose(other.data["numbers"], steps) == "4 * (7 - 1) / 2"
+    assert GAME.answer(other, steps) is None, "an expression that misses the target is no answer"
     assert not correct(other, GAME.answer(other, steps))
 
 
@@ -239,9 +240,10 @@ def test_a_composed_path_is_right_exactly_when_it_ends_at_the_target(data: st.Da
         state = step.left
     target = data.draw(st.sampled_from((24, max(0, int(state[0])))))
     problem = COUNTDOWN.make(numbers, target)
-    answer = COUNTDOWN.answer(problem, path)
-    assert answer is not None
-    assert COUNTDOWN.grade(problem, answer).correct == (state[0] == target)
+    expression = compose(numbers, path)
+    assert expression is not None
+    assert COUNTDOWN.grade(problem, expression).correct == (state[0] == target)
+    assert COUNTDOWN.answer(problem, path) == (expression if state[0] == target else None)
     assert COUNTDOWN.value(problem, path) == float(state[0] == target)
 
 
