@@ -23,7 +23,16 @@ from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
 from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
 from arbor.engine.engine import Engine, Growth
-from arbor.engine.loading import Source, eos_ids, load_config, load_model, load_tokenizer, locate
+from arbor.engine.loading import (
+    Source,
+    eos_ids,
+    load_config,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    sampling_defaults,
+)
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
 from arbor.errors import InputError, ModelError, UsageError
@@ -132,6 +141,7 @@ class _Parts:
     config: Any
     tokenizer: Any
     info: ModelInfo
+    sampling: Sampling
     model: Any = None
     engine: Engine | None = None
     eos: tuple[int, ...] = field(default_factory=tuple)
@@ -152,7 +162,8 @@ class Solver:
         tokenizer: for a ready model.
         task, controller, verifier: a name or a ready component.
         budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``; ``full``.
-        sampling: how tokens are chosen.
+        sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of the model's
+            `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
         max_expansions: leaves grown in all.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one.
@@ -175,7 +186,7 @@ class Solver:
         controller: str | Controller = "tot",
         verifier: str | Verifier = "self",
         budget: float | str | Budget = "full",
-        sampling: Sampling | None = None,
+        sampling: Sampling | Mapping[str, float] | None = None,
         max_depth: int | None = None,
         step_tokens: int | None = None,
         max_expansions: int | None = None,
@@ -190,7 +201,9 @@ class Solver:
         self.controller = cast(Controller, registry.build("controller", controller))
         self.verifier = cast(Verifier, registry.build("verifier", verifier))
         self.budget = Budget.parse(budget)
-        self.sampling = sampling or Sampling()
+        self._sampling = sampling
+        if isinstance(sampling, Mapping):
+            Sampling(**sampling)  # type: ignore[arg-type]  # refuses what cannot be meant before anything loads
         self.boundary = _boundary(self.task.boundary, max_depth, step_tokens)
         if max_expansions is not None and max_expansions < 1:
             raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
@@ -244,6 +257,13 @@ class Solver:
         """What the model needs, from its config alone."""
         return self._read().info
 
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen, resolved; reads the model's generation config."""
+        if isinstance(self._sampling, Sampling):
+            return self._sampling
+        return dataclasses.replace(self._read().sampling, **(self._sampling or {}))  # type: ignore[arg-type]
+
     def load(self) -> None:
         """Load the weights now rather than at the first problem.
 
@@ -295,7 +315,13 @@ class Solver:
             tokenizer = self._tokenizer or load_tokenizer(self._source)
             dtype = self.dtype if self._given is None else _name(self._given.dtype)
             info = describe_config(config, self._source, dtype=dtype)
-            self._parts = _Parts(self._source, config, tokenizer, info)
+            generation = (
+                load_generation_config(self._source)
+                if self._given is None
+                else getattr(self._given, "generation_config", None)
+            )
+            sampling = sampling_defaults(generation)
+            self._parts = _Parts(self._source, config, tokenizer, info, sampling)
         return self._parts
 
     # Planning

@@ -30,8 +30,8 @@ ARMS: dict[str, dict[str, Any]] = {
         "verifier": "exact",
         "sampling": Sampling(temperature=0),
     },
-    "tot self": {"controller": "tot", "verifier": "self"},
-    "tot exact": {"controller": "tot", "verifier": "exact"},
+    "tot self": {"controller": "tot", "verifier": "self", "sampling": Sampling(1.0, 1.0)},
+    "tot exact": {"controller": "tot", "verifier": "exact", "sampling": Sampling(1.0, 1.0)},
 }
 
 

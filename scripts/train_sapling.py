@@ -704,7 +704,15 @@ def export(model: Model, tokens: Path, out: Path) -> None:
     }
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     twin.load_state_dict(state)
-    twin.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    twin.generation_config = GenerationConfig(
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        do_sample=True,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+    )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
         twin.save_pretrained(name)

@@ -38,7 +38,6 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         task.parse(problem)
     controller = registry.build("controller", given["controller"], **settings["controller"])
 
-    from arbor.engine.sampling import Sampling
     from arbor.solver import Solver
 
     flags = {name: given[name] for name in SAMPLING if given.get(name) is not None}
@@ -48,7 +47,7 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         controller=controller,
         verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
         budget=given["budget"],
-        sampling=Sampling(**(settings["sampling"] | flags)),
+        sampling=settings["sampling"] | flags,
         max_depth=given["depth"],
         step_tokens=given["step_tokens"],
         max_expansions=given.get("max_expansions"),

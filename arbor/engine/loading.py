@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
+from arbor.engine.sampling import Sampling
 from arbor.errors import ModelError, UnknownName
 
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
@@ -182,6 +183,30 @@ def _unreadable(source: Source, error: Exception) -> ModelError:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def load_generation_config(source: Source) -> Any:
+    """The model's generation config; None if it has none."""
+    try:
+        return GenerationConfig.from_pretrained(source.path)
+    except OSError:
+        return None
+
+
+def sampling_defaults(generation: Any) -> Sampling:
+    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says nothing."""
+    if generation is None or not getattr(generation, "do_sample", False):
+        return Sampling()
+
+    def said(name: str, otherwise: float) -> Any:
+        value = getattr(generation, name, None)
+        return otherwise if value is None else value
+
+    return Sampling(
+        temperature=float(said("temperature", 1.0)),
+        top_p=float(said("top_p", 1.0)),
+        top_k=int(said("top_k", 0)),
+    )
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
