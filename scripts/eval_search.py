@@ -43,60 +43,70 @@ def mcnemar(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> float:
     return min(1.0, 2 * tail)
 
 
-def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[str, Any]:
+def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[str, list[float]]:
     """Solve every problem; returns outcomes and costs, one entry per problem."""
-    solved, tokens, peaks = [], [], []
-    began = time.thread_time()
+    seen: dict[str, list[float]] = {"solved": [], "tokens": [], "peak_tokens": [], "cpu_s": []}
     with Solver(model, seed=seed, **ARMS[name]) as solver:
+        solver.load()
         for problem in problems:
+            began = time.thread_time()
             solution = solver.solve(problem)
-            solved.append(bool(solution.correct))
-            tokens.append(solution.metrics.tokens_generated)
-            peaks.append(solution.metrics.peak_tokens)
-    return {
-        "solved": np.array(solved),
-        "tokens": float(np.mean(tokens)),
-        "peak_tokens": float(np.mean(peaks)),
-        "cpu_s": (time.thread_time() - began) / len(problems),
-    }
+            seen["cpu_s"].append(time.thread_time() - began)
+            seen["solved"].append(float(bool(solution.correct)))
+            seen["tokens"].append(solution.metrics.tokens_generated)
+            seen["peak_tokens"].append(solution.metrics.peak_tokens)
+    return seen
+
+
+def summarise(arms: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """One row per arm, paired against the first."""
+    rng = np.random.default_rng(0)
+    baseline = np.array(next(iter(arms.values()))["solved"]) > 0
+    rows = []
+    for name, seen in arms.items():
+        solved = np.array(seen["solved"]) > 0
+        difference = solved.astype(float) - baseline
+        resampled = rng.choice(difference, (10_000, len(difference))).mean(axis=1)
+        rows.append(
+            {
+                "arm": name,
+                "n": len(solved),
+                "solved": float(solved.mean()),
+                "interval": clopper_pearson(int(solved.sum()), len(solved)),
+                "difference": float(difference.mean()),
+                "difference_interval": [float(x) for x in np.percentile(resampled, [2.5, 97.5])],
+                "mcnemar_p": mcnemar(solved, baseline),
+                **{f"{key}_mean": float(np.mean(seen[key])) for key in seen if key != "solved"},
+            }
+        )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="builtin:sapling")
     parser.add_argument("--split", default="test")
+    parser.add_argument("--skip", type=int, default=0, help="problems of the split left out first")
     parser.add_argument("--n", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="outcomes per problem")
+    parser.add_argument("--merge", nargs="+", type=Path, help="only summarise these outcomes")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    problems = list(Game24().problems(args.split, args.n))
-    results = {name: run_arm(name, problems, args.model, args.seed) for name in args.arms}
-    rng = np.random.default_rng(0)
-    baseline = results[args.arms[0]]["solved"]
-    rows = []
-    for name, result in results.items():
-        solved = result["solved"]
-        difference = solved.astype(float) - baseline
-        resampled = rng.choice(difference, (10_000, len(difference))).mean(axis=1)
-        rows.append(
-            {
-                "arm": name,
-                "n": len(problems),
-                "solved": float(solved.mean()),
-                "interval": clopper_pearson(int(solved.sum()), len(solved)),
-                "difference": float(difference.mean()),
-                "difference_interval": [float(x) for x in np.percentile(resampled, [2.5, 97.5])],
-                "mcnemar_p": mcnemar(solved, baseline),
-                "tokens_per_problem": result["tokens"],
-                "peak_tokens_per_problem": result["peak_tokens"],
-                "cpu_s_per_problem": result["cpu_s"],
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
+    arms: dict[str, dict[str, list[float]]] = {}
+    if args.merge:
+        for path in args.merge:
+            for name, seen in json.loads(path.read_text()).items():
+                for key, values in seen.items():
+                    arms.setdefault(name, {}).setdefault(key, []).extend(values)
+    else:
+        problems = list(Game24().problems(args.split, args.skip + args.n))[args.skip :]
+        arms = {name: run_arm(name, problems, args.model, args.seed) for name in args.arms}
+    for row in summarise(arms):
+        print(json.dumps(row), flush=True)
     if args.json:
-        args.json.write_text(json.dumps({"split": args.split, "seed": args.seed, "rows": rows}))
+        args.json.write_text(json.dumps(arms))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Trains Sapling, the embedded model: data, tokenizer, training, export; one command from nothing to the files.
 
-    python scripts/train_sapling.py --minutes 90 --work /tmp/sapling --out arbor/sapling
-    python scripts/train_sapling.py --resume --minutes 90 --work /tmp/sapling      # go on after an interruption
+    python scripts/train_sapling.py --minutes 90 --work build/sapling --out arbor/sapling
+    python scripts/train_sapling.py --resume --minutes 90 --work build/sapling      # go on after an interruption
     python scripts/train_sapling.py --init arbor/sapling --minutes 30              # warm start from saved weights
-    python scripts/train_sapling.py --export-only --work /tmp/sapling              # the last checkpoint as files
+    python scripts/train_sapling.py --export-only --work build/sapling              # the last checkpoint as files
 
 One training document is a *tree*: a prompt, several thoughts per state, and after each state the verifier's question
 with its exact verdict, exactly as a search sees them. A token attends to its ancestors only, and its position is its
@@ -770,7 +770,7 @@ def main() -> None:
         "--minutes", type=float, default=90, help="wall-clock budget of the whole schedule"
     )
     parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/sapling"), help="checkpoints, log, evaluation"
+        "--work", type=Path, default=Path("build/sapling"), help="checkpoints, log, evaluation"
     )
     parser.add_argument(
         "--out", type=Path, help="where the model is exported to, e.g. arbor/sapling"
