@@ -137,7 +137,6 @@ def test_every_controller_runs_with_every_verifier(controller: str, verifier: st
 
     assert isinstance(events[0], Header) and isinstance(events[-1], Ended)
     assert solution.metrics.nodes == sum(isinstance(event, Opened) for event in events)
-    assert solution.metrics.nodes - 1 <= solution.metrics.full_tokens
     assert solution.finish_reason in ("solved", "exhausted")
 
 
@@ -231,9 +230,9 @@ def test_a_stream_gives_the_events_of_the_run_and_the_solution() -> None:
         events = list(stream)
 
         assert isinstance(events[0], Header) and isinstance(events[-1], Ended)
-        assert stream.solution == solver.solve(PUZZLE) or (
-            stream.solution.answer == solver.solve(PUZZLE).answer
-        )
+        again = solver.solve(PUZZLE)
+        assert stream.solution.candidates == again.candidates
+        assert stream.solution.steps == again.steps
 
 
 def test_a_stream_can_be_stopped() -> None:
