@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         UsageError,
     )
     from arbor.metrics import Metrics
-    from arbor.solver import SearchStream, Solution, Solver
+    from arbor.solution import Solution
+    from arbor.solver import Solver
+    from arbor.stream import SearchStream
     from arbor.trace import Replay, Trace, TraceWriter, read_trace
 
 __all__ = [
@@ -70,7 +72,9 @@ _HOMES = {
         "UsageError",
     ),
     "arbor.metrics": ("Metrics",),
-    "arbor.solver": ("SearchStream", "Solution", "Solver"),
+    "arbor.solution": ("Solution",),
+    "arbor.solver": ("Solver",),
+    "arbor.stream": ("SearchStream",),
     "arbor.trace": ("Replay", "Trace", "TraceWriter", "read_trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

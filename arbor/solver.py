@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -42,95 +41,15 @@ from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.lru import LRU
 from arbor.session import Limits, Outcome, Session, Status
+from arbor.solution import Candidate, Solution, Step
+from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 from arbor.verifiers.base import Verifier
 
-SOLUTION_SCHEMA = "arbor.solution/1"
 # one more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here on (Llama-8B shapes)
 CUDA_SAVED_READS = 12_000
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One thought of the answer's path: node id, text, value in [0, 1], tokens."""
-
-    node: int
-    text: str
-    value: float
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One finished path: its last node, its answer, the value and the sum of log probabilities."""
-
-    node: int
-    answer: str | None
-    value: float
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """What a search found; JSON-able, no tensors, no live nodes.
-
-    Attributes:
-        id: the problem's content hash.
-        task, problem: what was asked.
-        answer: None if no path gave one.
-        text: the answer's whole path as text, prompt excluded.
-        score: the value of the answer's last block, in [0, 1].
-        correct: the grader's word; None where the task cannot tell.
-        finish_reason: how the run ended.
-        path: node ids, root first.
-        steps: the thoughts on the path.
-        candidates: every finished path, best first.
-        metrics: what it cost.
-        seed, config: enough to repeat it.
-        trace_path: where the trace lies, if one was written.
-    """
-
-    id: str
-    task: str
-    problem: str
-    answer: str | None
-    text: str
-    score: float
-    correct: bool | None
-    finish_reason: Status
-    path: tuple[int, ...]
-    steps: tuple[Step, ...]
-    candidates: tuple[Candidate, ...]
-    metrics: Metrics
-    seed: int
-    config: Mapping[str, Any]
-    trace_path: str | None = None
-    schema: str = SOLUTION_SCHEMA
-
-    def __str__(self) -> str:
-        return self.answer or ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, JSON-able."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data["path"] = list(self.path)
-        data["steps"] = [dataclasses.asdict(step) for step in self.steps]
-        data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
-        data["metrics"] = self.metrics.to_dict()
-        data["config"] = dict(self.config)
-        return {"schema": data.pop("schema"), **data}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The solution `to_dict` was made of."""
-        values = dict(data)
-        values["path"] = tuple(values["path"])
-        values["steps"] = tuple(Step(**step) for step in values["steps"])
-        values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
-        values["metrics"] = Metrics.from_dict(values["metrics"])
-        return cls(**values)
 
 
 @dataclass(slots=True)
@@ -411,7 +330,12 @@ class Solver:
         parsed = self._parse(problem)
         if expected is not None:
             parsed = dataclasses.replace(parsed, expected=expected)
-        return SearchStream(self, parsed, self.seed if seed is None else seed, timeout, trace)
+        chosen = self.seed if seed is None else seed
+
+        def search(listener: Listener) -> Solution:
+            return self._solve(parsed, chosen, timeout, trace, (listener,))
+
+        return SearchStream(search, self.stop)
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress after its current forward; safe from a signal handler or another thread."""
@@ -537,71 +461,6 @@ class Solver:
             config=self.config,
             trace_path=trace,
         )
-
-
-class SearchStream:
-    """A search in progress: iterate over its events; the search runs in a thread of its own.
-
-    for event in (stream := solver.stream("4 5 6 10")):
-        ...
-    stream.solution
-    """
-
-    def __init__(
-        self,
-        solver: Solver,
-        problem: Problem,
-        seed: int,
-        timeout: float | None,
-        trace: str | os.PathLike[str] | None,
-    ) -> None:
-        self._solver = solver
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._solution: Solution | None = None
-        self._error: BaseException | None = None
-        self._stop: Status | None = None
-
-        def listen(event: Event) -> None:
-            if self._stop is not None:
-                solver.stop(self._stop)
-            self._events.put(event)
-
-        def work() -> None:
-            try:
-                self._solution = solver._solve(problem, seed, timeout, trace, (listen,))
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._events.put(None)
-
-        self._thread = threading.Thread(target=work, name="arbor-search", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Event]:
-        while (event := self._events.get()) is not None:
-            yield event
-        self._events.put(None)  # a second loop ends at once
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def stop(self, status: Status = "interrupted") -> None:
-        """End after the current forward; the remaining events still come."""
-        self._stop = status
-        self._solver.stop(status)
-
-    @property
-    def solution(self) -> Solution:
-        """The solution, once the search has ended; waits for it.
-
-        Raises:
-            whatever ended the search.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._solution is not None
-        return self._solution
 
 
 def _boundary(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:

@@ -21,7 +21,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("memory", "metrics", "retention"),
     ("engine", "trace"),
     ("controllers", "verifiers"),
-    ("session",),
+    ("session", "solution"),
+    ("stream",),
     ("solver",),
     ("cli",),
     ("__main__",),
@@ -42,6 +43,8 @@ TORCH_FREE = (
     "controllers",
     "metrics",
     "trace",
+    "solution",
+    "stream",
     "cli",
 )
 

@@ -21,7 +21,8 @@ from arbor.trace.live import LiveView, LogView, human_bytes
 
 if TYPE_CHECKING:
     from arbor.engine.describe import ModelInfo
-    from arbor.solver import SearchStream, Solution
+    from arbor.solution import Solution
+    from arbor.stream import SearchStream
 
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"

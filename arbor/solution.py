@@ -1,0 +1,96 @@
+"""Solution: what a search found, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from arbor.metrics import Metrics
+
+if TYPE_CHECKING:
+    from arbor.session import Status
+
+SOLUTION_SCHEMA = "arbor.solution/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thought of the answer's path: node id, text, value in [0, 1], tokens."""
+
+    node: int
+    text: str
+    value: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One finished path: its last node, its answer, the value and the sum of log probabilities."""
+
+    node: int
+    answer: str | None
+    value: float
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What a search found; JSON-able, no tensors, no live nodes.
+
+    Attributes:
+        id: the problem's content hash.
+        task, problem: what was asked.
+        answer: None if no path gave one.
+        text: the answer's whole path as text, prompt excluded.
+        score: the value of the answer's last block, in [0, 1].
+        correct: the grader's word; None where the task cannot tell.
+        finish_reason: how the run ended.
+        path: node ids, root first.
+        steps: the thoughts on the path.
+        candidates: every finished path, best first.
+        metrics: what it cost.
+        seed, config: enough to repeat it.
+        trace_path: where the trace lies, if one was written.
+    """
+
+    id: str
+    task: str
+    problem: str
+    answer: str | None
+    text: str
+    score: float
+    correct: bool | None
+    finish_reason: Status
+    path: tuple[int, ...]
+    steps: tuple[Step, ...]
+    candidates: tuple[Candidate, ...]
+    metrics: Metrics
+    seed: int
+    config: Mapping[str, Any]
+    trace_path: str | None = None
+    schema: str = SOLUTION_SCHEMA
+
+    def __str__(self) -> str:
+        return self.answer or ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, JSON-able."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["path"] = list(self.path)
+        data["steps"] = [dataclasses.asdict(step) for step in self.steps]
+        data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
+        data["metrics"] = self.metrics.to_dict()
+        data["config"] = dict(self.config)
+        return {"schema": data.pop("schema"), **data}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The solution `to_dict` was made of."""
+        values = dict(data)
+        values["path"] = tuple(values["path"])
+        values["steps"] = tuple(Step(**step) for step in values["steps"])
+        values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+        values["metrics"] = Metrics.from_dict(values["metrics"])
+        return cls(**values)
