@@ -19,6 +19,7 @@ from arbor.errors import TraceError, UsageError
 from arbor.events import KV, Boundary, Ended, Event, Evicted, Forwarded, Opened, Rehydrated
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, TraceWriter, canonical, read_trace
+from arbor.trace.read import NO_TOKEN
 from arbor.trace.write import to_line, to_record
 from arbor.tree import NodeState
 
@@ -84,6 +85,34 @@ def test_numbers_that_are_none_become_null_and_read_as_nan(tmp_path: Path) -> No
     assert b"NaN" not in path.read_bytes() and b"Infinity" not in path.read_bytes()
     assert isinstance(back, Boundary)
     assert math.isnan(back.logprob) and math.isnan(back.confidence) and back.top1 == 0.5
+
+
+@pytest.mark.parametrize("name", ["run.arbor.jsonl", "run.arbor.jsonl.gz"])
+def test_a_trace_without_words_holds_none_and_still_replays(
+    tmp_path: Path, run: list[Event], name: str
+) -> None:
+    with TraceWriter(tmp_path / name, clock=tick(), text="none") as writer:
+        for event in run:
+            writer(event)
+
+    raw = (tmp_path / name).read_bytes()
+    raw = gzip.decompress(raw) if name.endswith(".gz") else raw
+    for word in (b"Use 4 5 6 10", b"4 5 6 10", b"thought", b"(10 - 4)", b'"ids"'):
+        assert word not in raw
+    trace = read_trace(tmp_path / name)
+    replay = Replay.of(trace)
+    assert not trace.words and trace.banner == "" and replay.problems == []
+    assert replay.metrics() == Replay.of(read_trace(write(tmp_path / "full", run))).metrics()
+    assert trace.header is not None and trace.header.problem == ""
+    for event in trace.events:
+        if isinstance(event, Boundary):
+            assert set(event.ids) == {NO_TOKEN} and event.text == ""
+
+
+def test_a_record_in_a_hurry_is_the_record_at_leisure(run: list[Event]) -> None:
+    for event in [*run, Boundary(0, (1,), "x", "eos", -math.inf, math.nan, 0.5)]:
+        shallow = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+        assert to_line({"e": event.name} | shallow) == to_line(to_record(event))
 
 
 def test_text_that_utf8_cannot_hold_is_still_a_valid_trace(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from typing import Any, Literal, NoReturn, cast
 
 from arbor.errors import TraceError
 from arbor.events import EVENTS, KV, Ended, Event, Header
-from arbor.trace.write import GZIP, SCHEMA
+from arbor.trace.write import GZIP, PRIVATE, SCHEMA
 
 CHUNK_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
+NO_TOKEN = -1  # stands for each token id that was left out
 
 _TYPES: dict[str, type[Any]] = {kind.name: kind for kind in EVENTS}
 _HINTS: dict[Any, dict[str, Any]] = {
@@ -54,6 +55,7 @@ class Trace:
         gaps: where the numbers do not follow on.
         unknown: events of types this version does not know, skipped; they are no damage.
         cut: the file ends inside a line or inside a gzip stream.
+        words: problem, texts and token ids are there; `--trace-text none` leaves them out.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class Trace:
     gaps: tuple[Gap, ...]
     unknown: int
     cut: bool
+    words: bool = True
 
     @property
     def header(self) -> Header | None:
@@ -125,6 +128,7 @@ class _Reading:
     due: int = 0
     unknown: int = 0
     cut: bool = False
+    words: bool = True
 
     def add(self, line: bytes, whole: bool) -> None:
         """Takes one line; `whole` is False where the file breaks off."""
@@ -138,6 +142,7 @@ class _Reading:
             kind = record["e"]
             if kind == Header.name:
                 _check_version(str(record["schema"]), self.path)
+                self.words = "problem" in record
             event = from_record(record)
             number = int(record.get("i", self.due))
             seconds = float(record.get("t", math.nan))
@@ -181,6 +186,7 @@ class _Reading:
             gaps=tuple(self.gaps),
             unknown=self.unknown,
             cut=self.cut,
+            words=self.words,
         )
 
 
@@ -243,13 +249,28 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, bool]]:
 def from_record(record: dict[str, Any]) -> Event | None:
     """A JSON object as the event it is; None for a type this version does not know.
 
-    Unknown fields are ignored, null in a place of a float is NaN, and a missing field takes its default.
+    Unknown fields are ignored, null in a place of a float is NaN, and a missing field takes its default. Fields that were
+    left out for privacy are empty; `NO_TOKEN` stands for every token id.
 
     Raises:
         ValueError, TypeError, KeyError: it is no event.
     """
     kind = _TYPES.get(record["e"])
-    return None if kind is None else cast("Event", _build(kind, record))
+    return None if kind is None else cast("Event", _build(kind, _withheld(kind, record) | record))
+
+
+def _withheld(kind: type[Any], record: dict[str, Any]) -> dict[str, Any]:
+    """Stand-ins for the private fields of an event that a record lacks."""
+    empty: dict[str, Any] = {}
+    for name in PRIVATE:
+        hint = _HINTS[kind].get(name)
+        if hint is None or name in record:
+            continue
+        if types.NoneType in typing.get_args(hint):
+            empty[name] = None
+        else:
+            empty[name] = "" if hint is str else [NO_TOKEN] * int(record["tokens"])
+    return empty
 
 
 def _build(kind: type[Any], record: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 Each line has ``e`` (type), ``i`` (sequence, from 0), ``t`` (seconds since the first event, monotonic, 6 decimals) and
 then the record's own fields. The first line is the header, the last the end. Numbers that are no numbers become null.
+What `PRIVATE` names can be left out: what was asked, thought and answered.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from arbor.errors import UsageError
-from arbor.events import Event
+from arbor.events import EVENTS, Event
 
 SCHEMA = "arbor.trace/1"
+# fields that hold words of the problem, of a thought or of an answer; token ids are words too
+PRIVATE = ("problem", "expected", "text", "ids", "answer")
 
 GZIP = 31  # zlib's window bits for a gzip stream
 SYNC_EVERY = 20  # lines between flushes of a gzip stream; each costs a few bytes, and a cut file keeps what came before
@@ -33,6 +36,8 @@ def finite(value: Any) -> Any:
     """The same value with every infinite or undefined float replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return finite(_plain(value))
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -45,12 +50,34 @@ def to_record(event: Event) -> dict[str, Any]:
     return {"e": event.name, **finite(dataclasses.asdict(event))}
 
 
+def without_words(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the fields that `PRIVATE` names; how many token ids there were stays, as ``tokens``."""
+    public = {name: value for name, value in record.items() if name not in PRIVATE}
+    if "ids" in record:
+        public.setdefault("tokens", len(record["ids"]))
+    return public
+
+
 def to_line(record: dict[str, Any]) -> bytes:
     """A record as one line of UTF-8 without its newline; what UTF-8 cannot hold stays as a JSON escape."""
-    text = json.dumps(
-        record, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str
-    )
+    try:
+        text = _ENCODER.encode(record)
+    except ValueError:  # a number that is none is rare, and looking for it costs more than the rest
+        text = _ENCODER.encode(finite(record))
     return text.encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form of: a dataclass as its fields, anything else as its text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str(value)
+
+
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+)
+_FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in EVENTS}
 
 
 class TraceWriter:
@@ -62,15 +89,20 @@ class TraceWriter:
     Args:
         path: written anew; compressed if it ends in ``.gz``.
         clock: seconds; only differences count.
+        text: ``none`` leaves out what `PRIVATE` names.
 
     Raises:
         UsageError: the file cannot be created.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], clock: Callable[[], float] = time.perf_counter
+        self,
+        path: str | os.PathLike[str],
+        clock: Callable[[], float] = time.perf_counter,
+        text: Literal["full", "none"] = "full",
     ) -> None:
         self.path = Path(path)
+        self.text = text
         self.events = 0
         self.stopped = False
         self._clock = clock
@@ -93,8 +125,10 @@ class TraceWriter:
         now = self._clock()
         if self._start is None:
             self._start = now
-        record = to_record(event)
-        head = {"e": record.pop("e"), "i": self.events, "t": round(now - self._start, 6)}
+        record = {name: getattr(event, name) for name in _FIELDS[type(event)]}
+        if self.text == "none":
+            record = without_words(record)
+        head = {"e": event.name, "i": self.events, "t": round(now - self._start, 6)}
         self.events += 1
         self._write(to_line(head | record) + b"\n")
 
