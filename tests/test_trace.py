@@ -350,9 +350,16 @@ def break_closing(run: list[Event]) -> None:
     run.insert(at, run[at])
 
 
+def break_counters(run: list[Event]) -> None:
+    end = run[-1]
+    assert isinstance(end, Ended)
+    run[-1] = dataclasses.replace(end, metrics=end.metrics | {"rows": 7})
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
+        (break_counters, "the end counts rows 7, the events"),
         (break_parent, "there is no block 99"),
         (break_count, "the device holds 3 tokens, the events so far add up to"),
         (break_budget, f"{BUDGET + 1} tokens on the device, the budget is {BUDGET}"),

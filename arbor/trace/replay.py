@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -82,7 +82,10 @@ class Replay:
         self.problems: list[str] = []
         self.events = 0
         self.peak = 0
+        self._held = 0  # tokens of closed blocks on the device
+        self._open_blocks = 0
         self._time = 0.0
+        self._foreign = False  # events of types unknown here may have been counted
         self._fold = MetricsFold(clock=lambda: self._time)
 
     @classmethod
@@ -95,6 +98,7 @@ class Replay:
 
     def steps(self, trace: Trace) -> Iterator[Event]:
         """Feeds a trace event by event, yielding each after it was taken in; file damage is noted last."""
+        self._foreign = trace.unknown > 0
         for event, seconds in zip(trace.events, trace.times, strict=True):
             self.feed(event, seconds)
             yield event
@@ -137,7 +141,7 @@ class Replay:
     @property
     def open_blocks(self) -> int:
         """Blocks being decoded, whose tokens no event has told yet."""
-        return sum(block.state is NodeState.OPEN for block in self.blocks.values())
+        return self._open_blocks
 
     def _take(self, event: Event) -> None:
         match event:
@@ -151,9 +155,10 @@ class Replay:
                 for block in self._find([event.node]):
                     if block.state is not NodeState.OPEN:
                         self._wrong(f"event {self.events:,}: block {block.id} closes twice")
-                    block.tokens = block.resident = len(event.ids)
+                    block.tokens = len(event.ids)
                     block.text = event.text
-                    block.state = NodeState.CLOSED
+                    self._hold(block, block.tokens)
+                    self._become(block, NodeState.CLOSED)
             case Transition():
                 self.running = tuple(block.id for block in self._find(event.leaves))
             case Evicted():
@@ -165,10 +170,10 @@ class Replay:
                     block.value = value
             case Pruned():
                 for block in self._find(event.nodes):
-                    block.state = NodeState.PRUNED
+                    self._become(block, NodeState.PRUNED)
             case Terminal():
                 for block in self._find([event.node]):
-                    block.state = NodeState.TERMINAL
+                    self._become(block, NodeState.TERMINAL)
                     block.answer = event.answer
             case Answered():
                 self.answered = event
@@ -177,6 +182,7 @@ class Replay:
                 self.ended = event
                 if event.nodes != len(self.blocks):
                     self._wrong(f"the end counts {event.nodes:,} blocks, not {len(self.blocks):,}")
+                self._compare(event.metrics)
             case _:
                 pass
 
@@ -185,20 +191,30 @@ class Replay:
             self._wrong(f"event {self.events:,}: block {event.node} opens twice")
             return
         block = Block(event.node, event.parent, event.index, event.depth)
+        self._open_blocks += 1
         if event.parent is None:
-            block.tokens = block.resident = event.tokens
+            block.tokens = event.tokens
             block.text = event.text
-            block.state = NodeState.CLOSED
+            self._hold(block, block.tokens)
+            self._become(block, NodeState.CLOSED)
         for parent in self._find([] if event.parent is None else [event.parent]):
             parent.children.append(block.id)
             if block.depth != parent.depth + 1:
                 self._wrong(f"event {self.events:,}: block {block.id} has depth {block.depth}")
         self.blocks[block.id] = block
 
+    def _hold(self, block: Block, resident: int) -> None:
+        self._held += resident - block.resident
+        block.resident = resident
+
+    def _become(self, block: Block, state: NodeState) -> None:
+        self._open_blocks -= block.state is NodeState.OPEN
+        block.state = state
+
     def _move(self, nodes: Iterable[tuple[int, int]], sign: int) -> None:
         counts = dict(nodes)
         for block in self._find(counts):
-            block.resident += sign * counts[block.id]
+            self._hold(block, block.resident + sign * counts[block.id])
             if not 0 <= block.resident <= block.tokens:
                 self._wrong(
                     f"event {self.events:,}: block {block.id} would hold {block.resident} "
@@ -217,12 +233,20 @@ class Replay:
         self.series.append((self.events, kv))
         self.peak = max(self.peak, kv.device)
         self._within_budget(kv.device)
-        held = sum(block.resident for block in self.blocks.values())
+        held = self._held
         if kv.device < held or (kv.device > held and not borrowed and not self.open_blocks):
             self._wrong(
                 f"event {self.events:,}: the device holds {kv.device:,} tokens, "
                 f"the events so far add up to {held:,}"
             )
+
+    def _compare(self, told: Mapping[str, Any]) -> None:
+        """Compares the run's own counters with those its events add up to; seconds are no counters."""
+        folded = self._fold.metrics().to_dict()
+        for name in [] if self._foreign else sorted(told.keys() & folded.keys()):
+            value = told[name]
+            if type(value) is int and value != folded[name]:
+                self._wrong(f"the end counts {name} {value:,}, the events {folded[name]:,}")
 
     def _within_budget(self, tokens: int) -> None:
         budget = self.header.kv.get("budget_tokens") if self.header else None
