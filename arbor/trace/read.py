@@ -103,19 +103,14 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             ``trace-corrupt``, not a single event in it.
     """
     path = Path(path)
-    reading = _Reading(path)
-    try:
-        for line, whole in _lines(path):
-            reading.add(line, whole)
-    except OSError as error:
-        raise TraceError(
-            "trace-unreadable", f"{path} cannot be read: {error.strerror}.", path=str(path)
-        ) from error
+    reading = Reading(path)
+    for line, whole in lines_of(path):
+        reading.add(line, whole)
     return reading.trace()
 
 
 @dataclass(slots=True)
-class _Reading:
+class Reading:
     """What has been read of one file so far."""
 
     path: Path
@@ -130,12 +125,16 @@ class _Reading:
     cut: bool = False
     words: bool = True
 
-    def add(self, line: bytes, whole: bool) -> None:
-        """Takes one line; `whole` is False where the file breaks off."""
+    def add(self, line: bytes, whole: bool) -> bool:
+        """Takes one line, and says whether it is an event; `whole` is False where the file breaks off.
+
+        Raises:
+            TraceError: ``trace-version``.
+        """
         if not whole:
             self.cut = True
             if not line:
-                return
+                return False
         self.lines += 1
         try:
             record = json.loads(line, parse_constant=_refuse)
@@ -150,16 +149,17 @@ class _Reading:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self.bad.append(self.lines)
-            return
+            return False
         if number != self.due:
             self.gaps.append(Gap(self.lines, self.due, number))
         self.due = number + 1
         if event is None:
             self.unknown += 1
-            return
+            return True
         self.events.append(event)
         self.sequence.append(number)
         self.times.append(seconds)
+        return True
 
     def trace(self) -> Trace:
         """All of it.
@@ -208,16 +208,28 @@ def _check_version(schema: str, path: Path) -> None:
         )
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines of a file without their newlines, and whether each was whole."""
+def lines_of(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """Lines of a file without their newlines, and whether each was whole.
+
+    Raises:
+        TraceError: ``trace-unreadable``, no such file.
+    """
     rest = b""
-    for chunk, whole in _chunks(path):
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line, True
-        if not whole:
-            yield rest, False
-            return
+    try:
+        for chunk, whole in _chunks(path):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                yield line, True
+            if not whole:
+                yield rest, False
+                return
+    except OSError as error:
+        raise TraceError(
+            "trace-unreadable",
+            f"{path} cannot be read: {error.strerror}.",
+            "A trace is written with --trace run.arbor.jsonl.",
+            path=str(path),
+        ) from error
     if rest:
         yield rest, False
 

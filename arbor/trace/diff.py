@@ -1,0 +1,135 @@
+"""Where two traces part: in their settings, their trees, their events and their costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arbor.events import Boundary, Opened
+from arbor.metrics import Metrics
+from arbor.trace.read import Trace
+from arbor.trace.replay import Replay, canonical
+
+Key = tuple[int, ...]  # child indices from the root
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that differs: its name, and its value on either side."""
+
+    name: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first event that differs.
+
+    Attributes:
+        at: how many events are equal before it.
+        first, second: the events as records; None where a trace has come to its end.
+        fields: names of the fields that differ, if both are of one type.
+    """
+
+    at: int
+    first: dict[str, Any] | None
+    second: dict[str, Any] | None
+    fields: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDiff:
+    """How two traces differ.
+
+    Attributes:
+        settings: what their headers say differently, by dotted name.
+        same_tree: every block has the same tokens.
+        blocks: blocks in one tree only or with other tokens, by their child indices.
+        parting: the first event that differs, times and machine aside; None if none does.
+        metrics: counters and seconds that differ.
+    """
+
+    settings: tuple[Difference, ...]
+    same_tree: bool
+    blocks: tuple[Key, ...]
+    parting: Parting | None
+    metrics: tuple[Difference, ...]
+
+
+def diff_traces(first: Trace, second: Trace) -> TraceDiff:
+    """Compares two traces; either may be incomplete."""
+    trees = _thoughts(first), _thoughts(second)
+    keys = sorted({*trees[0], *trees[1]}, key=lambda key: (len(key), key))
+    blocks = tuple(key for key in keys if trees[0].get(key) != trees[1].get(key))
+    costs = tuple(Replay.of(trace).metrics() for trace in (first, second))
+    return TraceDiff(
+        settings=tuple(_unequal(_settings(first), _settings(second))),
+        same_tree=not blocks,
+        blocks=blocks,
+        parting=_parting(first, second),
+        metrics=tuple(_costs(*costs)),
+    )
+
+
+def _thoughts(trace: Trace) -> dict[Key, tuple[int, ...]]:
+    """The tokens of every closed block."""
+    keys: dict[int, Key] = {}
+    thoughts: dict[Key, tuple[int, ...]] = {}
+    for event in trace.events:
+        if isinstance(event, Opened):
+            parent = () if event.parent is None else keys.get(event.parent, ())
+            keys[event.node] = () if event.parent is None else (*parent, event.index)
+        elif isinstance(event, Boundary) and event.node in keys:
+            thoughts[keys[event.node]] = event.ids
+    return thoughts
+
+
+def _settings(trace: Trace) -> dict[str, Any]:
+    """What a header says of the run and not of the machine, flat."""
+    header = trace.header
+    if header is None:
+        return {}
+    said = {name: getattr(header, name) for name in ("task", "problem", "seed", "expected")}
+    tables = {"model": header.model, **header.config, "kv": header.kv}
+    return dict(_flat(said | tables))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, item in value.items():
+        yield from _flat(item, f"{name}.{key}" if name else str(key))
+
+
+def _unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in sorted({*first, *second}):
+        if first.get(name) != second.get(name):
+            yield Difference(name, first.get(name), second.get(name))
+
+
+def _parting(first: Trace, second: Trace) -> Parting | None:
+    """The first event that differs; the headers are told apart as settings."""
+    lines = [
+        [line for line in canonical(trace) if not line.startswith('{"e":"header"')]
+        for trace in (first, second)
+    ]
+    for at in range(max(map(len, lines))):
+        left, right = (side[at] if at < len(side) else None for side in lines)
+        if left != right:
+            one, other = (None if line is None else json.loads(line) for line in (left, right))
+            fields = ()
+            if one and other and one["e"] == other["e"]:
+                fields = tuple(name for name in one if one[name] != other.get(name))
+            return Parting(at, one, other, fields)
+    return None
+
+
+def _costs(first: Metrics, second: Metrics) -> Iterator[Difference]:
+    left, right = first.to_dict(), second.to_dict()
+    for name, value in left.items():
+        if value != right[name]:
+            yield Difference(name, value, right[name])

@@ -1,0 +1,144 @@
+"""A trace as Trace Event JSON, which Perfetto and Chrome show as a timeline.
+
+Forward passes and verdicts are slices, KV per tier and the budget are counters, a block's life is an asynchronous slice
+on the track of its depth, and everything else is an instant. Times are whole microseconds, and a slice never begins
+before the one before it on its track has ended: Perfetto drops slices that overlap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from arbor.events import KV, Boundary, Ended, Event, Header, Opened, Pruned
+from arbor.trace.read import Trace
+from arbor.trace.write import finite
+
+PROCESS = 1
+TRACKS = {"forward": 1, "verify": 2, "kv": 3, "search": 4}
+TIERS = tuple(field.name for field in dataclasses.fields(KV))
+MOST_CHARACTERS = 200  # of a text in the arguments of a slice
+
+
+def to_perfetto(trace: Trace) -> dict[str, Any]:
+    """A trace as the object of a Trace Event file; dump it as JSON."""
+    timeline = _Timeline()
+    for event, seconds in zip(trace.events, trace.times, strict=True):
+        timeline.add(event, seconds)
+    timeline.close()
+    header = trace.header
+    about = {} if header is None else {"schema": header.schema, "run": header.run}
+    return {
+        "traceEvents": [*_names(header), *timeline.events],
+        "displayTimeUnit": "ms",
+        "otherData": about,
+    }
+
+
+def _names(header: Header | None) -> list[dict[str, Any]]:
+    name = "arbor" if header is None else f"arbor {header.task} {header.run}"
+    rows: list[dict[str, Any]] = [_meta("process_name", 0, {"name": name})]
+    for track, number in TRACKS.items():
+        rows.append(_meta("thread_name", number, {"name": track}))
+        rows.append(_meta("thread_sort_index", number, {"sort_index": number}))
+    return rows
+
+
+def _meta(name: str, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": PROCESS, "tid": thread, "name": name, "args": arguments}
+
+
+class _Timeline:
+    """Events so far, in order of their times."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._now = 0  # µs; never runs backwards
+        self._ends = dict.fromkeys(TRACKS.values(), 0)
+        self._open: dict[int, str] = {}  # blocks alive -> the name of their slice
+        self._tokens: dict[int, int] = {}
+        self._budget: int | None = None
+
+    def add(self, event: Event, seconds: float) -> None:
+        """Takes one event at its time; an event's time is its end."""
+        if not math.isnan(seconds):
+            self._now = max(self._now, round(seconds * 1_000_000))
+        match event:
+            case Header():
+                self._budget = event.kv.get("budget_tokens")
+                self._count("budget", self._budget)
+            case Opened():
+                self._open[event.node] = f"depth {event.depth}"
+                self._life("b", event.node, {"parent": event.parent, "index": event.index})
+            case Boundary():
+                self._tokens[event.node] = len(event.ids)
+                self._instant(event)
+            case Pruned():
+                self._instant(event)
+                for node in event.nodes:
+                    self._end(node)
+            case Ended():
+                self._instant(event)
+            case _ if hasattr(event, "elapsed_s"):
+                self._slice(event)
+            case _:
+                self._instant(event)
+        kv = getattr(event, "kv", None)
+        if isinstance(kv, KV):
+            for tier in TIERS:
+                self._count(tier, getattr(kv, tier))
+
+    def close(self) -> None:
+        """Ends what is still alive."""
+        for node in list(self._open):
+            self._end(node)
+        self._count("budget", self._budget)
+
+    def _slice(self, event: Event) -> None:
+        """A slice that ends now; its start is moved behind the slice before it."""
+        track = TRACKS["verify" if event.name == "verify" else "forward"]
+        elapsed = float(event.elapsed_s)  # type: ignore[union-attr]  # asked for by `add`
+        length = round(elapsed * 1_000_000) if math.isfinite(elapsed) else 0
+        start = max(self._ends[track], self._now - max(0, length))
+        self._ends[track] = max(start, self._now)
+        name = str(getattr(event, "kind", event.name))
+        row = {"ph": "X", "ts": start, "dur": self._ends[track] - start, "tid": track}
+        self._put({**row, "name": name, "args": _arguments(event)})
+
+    def _instant(self, event: Event) -> None:
+        track = TRACKS["kv" if hasattr(event, "kv") or event.name == "pressure" else "search"]
+        row = {"ph": "i", "s": "t", "ts": self._now, "tid": track}
+        self._put({**row, "name": event.name, "args": _arguments(event)})
+
+    def _count(self, name: str, tokens: int | None) -> None:
+        if tokens is not None:
+            row = {"ph": "C", "ts": self._now, "tid": 0}
+            self._put({**row, "name": f"KV {name}", "args": {"tokens": tokens}})
+
+    def _life(self, phase: str, node: int, arguments: dict[str, Any]) -> None:
+        row = {"ph": phase, "cat": "block", "ts": self._now, "tid": TRACKS["search"]}
+        place = {"id2": {"local": hex(node)}, "name": self._open[node]}
+        self._put({**row, **place, "args": {"block": node} | arguments})
+
+    def _end(self, node: int) -> None:
+        if node in self._open:
+            self._life("e", node, {"tokens": self._tokens.get(node, 0)})
+            del self._open[node]
+
+    def _put(self, row: dict[str, Any]) -> None:
+        self.events.append({"pid": PROCESS} | row)
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    """The fields of an event that fit beside a slice: no token ids, short texts."""
+    shown: dict[str, Any] = {}
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        if field.name == "ids":
+            shown["tokens"] = len(value)
+        elif isinstance(value, str):
+            shown[field.name] = value[:MOST_CHARACTERS]
+        elif field.name not in ("kv", "elapsed_s", "metrics"):
+            shown[field.name] = finite(value)
+    return shown

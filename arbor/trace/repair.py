@@ -1,0 +1,103 @@
+"""Writes the readable lines of a damaged trace to a clean file."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from arbor.errors import UsageError
+from arbor.events import Ended
+from arbor.trace.read import Reading, lines_of
+from arbor.trace.replay import Replay
+from arbor.trace.write import GZIP, to_line, to_record, without_words
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """What became of a trace.
+
+    Attributes:
+        path: the clean file.
+        kept: lines taken over.
+        dropped: lines that were no events.
+        lost: events that were missing between the lines; their numbers stay free.
+        ended: an end was added, because the run came to none.
+    """
+
+    path: Path
+    kept: int
+    dropped: int
+    lost: int
+    ended: bool
+
+
+def repair_trace(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    text: Literal["full", "none"] = "full",
+) -> Repaired:
+    """Copies every readable line, unknown types and fields included, and adds an end where there is none.
+
+    Numbers and times stay as they were, so a line that is lost stays visible as a gap. The added end has the status
+    ``interrupted`` and the counters of what could be read.
+
+    Args:
+        path: the damaged file.
+        output: the clean one, compressed if it ends in ``.gz``; beside the damaged one by default.
+        text: ``none`` leaves out the words of problem, thoughts and answer.
+
+    Raises:
+        TraceError: it cannot be read, or holds no event at all.
+        UsageError: the clean file cannot be written, or is the damaged one.
+    """
+    source = Path(path)
+    target = Path(output) if output is not None else _beside(source)
+    if target.exists() and source.exists() and target.samefile(source):
+        raise UsageError(
+            "output-is-input", f"{target} is the trace itself.", "Name another file with --output."
+        )
+    reading, records = Reading(source), []
+    for line, whole in lines_of(source):
+        if reading.add(line, whole):
+            records.append(json.loads(line))
+    trace = reading.trace()
+    kept, ended = len(records), trace.end is None
+    if ended:
+        replay = Replay.of(trace)
+        end = Ended("interrupted", len(replay.blocks), replay.metrics().to_dict())
+        place = {"i": reading.due, "t": records[-1].get("t", 0.0)}
+        records.append({"e": end.name, **place, **to_record(end), "repaired": True})
+    if text == "none":
+        records = [without_words(record) for record in records]
+    _write(target, records)
+    lost = sum(gap.found - gap.expected for gap in trace.gaps if gap.found > gap.expected)
+    return Repaired(target, kept, trace.bad_lines, lost, ended)
+
+
+def _beside(source: Path) -> Path:
+    """``run.arbor.jsonl.gz`` -> ``run.repaired.arbor.jsonl.gz``."""
+    stem, dot, rest = source.name.partition(".")
+    return source.with_name(f"{stem}.repaired{dot}{rest}")
+
+
+def _write(target: Path, records: list[dict[str, Any]]) -> None:
+    """All lines or none: the file appears when it is whole."""
+    data = b"".join(to_line(record) + b"\n" for record in records)
+    if target.suffix == ".gz":
+        packer = zlib.compressobj(9, wbits=GZIP)
+        data = packer.compress(data) + packer.flush()
+    unfinished = target.with_name(f"{target.name}.part")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(target)
+    except OSError as error:
+        raise UsageError(
+            "output-unwritable",
+            f"{target} cannot be written: {error.strerror}.",
+            "Name a file in a folder that exists and may be written.",
+            path=str(target),
+        ) from error
