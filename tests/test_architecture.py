@@ -17,7 +17,7 @@ PACKAGE = ROOT / "arbor"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("registry",),
-    ("budget", "events", "kernels", "sapling", "tasks", "tree"),
+    ("budget", "config", "events", "kernels", "sapling", "tasks", "tree"),
     ("memory", "metrics", "retention"),
     ("engine", "trace"),
     ("controllers", "verifiers"),
@@ -38,6 +38,7 @@ TORCH_FREE = (
     "tree",
     "events",
     "budget",
+    "config",
     "tasks",
     "retention",
     "controllers",

@@ -1,0 +1,67 @@
+"""Configurations: what is written as TOML is read back."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbor.config import config_text, read_config
+from arbor.errors import InputError, UsageError
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+PLAIN = st.one_of(
+    TEXT, st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.none()
+)
+LISTS = st.lists(PLAIN.filter(lambda value: value is not None), max_size=3)
+TABLES = st.recursive(
+    st.dictionaries(TEXT, st.one_of(PLAIN, LISTS), max_size=4),
+    lambda inner: st.dictionaries(TEXT, st.one_of(PLAIN, inner), max_size=3),
+    max_leaves=6,
+)
+
+
+def without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return value
+
+
+@given(TABLES)
+def test_what_is_written_is_read_back(config: dict[str, Any]) -> None:
+    assert tomllib.loads(config_text(config)) == without_none(config)
+
+
+def test_it_reads_like_something_a_person_wrote() -> None:
+    config = {
+        "model": "builtin:sapling",
+        "task": {"name": "game24", "note": None},
+        "seed": 0,
+        "sampling": {"temperature": 0.7, "marks": ("a", 1)},
+    }
+
+    assert config_text(config) == (
+        'model = "builtin:sapling"\nseed = 0\n\n[task]\nname = "game24"\n\n'
+        '[sampling]\ntemperature = 0.7\nmarks = ["a", 1]\n'
+    )
+
+
+def test_infinity_survives() -> None:
+    assert tomllib.loads(config_text({"x": math.inf}))["x"] == math.inf
+
+
+def test_what_cannot_be_read_says_what_writes_one(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("seed = \n", encoding="utf-8")
+    (tmp_path / "latin.toml").write_bytes(b"model = '\xe9'\n")
+
+    with pytest.raises(UsageError, match=r"line 1.*--print-config"):
+        read_config(tmp_path / "broken.toml")
+    with pytest.raises(InputError, match="0xe9 at offset 9"):
+        read_config(tmp_path / "latin.toml")
+    with pytest.raises(InputError, match=r"No such file.*trace config"):
+        read_config(tmp_path / "none.toml")
