@@ -1,18 +1,24 @@
-"""``arbor trace``: look into a trace, check it, list its events."""
+"""``arbor trace``: look into a trace, check, compare, convert and repair it, and repeat its run."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from arbor.cli.options import Command, Group, option, voice_options
 from arbor.cli.solve import numbers_line
 from arbor.cli.voice import Voice
-from arbor.errors import TraceError
+from arbor.config import config_text
+from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS
-from arbor.trace import Replay, read_trace
+from arbor.trace import Replay, Trace, read_trace
+from arbor.trace.diff import Difference, TraceDiff, diff_traces
+from arbor.trace.perfetto import to_perfetto
+from arbor.trace.repair import repair_trace
+from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record
 
 EXIT_GATE = 7
@@ -30,6 +36,8 @@ def trace() -> None:
       arbor trace info run.arbor.jsonl
       arbor trace check run.arbor.jsonl
       arbor trace events run.arbor.jsonl --type evict --type rehydrate
+      arbor trace convert run.arbor.jsonl --output run.perfetto.json
+      arbor trace config run.arbor.jsonl > run.toml && arbor solve --config run.toml
     """
 
 
@@ -38,7 +46,13 @@ def trace() -> None:
 @voice_options
 @click.pass_obj
 def info(voice: Voice, file: Path) -> int:
-    """What was run, how it ended and what it cost."""
+    """What was run, how it ended and what it cost.
+
+    \b
+      arbor trace info run.arbor.jsonl
+      arbor trace info run.arbor.jsonl.gz --json
+      arbor trace info run.arbor.jsonl --json | jq .metrics.peak_tokens
+    """
     read = read_trace(file)
     replay = Replay.of(read)
     header, metrics = read.header, replay.metrics()
@@ -60,10 +74,10 @@ def info(voice: Voice, file: Path) -> int:
             }
         )
         return 0
-    if read.banner:
-        voice.warn(f"warning: {file}: {read.banner}")
+    tell_damage(voice, read)
     if header is not None:
-        voice.print(f"problem   {header.problem}  ({header.task}, seed {header.seed})")
+        problem = header.problem if read.words else "(left out)"
+        voice.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
         voice.print(f"model     {header.model.get('id', '?')}")
         names = (f"{part} {_name(header.config.get(part))}" for part in ("controller", "verifier"))
         voice.print(f"search    {', '.join(names)}, budget {header.config.get('budget', '?')}")
@@ -87,9 +101,16 @@ def _name(spec: Any) -> str:
 def check(voice: Voice, file: Path) -> int:
     """Whether a trace is whole and agrees with itself; exit code 7 if not.
 
+    \b
+      arbor trace check run.arbor.jsonl
+      arbor trace check run.arbor.jsonl --json
+      arbor trace check run.arbor.jsonl && echo whole
+
     Checked: every line is an event, none is lost, time runs forwards, parents exist, what is on the device adds up after
-    every event and stays within the budget, and there is an end.
+    every event and stays within the budget, and there is an end whose counters are those of the events. A run that was
+    interrupted and came to its end is whole.
     """
+    status: str | None = None
     try:
         read = read_trace(file)
     except TraceError as error:
@@ -99,12 +120,14 @@ def check(voice: Voice, file: Path) -> int:
     else:
         replay = Replay.of(read)
         problems, events, blocks = replay.problems, len(read.events), len(replay.blocks)
+        status = replay.ended.status if replay.ended else None
     if voice.json:
         voice.document(
             {
                 "schema": "arbor.trace-check/1",
                 "path": str(file),
                 "ok": not problems,
+                "status": status,
                 "events": events,
                 "blocks": blocks,
                 "problems": problems,
@@ -114,7 +137,8 @@ def check(voice: Voice, file: Path) -> int:
         for problem in problems:
             voice.print(f"{file}: {problem}")
         if not problems:
-            voice.print(f"{file}: {events:,} events, {blocks:,} blocks, no contradiction")
+            ended = f"{status}, {events:,} events, {blocks:,} blocks"
+            voice.print(f"{file}: {ended}, no contradiction")
     return EXIT_GATE if problems else 0
 
 
@@ -134,7 +158,13 @@ def check(voice: Voice, file: Path) -> int:
 @voice_options
 @click.pass_obj
 def events(voice: Voice, file: Path, types: tuple[str, ...], limit: int | None) -> int:
-    """The events, one a line."""
+    """The events, one a line.
+
+    \b
+      arbor trace events run.arbor.jsonl
+      arbor trace events run.arbor.jsonl --type evict --type rehydrate
+      arbor trace events run.arbor.jsonl --limit 10 --json
+    """
     read = read_trace(file)
     rows = [
         (number, seconds, event)
@@ -150,8 +180,7 @@ def events(voice: Voice, file: Path, types: tuple[str, ...], limit: int | None) 
             }
         )
         return 0
-    if read.banner:
-        voice.warn(f"warning: {file}: {read.banner}")
+    tell_damage(voice, read)
     for number, seconds, event in rows:
         record = to_record(event)
         del record["e"]
@@ -163,3 +192,264 @@ def events(voice: Voice, file: Path, types: tuple[str, ...], limit: int | None) 
 def _short(value: Any) -> str:
     text = str(value) if not isinstance(value, str) else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
+
+
+@trace.command(cls=Command)
+@_file
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    heading="Conversion",
+    help="Where to; stdout without it.",
+)
+@voice_options
+@click.pass_obj
+def convert(voice: Voice, file: Path, output: Path | None) -> int:
+    """A timeline for ui.perfetto.dev or chrome://tracing: Trace Event JSON.
+
+    \b
+      arbor trace convert run.arbor.jsonl --output run.perfetto.json
+      arbor trace convert run.arbor.jsonl | gzip > run.perfetto.json.gz
+      arbor trace convert run.arbor.jsonl.gz -o run.json && vizviewer run.json
+    """
+    read = whole(read_trace(file))
+    document = json.dumps(to_perfetto(read), allow_nan=False, separators=(",", ":"), default=str)
+    if output is None:
+        voice.print(document)
+        return 0
+    write_text(output, document + "\n")
+    tell(voice, "arbor.trace-convert/1", {"path": str(output), "events": len(read.events)})
+    return 0
+
+
+@trace.command(cls=Command)
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@option("--exit-code", is_flag=True, heading="Gate", help="Exit with 7 if the trees differ.")
+@voice_options
+@click.pass_obj
+def diff(voice: Voice, first: Path, second: Path, exit_code: bool) -> int:
+    """Where two runs part: settings, blocks, the first event, what they cost.
+
+    \b
+      arbor trace diff full.arbor.jsonl small.arbor.jsonl
+      arbor trace diff full.arbor.jsonl small.arbor.jsonl --exit-code
+      arbor trace diff a.arbor.jsonl b.arbor.jsonl --json
+    """
+    traces = whole(read_trace(first)), whole(read_trace(second))
+    for read in traces:
+        tell_damage(voice, read)
+    found = diff_traces(*traces)
+    if voice.json:
+        voice.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
+    else:
+        show_diff(voice, found)
+    return EXIT_GATE if exit_code and not found.same_tree else 0
+
+
+@trace.command(cls=Command)
+@_file
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    heading="Repair",
+    help="The clean copy; beside the trace without it, as NAME.repaired.arbor.jsonl.",
+)
+@option(
+    "--trace-text",
+    type=click.Choice(["full", "none"]),
+    default="full",
+    heading="Repair",
+    help="none leaves out the words of problem, thoughts and answer.",
+)
+@voice_options
+@click.pass_obj
+def repair(
+    voice: Voice, file: Path, output: Path | None, trace_text: Literal["full", "none"]
+) -> int:
+    """Copy the readable lines of a damaged trace, and end it where it has no end.
+
+    \b
+      arbor trace repair run.arbor.jsonl
+      arbor trace repair run.arbor.jsonl --output clean.arbor.jsonl.gz
+      arbor trace repair run.arbor.jsonl --trace-text none -o public.arbor.jsonl
+
+    Lines that are lost stay lost: 'arbor trace check' still names the gap. The trace itself is left as it is.
+    """
+    done = repair_trace(file, output, trace_text)
+    facts = {
+        "path": str(done.path),
+        "kept": done.kept,
+        "dropped": done.dropped,
+        "lost": done.lost,
+        "ended": done.ended,
+    }
+    tell(voice, "arbor.trace-repair/1", facts)
+    return 0
+
+
+@trace.command(cls=Command)
+@voice_options
+@click.pass_obj
+def schema(voice: Voice) -> int:
+    """What each line of a trace is, as JSON Schema.
+
+    \b
+      arbor trace schema
+      arbor trace schema > arbor.trace.schema.json
+      arbor trace schema | jq '."$defs".evict'
+    """
+    voice.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+@trace.command(cls=Command)
+@_file
+@voice_options
+@click.pass_obj
+def config(voice: Voice, file: Path) -> int:
+    """The configuration that repeats a run, for 'arbor solve --config'.
+
+    \b
+      arbor trace config run.arbor.jsonl
+      arbor trace config run.arbor.jsonl > run.toml && arbor solve --config run.toml
+      arbor trace config run.arbor.jsonl --json
+    """
+    read = read_trace(file)
+    header = read.header
+    if header is None:
+        raise TraceError(
+            "trace-corrupt",
+            f"{file} has no header, so its settings are lost. {_readable(read)}",
+            "'arbor trace info' shows what is there.",
+            path=str(file),
+        )
+    settings = dict(header.config) | {"seed": header.seed}
+    if read.words:
+        settings = {"problem": header.problem, "expected": header.expected} | settings
+    if voice.json:
+        voice.document({"schema": "arbor.config/1", **settings})
+        return 0
+    if not read.words:
+        voice.warn("warning: the trace was written without its problem; name one to solve.")
+    voice.print(config_text(settings).rstrip())
+    return 0
+
+
+# What they share
+
+
+def tell(voice: Voice, name: str, facts: dict[str, Any]) -> None:
+    """What a command did: a document, or a line."""
+    if voice.json:
+        voice.document({"schema": name, **facts})
+    else:
+        voice.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+
+
+def tell_damage(voice: Voice, read: Trace) -> None:
+    """A warning if a trace is not whole."""
+    if read.banner:
+        voice.warn(f"warning: {read.path}: {read.banner}")
+
+
+def whole(read: Trace) -> Trace:
+    """The same trace, if every line of it is readable.
+
+    Raises:
+        TraceError: what is made of it could not say what it lacks.
+    """
+    if not read.bad_lines and not read.cut:
+        return read
+    place = f"line {read.first_bad_line:,} is no event" if read.bad_lines else "it is cut off"
+    raise TraceError(
+        "trace-corrupt",
+        f"{read.path}: {place}. {_readable(read)}",
+        "'arbor trace repair' writes a clean copy; 'arbor view' shows what is there.",
+        path=str(read.path),
+        line=read.first_bad_line,
+        readable=len(read.events),
+    )
+
+
+def _readable(read: Trace) -> str:
+    return f"{len(read.events):,} events are readable."
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file in one go.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            "output-unwritable",
+            f"{path} cannot be written: {error.strerror}.",
+            "Name a file in a folder that exists and may be written.",
+            path=str(path),
+        ) from error
+
+
+def _diff_record(found: TraceDiff) -> dict[str, Any]:
+    def rows(differences: tuple[Difference, ...]) -> list[dict[str, Any]]:
+        return [{"name": d.name, "first": d.first, "second": d.second} for d in differences]
+
+    parting = found.parting
+    return {
+        "same_tree": found.same_tree,
+        "same_events": parting is None,
+        "settings": rows(found.settings),
+        "blocks": [list(key) for key in found.blocks],
+        "parting": None
+        if parting is None
+        else {
+            "at": parting.at,
+            "fields": list(parting.fields),
+            "first": parting.first,
+            "second": parting.second,
+        },
+        "metrics": rows(found.metrics),
+    }
+
+
+def show_diff(voice: Voice, found: TraceDiff) -> None:
+    """A comparison for people: what was set, where it led, what it cost."""
+    for setting in found.settings:
+        voice.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
+    if found.same_tree:
+        voice.print("tree      the same, block by block")
+    else:
+        first = ".".join(map(str, found.blocks[0])) or "root"
+        voice.print(f"tree      {len(found.blocks):,} blocks differ, the first is {first}")
+    if found.parting is None:
+        voice.print("events    the same")
+    else:
+        voice.print(f"events    they part after {found.parting.at:,}")
+        for side, record in (("first", found.parting.first), ("second", found.parting.second)):
+            voice.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
+    for row in found.metrics:
+        if row.first and isinstance(row.first, int | float):
+            times = f"  x {row.second / row.first:.2f}"
+        else:
+            times = ""
+        voice.print(f"cost      {row.name}: {_number(row.first)} | {_number(row.second)}{times}")
+
+
+def _event_line(record: dict[str, Any] | None, fields: tuple[str, ...]) -> str:
+    if record is None:
+        return "(no more events)"
+    shown = {name: value for name, value in record.items() if name != "e"}
+    if fields:
+        shown = {name: value for name, value in shown.items() if name in ("node", *fields)}
+    return " ".join([record["e"], *(f"{name}={_short(value)}" for name, value in shown.items())])
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
