@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from arbor.budget import Budget, Plan
+    from arbor.callbacks import Callback, SafeCallback, StopSearch
     from arbor.engine.sampling import Sampling
     from arbor.errors import (
         ArborError,
@@ -37,16 +38,19 @@ __all__ = [
     "BudgetError",
     "BudgetInfeasible",
     "BudgetRange",
+    "Callback",
     "InputError",
     "Metrics",
     "ModelError",
     "OutOfMemory",
     "Plan",
     "Replay",
+    "SafeCallback",
     "Sampling",
     "SearchStream",
     "Solution",
     "Solver",
+    "StopSearch",
     "Trace",
     "TraceError",
     "TraceWriter",
@@ -58,6 +62,7 @@ __all__ = [
 
 _HOMES = {
     "arbor.budget": ("Budget", "Plan"),
+    "arbor.callbacks": ("Callback", "SafeCallback", "StopSearch"),
     "arbor.engine.sampling": ("Sampling",),
     "arbor.errors": (
         "ArborError",

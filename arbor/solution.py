@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
+from arbor.tasks.base import Problem
+from arbor.tasks.splits import content_id
+from arbor.trace.read import read_trace
+from arbor.trace.replay import Replay
 
 if TYPE_CHECKING:
     from arbor.session import Status
@@ -53,6 +58,7 @@ class Solution:
         metrics: what it cost.
         seed, config: enough to repeat it.
         trace_path: where the trace lies, if one was written.
+        error: what went wrong, as `ArborError.to_dict` tells it; then `finish_reason` is ``error``.
     """
 
     id: str
@@ -62,7 +68,7 @@ class Solution:
     text: str
     score: float
     correct: bool | None
-    finish_reason: Status
+    finish_reason: Status | Literal["error"]
     path: tuple[int, ...]
     steps: tuple[Step, ...]
     candidates: tuple[Candidate, ...]
@@ -70,6 +76,7 @@ class Solution:
     seed: int
     config: Mapping[str, Any]
     trace_path: str | None = None
+    error: Mapping[str, Any] | None = None
     schema: str = SOLUTION_SCHEMA
 
     def __str__(self) -> str:
@@ -83,6 +90,7 @@ class Solution:
         data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
         data["metrics"] = self.metrics.to_dict()
         data["config"] = dict(self.config)
+        data["error"] = None if self.error is None else dict(self.error)
         return {"schema": data.pop("schema"), **data}
 
     @classmethod
@@ -94,3 +102,40 @@ class Solution:
         values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
         values["metrics"] = Metrics.from_dict(values["metrics"])
         return cls(**values)
+
+    def replay(self) -> Replay:
+        """The search as its trace tells it: every block, the memory plot, contradictions.
+
+        Raises:
+            UsageError: no trace was written.
+            TraceError: it cannot be read.
+        """
+        if self.trace_path is None:
+            raise UsageError(
+                "trace-missing", "this run wrote no trace.", "Solve with trace='run.arbor.jsonl'."
+            )
+        return Replay.of(read_trace(self.trace_path))
+
+
+def failed_solution(
+    task: str, problem: str | Problem, error: ArborError, seed: int, config: Mapping[str, Any]
+) -> Solution:
+    """What stands for a problem that could not be solved at all."""
+    text = problem if isinstance(problem, str) else problem.text
+    return Solution(
+        id=content_id(task, text) if isinstance(problem, str) else problem.id,
+        task=task,
+        problem=text,
+        answer=None,
+        text="",
+        score=0.0,
+        correct=None,
+        finish_reason="error",
+        path=(),
+        steps=(),
+        candidates=(),
+        metrics=Metrics(),
+        seed=seed,
+        config=config,
+        error=error.to_dict(),
+    )

@@ -6,18 +6,20 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, Unpack, cast
 
 import torch
 
 import arbor
 from arbor import registry
 from arbor.budget import Budget, Footprint, Plan
+from arbor.callbacks import StopSearch
+from arbor.config import read_config
 from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
 from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
@@ -34,17 +36,18 @@ from arbor.engine.loading import (
 )
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
-from arbor.errors import InputError, ModelError, UsageError
+from arbor.errors import ArborError, InputError, ModelError, UsageError
 from arbor.events import Ended, Event, Header, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
+from arbor.request import Options, Request
 from arbor.retention.lru import LRU
 from arbor.session import Limits, Outcome, Session, Status
-from arbor.solution import Candidate, Solution, Step
+from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
-from arbor.trace.write import SCHEMA, TraceWriter
+from arbor.trace.write import SCHEMA
 from arbor.tree import Node
 from arbor.verifiers.base import Verifier
 
@@ -89,7 +92,8 @@ class Solver:
         seed: of every random stream.
         deterministic: linears in fixed row chunks and one attention request per row, so that results do not depend on
             what else is in the batch (CPU; slower).
-        listeners: called with every event; an exception in one ends the run.
+        listeners: called with every event, in order: functions, or `Callback`s. An exception in one ends the run;
+            `StopSearch` ends the search with its best so far.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
 
     Raises:
@@ -147,9 +151,17 @@ class Solver:
         self._busy = threading.Lock()
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
-        """The solver a trace header's or a solution's `config` describes."""
-        settings = {**config, **overrides}
+    def from_config(
+        cls, config: Mapping[str, Any] | str | os.PathLike[str], **overrides: Any
+    ) -> Self:
+        """The solver that a trace header's or a solution's `config` describes, or a TOML file of ``arbor trace config``.
+
+        A problem in it, and its answer key, are for `solve` and left aside.
+        """
+        read = read_config(config) if isinstance(config, str | os.PathLike) else config
+        settings = {**read, **overrides}
+        for name in ("problem", "expected"):
+            settings.pop(name, None)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):
             settings["sampling"] = Sampling(**sampling)
@@ -245,15 +257,27 @@ class Solver:
 
     # Planning
 
-    def plan(self, problem: str | Problem) -> Plan:
-        """What the budget buys for this problem; reads no weights.
+    def plan(
+        self,
+        problem: str | Problem | None = None,
+        *,
+        budget: float | str | Budget | None = None,
+        max_depth: int | None = None,
+        step_tokens: int | None = None,
+    ) -> Plan:
+        """What a budget buys for a problem; reads no weights.
+
+        Args:
+            problem: one of the task's own if there is none.
+            budget, max_depth, step_tokens: instead of the solver's.
 
         Raises:
             InputError: an unreadable, empty or over-long problem.
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
-        parsed = self._parse(problem)
-        return self._plan(parsed, len(self._encode(parsed)))
+        parsed = self._parse(self.task.example if problem is None else problem)
+        boundary = _boundary(self.boundary, max_depth, step_tokens)
+        return self._plan(parsed, len(self._encode(parsed)), budget, boundary)
 
     def _parse(self, problem: str | Problem) -> Problem:
         return problem if isinstance(problem, Problem) else self.task.parse(problem)
@@ -268,8 +292,14 @@ class Solver:
             return list(encoded["input_ids"])
         return list(tokenizer.encode(prompt))
 
-    def _plan(self, problem: Problem, prompt_tokens: int) -> Plan:
-        info, boundary = self._read().info, self.boundary
+    def _plan(
+        self,
+        problem: Problem,
+        prompt_tokens: int,
+        budget: float | str | Budget | None,
+        boundary: Boundary,
+    ) -> Plan:
+        info = self._read().info
         if not info.supported:
             raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
         question = 0
@@ -287,82 +317,109 @@ class Solver:
                 tokens=prompt_tokens,
                 context=info.context,
             )
-        return self.budget.plan(shape, info.kv_bytes_per_token)
+        chosen = self.budget if budget is None else Budget.parse(budget)
+        return chosen.plan(shape, info.kv_bytes_per_token)
 
     # Solving
 
-    def solve(
-        self,
-        problem: str | Problem,
-        *,
-        expected: str | None = None,
-        seed: int | None = None,
-        timeout: float | None = None,
-        trace: str | os.PathLike[str] | None = None,
-    ) -> Solution:
+    def solve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
         """Search one problem.
 
         Args:
             problem: as a user types it, or parsed.
-            expected: the answer key, where the task has none of its own; adds `correct`.
-            seed: instead of the solver's.
-            timeout: wall seconds; the best so far is returned.
-            trace: where to write the trace (``.arbor.jsonl`` or ``.gz``).
+            options: what `Request` holds: ``expected``, ``budget``, ``seed``, ``timeout``, ``max_tokens``, ``trace``.
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
+            Exception: whatever a listener raises; `StopSearch` only ends the search.
         """
-        parsed = self._parse(problem)
-        if expected is not None:
-            parsed = dataclasses.replace(parsed, expected=expected)
-        return self._solve(parsed, self.seed if seed is None else seed, timeout, trace, ())
+        return self._solve(self._parse(problem), Request(**options), ())
 
-    def stream(
-        self,
-        problem: str | Problem,
-        *,
-        expected: str | None = None,
-        seed: int | None = None,
-        timeout: float | None = None,
-        trace: str | os.PathLike[str] | None = None,
-    ) -> SearchStream:
-        """`solve`, event by event; see `SearchStream`."""
-        parsed = self._parse(problem)
-        if expected is not None:
-            parsed = dataclasses.replace(parsed, expected=expected)
-        chosen = self.seed if seed is None else seed
+    def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
+        """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
+        parsed, request = self._parse(problem), Request(**options)
 
         def search(listener: Listener) -> Solution:
-            return self._solve(parsed, chosen, timeout, trace, (listener,))
+            return self._solve(parsed, request, (listener,))
 
         return SearchStream(search, self.stop)
+
+    async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
+        """`solve` without blocking the event loop; cancelling it stops the search after its current forward."""
+        return await self.stream(problem, **options).wait()
+
+    def astream(self, problem: str | Problem, **options: Unpack[Options]) -> AsyncIterator[Event]:
+        """The events of `stream`, for ``async for``; leaving the loop early stops the search."""
+        return aiter(self.stream(problem, **options))
+
+    def imap(
+        self,
+        problems: Iterable[str | Problem],
+        *,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Unpack[Options],
+    ) -> Iterator[Solution]:
+        """Solve many problems, one after the other and in their order, as they are asked for.
+
+        Args:
+            problems: read one at a time.
+            on_error: ``return`` gives a solution with `error` where a problem cannot be solved; a bug is always raised.
+            options: the same for every problem, so no ``trace``.
+        """
+        if options.get("trace") is not None:
+            raise UsageError(
+                "trace-shared", "one trace for many problems.", "Use solve, or stream."
+            )
+        for problem in problems:
+            try:
+                yield self.solve(problem, **options)
+            except ArborError as error:
+                if on_error == "raise":
+                    raise
+                seed = options.get("seed")
+                yield failed_solution(
+                    self.task.name, problem, error, self.seed if seed is None else seed, self.config
+                )
+
+    def solve_batch(
+        self,
+        problems: Iterable[str | Problem],
+        *,
+        on_error: Literal["raise", "return"] = "raise",
+        **options: Unpack[Options],
+    ) -> list[Solution]:
+        """`imap`, all at once."""
+        return list(self.imap(problems, on_error=on_error, **options))
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress after its current forward; safe from a signal handler or another thread."""
         if self._session is not None:
             self._session.stop(status)
 
-    def _solve(
-        self,
-        problem: Problem,
-        seed: int,
-        timeout: float | None,
-        trace: str | os.PathLike[str] | None,
-        listeners: Sequence[Listener],
-    ) -> Solution:
+    def _solve(self, problem: Problem, request: Request, listeners: Sequence[Listener]) -> Solution:
+        if request.expected is not None:
+            problem = dataclasses.replace(problem, expected=request.expected)
+        seed = self.seed if request.seed is None else request.seed
         prompt = self._encode(problem)
-        plan = self._plan(problem, len(prompt))
+        plan = self._plan(problem, len(prompt), request.budget, self.boundary)
+        config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
         with self._busy:
             self.load()
             parts = self._read()
             assert parts.engine is not None
             fold = MetricsFold()
-            writer = TraceWriter(trace) if trace is not None else None
+            writer = request.writer()
             heard = (fold, *((writer,) if writer else ()), *self.listeners, *listeners)
 
             def emit(event: Event) -> None:
                 for listener in heard:
-                    listener(event)
+                    try:
+                        listener(event)
+                    except StopSearch:
+                        session.stop("interrupted")
+                limit = request.max_tokens
+                if limit is not None and fold.metrics().tokens_generated >= limit:
+                    session.stop("limit")
 
             parts.engine.emit = emit
             stop = StopRule(parts.tokenizer, self.boundary, parts.eos)
@@ -373,12 +430,12 @@ class Solver:
                 self.controller,
                 self.verifier,
                 Growth(seed, self.sampling, stop),
-                Limits(self.boundary.max_depth, self.max_expansions, timeout),
+                Limits(self.boundary.max_depth, self.max_expansions, request.timeout),
                 plan.budget_tokens,
                 emit,
             )
             try:
-                emit(self._header(problem, seed, plan))
+                emit(self._header(problem, seed, plan, config))
                 try:
                     outcome = session.run(prompt, self.task.prompt(problem))
                 except BaseException:
@@ -390,10 +447,10 @@ class Solver:
                 self._session = None
                 if writer is not None:
                     writer.close()
-            path = os.fspath(trace) if trace is not None else None
-            return self._solution(problem, outcome, fold.metrics(), seed, path)
+            path = None if writer is None else os.fspath(writer.path)
+            return self._solution(problem, outcome, fold.metrics(), seed, config, path)
 
-    def _header(self, problem: Problem, seed: int, plan: Plan) -> Header:
+    def _header(self, problem: Problem, seed: int, plan: Plan, config: dict[str, Any]) -> Header:
         parts = self._read()
         created = datetime.now(UTC)
         content = f"{created.isoformat()} {os.getpid()} {problem.id}"
@@ -412,7 +469,7 @@ class Solver:
                 "torch": torch.__version__,
                 "backend": self._backend_name(parts.info, getattr(torch, parts.info.dtype)),
             },
-            config=self.config,
+            config=config,
             kv=plan.to_dict(),
         )
 
@@ -435,7 +492,13 @@ class Solver:
         }
 
     def _solution(
-        self, problem: Problem, outcome: Outcome, metrics: Metrics, seed: int, trace: str | None
+        self,
+        problem: Problem,
+        outcome: Outcome,
+        metrics: Metrics,
+        seed: int,
+        config: dict[str, Any],
+        trace: str | None,
     ) -> Solution:
         best = outcome.best
         path: list[Node] = [] if best is None else best.path
@@ -458,7 +521,7 @@ class Solver:
             ),
             metrics=metrics,
             seed=seed,
-            config=self.config,
+            config=config,
             trace_path=trace,
         )
 

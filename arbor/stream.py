@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
-from arbor.events import Event, Listener
+from arbor.events import Ended, Event, Listener
 from arbor.solution import Solution
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ class SearchStream:
         for event in (stream := solver.stream("4 5 6 10")):
             ...
         stream.solution
+
+    ``async for`` works as well, and ``await stream.wait()`` gives the solution without blocking the event loop. Whatever
+    ends the search is raised by the loop, by `wait` and by `solution`.
 
     Args:
         search: runs it, calls a listener with every event, and returns the solution.
@@ -34,9 +38,11 @@ class SearchStream:
         self._error: BaseException | None = None
         self._stop_search = stop
         self._stopped: Status | None = None
+        self._running = False  # a stop is for this search, not for the one that runs before it
 
         def listen(event: Event) -> None:
-            if self._stopped is not None:
+            self._running = not isinstance(event, Ended)
+            if self._stopped is not None and self._running:
                 stop(self._stopped)
             self._events.put(event)
 
@@ -59,10 +65,32 @@ class SearchStream:
         if self._error is not None:
             raise self._error
 
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        events = iter(self)
+        try:
+            while (event := await asyncio.to_thread(next, events, None)) is not None:
+                yield event
+        finally:
+            self.stop()  # a loop that was left early wants no more
+
+    async def wait(self) -> Solution:
+        """The solution, once the search has ended; cancelling stops the search.
+
+        Raises:
+            whatever ended the search.
+        """
+        try:
+            return await asyncio.to_thread(lambda: self.solution)
+        except asyncio.CancelledError:
+            self.stop()
+            raise
+
     def stop(self, status: Status = "interrupted") -> None:
-        """End after the current forward; the remaining events still come."""
-        self._stopped = status
-        self._stop_search(status)
+        """End after the current forward; the remaining events still come. Safe from a signal handler."""
+        if self._stopped is None:
+            self._stopped = status
+        if self._running:
+            self._stop_search(status)
 
     @property
     def solution(self) -> Solution:

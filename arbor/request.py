@@ -1,0 +1,63 @@
+"""Request: what one run asks for beside its problem."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TypedDict
+
+from arbor.budget import Budget
+from arbor.errors import UsageError
+from arbor.trace.write import TraceWriter
+
+
+class Options(TypedDict, total=False):
+    """What `Solver.solve` and its kin take beside the problem; the fields of `Request`, all optional."""
+
+    expected: str | None
+    budget: float | str | Budget | None
+    seed: int | None
+    timeout: float | None
+    max_tokens: int | None
+    trace: str | os.PathLike[str] | TraceWriter | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one run asks for.
+
+    Attributes:
+        expected: the answer key, where the task has none of its own; adds `correct`.
+        budget, seed: instead of the solver's.
+        timeout: wall seconds; then the best so far is the answer.
+        max_tokens: tokens of closed blocks; then the best so far is the answer.
+        trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
+
+    Raises:
+        UsageError, BudgetRange: what cannot be meant.
+    """
+
+    expected: str | None = None
+    budget: float | str | Budget | None = None
+    seed: int | None = None
+    timeout: float | None = None
+    max_tokens: int | None = None
+    trace: str | os.PathLike[str] | TraceWriter | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            Budget.parse(self.budget)
+        if self.timeout is not None and not self.timeout >= 0:
+            raise UsageError("limit", f"timeout is {self.timeout}.", "It is 0 seconds or more.")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError("limit", f"max_tokens is {self.max_tokens}.", "It is 1 or more.")
+
+    def writer(self) -> TraceWriter | None:
+        """What writes the trace, if one is asked for.
+
+        Raises:
+            UsageError: the file cannot be created.
+        """
+        if self.trace is None or isinstance(self.trace, TraceWriter):
+            return self.trace
+        return TraceWriter(self.trace)
