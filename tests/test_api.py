@@ -1,0 +1,337 @@
+"""The Python interface around a search: callbacks, many problems, event loops, plans, configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbor import (
+    Callback,
+    InputError,
+    SafeCallback,
+    Solution,
+    Solver,
+    StopSearch,
+    TraceWriter,
+    UsageError,
+    read_trace,
+)
+from arbor.config import config_text
+from arbor.controllers.tot import ToT
+from arbor.errors import BudgetInfeasible
+from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
+from arbor.stream import SearchStream
+
+PUZZLE, OTHER = "4 5 6 10", "1 2 3 4"
+SMALL: dict[str, Any] = {"controller": ToT(beam=2, width=3), "verifier": "exact"}
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    with Solver(**SMALL) as solver:
+        solver.load()
+        yield solver
+
+
+@pytest.fixture
+def listening(solver: Solver) -> Iterator[Solver]:
+    """The same solver; its listeners are forgotten afterwards."""
+    yield solver
+    solver.listeners = ()
+
+
+# Callbacks
+
+
+def test_a_callback_has_a_method_for_each_event(listening: Solver) -> None:
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.all: list[str] = []
+            self.ended: list[Ended] = []
+
+        def on_event(self, event: Event) -> None:
+            self.all.append(event.name)
+
+        def on_boundary(self, event: Boundary) -> None:
+            assert isinstance(event, Boundary)
+            self.all.append("- boundary")
+
+        def on_end(self, event: Ended) -> None:
+            self.ended.append(event)
+
+    watch = Watch()
+    listening.listeners = (watch,)
+    solution = listening.solve(PUZZLE)
+
+    assert (watch.all[0], watch.all[-1]) == ("header", "end")
+    assert watch.all.count("- boundary") == watch.all.count("boundary") == solution.metrics.blocks
+    assert watch.ended[0].metrics["nodes"] == solution.metrics.nodes
+
+
+def test_every_event_can_have_a_method() -> None:
+    for kind in EVENTS:
+        assert f"on_{kind.name}".isidentifier()
+
+
+def test_what_a_callback_raises_reaches_the_caller(listening: Solver) -> None:
+    class Broken(Callback):
+        def on_select(self, event: Selected) -> None:
+            raise ZeroDivisionError
+
+    listening.listeners = (Broken(),)
+
+    with pytest.raises(ZeroDivisionError):
+        listening.solve(PUZZLE)
+
+
+def test_a_callback_can_end_the_search(listening: Solver, tmp_path: Path) -> None:
+    def stop_at_the_first_thought(event: Event) -> None:
+        if isinstance(event, Boundary):
+            raise StopSearch
+
+    heard: list[Event] = []
+    listening.listeners = (stop_at_the_first_thought, heard.append)
+    solution = listening.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl")
+
+    assert solution.finish_reason == "interrupted"
+    assert solution.metrics.rounds == 1
+    assert len(heard) == len(read_trace(tmp_path / "run.arbor.jsonl").events), "others hear it all"
+
+
+def test_a_search_can_be_ended_before_it_begins(listening: Solver) -> None:
+    def stop(event: Event) -> None:
+        if isinstance(event, Header):
+            raise StopSearch
+
+    listening.listeners = (stop,)
+
+    solution = listening.solve(PUZZLE)
+
+    assert (solution.finish_reason, solution.metrics.blocks) == ("interrupted", 0)
+
+
+def test_a_safe_callback_fails_once_aloud_and_harms_nothing(
+    listening: Solver, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: Event) -> None:
+        raise RuntimeError("no disk")
+
+    def stop(event: Event) -> None:
+        raise StopSearch
+
+    safe = SafeCallback(fail)
+    listening.listeners = (safe,)
+    with caplog.at_level(logging.WARNING, "arbor"):
+        solution = listening.solve(PUZZLE)
+
+    assert solution.finish_reason in ("solved", "exhausted")
+    assert safe.failures > 1
+    assert [r.getMessage() for r in caplog.records] == [
+        "a callback failed at 'header'; the search goes on"
+    ]
+    with pytest.raises(StopSearch):
+        SafeCallback(stop)(Ended("solved", 0))
+
+
+# What one run asks for
+
+
+def test_a_budget_for_one_run_is_in_its_config(solver: Solver) -> None:
+    smallest = solver.plan(PUZZLE).smallest_tokens
+    full = solver.solve(PUZZLE)
+
+    small = solver.solve(PUZZLE, budget=f"{smallest}tok")
+
+    assert small.metrics.budget_tokens == smallest < full.metrics.budget_tokens
+    assert small.candidates == full.candidates
+    assert (small.config["budget"], full.config["budget"]) == (f"{smallest}tok", "full")
+
+
+def test_a_token_limit_ends_the_search(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, max_tokens=1)
+
+    assert solution.finish_reason == "limit"
+    assert solution.metrics.rounds == 1 <= solution.metrics.tokens_generated
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"max_tokens": 0}, "max_tokens is 0"), ({"timeout": -1.0}, "timeout is -1")],
+)
+def test_a_limit_that_cannot_be_meant(solver: Solver, options: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        solver.solve(PUZZLE, **options)
+    with pytest.raises(TypeError, match="budgett"):
+        solver.solve(PUZZLE, budgett=0.5)  # type: ignore[call-arg]
+
+
+def test_a_writer_of_ones_own_is_a_trace(solver: Solver, tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+
+    solution = solver.solve(PUZZLE, trace=TraceWriter(path, text="none"))
+
+    assert solution.trace_path == str(path)
+    assert not read_trace(path).words
+    replay = solution.replay()
+    assert replay.problems == [] and len(replay.blocks) == solution.metrics.nodes
+
+
+def test_a_run_without_a_trace_has_nothing_to_replay(solver: Solver) -> None:
+    with pytest.raises(UsageError, match="trace='run"):
+        solver.solve(PUZZLE).replay()
+
+
+# Plans and configurations
+
+
+def test_a_plan_needs_no_problem_and_no_weights() -> None:
+    solver = Solver(**SMALL)
+
+    plan = solver.plan()
+
+    assert plan == solver.plan(solver.task.example)
+    assert solver.plan(budget=0.5).budget_tokens == pytest.approx(plan.full_tokens / 2, abs=1)
+    assert solver.plan(max_depth=1).full_tokens < plan.full_tokens
+    assert solver.plan(step_tokens=1).full_tokens < plan.full_tokens
+    assert solver._parts is not None and solver._parts.engine is None
+    with pytest.raises(BudgetInfeasible):
+        solver.plan(budget="3tok")
+    with pytest.raises(UsageError, match="max_depth"):
+        solver.plan(max_depth=0)
+
+
+def test_a_configuration_in_a_file_builds_the_same_solver(solver: Solver, tmp_path: Path) -> None:
+    settings = {"problem": PUZZLE, "expected": None} | solver.config
+    (tmp_path / "run.toml").write_text(config_text(settings), encoding="utf-8")
+
+    again = Solver.from_config(tmp_path / "run.toml")
+
+    assert again.config == solver.config
+    assert Solver.from_config(tmp_path / "run.toml", seed=9).config["seed"] == 9
+
+
+# Many problems
+
+
+def test_a_batch_is_each_problem_in_its_order(solver: Solver) -> None:
+    solutions = solver.solve_batch([PUZZLE, OTHER])
+
+    assert [s.problem for s in solutions] == [PUZZLE, OTHER]
+    assert solutions[0].candidates == solver.solve(PUZZLE).candidates
+
+
+def test_problems_are_read_when_they_are_due(solver: Solver) -> None:
+    asked: list[str] = []
+
+    def problems() -> Iterator[str]:
+        for problem in (PUZZLE, OTHER):
+            asked.append(problem)
+            yield problem
+
+    solutions = solver.imap(problems(), max_tokens=5)
+    assert asked == []
+    next(solutions)
+    assert asked == [PUZZLE]
+
+
+def test_a_problem_that_cannot_be_solved_is_an_error_or_a_row(solver: Solver) -> None:
+    with pytest.raises(InputError):
+        solver.solve_batch([PUZZLE, "4 5"])
+
+    good, bad, last = solver.solve_batch([PUZZLE, "4 5", OTHER], on_error="return", max_tokens=5)
+
+    assert good.error is None and last.problem == OTHER
+    assert (bad.finish_reason, bad.answer, bad.problem) == ("error", None, "4 5")
+    assert bad.error is not None and bad.error["code"] == "problem-invalid"
+    assert Solution.from_dict(json.loads(json.dumps(bad.to_dict()))) == bad
+
+
+def test_one_trace_does_not_serve_many_problems(solver: Solver, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="one trace for many"):
+        solver.solve_batch([PUZZLE], trace=tmp_path / "run.jsonl")
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+# Event loops
+
+
+def test_a_search_can_be_awaited(solver: Solver) -> None:
+    async def both() -> list[Solution]:
+        return await asyncio.gather(solver.asolve(PUZZLE), solver.asolve(OTHER))
+
+    first, second = asyncio.run(both())
+
+    assert first.candidates == solver.solve(PUZZLE).candidates
+    assert second.problem == OTHER
+
+
+def test_events_can_be_awaited(solver: Solver) -> None:
+    async def listen() -> list[Event]:
+        return [event async for event in solver.astream(PUZZLE)]
+
+    events = asyncio.run(listen())
+
+    assert isinstance(events[0], Header) and isinstance(events[-1], Ended)
+
+
+def test_a_cancelled_task_stops_its_search(listening: Solver) -> None:
+    begun, go, ended = threading.Event(), threading.Event(), []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, Selected):
+            begun.set()
+            go.wait()
+        if isinstance(event, Ended):
+            ended.append(event.status)
+
+    listening.listeners = (watch,)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(listening.asolve(PUZZLE))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        go.set()
+
+    asyncio.run(cancel())
+    with listening._busy:  # the search holds it until its end
+        assert ended == ["interrupted"]
+
+
+def test_what_fails_in_a_stream_is_raised_everywhere(solver: Solver) -> None:
+    stream = solver.stream(PUZZLE, budget="3tok")
+
+    with pytest.raises(BudgetInfeasible):
+        list(stream)
+    with pytest.raises(BudgetInfeasible):
+        _ = stream.solution
+    with pytest.raises(BudgetInfeasible):
+        asyncio.run(stream.wait())
+
+
+def test_stopping_a_search_that_waits_leaves_the_running_one_alone() -> None:
+    stopped: list[str] = []
+    go = threading.Event()
+
+    def search(listener: Any) -> Any:
+        go.wait()  # another search runs
+        listener(Selected(((0, 1),)))
+        listener(Ended("interrupted", 1))
+
+    stream = SearchStream(search, stopped.append)
+    stream.stop()
+    assert stopped == []
+    go.set()
+    list(stream)
+
+    assert stopped == ["interrupted"]
+    stream.stop()
+    assert stopped == ["interrupted"], "a search that has ended needs no stop"
