@@ -7,7 +7,6 @@ import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fake_run import fake_run
@@ -47,7 +46,7 @@ class FakeSolution:
 class FakeStream:
     """Emits a fake run; problems in words steer it: ``endless`` until it is stopped, ``none`` without an answer."""
 
-    def __init__(self, solver: FakeSolver, problem: str, timeout: float | None, trace: Any) -> None:
+    def __init__(self, solver: FakeSolver, problem: str, trace: TraceWriter | None) -> None:
         self._solver, self._problem, self._trace = solver, problem, trace
         self._stopped: str | None = None
         self._solution: FakeSolution | None = None
@@ -62,7 +61,7 @@ class FakeStream:
 
     def __iter__(self) -> Iterator[Event]:
         fold = MetricsFold()
-        writer = TraceWriter(self._trace) if self._trace else None
+        writer = self._trace
         answer: str | None = "(10 - 4) * 5 - 6"
         for event in self._events():
             if isinstance(event, Answered) and event.text is None:
@@ -77,7 +76,7 @@ class FakeStream:
             answer,
             status,
             fold.metrics(),
-            trace_path=str(self._trace) if self._trace else None,
+            trace_path=str(writer.path) if writer else None,
             config=self._solver.config,
         )
 
@@ -128,12 +127,14 @@ class FakeSolver:
         *,
         expected: str | None = None,
         timeout: float | None = None,
-        trace: Path | None = None,
+        max_tokens: int | None = None,
+        trace: TraceWriter | None = None,
     ) -> FakeStream:
         self.config["expected"] = expected
         self.config["timeout"] = timeout
+        self.config["max_tokens"] = max_tokens
         self.config["problem"] = problem
-        return FakeStream(self, problem, timeout, trace)
+        return FakeStream(self, problem, trace)
 
 
 def install() -> None:

@@ -93,7 +93,8 @@ def test_a_pipe_gets_the_answer_and_nothing_else(command: Arbor) -> None:
 def test_whoever_asks_for_it_gets_the_numbers_on_stderr(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--budget", "0.5", "-v")
 
-    budget, numbers = ran.err.splitlines()
+    budget, loading, numbers = ran.err.splitlines()
+    assert loading == "loading builtin:sapling · seed 0"
     assert ran.out == "(10 - 4) * 5 - 6\n"
     assert budget == (
         "budget 0.5 keeps 130 of 260 tokens (130 KiB of 260 KiB) · smallest workable 0.17"

@@ -21,7 +21,7 @@ from arbor.cli.show import doctor, info, list_
 from arbor.cli.solve import solve
 from arbor.cli.stop import Interrupted
 from arbor.cli.trace import trace
-from arbor.cli.voice import Voice, encodable, listen_to_the_log
+from arbor.cli.voice import Voice, encodable, leave_the_log, listen_to_the_log
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
 EXIT_BUG = 1
@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _flush()
             os._exit(code)  # a forward pass may still run in a thread
         return code
+    finally:
+        leave_the_log()
 
 
 def _run(given: list[str], voice: Voice) -> int:

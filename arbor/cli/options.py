@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from arbor.cli.voice import Voice
+from arbor import registry
+from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
 
 EXIT_CODES = """\b
-Exit codes:
+Every option is an environment variable too: ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
+Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
+
+\b
+Exit codes (docs/exit-codes.md):
   0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
   6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
 
@@ -94,10 +100,20 @@ def together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 def _set(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Keeps a setting that was given; the one after the command wins over the one before it."""
     name = parameter.name or ""
+    voice = ctx.ensure_object(Voice)
     if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-        setattr(ctx.ensure_object(Voice), name, value)
-    else:
-        ctx.ensure_object(Voice)
+        setattr(voice, name, value)
+        if name in LOG_SETTINGS:
+            listen_to_the_log(voice)
+
+
+def names_of(kind: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
+    """Completes the names of a kind, plugins' included; imports none of them."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
+        return [name for name in registry.names(kind) if name.startswith(begun)]
+
+    return complete
 
 
 _SHARED: dict[str, Any] = {"heading": "Output", "expose_value": False, "callback": _set}
@@ -120,16 +136,37 @@ voice_options = together(
         help="auto follows the terminal, NO_COLOR and FORCE_COLOR.",
         **_SHARED,
     ),
+    option(
+        "--log-level",
+        type=click.Choice(LOG_LEVELS),
+        help="What of the log is shown; warning without -q and -v.",
+        **_SHARED,
+    ),
+    option(
+        "--log-file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="PATH",
+        help="Append the whole log to FILE, one JSON object a line.",
+        **_SHARED,
+    ),
     option("--debug", is_flag=True, help="Python's traceback with every error.", **_SHARED),
 )
 
 search_options = together(
-    option("--task", default="game24", metavar="NAME", heading="Search", help="Kind of problem."),
+    option(
+        "--task",
+        default="game24",
+        metavar="NAME",
+        heading="Search",
+        shell_complete=names_of("task"),
+        help="Kind of problem; see 'arbor list tasks'.",
+    ),
     option(
         "--controller",
         default="tot",
         metavar="NAME",
         heading="Search",
+        shell_complete=names_of("controller"),
         help="Chooses which leaves grow: chain, beam, tot, ...",
     ),
     option(
@@ -137,6 +174,7 @@ search_options = together(
         default="self",
         metavar="NAME",
         heading="Search",
+        shell_complete=names_of("verifier"),
         help="Judges thoughts: self (asks the model), exact.",
     ),
     option(

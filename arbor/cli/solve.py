@@ -5,27 +5,33 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from arbor.budget import Plan
 from arbor.cli.build import build_solver
+from arbor.cli.configure import all_settings, take_defaults
 from arbor.cli.options import Command, option, search_options, together, voice_options
 from arbor.cli.stop import EXIT_SIGNAL, Stop
 from arbor.cli.voice import Voice
+from arbor.config import config_text
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
 from arbor.trace.live import LiveView, LogView, human_bytes
+from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
     from arbor.engine.describe import ModelInfo
     from arbor.solution import Solution
+    from arbor.solver import Solver
     from arbor.stream import SearchStream
 
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"
+CONFIG_SCHEMA = "arbor.config/1"
 SMALL_MODEL = 50_000_000  # parameters
 
 _options = together(
@@ -102,13 +108,43 @@ _options = together(
         heading="Limits",
         help="Of torch on the CPU; one for small models.",
     ),
+    option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Limits",
+        help="Tokens of finished thoughts; then the best so far.",
+    ),
     option("--dry-run", is_flag=True, heading="Limits", help="Only the plan; reads no weights."),
     option(
         "--trace",
         type=click.Path(path_type=Path),
         metavar="PATH",
         heading="Output",
-        help="Write every event to FILE (.arbor.jsonl, or .gz).",
+        help="Write every event to FILE (.arbor.jsonl, or .gz); off writes none.",
+    ),
+    option(
+        "--trace-text",
+        type=click.Choice(["full", "none"]),
+        default="full",
+        heading="Output",
+        help="none leaves the words of problem, thoughts and answer out of the trace.",
+    ),
+    option(
+        "--config",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        heading="Output",
+        is_eager=True,
+        expose_value=False,
+        callback=take_defaults,
+        help="Defaults from a TOML file; flags and the environment win.",
+    ),
+    option(
+        "--print-config",
+        is_flag=True,
+        heading="Output",
+        help="Only the resolved configuration, as --config reads it.",
     ),
     voice_options,
 )
@@ -126,19 +162,30 @@ def solve(voice: Voice, /, **given: Any) -> int:
       arbor solve "4 5 6 10" --budget 0.5 --trace run.arbor.jsonl
       echo "4 5 6 10" | arbor solve - --controller beam --json
     """
-    problem = read_problem(given["problem"], given["file"], given["encoding"])
+    given["settings"] = all_settings(given)
+    if given["print_config"] and given["problem"] is None and given["file"] is None:
+        problem = None
+    else:
+        problem = read_problem(given["problem"], given["file"], given["encoding"])
     with Stop() as stop, build_solver(given, problem) as solver:
+        if given["print_config"]:
+            print_config(voice, solver, problem, given)
+            return 0
+        assert problem is not None, "it was read above"
         plan = solver.plan(problem)
         if given["dry_run"]:
             show_plan(voice, plan)
             return 0
         voice.say(budget_line(given["budget"], plan))
+        writer = open_trace(given["trace"], given["trace_text"])
+        voice.say(f"loading {given['model']} · seed {given['seed']}")
         use_threads(given["threads"], solver.describe())
         stream = solver.stream(
             problem,
             expected=given["expected"],
             timeout=given["timeout"],
-            trace=given["trace"],
+            max_tokens=given["max_tokens"],
+            trace=writer,
         )
         solution = watch(voice, stream, stop)
     if voice.json:
@@ -198,6 +245,27 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
             offset=error.start,
             line=line,
         ) from error
+
+
+def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:
+    """What writes the trace; nothing for ``off``.
+
+    Raises:
+        UsageError: the file cannot be created.
+    """
+    return None if path is None or str(path) == "off" else TraceWriter(path, text=text)
+
+
+def print_config(
+    voice: Voice, solver: Solver, problem: str | None, given: Mapping[str, Any]
+) -> None:
+    """Everything that repeats this run, resolved: the answer to which settings a file, a flag and a default give."""
+    run = {name: given[name] for name in ("expected", "timeout", "max_tokens")}
+    config = {"problem": problem, **run, **solver.config}
+    if voice.json:
+        voice.document({"schema": CONFIG_SCHEMA, **config})
+    else:
+        voice.print(config_text(config).rstrip())
 
 
 def use_threads(threads: int | None, model: ModelInfo) -> None:

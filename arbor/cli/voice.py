@@ -8,13 +8,19 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import IO, Any, Literal
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from arbor.errors import UsageError
 from arbor.trace.write import finite
+
+LOG_LEVELS = ("error", "warning", "info", "debug")
+LOG_SETTINGS = ("quiet", "verbose", "log_level", "log_file")
 
 
 class PipedConsole(Console):
@@ -34,7 +40,7 @@ class Voice:
         verbose: how often ``-v`` was given.
         json: one JSON document on stdout instead of text.
         debug: tracebacks with errors.
-        color, display: as on the command line.
+        color, display, log_level, log_file: as on the command line.
     """
 
     quiet: bool = False
@@ -43,6 +49,8 @@ class Voice:
     debug: bool = False
     color: Literal["auto", "always", "never"] = "auto"
     display: Literal["auto", "live", "plain", "none"] = "auto"
+    log_level: str | None = None
+    log_file: Path | None = None
 
     @property
     def detailed(self) -> bool:
@@ -117,10 +125,52 @@ class LogHandler(logging.Handler):
             print(f"arbor: {record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
+class LogFile(logging.FileHandler):
+    """Appends arbor's log to a file, one JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record as JSON; its traceback too, if it has one."""
+        row = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            row["traceback"] = logging.Formatter().formatException(record.exc_info)
+        return json.dumps(row)
+
+
 def listen_to_the_log(voice: Voice) -> None:
-    """Shows arbor's log on stderr, as much of it as was asked for."""
+    """Shows arbor's log on stderr, as much of it as was asked for, and writes it to a file if one was named.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
     logger = logging.getLogger("arbor")
-    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
-    logger.setLevel(logging.ERROR if voice.quiet else levels[min(voice.verbose, 2)])
-    if not any(isinstance(handler, LogHandler) for handler in logger.handlers):
-        logger.addHandler(LogHandler())
+    logger.setLevel(logging.DEBUG)
+    shown = next((each for each in logger.handlers if isinstance(each, LogHandler)), None)
+    if shown is None:
+        shown = LogHandler()
+        logger.addHandler(shown)
+    level = "error" if voice.quiet else ("warning", "info", "debug")[min(voice.verbose, 2)]
+    shown.setLevel((voice.log_level or level).upper())
+    if voice.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
+        return
+    try:
+        logger.addHandler(LogFile(voice.log_file, encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            "log-unwritable",
+            f"--log-file {voice.log_file} cannot be written: {error.strerror}.",
+            "Name a file in a folder that exists and may be written.",
+            path=str(voice.log_file),
+        ) from error
+
+
+def leave_the_log() -> None:
+    """Closes the log's file."""
+    logger = logging.getLogger("arbor")
+    for handler in [each for each in logger.handlers if isinstance(each, LogFile)]:
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,74 @@
+"""``--config``: a TOML file gives the defaults of a command's options, and settings of its parts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from arbor.cli.build import PARTS
+from arbor.config import read_config
+from arbor.errors import UsageError
+
+# what a solver calls it -> what the option is called
+OPTIONS = {"max_depth": "depth", "set": "settings"}
+SETTINGS = "arbor.settings"  # where the command keeps a file's settings, by part
+
+
+def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
+    """Reads a configuration before the other options, which then fall back on it; flags and the environment win."""
+    if path is None:
+        return
+    known = {each.name for each in ctx.command.params if each.name}
+    defaults: dict[str, Any] = {}
+    settings: dict[str, tuple[str, list[str]]] = {}
+    for key, value in read_config(path).items():
+        name = OPTIONS.get(key, key)
+        if key in PARTS and isinstance(value, Mapping):
+            rest = dict(value)
+            chosen = str(rest.pop("name", ""))
+            if chosen:
+                defaults[name] = chosen
+            settings[key] = chosen, [f"{key}.{k}={_text(v)}" for k, v in rest.items()]
+        elif name in known and not isinstance(value, Mapping):
+            defaults[name] = value
+        else:
+            raise _unknown(path, key, sorted({*known, *PARTS} - {"config", "settings"}))
+    ctx.default_map = defaults
+    ctx.meta[SETTINGS] = settings
+
+
+def all_settings(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a configuration and ``--set`` ask for together; the settings of a part that a flag replaced are left out."""
+    ctx = click.get_current_context(silent=True)
+    settings = {} if ctx is None else ctx.meta.get(SETTINGS, {})
+    kept = [
+        each
+        for part, (chosen, rows) in settings.items()
+        if not chosen or given.get(part) == chosen
+        for each in rows
+    ]
+    return (*kept, *given["settings"])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
+
+
+def _unknown(path: Path, key: str, known: list[str]) -> UsageError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    guess = f"Did you mean '{near[0]}'? " if near else ""
+    return UsageError(
+        "unknown-setting",
+        f"{path}: there is no setting '{key}'.",
+        f"{guess}Known: {', '.join(known)}.",
+        path=str(path),
+        setting=key,
+        known=known,
+    )
