@@ -1,41 +1,140 @@
-"""What a retention policy decides: how many tokens each evictable block keeps."""
+"""What a retention policy sees and decides: how many tokens each block keeps on the device, and which.
+
+A policy is an allocator (how many) and a scorer (which). It reads struct-of-arrays views and answers with numbers; it never
+touches the pool. What is protected, when a policy is asked and how age is counted belong to the engine, equal for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from arbor.tree import Node
 
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block a policy may take tokens from: it lies on no running path.
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of the offered blocks that are on the device, block after block, each block's in order; T in all.
 
     Attributes:
-        node: the block.
-        resident: its tokens on the device.
-        last_used: clock of the last forward that read it; larger is later.
+        block: int64 [T], index of the token's block in `Blocks`; increasing.
+        offset: int64 [T], place in its block.
+        position: int64 [T], place on its path.
+        mass: float64 [T], attention it received from later queries, summed over queries (each query: mean over the
+            observed layers, mean over heads); 0 where attention is not observed.
+        latest: float64 [T], attention it received from the last query that could see it.
+        queries: int64 [T], later queries that could see it; an inactive branch does not age.
+        activated: int64 [T], `queries` when its attention last reached the scorer's threshold; 0 = never since written.
+        key: uint64 [T], a number that names the token whatever the order of the search (for reproducible randomness).
+        protected: bool [T], stays in any case (sinks, recent window, block tails).
     """
 
+    block: Ints
+    offset: Ints
+    position: Ints
+    mass: Floats
+    latest: Floats
+    queries: Ints
+    activated: Ints
+    key: NDArray[np.uint64]
+    protected: Bools
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks a policy may take tokens from, by node id; M in all.
+
+    Attributes:
+        ids: int64 [M], node ids, increasing.
+        length: int64 [M], n, tokens of the block.
+        resident: int64 [M], of these, tokens on the device: the most it can keep.
+        floor: int64 [M], tokens it keeps in any case; 0 <= floor <= resident.
+        depth: int64 [M], edges to the root.
+        distance: int64 [M], edges to the nearest running leaf (ArborKV's Delta, the minimum over running leaves).
+        active: bool [M], on a running path (offered in lossy mode only).
+        value: float64 [M], the search's opinion in [0, 1] (MSVE's v).
+        confidence: float64 [M], 1 - H / ln|V| at the boundary (MSVE's u).
+        attention: float64 [M], mean attention mass per later query, in [0, 1] (MSVE's a).
+        score: float64 [M], MSVE's s in (0, 1).
+        last_used: int64 [M], clock of the last forward that read it; larger is later.
+        scheduled: int64 [M], waves of the operation in progress until the block is needed again; `NEVER` if none needs it.
+        reentry: float64 [M], probability that a later round reads the block, in [0, 1].
+        next_use: int64 [M], when a recorded run reads it next; `NEVER` if not again or nothing is recorded.
+        see: makes the token view; policies read `tokens`, which calls it once.
+    """
+
+    ids: Ints
+    length: Ints
+    resident: Ints
+    floor: Ints
+    depth: Ints
+    distance: Ints
+    active: Bools
+    value: Floats
+    confidence: Floats
+    attention: Floats
+    score: Floats
+    last_used: Ints
+    scheduled: Ints
+    reentry: Floats
+    next_use: Ints
+    see: Callable[[], Tokens]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """Token view, made on first use."""
+        return self.see()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:  # to be removed with the engine's switch to `Blocks`
     node: Node
     resident: int
     last_used: int
 
 
+NEVER = int(np.iinfo(np.int64).max)
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Which tokens matter: higher is kept; equal scores are broken by recency (the larger position is kept)."""
+
+    @property
+    def observes(self) -> bool:
+        """Whether it reads attention (`mass`, `latest`, `queries`, `activated`)."""
+        ...
+
+    def scores(self, tokens: Tokens) -> Floats:
+        """float64 [T], finite."""
+        ...
+
+
 @runtime_checkable
 class Allocator(Protocol):
-    """How many tokens each block keeps. What is protected, and when a policy is asked, belong to the engine."""
+    """How many tokens each block keeps."""
 
-    def counts(self, blocks: Sequence[Block], room: int) -> list[int]:
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         """Tokens each block keeps.
 
         Args:
-            blocks: evictable blocks, by node id.
-            room: slots they may keep together, >= 0.
+            blocks: what may be taken from.
+            room: slots they may keep together; sum(floor) <= room.
+            scorer: which tokens matter, for allocators that rank tokens over all blocks.
 
         Returns:
-            0 <= k_i <= resident_i for each block, in order; the sum is at most `room`.
+            int64 [M], floor <= k <= resident; the sum is at most `room`.
         """
         ...

@@ -1,0 +1,30 @@
+"""Tokens that gathered the most attention win: heavy hitters, H2O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from arbor.retention.base import Floats, Tokens
+
+
+@dataclass(frozen=True)
+class HeavyHitters:
+    """A token scores the attention it has received from later queries.
+
+    Source: H2O (arXiv 2306.14048); ArborKV's A_i(t).
+    Differs: one kept set for all heads, the mean over the observed heads and layers, where H2O keeps one per head.
+
+    Attributes:
+        normalise: divide by the queries that could see the token; a sum favours tokens that were there for longer.
+    """
+
+    normalise: bool = False
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return tokens.mass / np.maximum(tokens.queries, 1) if self.normalise else tokens.mass

@@ -1,0 +1,188 @@
+"""How much a block is worth keeping, from three signals the search has anyway; fitted to what its loss costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from arbor.errors import UsageError
+from arbor.retention.base import Floats
+
+_FORMAT = "arbor.msve/1"
+
+
+@dataclass(frozen=True)
+class MSVE:
+    """Multi-Signal Value Estimation, ArborKV section 4: s = sigmoid(theta . [v, u, a] + bias).
+
+    Differs from the paper: there is a bias, without which theta >= 0 gives s >= 0.5 for every block; its clip to [0, 1]
+    after the sigmoid changes nothing and is left out; u, which it calls uncertainty, is confidence (1 - H / ln|V|), and
+    a is the mean attention per query rather than a sum that grows as the search goes on.
+
+    The defaults are a guess, since the paper publishes no theta: value counts most, the three signals at one half give
+    s = 0.5. `arbor calibrate msve` fits them for a model.
+
+    Attributes:
+        theta: weights of value, confidence and attention.
+        bias: added to the weighted sum.
+    """
+
+    theta: tuple[float, float, float] = (2.0, 1.0, 1.0)
+    bias: float = -2.0
+
+    def __post_init__(self) -> None:
+        if len(self.theta) != 3 or not all(map(math.isfinite, (*self.theta, self.bias))):
+            raise UsageError(
+                "setting-range",
+                f"theta={self.theta}, bias={self.bias}: three weights and a bias, all finite numbers.",
+            )
+
+    def scores(self, value: Floats, confidence: Floats, attention: Floats) -> Floats:
+        """s of each block.
+
+        Args:
+            value: v, [M]; if any lies outside [0, 1], all are scaled from their smallest to their largest (all equal: 0.5).
+            confidence: u, [M], in [0, 1].
+            attention: a, [M], in [0, 1].
+
+        Returns:
+            float64 [M], in (0, 1).
+        """
+        features = np.stack([normalised(value), confidence, attention], axis=-1)
+        return _sigmoid(features @ np.array(self.theta) + self.bias)
+
+    def save(self, path: Path, **provenance: Any) -> None:
+        """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures)."""
+        document = {
+            "schema": _FORMAT,
+            "theta": list(self.theta),
+            "bias": self.bias,
+            "provenance": provenance,
+        }
+        path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> MSVE:
+        """What `save` wrote.
+
+        Raises:
+            UsageError: not such a file.
+        """
+        return MSVE._read(path)[0]
+
+    @staticmethod
+    def provenance(path: Path) -> dict[str, Any]:
+        """Where the fit of a saved file comes from.
+
+        Raises:
+            UsageError: not such a file.
+        """
+        return MSVE._read(path)[1]
+
+    @staticmethod
+    def _read(path: Path) -> tuple[MSVE, dict[str, Any]]:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document["schema"] != _FORMAT:
+                raise ValueError(f"its schema is {document['schema']}, not {_FORMAT}")
+            value, confidence, attention = map(float, document["theta"])
+            fitted = MSVE((value, confidence, attention), float(document["bias"]))
+            return fitted, dict(document.get("provenance", {}))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(
+                "msve-unreadable",
+                f"{path} holds no MSVE weights: {type(error).__name__}: {error}.",
+                "arbor calibrate msve writes such a file.",
+                path=str(path),
+            ) from error
+
+
+def normalised(value: Floats) -> Floats:
+    """Values in [0, 1] as they are; otherwise scaled from the smallest to the largest, one half where all are equal."""
+    if len(value) == 0:
+        return value
+    low, high = float(value.min()), float(value.max())
+    if low >= 0 and high <= 1:
+        return value
+    if high == low:
+        return np.full(len(value), 0.5)
+    return (value - low) / (high - low)
+
+
+def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
+    """Logistic regression of what losing a block costs on its three signals.
+
+    Minimises the mean cross-entropy of sigmoid(theta . x + bias) against `drop`, plus ridge / 2 |theta|^2 on standardised
+    features (the bias is free), by Newton's method from zero: deterministic, no learning rate.
+
+    Args:
+        features: float [N, 3], v, u, a of each masked block.
+        drop: float [N], what masking it cost: 1 = the answer was lost, 0 = nothing, or how much in between; below 0
+            (masking helped) counts as 0.
+        ridge: strength of the penalty; keeps weights finite where a signal separates the outcomes or never varies.
+
+    Raises:
+        UsageError: no examples, or shapes that do not agree.
+    """
+    x, y = np.asarray(features, np.float64), np.asarray(drop, np.float64)
+    if x.ndim != 2 or x.shape[1] != 3 or len(x) == 0 or y.shape != (len(x),):
+        raise UsageError(
+            "msve-fit",
+            f"features {x.shape} and drops {y.shape} do not make a fit.",
+            "Features are [N, 3], drops [N], N >= 1.",
+        )
+    y = np.clip(y, 0.0, 1.0)
+    mean, spread = x.mean(axis=0), x.std(axis=0)
+    scale = np.where(spread > 1e-12, spread, 1.0)
+    design = np.column_stack([(x - mean) / scale, np.ones(len(x))])
+    # the bias gets a trace of the penalty, so that outcomes that are all alike have a finite fit
+    penalty = np.diag([ridge, ridge, ridge, 1e-6])
+    weights = np.zeros(4)
+    for _ in range(100):
+        guess = _sigmoid(design @ weights)
+        gradient = design.T @ (guess - y) / len(x) + penalty @ weights
+        curvature = (design * (guess * (1 - guess))[:, None]).T @ design / len(x) + penalty
+        step = np.linalg.solve(curvature, gradient)
+        weights -= step / max(1.0, float(np.abs(step).max()))  # at most one unit at a time
+        if float(np.abs(step).max()) < 1e-10:
+            break
+    theta = weights[:3] / scale
+    value, confidence, attention = map(float, theta)
+    return MSVE((value, confidence, attention), float(weights[3] - theta @ mean))
+
+
+def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
+    """Spearman's rho: Pearson's correlation of ranks, tied values sharing their mean rank.
+
+    Args:
+        first: float [N].
+        second: float [N].
+
+    Returns:
+        in [-1, 1]; 0 where one of them does not vary.
+    """
+    a, b = _mean_ranks(np.asarray(first, float)), _mean_ranks(np.asarray(second, float))
+    a, b = a - a.mean(), b - b.mean()
+    size = math.sqrt(float(a @ a) * float(b @ b))
+    return float(np.clip(a @ b / size, -1.0, 1.0)) if size > 0 else 0.0
+
+
+def _mean_ranks(values: Floats) -> Floats:
+    """Ranks from 1, [N]; equal values share the mean of the ranks they take up."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    ranks: Floats = (last - (count - 1) / 2)[place]
+    return ranks
+
+
+def _sigmoid(x: Floats) -> Floats:
+    """1 / (1 + e^-x), without overflow, strictly between 0 and 1."""
+    half = np.tanh(np.clip(x, -30.0, 30.0) / 2)
+    result: Floats = np.clip((1 + half) / 2, 1e-13, 1 - 1e-13)
+    return result

@@ -1,0 +1,86 @@
+"""Sorting by several keys with declared ties, and filling whole blocks in such an order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.retention.base import Blocks, Ints
+
+_ROOM = 1 << 62  # packed keys stay below, so that nothing overflows
+
+
+def order(*keys: NDArray[Any]) -> Ints:
+    """Indices that sort by the first key, then by the second, and so on; equal ones by index.
+
+    The keys are packed into one integer with the index in its last digits, so that one sort of distinct numbers decides
+    everything and the order cannot depend on how a sort treats equal numbers.
+
+    Args:
+        keys: each [N], integers or floats without NaN; ascending.
+
+    Returns:
+        int64 [N].
+    """
+    count = len(keys[0])
+    if count == 0:
+        return np.empty(0, np.int64)
+    packed, width = np.zeros(count, np.int64), 1
+    for key in keys:
+        digits, base = _digits(key)
+        if base == 1:
+            continue
+        if width * base * count >= _ROOM:
+            packed, width = ranks(packed)
+        if width * base * count >= _ROOM:
+            digits, base = ranks(digits)
+        packed = packed * base + digits
+        width *= base
+    packed = np.sort(packed * count + np.arange(count))
+    return packed % count
+
+
+def ranks(key: NDArray[Any]) -> tuple[Ints, int]:
+    """Dense ranks [N] of a key, equal values equal ranks, and how many there are."""
+    by_value = np.argsort(key)
+    ascending = key[by_value]
+    steps = np.zeros(len(key), np.int64)
+    np.cumsum(ascending[1:] != ascending[:-1], out=steps[1:])
+    result = np.empty(len(key), np.int64)
+    result[by_value] = steps
+    return result, int(steps[-1]) + 1
+
+
+def whole_blocks(blocks: Blocks, room: int, preferred: Ints) -> Ints:
+    """Fill blocks one after the other, above their floors, until the room is used up.
+
+    Args:
+        blocks: what may be taken from.
+        room: slots they may keep together.
+        preferred: int64 [M], the order to fill them in.
+
+    Returns:
+        int64 [M]; blocks are whole, then at most one in part, then at their floors.
+    """
+    spare = (blocks.resident - blocks.floor)[preferred]
+    left = room - int(blocks.floor.sum())
+    assert left >= 0, f"the floors take {room - left} tokens, there is room for {room}"
+    before = np.cumsum(spare) - spare
+    counts = blocks.floor.copy()
+    counts[preferred] += np.clip(left - before, 0, spare)
+    return counts
+
+
+def _digits(key: NDArray[Any]) -> tuple[Ints, int]:
+    """A key as integers from 0, and how many values they may take."""
+    if key.dtype.kind == "b":
+        return key.astype(np.int64), 2
+    if key.dtype.kind == "f":
+        assert not np.isnan(key).any(), "a key is not a number"
+        return ranks(key)
+    low, high = int(key.min()), int(key.max())
+    if high - low >= 1 << 31:
+        return ranks(key)
+    return key.astype(np.int64) - low, high - low + 1

@@ -1,0 +1,26 @@
+"""What the search is most likely to read again stays: the optimum where nothing is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arbor.retention.base import Blocks, Ints, Scorer
+from arbor.retention.ordering import order, whole_blocks
+
+
+@dataclass(frozen=True)
+class Reentry:
+    """Keep whole blocks in the order in which they are needed: first the operation in progress, then by probability.
+
+    In lossless mode a block costs P(it is read again) times the tokens it lacks, plus a charge per transition that no
+    choice changes, because all missing blocks of a path are computed in one forward. That is linear, so the cheapest
+    choice fills blocks completely by descending probability, and which tokens of the last one stay is irrelevant.
+
+    Order: smallest `scheduled` (certain), largest `reentry`, ancestors first, last used, node id; whole blocks, at most
+    one in part. Probability does not grow from the root to a leaf, so leaves go first without a rule that says so.
+    Replaces ArborKV's log utility and its decay with distance, which are for lossy mode.
+    """
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        keys = (blocks.scheduled, -blocks.reentry, blocks.depth, -blocks.last_used)
+        return whole_blocks(blocks, room, order(*keys))

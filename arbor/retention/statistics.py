@@ -1,0 +1,186 @@
+"""What attention did to each token of a tree: flat arrays that survive eviction."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.retention.base import Floats, Ints
+
+_CLOSED = -1
+_FIRST = 1024  # tokens
+Number = TypeVar("Number", bound=np.generic)
+
+
+class Seen(NamedTuple):
+    """Statistics of T tokens; the fields are those of `Tokens`.
+
+    Attributes:
+        mass: float64 [T], attention received from later queries, summed.
+        latest: float64 [T], attention received from the last query that could see it: the mean over the rows of the
+            last forward that could.
+        queries: int64 [T], later queries that could see it.
+        activated: int64 [T], `queries` when `latest` last reached the threshold; 0 = never.
+    """
+
+    mass: Floats
+    latest: Floats
+    queries: Ints
+    activated: Ints
+
+
+class TokenStatistics:
+    """Attention statistics of all tokens of one tree; blocks lie one after the other in growable arrays.
+
+    Eviction and rehydration change nothing here: a token is what it was when it comes back. Only queries that could see a
+    token age it, so an inactive branch does not age.
+
+    Args:
+        threshold: mean attention from which a token counts as activated (RaaS: 1e-4).
+    """
+
+    def __init__(self, threshold: float = 1e-4) -> None:
+        self.threshold = threshold
+        self._end = 0  # of the part of the token arrays in use
+        self._mass = np.zeros(_FIRST)
+        self._latest = np.zeros(_FIRST)
+        self._queries = np.zeros(_FIRST, np.int64)
+        self._activated = np.zeros(_FIRST, np.int64)
+        # by node id; token t of block i at path position p lies at shift[i] + p = base[i] + (p - start[i])
+        self._base = np.zeros(0, np.int64)
+        self._shift = np.zeros(0, np.int64)
+        self._capacity = np.full(0, _CLOSED, np.int64)
+        self._readers = np.zeros(0, np.int64)  # queries that could see some token of the block
+
+    def open(self, node_id: int, start: int, capacity: int) -> None:
+        """Make room for a block of `capacity` tokens; one that is open already grows if it has to.
+
+        Args:
+            node_id: of the block.
+            start: position of its first token on the path.
+            capacity: tokens it may have.
+        """
+        if node_id >= len(self._base):
+            size = max(node_id + 1, 2 * len(self._base), 64)
+            self._base = _longer(self._base, size)
+            self._shift = _longer(self._shift, size)
+            self._readers = _longer(self._readers, size)
+            self._capacity = _longer(self._capacity, size, _CLOSED)
+        if self._capacity[node_id] == _CLOSED:
+            self._place(node_id, start, capacity)
+        else:
+            self.grow(node_id, capacity)
+
+    def grow(self, node_id: int, count: int) -> None:
+        """Make room for an open block to have `count` tokens; moves what is known if it does not fit where it lies."""
+        capacity = int(self._capacity[node_id])
+        assert capacity != _CLOSED, f"block {node_id} is not open"
+        if count <= capacity:
+            return
+        base = int(self._base[node_id])
+        start = base - int(self._shift[node_id])
+        self._place(node_id, start, max(count, 2 * capacity))
+        moved = int(self._base[node_id])
+        for values in (self._mass, self._latest, self._queries, self._activated):
+            values[moved : moved + capacity] = values[base : base + capacity]
+
+    def observe(
+        self,
+        owner: NDArray[np.integer],
+        position: NDArray[np.integer],
+        mass: NDArray[np.floating],
+        queries: NDArray[np.integer],
+    ) -> None:
+        """Add what one forward did; one call per forward.
+
+        Args:
+            owner: int32 [S], node id of each token seen; the tokens are distinct.
+            position: int32 [S], their places on the path.
+            mass: float32 [S], attention each received, summed over the rows that could see it.
+            queries: int64 [S], how many rows could; tokens with 0 are left as they are.
+        """
+        if not queries.all():
+            some = queries > 0
+            owner, position, mass, queries = owner[some], position[some], mass[some], queries[some]
+        at = self._shift.take(owner)
+        at += position
+        total = self._queries.take(at)
+        total += queries
+        self._queries[at] = total
+        self._mass[at] += mass
+        latest = mass / queries
+        self._latest[at] = latest
+        active = latest >= self.threshold
+        self._activated[at[active]] = total[active]
+        # rows that see a token of a block see its earlier tokens too, so the most any token had is how many saw the block
+        rows = np.zeros(len(self._readers), np.int64)
+        np.maximum.at(rows, owner, queries)
+        self._readers += rows
+
+    def block_attention(self, node_ids: NDArray[np.integer]) -> Floats:
+        """a_i = (1 / Q_i) sum_t A_i(t): mean attention mass a block received per query that could see it, ArborKV's MSVE.
+
+        Differs from the paper: its a_i is a sum that grows with every decoded token; this is the mean, in [0, 1].
+
+        Args:
+            node_ids: int [M].
+
+        Returns:
+            float64 [M]; 0 where no query could see the block yet, one that was never opened included.
+        """
+        ids = np.asarray(node_ids, np.int64)
+        total = np.zeros(len(ids))
+        known = np.flatnonzero(ids < len(self._base))
+        known = known[self._capacity[ids[known]] > 0]
+        if len(known) == 0:
+            return total
+        some = ids[known]
+        base = self._base[some]
+        # sum(mass[base : base + capacity]) for each block; reduceat takes [start, end, start, end, ...]
+        bounds = np.stack([base, base + self._capacity[some]], axis=1).ravel()
+        masses = np.append(self._mass[: self._end], 0.0)
+        total[known] = np.add.reduceat(masses, bounds)[::2] / np.maximum(self._readers[some], 1)
+        return total
+
+    def view(self, node_id: int | NDArray[np.integer], offsets: NDArray[np.integer]) -> Seen:
+        """Statistics of tokens; zeros for those of a block that was never opened, or that lie beyond its room.
+
+        Args:
+            node_id: of their block, or of each token's block, int [T].
+            offsets: int [T], places in the block.
+        """
+        owner = np.broadcast_to(np.asarray(node_id, np.int64), offsets.shape)
+        last = len(self._base) - 1
+        if last < 0:
+            nothing = np.zeros(len(offsets), np.int64)
+            return Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+        known = owner <= last
+        owner = np.minimum(owner, last)
+        known &= offsets < self._capacity[owner]
+        at = np.where(known, self._base[owner] + offsets, 0)
+        return Seen(
+            np.where(known, self._mass[at], 0.0),
+            np.where(known, self._latest[at], 0.0),
+            np.where(known, self._queries[at], 0),
+            np.where(known, self._activated[at], 0),
+        )
+
+    def _place(self, node_id: int, start: int, capacity: int) -> None:
+        base, self._end = self._end, self._end + capacity
+        if self._end > len(self._mass):
+            size = max(self._end, 2 * len(self._mass))
+            self._mass = _longer(self._mass, size)
+            self._latest = _longer(self._latest, size)
+            self._queries = _longer(self._queries, size)
+            self._activated = _longer(self._activated, size)
+        self._base[node_id] = base
+        self._shift[node_id] = base - start
+        self._capacity[node_id] = capacity
+
+
+def _longer(values: NDArray[Number], size: int, fill: int = 0) -> NDArray[Number]:
+    longer = np.full(size, fill, values.dtype)
+    longer[: len(values)] = values
+    return longer

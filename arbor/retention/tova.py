@@ -1,0 +1,23 @@
+"""Tokens that the last query looked at win: TOVA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arbor.retention.base import Floats, Tokens
+
+
+@dataclass(frozen=True)
+class TOVA:
+    """A token scores the attention of the last query that could see it, the mean over heads.
+
+    Source: TOVA (arXiv 2401.06104). Differs: in a tree the last query is that of the token's own subtree; the mean runs
+    over the observed layers too, since one set is kept for all layers.
+    """
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return tokens.latest
