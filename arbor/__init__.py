@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from arbor.metrics import Metrics
+    from arbor.registry import register
     from arbor.solution import Solution
     from arbor.solver import Solver
     from arbor.stream import SearchStream
@@ -58,6 +59,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "read_trace",
+    "register",
 ]
 
 _HOMES = {
@@ -77,6 +79,7 @@ _HOMES = {
         "UsageError",
     ),
     "arbor.metrics": ("Metrics",),
+    "arbor.registry": ("register",),
     "arbor.solution": ("Solution",),
     "arbor.solver": ("Solver",),
     "arbor.stream": ("SearchStream",),

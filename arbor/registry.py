@@ -6,6 +6,11 @@ entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.t
     [project.entry-points."arbor.controllers"]
     mine = "package.module:Mine"
 
+In one's own program a decorator is enough:
+
+    @register.controller("mine")
+    class Mine: ...
+
 A name that clashes with an earlier one (ours first, then by distribution name) is still reached as ``distribution/mine``.
 A class without a name is reached as ``package.module:Mine``. ``ARBOR_PLUGINS=off`` hides all plugins, and
 ``ARBOR_PLUGINS=mine,other`` all but these.
@@ -25,9 +30,9 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from arbor.errors import UnknownName, UsageError
 
@@ -58,10 +63,55 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
 KINDS = tuple(BUILTIN)
 
 
+T = TypeVar("T", bound=type[Any])
+
+
+class Register:
+    """Names classes of one's own: ``@register.controller("mine")`` above one, for every kind of `KINDS`."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, dict[str, type[Any]]] = {kind: {} for kind in KINDS}
+
+    def __getattr__(self, kind: str) -> Callable[[str], Callable[[T], T]]:
+        if kind not in KINDS:
+            raise AttributeError(f"there is no kind '{kind}'; kinds are {', '.join(KINDS)}")
+        return functools.partial(self._name, kind)
+
+    def of(self, kind: str) -> Mapping[str, type[Any]]:
+        """The classes named so far, by name."""
+        return self._named.setdefault(kind, {})
+
+    def _name(self, kind: str, name: str) -> Callable[[T], T]:
+        def decorate(cls: T) -> T:
+            earlier = self.of(kind).get(name)
+            # running a notebook's cell again names the same class again
+            again = earlier is not None and _path_of(earlier) == _path_of(cls)
+            if not again and (earlier is not None or name in names(kind)):
+                raise UsageError(
+                    "name-taken",
+                    f"there is a {kind} '{name}' already.",
+                    f"Choose another name, such as 'my-{name}'.",
+                    name=name,
+                )
+            if ":" in name or not name:
+                raise UsageError(
+                    "name-taken", f"'{name}' is no name for a {kind}.", "Leave out the colon."
+                )
+            self._named[kind][name] = cls
+            return cls
+
+        return decorate
+
+
+def plural(kind: str) -> str:
+    """``policy`` -> ``policies``; entry-point groups and ``arbor list`` go by it."""
+    return f"{kind[:-1]}ies" if kind.endswith("y") else f"{kind}s"
+
+
 def names(kind: str) -> tuple[str, ...]:
-    """Every name of a kind, ours first, then plugins', each sorted; imports none of them."""
+    """Every name of a kind, ours first, then plugins', then registered ones, each sorted; imports none of them."""
     builtin = _builtin(kind)
-    return (*sorted(builtin), *sorted(_plugins(kind)))
+    return (*sorted(builtin), *sorted(_plugins(kind)), *sorted(register.of(kind)))
 
 
 def resolve(kind: str, name: str) -> type[Any]:
@@ -78,6 +128,9 @@ def resolve(kind: str, name: str) -> type[Any]:
     path = _builtin(kind).get(name)
     if path is not None:
         return _load(path, kind, name)
+    registered = register.of(kind).get(name)
+    if registered is not None:
+        return registered
     plugin = _plugins(kind).get(name)
     if plugin is not None:
         return _load(plugin.value, kind, name, plugin=True)
@@ -151,7 +204,7 @@ def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
     wanted = [word.strip() for word in allowed.split(",") if word.strip()]
     found: dict[str, metadata.EntryPoint] = {}
     points = sorted(
-        metadata.entry_points(group=f"arbor.{kind}s"),
+        metadata.entry_points(group=f"arbor.{plural(kind)}"),
         key=lambda p: (_distribution(p), p.name, p.value),
     )
     for point in points:
@@ -201,8 +254,11 @@ def _load(path: str, kind: str, name: str, plugin: bool = False) -> type[Any]:
 
 def _name_of(cls: type[Any]) -> str:
     """The name a class goes by, found without importing anything."""
-    path = f"{cls.__module__}:{cls.__qualname__}"
+    path = _path_of(cls)
     for kind in KINDS:
+        for name, own in register.of(kind).items():
+            if own is cls:
+                return name
         for name, known in BUILTIN[kind].items():
             if known == path:
                 return name
@@ -213,6 +269,10 @@ def _name_of(cls: type[Any]) -> str:
             if point.value == path or (loaded and getattr(loaded, attribute, None) is cls):
                 return name
     return path
+
+
+def _path_of(cls: type[Any]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _construct(cls: type[Any], name: str, fields: Mapping[str, Any]) -> Any:
@@ -376,3 +436,6 @@ def _jsonable(value: Any) -> Any:
             field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     return value
+
+
+register = Register()

@@ -388,3 +388,47 @@ def test_a_setting_called_name_is_refused() -> None:
 
     with pytest.raises(UsageError, match="names the component"):
         build("task", Named)
+
+
+# Names of one's own
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> registry.Register:
+    """An empty table of registered names, for one test."""
+    register = registry.Register()
+    monkeypatch.setattr(registry, "register", register)
+    return register
+
+
+def test_a_decorator_gives_a_class_a_name(own: registry.Register) -> None:
+    named = own.controller("mine")(Sample)
+
+    assert named is Sample
+    assert resolve("controller", "mine") is Sample
+    assert names("controller")[-1] == "mine" and "mine" not in names("verifier")
+    component = build("controller", "mine", width="7")
+    assert spec_of(component)["name"] == "mine"
+    assert build("controller", spec_of(component)) == component
+
+
+def test_a_name_that_is_taken_stays_with_its_owner(own: registry.Register) -> None:
+    own.verifier("mine")(Sample)
+    own.verifier("mine")(Sample)  # a notebook's cell, run again
+
+    with pytest.raises(UsageError, match="'mine' already"):
+        own.verifier("mine")(Needs)
+    with pytest.raises(UsageError, match="Choose another name, such as 'my-tot'"):
+        own.controller("tot")(Sample)
+    with pytest.raises(UsageError, match="is no name"):
+        own.controller("a:b")(Sample)
+    assert resolve("verifier", "mine") is Sample
+
+
+def test_what_is_no_kind_cannot_be_registered(own: registry.Register) -> None:
+    with pytest.raises(AttributeError, match="kinds are controller, "):
+        own.planet("mars")
+
+
+def test_every_kind_has_a_plural() -> None:
+    assert [registry.plural(kind) for kind in ("policy", "task")] == ["policies", "tasks"]
