@@ -1,0 +1,158 @@
+// describe.js: events, blocks and numbers in words. Everything a trace says reaches the page as text, never as markup.
+
+const COUNT = new Intl.NumberFormat("en");
+const count = (value) => (Number.isFinite(value) ? COUNT.format(value) : "–");
+const fixed = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
+const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+const sum = (rows) => rows.reduce((total, row) => total + row[1], 0);
+
+function bytes(value) {
+  let unit = "B";
+  for (const larger of ["KiB", "MiB", "GiB", "TiB"]) {
+    if (value < 1024) break;
+    value /= 1024;
+    unit = larger;
+  }
+  return `${unit === "B" || value >= 100 ? value.toFixed(0) : value.toPrecision(3)} ${unit}`;
+}
+
+function seconds(value) {
+  if (!Number.isFinite(value)) return "–";
+  return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 100 ? 2 : 0)} s`;
+}
+
+/** A few of many ids: "#3 #4 #5 and 12 more". */
+function some(ids, most = 4) {
+  const shown = ids.slice(0, most).map((id) => `#${id}`).join(" ");
+  return ids.length > most ? `${shown} and ${count(ids.length - most)} more` : shown;
+}
+
+const ids = (rows) => rows.map((row) => row[0]);
+
+const SENTENCES = {
+  header: (record) => `${record.task || "run"}: ${record.problem ?? "(no text)"}`,
+  node: (record) => record.parent === null
+    ? `#${record.node}, the prompt, ${plural(record.tokens, "token")}`
+    : `#${record.node} opens below #${record.parent}`,
+  boundary: (record) => `#${record.node} closes (${record.stop}), ${plural(record.tokens, "token")}: ${line(record.text)}`,
+  select: (record) => `grow ${pairs(record.leaves).map(([id, width]) => `#${id} ×${width}`).slice(0, 6).join(", ")}`,
+  transition: (record) => `${some(list(record.previous)) || "start"} → ${some(list(record.leaves))}, distance ${count(record.distance)}`,
+  pressure: (record) => `${count(record.needed)} slots needed, ${count(record.free)} of ${count(record.limit)} free`,
+  evict: (record) => `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})`,
+  rehydrate: (record) => `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
+  allocate: (record) => `${record.policy} shares ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} give up ${plural(list(record.nodes).reduce((total, row) => total + (row[1] - row[2] || 0), 0), "token")}`,
+  forward: (record) => `${record.kind}: ${plural(record.rows, "row")} in ${plural(record.steps, "step")}, ${seconds(record.elapsed_s)}`,
+  verify: (record) => `${record.verifier}: ${list(record.nodes).slice(0, 4).map((id, i) => `#${id} ${fixed(list(record.values)[i])}`).join(", ")}${list(record.nodes).length > 4 ? " …" : ""}`,
+  prune: (record) => `${some(list(record.nodes))} given up`,
+  terminal: (record) => `#${record.node} ends its path: ${record.answer ?? "no answer"}`,
+  answer: (record) => `${record.text ?? "none"}, score ${fixed(record.score)}${record.correct === true ? ", correct" : record.correct === false ? ", wrong" : ""}`,
+  end: (record) => `${record.status}, ${plural(record.nodes, "block")}`,
+};
+
+/** One line of a text. */
+function line(text) {
+  return typeof text === "string" ? text.replace(/\s+/g, " ").trim() : "";
+}
+
+/** An event in one sentence; one of an unknown type by its fields. */
+function sentence(record) {
+  const known = SENTENCES[record.e];
+  if (known) return known(record);
+  return Object.entries(record)
+    .filter(([key]) => !["e", "i", "t", "kv"].includes(key))
+    .map(([key, value]) => `${key}=${brief(value)}`)
+    .join("  ");
+}
+
+/** A JSON value in a few characters. */
+function brief(value, most = 48) {
+  const text = typeof value === "string" ? value
+    : typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4)))
+    : JSON.stringify(value) ?? "";
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+}
+
+/**
+ * What an event of any type says of one block: its scalars, and from each list that runs along its blocks the
+ * entry that belongs to this one.
+ */
+function factsAbout(record, id) {
+  const facts = [];
+  const order = list(record.nodes).map((item) => (Array.isArray(item) ? item[0] : item && item.node !== undefined ? item.node : item));
+  const place = order.indexOf(id);
+  for (const [key, value] of Object.entries(record)) {
+    if (["e", "i", "t", "kv", "node", "text"].includes(key)) continue;
+    if (!Array.isArray(value)) {
+      if (value !== null && typeof value === "object") {
+        if (id in value) facts.push([key, brief(value[id])]);
+        else facts.push([key, brief(value)]);
+      } else {
+        facts.push([key, brief(value)]);
+      }
+      continue;
+    }
+    const own = value.find((item) => Array.isArray(item) && item[0] === id && item.length > 1);
+    if (own) facts.push([key, own.slice(1).map((item) => brief(item)).join(", ")]);
+    else if (key !== "nodes" && place >= 0 && value.length === order.length) facts.push([key, brief(value[place])]);
+    else if (!NAMING.has(key)) facts.push([key, brief(value)]);
+  }
+  return facts;
+}
+
+/** An element with classes, attributes and text or children; text is always text. */
+function make(tag, settings = {}, ...inside) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(settings)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name === "class") element.className = value;
+    else if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    else if (name === "style") for (const [key, setting] of Object.entries(value)) element.style.setProperty(key, setting);
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const each of inside.flat()) {
+    if (each === null || each === undefined) continue;
+    element.append(each instanceof Node ? each : String(each));
+  }
+  return element;
+}
+
+const find = (id) => document.getElementById(id);
+
+/** Blocks that a filter asks for: `#12`, `v>0.7`, `pruned`, `tier:host`, or words of the text. Null for no filter. */
+function matches(run, state, filter) {
+  const words = filter.trim().toLowerCase().split(/\s+/).filter(Boolean);
+  if (!words.length) return null;
+  const tests = words.map((word) => wordTest(run, state, word));
+  const found = [];
+  for (let block = 0; block < run.count; block++) {
+    if (tests.every((test) => test(block))) found.push(block);
+  }
+  return found;
+}
+
+function wordTest(run, state, word) {
+  const id = /^#(\d+)$/.exec(word);
+  if (id) return (block) => run.id[block] === Number(id[1]);
+  const compare = /^(v|value|tokens|depth)(<=|>=|<|>|=)(-?[\d.]+)$/.exec(word);
+  if (compare) {
+    const [, field, sign, text] = compare, wanted = Number(text);
+    const of = field === "tokens" ? (block) => run.length[block] : field === "depth" ? (block) => run.depth[block] : (block) => state.value[block];
+    return (block) => {
+      const value = of(block);
+      return sign === "<" ? value < wanted : sign === ">" ? value > wanted : sign === "<=" ? value <= wanted : sign === ">=" ? value >= wanted : value === wanted;
+    };
+  }
+  const kept = (block) => state.device[block] + state.host[block];
+  const tiers = {
+    "tier:device": (block) => state.device[block] > 0,
+    "tier:host": (block) => state.host[block] > 0,
+    "tier:gone": (block) => state.tokens[block] > 0 && kept(block) === 0,
+    "tier:part": (block) => kept(block) > 0 && kept(block) < state.tokens[block],
+    answer: (block) => run.answerPath[block] === 1,
+    running: (block) => state.active[block] === 1,
+  };
+  if (tiers[word]) return tiers[word];
+  const wanted = STATES.indexOf(word);
+  if (wanted >= 0) return (block) => state.state[block] === wanted;
+  return (block) => run.text(block).toLowerCase().includes(word);
+}

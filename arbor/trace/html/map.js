@@ -1,0 +1,594 @@
+// map.js: the tree on the token axis. A block is a bar from its first to its last token, filled by where its KV lies;
+// its children begin where it ends. When rows are thinner than THIN pixels, each pixel shows the mean of what it covers.
+
+const THIN = 3, TALLEST = 30, WIDEST = 46, TEXT_FROM = 12; // CSS pixels; WIDEST is of one token
+const GUTTER = { left: 14, right: 14, top: 24, bottom: 10 };
+const ANSWER_ROOM = 190;
+
+/** Colours of the page's theme, for the canvases. */
+function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const colours = {};
+  for (const name of ["paper", "raised", "ink", "muted", "line", "active", "idle", "host", "gone", "edge", "budget", "mark", "full", "on-active", "on-idle", "on-host"]) {
+    colours[name] = style.getPropertyValue(`--${name}`).trim();
+  }
+  return colours;
+}
+
+/** A canvas that is as sharp as the screen, and its size in CSS pixels. */
+function sharp(canvas) {
+  const box = canvas.getBoundingClientRect(), ratio = window.devicePixelRatio || 1;
+  const width = Math.max(1, Math.round(box.width)), height = Math.max(1, Math.round(box.height));
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+    canvas.width = Math.round(width * ratio);
+    canvas.height = Math.round(height * ratio);
+  }
+  const pen = canvas.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return { pen, width, height, ratio };
+}
+
+/** Diagonal lines, so that the host tier is told from the device without its colour. */
+function hatch(pen, colours) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const ink = tile.getContext("2d");
+  ink.fillStyle = colours.host;
+  ink.fillRect(0, 0, 6, 6);
+  ink.strokeStyle = colours.paper;
+  ink.globalAlpha = 0.45;
+  ink.lineWidth = 1.4;
+  ink.beginPath();
+  for (const shift of [-6, 0, 6]) { ink.moveTo(shift, 6); ink.lineTo(shift + 6, 0); }
+  ink.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+/** Steps of 1, 2 or 5 times a power of ten, about `most` of them in a range. */
+function niceStep(range, most) {
+  const raw = Math.max(1e-9, range / Math.max(1, most)), power = 10 ** Math.floor(Math.log10(raw));
+  return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= raw);
+}
+
+class TreeMap {
+  constructor(run, on) {
+    this.run = run;
+    this.on = on; // select(block), hover(block, x, y)
+    this.mode = "spans";
+    this.view = null; // {x, y: world at the corner, kx, ky: pixels per token and per row}
+    this.canvas = make("canvas", { tabindex: 0, role: "img", class: "map" });
+    this.note = make("p", { class: "map-note" });
+    this.pane = make("div", { class: "map-pane" }, this.canvas, this.note);
+    this._pointers();
+  }
+
+  setMode(mode) {
+    this.mode = mode;
+    this.fit();
+  }
+
+  // World: x in tokens (levels in the link view), y in rows
+
+  x0(block) {
+    return this.mode === "links" ? this.run.depth[block] : this.run.start[block];
+  }
+
+  x1(block) {
+    return this.mode === "links" ? this.run.depth[block] : this.run.start[block] + this.run.length[block];
+  }
+
+  get worldWidth() {
+    return this.mode === "links" ? Math.max(1, this.run.levels) : this.run.width;
+  }
+
+  sx(x) {
+    return GUTTER.left + (x - this.view.x) * this.view.kx;
+  }
+
+  sy(y) {
+    return GUTTER.top + (y - this.view.y) * this.view.ky;
+  }
+
+  /** The whole tree, or one block's subtree. */
+  fit(block = -1) {
+    const box = this.canvas.getBoundingClientRect();
+    const whole = block < 0, { run } = this;
+    const top = whole ? 0 : run.top[block], bottom = whole ? Math.max(1, run.rows) : run.bottom[block];
+    const left = whole ? 0 : this.x0(block);
+    const height = Math.max(40, box.height - GUTTER.top - GUTTER.bottom);
+    const ky = Math.min(TALLEST, height / (bottom - top));
+    const room = ky >= TEXT_FROM && box.width > 600 ? ANSWER_ROOM : ky >= TEXT_FROM ? 40 : 0;
+    const width = Math.max(60, box.width - GUTTER.left - GUTTER.right - room);
+    const widest = this.mode === "links" ? 340 : WIDEST;
+    const kx = Math.min(widest, width / Math.max(1, this.worldWidth - left));
+    this.view = { x: left, y: top, kx, ky };
+    // a tree that is smaller than its frame stands in the middle of it
+    if (whole) this.view.y -= Math.max(0, height / ky - run.rows) / 2;
+    this.fitted = whole;
+  }
+
+  zoom(factor, x, y, axis = "both") {
+    const { view } = this;
+    const wx = view.x + (x - GUTTER.left) / view.kx, wy = view.y + (y - GUTTER.top) / view.ky;
+    if (axis !== "y") view.kx = Math.min(400, Math.max(0.002, view.kx * factor));
+    if (axis !== "x") view.ky = Math.min(80, Math.max(0.01, view.ky * factor));
+    view.x = wx - (x - GUTTER.left) / view.kx;
+    view.y = wy - (y - GUTTER.top) / view.ky;
+    this.fitted = false;
+  }
+
+  /** Moves the view so that a block is in it. */
+  reveal(block) {
+    if (block < 0 || !this.view) return;
+    const box = this.canvas.getBoundingClientRect(), { view } = this;
+    const x = this.sx(this.x0(block)), y = this.sy(this.run.row[block] + 0.5);
+    if (y < GUTTER.top || y > box.height - GUTTER.bottom) view.y = this.run.row[block] + 0.5 - box.height / view.ky / 2;
+    if (x < 0 || x > box.width - 40) view.x = this.x0(block) - 60 / view.kx;
+    if (x < 0 || x > box.width - 40 || y < GUTTER.top || y > box.height - GUTTER.bottom) this.fitted = false;
+  }
+
+  /** The block under a point of the canvas, or -1. */
+  hit(x, y) {
+    const { run, view, mode } = this;
+    if (!view) return -1;
+    const wy = view.y + (y - GUTTER.top) / view.ky;
+    let best = -1, nearest = Infinity;
+    for (let block = 0; block < run.count; block++) {
+      const left = this.sx(this.x0(block)), right = this.sx(this.x1(block));
+      if (mode === "links" ? Math.abs(x - left) > 14 : x < left - 2 || x > right + 2) continue;
+      if (mode === "icicle") {
+        if (wy >= run.top[block] && wy < run.bottom[block]) return block;
+        continue;
+      }
+      const distance = Math.abs(wy - run.row[block] - 0.5) * view.ky;
+      if (distance < Math.max(4, view.ky / 2) && distance < nearest) [best, nearest] = [block, distance];
+    }
+    return best;
+  }
+
+  // Drawing
+
+  draw(scene) {
+    const sheet = sharp(this.canvas);
+    if (!this.view || (this.fitted && (this.fittedWidth !== sheet.width || this.fittedHeight !== sheet.height))) this.fit();
+    this.fittedWidth = sheet.width;
+    this.fittedHeight = sheet.height;
+    const { pen, width, height } = sheet, { colours } = scene;
+    pen.clearRect(0, 0, width, height);
+    pen.save();
+    pen.font = scene.font;
+    pen.textBaseline = "middle";
+    if (this.mode !== "links") this._axis(pen, width, height, colours);
+    pen.beginPath();
+    pen.rect(0, GUTTER.top - 4, width, height - GUTTER.top + 4);
+    pen.clip();
+    if (this.view.ky < THIN) this._drawMean(sheet, scene);
+    else if (this.mode === "links") this._drawLinks(sheet, scene);
+    else this._drawBars(sheet, scene);
+    this._drawMarks(sheet, scene);
+    pen.restore();
+    const apart = 1 / this.view.ky;
+    this.note.textContent = !this.run.count ? "no blocks in this trace"
+      : this.view.ky < THIN ? `${count(this.run.rows)} paths, ${apart >= 1.5 ? `about ${apart.toFixed(0)} to a pixel row` : "one to a pixel row"}: zoom in for single blocks` : "";
+  }
+
+  _axis(pen, width, height, colours) {
+    const { view } = this;
+    const step = Math.max(1, niceStep((width - GUTTER.left) / view.kx, width / 90));
+    pen.fillStyle = colours.muted;
+    pen.strokeStyle = colours.line;
+    pen.lineWidth = 1;
+    pen.textAlign = "left";
+    for (let at = Math.max(0, Math.ceil(view.x / step) * step); at <= this.run.width + step; at += step) {
+      const x = Math.round(this.sx(at)) + 0.5;
+      if (x > width) break;
+      pen.beginPath();
+      pen.moveTo(x, 4);
+      pen.lineTo(x, height);
+      pen.stroke();
+      pen.fillText(at === 0 ? "token 0" : count(at), x + 4, 10);
+    }
+  }
+
+  /** Rows [first, last] that are in the frame, as a test for a block. */
+  _visible(height) {
+    const { view } = this;
+    return [view.y - 1, view.y + (height - GUTTER.top) / view.ky + 1];
+  }
+
+  _box(block) {
+    const { view, run, mode } = this;
+    const left = this.sx(this.x0(block)), width = Math.max(1.5, this.sx(this.x1(block)) - left - (view.kx * run.length[block] > 8 ? 1.5 : 0));
+    if (mode === "icicle") {
+      const top = this.sy(run.top[block]), tall = (run.bottom[block] - run.top[block]) * view.ky;
+      return { left, width, top: top + 0.5, tall: Math.max(1, tall - (tall > 4 ? 1.5 : 0)) };
+    }
+    const tall = Math.max(2, Math.min(20, view.ky * 0.74));
+    return { left, width, top: this.sy(run.row[block] + 0.5) - tall / 2, tall };
+  }
+
+  _drawBars({ pen, width, height }, scene) {
+    const { run, view, mode } = this, { colours, state } = scene;
+    const [first, last] = this._visible(height);
+    if (mode === "spans") this._stems(pen, scene, first, last);
+    const tight = view.ky < TEXT_FROM;
+    for (let block = 0; block < run.count; block++) {
+      const over = mode === "icicle" ? run.bottom[block] : run.row[block] + 1;
+      const under = mode === "icicle" ? run.top[block] : run.row[block];
+      if (over < first || under > last) continue;
+      const box = this._box(block);
+      if (box.left > width || box.left + box.width < 0) continue;
+      pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
+      this._bar(pen, scene, block, box, tight);
+    }
+    pen.globalAlpha = 1;
+  }
+
+  /** Vertical lines from the end of a block to its children. */
+  _stems(pen, { state, colours }, first, last) {
+    const { run } = this;
+    pen.lineWidth = 1;
+    for (const born of [false, true]) {
+      pen.strokeStyle = born ? colours.muted : colours.line;
+      pen.beginPath();
+      for (let block = 0; block < run.count; block++) {
+        const below = run.children[block];
+        if (!below.length || run.bottom[block] < first || run.top[block] > last) continue;
+        const x = Math.round(this.sx(this.x1(block))) - 0.5;
+        let from = run.row[block], to = run.row[block];
+        for (const child of below) {
+          if ((state.state[child] !== UNBORN) !== born) continue;
+          from = Math.min(from, run.row[child]);
+          to = Math.max(to, run.row[child]);
+        }
+        if (from === to) continue;
+        pen.moveTo(x, this.sy(from + 0.5));
+        pen.lineTo(x, this.sy(to + 0.5));
+      }
+      pen.stroke();
+    }
+  }
+
+  _bar(pen, scene, block, { left, width, top, tall }, tight) {
+    const { state, colours } = scene, { run } = this;
+    const born = state.state[block] !== UNBORN;
+    if (!born) {
+      pen.strokeStyle = colours.line;
+      pen.lineWidth = 1;
+      pen.strokeRect(left + 0.5, top + 0.5, Math.max(0.5, width - 1), tall - 1);
+      return;
+    }
+    const tokens = state.tokens[block];
+    pen.fillStyle = tall >= 6 ? colours.gone : colours.edge; // too thin for an edge of its own
+    pen.fillRect(left, top, width, tall);
+    pen.strokeStyle = colours.edge;
+    pen.lineWidth = 1;
+    if (state.state[block] === OPEN) {
+      // decoding: how long it gets is not known yet
+      pen.setLineDash([4, 3]);
+      pen.strokeStyle = colours.active;
+    }
+    if (tall >= 6) pen.strokeRect(left + 0.5, top + 0.5, Math.max(0.5, width - 1), tall - 1);
+    pen.setLineDash([]);
+    const device = tokens ? (width * state.device[block]) / tokens : 0;
+    const host = tokens ? (width * state.host[block]) / tokens : 0;
+    pen.fillStyle = state.active[block] ? colours.active : colours.idle;
+    pen.fillRect(left, top, Math.min(width, device), tall);
+    if (host > 0) {
+      pen.fillStyle = scene.hatch;
+      pen.fillRect(left + device, top, Math.min(width - device, host), tall);
+    }
+    if (tight) return;
+    const middle = this.mode === "icicle" ? this._inFrame(top, tall) : top + tall / 2;
+    if (width > 26) this._label(pen, scene, block, left, width, top, tall, middle, device, host);
+    if (state.state[block] === PRUNED) {
+      pen.strokeStyle = colours.ink;
+      pen.globalAlpha *= 0.7;
+      pen.beginPath();
+      pen.moveTo(left, middle + 0.5);
+      pen.lineTo(left + width, middle + 0.5);
+      pen.stroke();
+      pen.globalAlpha /= 0.7;
+    }
+    if (Number.isFinite(state.value[block]) && tall > 8 && this.mode === "spans") {
+      pen.fillStyle = colours.ink;
+      pen.fillRect(left, top + tall, width * Math.max(0, Math.min(1, state.value[block])), 2);
+    }
+    if (run.leaf[block]) this._ending(pen, scene, block, left + width, middle);
+  }
+
+  _inFrame(top, tall) {
+    const bottom = Math.min(top + tall, this.fittedHeight), from = Math.max(top, GUTTER.top);
+    return (from + bottom) / 2;
+  }
+
+  /** The block's text within its bar, in the colour that reads on what is below it. */
+  _label(pen, scene, block, left, width, top, tall, middle, device, host) {
+    const { colours, state } = scene;
+    const open = state.state[block] === OPEN;
+    const text = open ? "decoding" : line(this.run.text(block)) || `#${this.run.id[block]}`;
+    const most = Math.max(1, Math.floor((width - 8) / scene.glyph));
+    const shown = text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text;
+    const parts = [
+      [left, device, state.active[block] ? colours["on-active"] : colours["on-idle"]],
+      [left + device, host, colours["on-host"]],
+      [left + device + host, width - device - host, state.state[block] === PRUNED ? colours.muted : colours.ink],
+    ];
+    pen.textAlign = "left";
+    for (const [from, wide, colour] of parts) {
+      if (wide < 1) continue;
+      pen.save();
+      pen.beginPath();
+      pen.rect(from, top, Math.min(wide, left + width - from - 2), tall);
+      pen.clip();
+      pen.fillStyle = colour;
+      pen.fillText(shown, Math.max(left + 5, 4), middle + 0.5);
+      pen.restore();
+    }
+  }
+
+  /** What stands behind a leaf: what its path answers, and its value. */
+  _ending(pen, scene, block, right, middle) {
+    const { state, colours } = scene, { run } = this;
+    const terminal = state.state[block] === TERMINAL || (state.state[block] === PRUNED && run.answers.has(block));
+    if (terminal) {
+      pen.fillStyle = colours.ink;
+      pen.fillRect(right + 1.5, middle - 6, 2.5, 12);
+    }
+    const answer = terminal ? run.answers.get(block) : null;
+    const value = Number.isFinite(state.value[block]) ? fixed(state.value[block]) : "";
+    const chosen = run.answer && run.answer.node === run.id[block] && scene.event >= run.answeredAt;
+    let x = right + 9;
+    pen.textAlign = "left";
+    if (value) {
+      pen.fillStyle = colours.muted;
+      pen.fillText(value, x, middle + 0.5);
+      x += 5 * scene.glyph;
+    }
+    if (answer) {
+      pen.fillStyle = chosen ? colours.ink : colours.muted;
+      pen.font = chosen ? scene.bold : scene.font;
+      pen.fillText(`${chosen ? "✓ " : ""}${line(answer)}`.slice(0, 48), x, middle + 0.5);
+      pen.font = scene.font;
+    }
+  }
+
+  _drawLinks({ pen, width, height }, scene) {
+    const { run, view } = this, { colours, state } = scene;
+    const [first, last] = this._visible(height);
+    pen.lineWidth = 1;
+    for (let block = 0; block < run.count; block++) {
+      const parent = run.parent[block];
+      if (parent < 0 || Math.max(run.row[block], run.row[parent]) < first || Math.min(run.row[block], run.row[parent]) > last) continue;
+      const [x0, y0] = [this.sx(this.x1(parent)), this.sy(run.row[parent] + 0.5)];
+      const [x1, y1] = [this.sx(this.x0(block)), this.sy(run.row[block] + 0.5)];
+      pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
+      pen.strokeStyle = state.state[block] === UNBORN ? colours.line : state.active[block] ? colours.active : colours.muted;
+      pen.lineWidth = state.active[block] ? 1.75 : 1;
+      pen.beginPath();
+      pen.moveTo(x0, y0);
+      pen.bezierCurveTo((x0 + x1) / 2, y0, (x0 + x1) / 2, y1, x1, y1);
+      pen.stroke();
+    }
+    const radius = this._radius();
+    for (let block = 0; block < run.count; block++) {
+      if (run.row[block] < first || run.row[block] > last) continue;
+      const x = this.sx(this.x0(block)), y = this.sy(run.row[block] + 0.5);
+      if (x < -20 || x > width + 20) continue;
+      pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
+      this._disc(pen, scene, block, x, y, radius);
+      if (view.ky < TEXT_FROM || state.state[block] === UNBORN) continue;
+      const room = run.leaf[block] ? 200 : view.kx - 2 * radius - 14;
+      const text = line(run.text(block)) || `#${run.id[block]}`;
+      const most = Math.floor(room / scene.glyph);
+      pen.textAlign = "left";
+      pen.fillStyle = colours.paper;
+      if (!run.leaf[block]) pen.fillRect(x + radius + 3, y - 7, Math.min(text.length, most) * scene.glyph + 4, 14);
+      pen.fillStyle = state.state[block] === PRUNED ? colours.muted : colours.ink;
+      if (most > 3) pen.fillText(text.length > most ? `${text.slice(0, most - 1)}…` : text, x + radius + 5, y + 0.5);
+    }
+    pen.globalAlpha = 1;
+  }
+
+  _radius() {
+    return Math.max(2.2, Math.min(9, this.view.ky * 0.42));
+  }
+
+  /** A node as a disc of which as much is filled as there is KV. */
+  _disc(pen, { state, colours, hatch }, block, x, y, radius) {
+    if (state.state[block] === UNBORN) {
+      pen.strokeStyle = colours.line;
+      pen.lineWidth = 1;
+      pen.beginPath();
+      pen.arc(x, y, radius, 0, 2 * Math.PI);
+      pen.stroke();
+      return;
+    }
+    const tokens = state.tokens[block] || 1, from = -Math.PI / 2;
+    const device = (2 * Math.PI * state.device[block]) / tokens, host = (2 * Math.PI * state.host[block]) / tokens;
+    const wedge = (start, angle, fill) => {
+      if (angle <= 0) return;
+      pen.fillStyle = fill;
+      pen.beginPath();
+      pen.moveTo(x, y);
+      pen.arc(x, y, radius, start, start + angle);
+      pen.fill();
+    };
+    wedge(0, 2 * Math.PI, colours.gone);
+    wedge(from, device, state.active[block] ? colours.active : colours.idle);
+    wedge(from + device, host, hatch);
+    pen.strokeStyle = state.state[block] === OPEN ? colours.active : colours.muted;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    pen.arc(x, y, radius, 0, 2 * Math.PI);
+    pen.stroke();
+    if (state.state[block] === PRUNED) {
+      pen.strokeStyle = colours.ink;
+      pen.beginPath();
+      pen.moveTo(x - radius, y + radius);
+      pen.lineTo(x + radius, y - radius);
+      pen.stroke();
+    }
+  }
+
+  /** Rows thinner than a few pixels: every pixel gets the mean colour of the tokens that fall on it. */
+  _drawMean({ pen, width, height }, scene) {
+    const { run, view, mode } = this, { state, colours } = scene;
+    const wide = width, tall = height - GUTTER.top;
+    if (tall <= 0) return;
+    const size = wide * tall;
+    if (!this.counts || this.counts.length !== size * 5) {
+      this.counts = new Uint16Array(size * 5);
+      this.sheet = document.createElement("canvas");
+      this.sheet.width = wide;
+      this.sheet.height = tall;
+      this.image = new ImageData(wide, tall);
+    }
+    const { counts, image } = this;
+    counts.fill(0);
+    const shade = [colours.line, colours.edge, colours.idle, colours.active, colours.host].map(rgb);
+    const thick = Math.max(1, Math.round(view.ky));
+    for (let block = 0; block < run.count; block++) {
+      let left = this.sx(this.x0(block)), right = this.sx(this.x1(block));
+      if (mode === "links") { left -= 3; right += 3; }
+      left = Math.round(left);
+      right = Math.max(left + 1, Math.round(right));
+      if (right <= 0 || left >= wide) continue;
+      let top, bottom;
+      if (mode === "icicle") {
+        top = Math.round((run.top[block] - view.y) * view.ky);
+        bottom = Math.max(top + 1, Math.round((run.bottom[block] - view.y) * view.ky));
+      } else {
+        // a trunk that many share must not vanish: it gets up to five pixels
+        const more = Math.min(4, Math.floor(Math.log2(1 + (run.bottom[block] - run.top[block]))) );
+        top = Math.round((run.row[block] + 0.5 - view.y) * view.ky) - (more >> 1);
+        bottom = top + thick + more;
+      }
+      if (bottom <= 0 || top >= tall) continue;
+      const born = state.state[block] !== UNBORN, tokens = state.tokens[block];
+      const full = right - left;
+      const device = born && tokens ? Math.round((full * state.device[block]) / tokens) : 0;
+      const host = born && tokens ? Math.round((full * state.host[block]) / tokens) : 0;
+      const held = state.active[block] ? 3 : 2;
+      for (let y = Math.max(0, top); y < Math.min(tall, bottom); y++) {
+        for (let x = Math.max(0, left); x < Math.min(wide, right); x++) {
+          const at = x - left;
+          const kind = !born ? 0 : at < device ? held : at < device + host ? 4 : 1;
+          counts[(y * wide + x) * 5 + kind]++;
+        }
+      }
+    }
+    const pixels = new Uint32Array(image.data.buffer);
+    for (let pixel = 0, at = 0; pixel < size; pixel++, at += 5) {
+      const a = counts[at], b = counts[at + 1], c = counts[at + 2], d = counts[at + 3], e = counts[at + 4];
+      let total = a + b + c + d + e;
+      if (!total) { pixels[pixel] = 0; continue; }
+      if (d) { pixels[pixel] = shade[3].word; continue; } // a running path stays visible whatever else falls there
+      const born = b + c + e;
+      const red = (a * shade[0][0] + b * shade[1][0] + c * shade[2][0] + e * shade[4][0]) / total;
+      const green = (a * shade[0][1] + b * shade[1][1] + c * shade[2][1] + e * shade[4][1]) / total;
+      const blue = (a * shade[0][2] + b * shade[1][2] + c * shade[2][2] + e * shade[4][2]) / total;
+      const alpha = born ? 255 : 150;
+      pixels[pixel] = (alpha << 24) | (blue << 16) | (green << 8) | red;
+    }
+    this.sheet.getContext("2d").putImageData(image, 0, 0);
+    pen.drawImage(this.sheet, 0, GUTTER.top, wide, tall);
+  }
+
+  /** What lies over the tree: the answer's path, what the event is about, what is found, selected and pointed at. */
+  _drawMarks({ pen, width }, scene) {
+    const { run } = this, { colours } = scene;
+    const outline = (block, colour, line, grow) => {
+      pen.strokeStyle = colour;
+      pen.lineWidth = line;
+      if (this.mode === "links") {
+        const radius = this._radius() + grow;
+        pen.beginPath();
+        pen.arc(this.sx(this.x0(block)), this.sy(run.row[block] + 0.5), radius, 0, 2 * Math.PI);
+        pen.stroke();
+        return;
+      }
+      const { left, width: wide, top, tall } = this._box(block);
+      if (left > width || left + wide < 0) return;
+      pen.strokeRect(left - grow + 0.5, top - grow + 0.5, wide + 2 * grow - 1, tall + 2 * grow - 1);
+    };
+    if (scene.event >= run.answeredAt) {
+      for (let block = 0; block < run.count; block++) {
+        if (run.answerPath[block]) outline(block, colours.ink, this.view.ky < THIN ? 1 : 1.75, 0.5);
+      }
+    }
+    if (scene.dimmed && this.view.ky < THIN) {
+      for (let block = 0; block < run.count; block++) if (scene.found[block]) outline(block, colours.mark, 1, 1);
+    }
+    for (const block of scene.touched) outline(block, colours.mark, 2, 2);
+    if (scene.hover >= 0) outline(scene.hover, colours.ink, 1, 1.5);
+    if (scene.selected >= 0) {
+      outline(scene.selected, colours.paper, 4, 3);
+      outline(scene.selected, colours.mark, 2.25, 3);
+    }
+  }
+
+  // Pointers: drag pans, two fingers and the wheel zoom, a click selects
+
+  _pointers() {
+    const { canvas } = this, down = new Map();
+    let moved = 0;
+    const place = (event) => {
+      const box = canvas.getBoundingClientRect();
+      return [event.clientX - box.left, event.clientY - box.top];
+    };
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      down.set(event.pointerId, place(event));
+      if (down.size === 1) moved = 0;
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      const [x, y] = place(event), from = down.get(event.pointerId);
+      if (!from) {
+        this.on.hover(this.hit(x, y), event.clientX, event.clientY);
+        return;
+      }
+      moved += Math.abs(x - from[0]) + Math.abs(y - from[1]);
+      if (down.size === 2) {
+        const [other] = [...down.entries()].filter(([id]) => id !== event.pointerId).map(([, at]) => at);
+        const apart = Math.hypot(from[0] - other[0], from[1] - other[1]);
+        if (apart > 10) this.zoom(Math.hypot(x - other[0], y - other[1]) / apart, (x + other[0]) / 2, (y + other[1]) / 2);
+      } else if (moved > 4) {
+        this.view.x -= (x - from[0]) / this.view.kx;
+        this.view.y -= (y - from[1]) / this.view.ky;
+        this.fitted = false;
+        canvas.classList.add("panning");
+      }
+      down.set(event.pointerId, [x, y]);
+      this.on.moved();
+    });
+    const up = (event) => {
+      if (down.delete(event.pointerId) && moved <= 4 && event.type === "pointerup") {
+        this.on.select(this.hit(...place(event)));
+      }
+      canvas.classList.remove("panning");
+    };
+    canvas.addEventListener("pointerup", up);
+    canvas.addEventListener("pointercancel", up);
+    canvas.addEventListener("pointerleave", () => this.on.hover(-1, 0, 0));
+    canvas.addEventListener("dblclick", (event) => {
+      this.fit(this.hit(...place(event)));
+      this.on.moved();
+    });
+    canvas.addEventListener("wheel", (event) => {
+      event.preventDefault();
+      const pixels = event.deltaMode === 1 ? event.deltaY * 16 : event.deltaY;
+      const axis = event.ctrlKey ? "both" : event.shiftKey ? "x" : "y"; // a pinch of a touchpad arrives with ctrl
+      this.zoom(Math.exp(-(pixels || event.deltaX) / 400), ...place(event), axis);
+      this.on.moved();
+    }, { passive: false });
+  }
+}
+
+/** "#rrggbb" as numbers, and as the word that a pixel of it is. */
+function rgb(colour) {
+  const value = parseInt(colour.slice(1), 16);
+  const parts = [value >> 16, (value >> 8) & 255, value & 255];
+  parts.word = ((255 << 24) | (parts[2] << 16) | (parts[1] << 8) | parts[0]) >>> 0;
+  return parts;
+}

@@ -1,0 +1,85 @@
+"""What a page holds of a run: its records as they were written, types of later versions included."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from arbor.events import Event
+from arbor.trace.read import from_record, lines_of, read_trace
+from arbor.trace.write import to_record
+
+IDS = "ids"  # token ids are half of a trace's bytes and nothing a page shows; their number stays
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run to show.
+
+    Attributes:
+        name: what to call it, as a file is called.
+        records: its events as JSON objects, in order; a boundary has its number of tokens instead of their ids.
+        banner: what is wrong with it, in one line; empty if nothing is.
+    """
+
+    name: str
+    records: tuple[dict[str, Any], ...]
+    banner: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end."""
+        return any(record["e"] == "end" for record in self.records)
+
+
+def read_recording(path: str | os.PathLike[str]) -> Recording:
+    """Reads a trace, plain or gzip, whole or cut; events of unknown types are kept, lines that are no events are not.
+
+    Raises:
+        TraceError: as `read_trace`.
+    """
+    trace = read_trace(path)
+    records = [record for line, _ in lines_of(trace.path) if (record := _event(line)) is not None]
+    parts = [trace.banner] if trace.banner else []
+    if trace.gaps and not trace.bad_lines:
+        parts.append(
+            f"{len(trace.gaps)} gap(s) in the numbering, first at line {trace.gaps[0].line}"
+        )
+    return Recording(trace.path.name, tuple(records), ", ".join(parts))
+
+
+def record_events(name: str, events: Iterable[tuple[float, Event]]) -> Recording:
+    """A recording of (seconds, event) pairs that were never written to a file."""
+    records = [
+        _shortened({"i": number, "t": round(seconds, 6), **to_record(event)})
+        for number, (seconds, event) in enumerate(events)
+    ]
+    recording = Recording(name, tuple(records))
+    return recording if recording.ended else Recording(name, tuple(records), "incomplete trace")
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """A line as a record, if it is an event or may be one of a later version."""
+    try:
+        record = json.loads(line, parse_constant=_refuse)
+        if not isinstance(record["e"], str):
+            return None
+        from_record(record)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return _shortened(record)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+    ids = record.get(IDS)
+    if not isinstance(ids, list | tuple):
+        return record
+    return {key: value for key, value in record.items() if key != IDS} | {"tokens": len(ids)}

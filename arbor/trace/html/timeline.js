@@ -1,0 +1,315 @@
+// timeline.js: KV over the run. The device has a strip with the budget's line; lower tiers have a strip and a scale of
+// their own, because stacked on the device they would make the budget's line lie. Marks for what moved KV lie below.
+
+const EDGE = { left: 70, right: 16 };
+const HOST_TALL = 38, LANE_TALL = 9; // CSS pixels
+const LANES = [
+  ["pressure", "pressure", "budget"],
+  ["evict", "evict", "muted"],
+  ["rehydrate", "rehydrate", "mark"],
+  ["transition", "transition", "active"],
+];
+const GLYPHS_UNTIL = 160; // marks of a lane that still get a shape of their own
+
+class Strip {
+  constructor(run, tall, on) {
+    this.run = run;
+    this.tall = tall; // of the device's part, CSS pixels
+    this.on = on; // seek(event), hover(event, x, y)
+    this.canvas = make("canvas", { role: "img", class: "strip" });
+    this.hosted = run.hostAt.some((tokens) => tokens > 0) || run.compressedAt.some((tokens) => tokens > 0);
+    this.lanes = LANES.filter(([type]) => run.records.some((record) => record.e === type));
+    this.height = this.tall + (this.hosted ? HOST_TALL : 0) + this.lanes.length * LANE_TALL + 10;
+    this.canvas.style.height = `${this.height}px`;
+    this.pane = make("div", { class: "strip-pane" }, this.canvas);
+    this._pointers();
+  }
+
+  /** The largest place on the axis that all strips share. */
+  setAxis(axis, end) {
+    this.axis = axis;
+    this.axisEnd = end || 1;
+    this.layer = null;
+  }
+
+  x(event) {
+    return this.xOf(this.run.axes[this.axis][event]);
+  }
+
+  xOf(place) {
+    return EDGE.left + (place / this.axisEnd) * (this.wide - EDGE.left - EDGE.right);
+  }
+
+  eventAt(x) {
+    const place = ((x - EDGE.left) / (this.wide - EDGE.left - EDGE.right)) * this.axisEnd;
+    return this.run.eventAt(this.axis, Math.min(this.axisEnd, Math.max(0, place)));
+  }
+
+  draw(scene) {
+    const { pen, width, height, ratio } = sharp(this.canvas);
+    this.wide = width;
+    const key = [width, height, ratio, this.axis, this.axisEnd, scene.theme].join();
+    if (!this.layer || this.layerKey !== key) {
+      this.layer = document.createElement("canvas");
+      this.layer.width = this.canvas.width;
+      this.layer.height = this.canvas.height;
+      const ink = this.layer.getContext("2d");
+      ink.setTransform(ratio, 0, 0, ratio, 0, 0);
+      this._paint(ink, width, scene);
+      this.layerKey = key;
+    }
+    pen.clearRect(0, 0, width, height);
+    pen.drawImage(this.layer, 0, 0, width, height);
+    const x = this.x(scene.event), y = this._y(this.run.deviceAt[scene.event]);
+    pen.strokeStyle = scene.colours.ink;
+    pen.lineWidth = 1.5;
+    pen.beginPath();
+    pen.moveTo(x, 2);
+    pen.lineTo(x, height - 4);
+    pen.stroke();
+    pen.fillStyle = scene.colours.ink;
+    pen.beginPath();
+    pen.arc(x, y, 3.5, 0, 2 * Math.PI);
+    pen.fill();
+    this._reading(pen, scene, x, y, width);
+  }
+
+  /** The number at the cursor, on the side with room. */
+  _reading(pen, scene, x, y, width) {
+    const text = count(this.run.deviceAt[scene.event]);
+    pen.font = scene.bold;
+    const wide = pen.measureText(text).width + 10, left = x + wide + 10 > width ? x - wide - 7 : x + 7;
+    const top = Math.min(Math.max(4, y - 9), this.tall - 18);
+    pen.fillStyle = scene.colours.ink;
+    pen.beginPath();
+    pen.roundRect(left, top, wide, 17, 4);
+    pen.fill();
+    pen.fillStyle = scene.colours.paper;
+    pen.textAlign = "left";
+    pen.textBaseline = "middle";
+    pen.fillText(text, left + 5, top + 9);
+  }
+
+  _y(tokens) {
+    return this.tall - (this.tall - 12) * Math.min(1.02, tokens / this.most);
+  }
+
+  /** Tokens at the top of the device's strip: room for budget and peak; what every block together would hold may leave it. */
+  _scale() {
+    const { run } = this;
+    let peak = run.budget || 0, full = 0;
+    for (let event = 0; event < run.events; event++) {
+      peak = Math.max(peak, run.deviceAt[event]);
+      full = Math.max(full, run.fullAt[event]);
+    }
+    const used = run.deviceAt.reduce((most, tokens) => Math.max(most, tokens), 1);
+    if (run.budget > 3 * Math.max(used, full)) peak = Math.max(used, full); // a budget far above all use would flatten it
+    this.full = full;
+    this.most = Math.max(1, full <= 2.2 * peak ? Math.max(peak, full) * 1.04 : peak * 1.5);
+  }
+
+  /** For each pixel column the most of what is held, and how much of that is on running paths. */
+  _columns(width) {
+    const { run } = this, from = EDGE.left, wide = Math.max(1, width - EDGE.left - EDGE.right);
+    const columns = [];
+    let event = 0;
+    for (let pixel = 0; pixel < wide; pixel++) {
+      const place = ((pixel + 1) / wide) * this.axisEnd;
+      let top = event;
+      let next = event;
+      while (next < run.events && run.axes[this.axis][next] < place) {
+        if (run.deviceAt[next] >= run.deviceAt[top]) top = next;
+        next++;
+      }
+      const last = Math.max(0, next - 1);
+      if (next === event && pixel > 0) top = last;
+      columns.push({ x: from + pixel, top, last, ended: next >= run.events && run.axes[this.axis][run.events - 1] < (pixel / wide) * this.axisEnd });
+      event = Math.max(event, last);
+    }
+    return columns;
+  }
+
+  _paint(pen, width, scene) {
+    const { run } = this, { colours } = scene;
+    this._scale();
+    pen.font = scene.small;
+    pen.textBaseline = "middle";
+    const columns = this._columns(width);
+    const base = this.tall;
+    for (const { x, top, ended } of columns) {
+      if (ended) break;
+      const held = this._y(run.deviceAt[top]), running = this._y(run.activeAt[top]);
+      pen.fillStyle = colours.idle;
+      pen.fillRect(x, held, 1, base - held);
+      pen.fillStyle = colours.active;
+      pen.fillRect(x, running, 1, base - running);
+    }
+    pen.strokeStyle = colours.line;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    pen.moveTo(EDGE.left, base + 0.5);
+    pen.lineTo(width - EDGE.right, base + 0.5);
+    pen.stroke();
+    this._fullLine(pen, width, colours, columns);
+    this._budgetLine(pen, width, colours);
+    pen.fillStyle = colours.muted;
+    pen.textAlign = "right";
+    pen.fillText("device", EDGE.left - 8, 12);
+    pen.fillText("0", EDGE.left - 8, base - 3);
+    let y = base + 6;
+    if (this.hosted) {
+      this._hostStrip(pen, width, colours, columns, y);
+      y += HOST_TALL;
+    }
+    for (const [type, label, colour] of this.lanes) {
+      this._lane(pen, type, colours[colour], y + LANE_TALL / 2, width);
+      pen.fillStyle = colours.muted;
+      pen.textAlign = "right";
+      pen.fillText(label, EDGE.left - 8, y + LANE_TALL / 2 + 0.5);
+      y += LANE_TALL;
+    }
+  }
+
+  _budgetLine(pen, width, colours) {
+    const { run } = this;
+    if (!run.budget) return;
+    pen.textAlign = "left";
+    if (run.budget > this.most) {
+      pen.fillStyle = colours.budget;
+      pen.fillText(`budget ${count(run.budget)} ↑`, EDGE.left + 4, 8);
+      return;
+    }
+    const y = Math.round(this._y(run.budget)) + 0.5;
+    pen.strokeStyle = colours.budget;
+    pen.lineWidth = 1.5;
+    pen.beginPath();
+    pen.moveTo(EDGE.left, y);
+    pen.lineTo(width - EDGE.right, y);
+    pen.stroke();
+    this._tag(pen, `budget ${count(run.budget)}`, EDGE.left + 4, y - 8 < 4 ? y + 9 : y - 8, colours.budget, colours);
+  }
+
+  /** What keeping every block would hold; where it leaves the strip, an arrow and its end. */
+  _fullLine(pen, width, colours, columns) {
+    const { run } = this;
+    pen.strokeStyle = colours.full;
+    pen.setLineDash([5, 3]);
+    pen.lineWidth = 1.5;
+    pen.beginPath();
+    let pen_down = false, leaves = null;
+    for (const { x, last, ended } of columns) {
+      if (ended) break;
+      if (run.fullAt[last] > this.most) { leaves = x; break; }
+      const y = this._y(run.fullAt[last]);
+      if (pen_down) pen.lineTo(x, y);
+      else pen.moveTo(x, y);
+      pen_down = true;
+    }
+    if (leaves !== null) pen.lineTo(leaves, 2);
+    pen.stroke();
+    pen.setLineDash([]);
+    const text = leaves === null ? `all kept ${count(this.full)}` : `all kept: up to ${count(this.full)} ↑`;
+    const wide = pen.measureText(text).width + 8;
+    const right = width - EDGE.right - wide;
+    const at = leaves === null ? right : Math.min(leaves + 6, right);
+    const y = leaves === null ? this._y(this.full) : 8;
+    this._tag(pen, text, at, leaves === null ? (y < 14 ? y + 10 : y - 8) : y, colours.full, colours);
+  }
+
+  _tag(pen, text, x, y, colour, colours) {
+    pen.textAlign = "left";
+    pen.fillStyle = colours.paper;
+    pen.globalAlpha = 0.82;
+    pen.fillRect(x - 2, y - 6, pen.measureText(text).width + 4, 12);
+    pen.globalAlpha = 1;
+    pen.fillStyle = colour;
+    pen.fillText(text, x, y + 0.5);
+  }
+
+  _hostStrip(pen, width, colours, columns, top) {
+    const { run } = this, tall = HOST_TALL - 8, base = top + tall;
+    let most = 1;
+    for (let event = 0; event < run.events; event++) most = Math.max(most, run.hostAt[event] + run.compressedAt[event]);
+    for (const { x, last, ended } of columns) {
+      if (ended) break;
+      const both = (tall * (run.hostAt[last] + run.compressedAt[last])) / most, packed = (tall * run.compressedAt[last]) / most;
+      pen.fillStyle = colours.host;
+      pen.fillRect(x, base - both, 1, both);
+      pen.fillStyle = colours.muted;
+      pen.fillRect(x, base - packed, 1, packed);
+    }
+    pen.strokeStyle = colours.line;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    pen.moveTo(EDGE.left, base + 0.5);
+    pen.lineTo(width - EDGE.right, base + 0.5);
+    pen.stroke();
+    pen.fillStyle = colours.muted;
+    pen.textAlign = "right";
+    pen.fillText("host", EDGE.left - 8, top + 6);
+    pen.fillText(count(most), EDGE.left - 8, top + 18);
+  }
+
+  _lane(pen, type, colour, y) {
+    const { run } = this;
+    const marks = type === "transition" ? run.ofType("transition") : run.ofType(type);
+    const back = new Set(run.backtracks);
+    pen.fillStyle = colour;
+    pen.strokeStyle = colour;
+    const shapes = marks.length <= GLYPHS_UNTIL;
+    let drawn = -1;
+    for (const event of marks) {
+      const x = this.x(event);
+      if (!shapes) {
+        if (Math.round(x) === drawn) continue;
+        drawn = Math.round(x);
+        pen.fillRect(drawn, y - 3, 1, 6);
+      } else if (type === "pressure") {
+        pen.beginPath();
+        pen.moveTo(x, y - 3.5);
+        pen.lineTo(x + 3.5, y + 3);
+        pen.lineTo(x - 3.5, y + 3);
+        pen.fill();
+      } else if (type === "evict") {
+        pen.beginPath();
+        pen.moveTo(x, y + 3.5);
+        pen.lineTo(x + 3.5, y - 3);
+        pen.lineTo(x - 3.5, y - 3);
+        pen.fill();
+      } else if (type === "rehydrate") {
+        pen.beginPath();
+        pen.moveTo(x, y - 4);
+        pen.lineTo(x + 3.5, y);
+        pen.lineTo(x, y + 4);
+        pen.lineTo(x - 3.5, y);
+        pen.fill();
+      } else if (back.has(event)) {
+        pen.lineWidth = 1.5;
+        pen.beginPath();
+        pen.moveTo(x + 3, y - 3);
+        pen.lineTo(x - 2, y);
+        pen.lineTo(x + 3, y + 3);
+        pen.stroke();
+      } else {
+        pen.fillRect(x - 0.5, y - 3, 1.5, 6);
+      }
+    }
+  }
+
+  _pointers() {
+    const { canvas } = this;
+    let held = false;
+    const at = (event) => this.eventAt(event.clientX - canvas.getBoundingClientRect().left);
+    canvas.addEventListener("pointerdown", (event) => {
+      held = true;
+      canvas.setPointerCapture(event.pointerId);
+      this.on.seek(at(event));
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (held) this.on.seek(at(event));
+      this.on.hover(at(event), event.clientX, event.clientY);
+    });
+    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { held = false; });
+    canvas.addEventListener("pointerleave", () => this.on.hover(-1, 0, 0));
+  }
+}
