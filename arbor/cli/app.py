@@ -16,19 +16,25 @@ from pathlib import Path
 import click
 
 import arbor
-from arbor.cli.options import Group, voice_options
-from arbor.cli.show import doctor, info, list_
-from arbor.cli.solve import solve
+from arbor.cli.options import COMPLETION, Group, voice_options
 from arbor.cli.stop import Interrupted
-from arbor.cli.trace import trace
 from arbor.cli.voice import Voice, encodable, leave_the_log, listen_to_the_log
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
+# where each command is, and what it is for: --help, --version and TAB import none of them
+COMMANDS = {
+    "solve": ("arbor.cli.solve:solve", "Solve one problem."),
+    "info": ("arbor.cli.show:info", "What a model needs, and what budgets buy."),
+    "list": ("arbor.cli.show:list_", "The names there are, with their settings and defaults."),
+    "trace": ("arbor.cli.trace:trace", "Look into a trace, check, compare, convert, repair it."),
+    "doctor": ("arbor.cli.show:doctor", "What a bug report needs to know of this machine."),
+    "completion": ("arbor.cli.complete:completion", "A script that completes on TAB."),
+}
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(arbor.__version__, prog_name="arbor", message="%(prog)s %(version)s")
 @voice_options
 @click.pass_obj
@@ -48,10 +54,6 @@ def cli(voice: Voice) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-for command in (solve, info, list_, trace, doctor):
-    cli.add_command(command)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command.
 
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     voice = Voice(json="--json" in given, debug="--debug" in given)
     _write_anything()
     try:
-        if "_ARBOR_COMPLETE" in os.environ:
+        if COMPLETION in os.environ:
             cli.main(given, prog_name="arbor")
         code = _run(given, voice)
         sys.stdout.flush()
@@ -102,12 +104,21 @@ def _run(given: list[str], voice: Voice) -> int:
     except (ArborError, BrokenPipeError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        return _fail(voice, error)
+        return _fail(voice, _with_models(error))
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for its name
             hint = "Try a smaller --budget, --device cpu, or a smaller model."
             return _fail(voice, OutOfMemory("oom", f"{str(error).splitlines()[0]}", hint))
         return _crash(voice, given, error)
+
+
+def _with_models(error: ArborError) -> ArborError:
+    """The same error; where a model is missing offline, with those that are there."""
+    if error.code != "offline":
+        return error
+    from arbor.cli.cache import with_models
+
+    return with_models(error)
 
 
 def _usage(error: click.ClickException) -> UsageError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ Exit codes (docs/exit-codes.md):
   0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
   6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
 
+COMPLETION = "_ARBOR_COMPLETE"  # set by the shell that asks for completions
 LAST_HEADINGS = ("Output", "Options")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,9 +67,31 @@ class Group(click.Group):
     command_class = Command
     group_class = type
 
+    def __init__(
+        self, *arguments: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self.lazy = dict(lazy or {})  # name -> (module:command, its first line of help)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands' names."""
-        return list(self.commands)
+        """The commands' names, imported or not."""
+        return list(dict.fromkeys([*self.lazy, *self.commands]))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A command by its name; imports it now."""
+        if cmd_name in self.lazy and cmd_name not in self.commands:
+            module, _, attribute = self.lazy[cmd_name][0].partition(":")
+            self.add_command(getattr(importlib.import_module(module), attribute), cmd_name)
+        return self.commands.get(cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands and what they are for; imports none."""
+        told = []
+        for name in self.list_commands(ctx):
+            known = self.lazy.get(name)
+            told.append((name, known[1] if known else self.commands[name].get_short_help_str(100)))
+        with formatter.section("Commands"):
+            formatter.write_dl(told)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands, then the options under their headings."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import platform
@@ -18,13 +17,15 @@ import arbor
 from arbor import registry
 from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver
+from arbor.cli.cache import cached_models
 from arbor.cli.options import Command, search_options, voice_options
 from arbor.cli.voice import Voice
 from arbor.errors import ArborError
 from arbor.trace.live import human_bytes
 
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
-KINDS = ("controllers", "verifiers", "tasks", "backends", "models")
+KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # as `arbor list` names them
+MODELS = "models"
 PACKAGES = (
     "torch",
     "transformers",
@@ -131,27 +132,31 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
 
 
 @click.command("list", cls=Command)
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False)
 @voice_options
 @click.pass_obj
-def list_(voice: Voice, kind: str) -> int:
-    """The names there are, with their settings and defaults.
+def list_(voice: Voice, kind: str | None) -> int:
+    """The names there are, with their settings and defaults; every kind of them without KIND.
 
     \b
+      arbor list
       arbor list controllers
       arbor list tasks --json
-      arbor list models
     """
-    rows = _models() if kind == "models" else _components(kind.removesuffix("s"))
+    chosen = [*KINDS, MODELS] if kind is None else [kind]
+    tables = {each: _models() if each == MODELS else _components(KINDS[each]) for each in chosen}
     if voice.json:
-        voice.document({"schema": "arbor.list/1", kind: rows})
+        voice.document({"schema": "arbor.list/1", **tables})
         return 0
-    table = Table(box=None, pad_edge=False)
-    for column in rows[0] if rows else ("name",):
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    voice.table(table)
+    for number, (each, rows) in enumerate(tables.items()):
+        if kind is None:
+            voice.print(f"{chr(10) if number else ''}{each}")
+        table = Table(box=None, pad_edge=False)
+        for column in rows[0] if rows else ("name",):
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*(_cell(value) for value in row.values()))
+        voice.table(table)
     return 0
 
 
@@ -192,17 +197,8 @@ def _defaults(component: Any) -> dict[str, Any]:
 
 def _models() -> list[dict[str, Any]]:
     """The built-in model, and what lies in the Hugging Face cache."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    rows = [{"name": "builtin:sapling", "what": "built in, offline"}]
-    with contextlib.suppress(CacheNotFound):
-        for repo in sorted(scan_cache_dir().repos, key=lambda each: each.repo_id):
-            if repo.repo_type == "model":
-                rows.append(
-                    {"name": repo.repo_id, "what": f"cached, {human_bytes(repo.size_on_disk)}"}
-                )
-    return rows
+    cached = [{"name": name, "what": f"cached, {size}"} for name, size in cached_models()]
+    return [{"name": "builtin:sapling", "what": "built in, offline"}, *cached]
 
 
 # doctor

@@ -10,25 +10,18 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from arbor.errors import UsageError
-from arbor.trace.write import finite
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 LOG_LEVELS = ("error", "warning", "info", "debug")
 LOG_SETTINGS = ("quiet", "verbose", "log_level", "log_file")
-
-
-class PipedConsole(Console):
-    """A console that leaves a closed pipe to its caller, as everything else that writes does."""
-
-    def on_broken_pipe(self) -> None:
-        """Raises the error again instead of ending the process."""
-        raise
 
 
 @dataclass
@@ -72,6 +65,8 @@ class Voice:
 
     def console(self, stream: IO[str] | None = None) -> Console:
         """A rich console on `stream`; stderr by default."""
+        from arbor.cli.console import PipedConsole  # rich takes longer to import than --version may
+
         settings: dict[str, Any] = {"file": stream or sys.stderr, "highlight": False}
         if self.color == "always":
             settings["force_terminal"] = True
@@ -96,6 +91,8 @@ class Voice:
 
     def document(self, data: Any) -> None:
         """The one JSON document of ``--json``; ASCII, so that every terminal and pipe can hold it."""
+        from arbor.trace.write import finite
+
         indent = 2 if sys.stdout.isatty() else None
         click.echo(json.dumps(finite(data), allow_nan=False, indent=indent, default=str))
 
