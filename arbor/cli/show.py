@@ -21,7 +21,7 @@ from arbor.cli.cache import cached_models
 from arbor.cli.options import Command, search_options, voice_options
 from arbor.cli.voice import Voice
 from arbor.errors import ArborError
-from arbor.trace.live import human_bytes
+from arbor.trace.numbers import human_bytes
 
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
 KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # as `arbor list` names them

@@ -20,7 +20,7 @@ from arbor.cli.voice import Voice
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
-from arbor.trace.live import LiveView, LogView, human_bytes
+from arbor.trace.numbers import human_bytes
 from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
@@ -280,6 +280,8 @@ def use_threads(threads: int | None, model: ModelInfo) -> None:
 
 def watch(voice: Voice, stream: SearchStream, stop: Stop) -> Solution:
     """Shows a search until it ends, or until a signal ends it."""
+    from arbor.trace.live import LiveView, LogView  # rich: not before there is something to show
+
     view: LiveView | LogView | None = None
     if voice.progress == "live":
         view = LiveView(voice.console())

@@ -15,20 +15,11 @@ from rich.text import Text
 
 from arbor.events import Ended, Event
 from arbor.metrics import Metrics, MetricsFold
+from arbor.trace.numbers import human_bytes
 from arbor.trace.replay import Replay
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
-
-
-def human_bytes(count: float) -> str:
-    """``1.2 MiB``: three significant digits at most, powers of 1024."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if count < 1024:
-            break
-        count, unit = count / 1024, larger
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
 
 
 def progress_line(metrics: Metrics, held_tokens: int) -> str:

@@ -64,7 +64,7 @@ def _object(kind: type[Any]) -> dict[str, Any]:
     ]
     return {
         "type": "object",
-        "description": " ".join(inspect.getdoc(kind).split()) if kind.__doc__ else "",
+        "description": " ".join((inspect.getdoc(kind) or "").split()),
         "properties": {f.name: _value(hints[f.name]) for f in dataclasses.fields(kind)},
         "required": required,
     }
