@@ -1,7 +1,8 @@
 """Names for the command line and the trace header, and the classes they stand for.
 
 Every class is named by its dotted path and imported when it is first asked for. Other distributions add names through
-entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks`` and ``arbor.backends``:
+entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks``, ``arbor.policies`` and
+``arbor.backends``:
 
     [project.entry-points."arbor.controllers"]
     mine = "package.module:Mine"
@@ -52,6 +53,19 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "game24": "arbor.tasks.game24:Game24",
         "reasoning": "arbor.tasks.reasoning:Reasoning",
         "recall": "arbor.tasks.recall:Recall",
+    },
+    "policy": {
+        "arborkv": "arbor.retention.policy:ArborKV",
+        "belady": "arbor.retention.policy:BeladyPolicy",
+        "full": "arbor.retention.policy:FullRetention",
+        "h2o": "arbor.retention.policy:H2O",
+        "kkt": "arbor.retention.policy:KKTPolicy",
+        "lru": "arbor.retention.policy:LRUPolicy",
+        "random": "arbor.retention.policy:RandomTokens",
+        "reentry": "arbor.retention.policy:ReentryPolicy",
+        "streaming": "arbor.retention.policy:StreamingLLM",
+        "tova": "arbor.retention.policy:TOVAPolicy",
+        "uniform": "arbor.retention.policy:UniformPolicy",
     },
     "backend": {
         "reference": "arbor.kernels.reference:ReferenceAttention",
@@ -147,6 +161,7 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
         spec: a name, what `spec_of` returned, a class, or a ready component.
         fields: settings that replace the defaults, or those of a ready component. Strings are read by the field's type:
             numbers, ``true``/``false``, ``none``, one of a fixed set of words, and ``1,2`` or JSON ``["a", "b"]`` for tuples.
+            A setting of a part goes by its own name: a policy's ``eta`` is its allocator's.
 
     Raises:
         UnknownName: no such name.
@@ -168,7 +183,14 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
     if not fields:
         return spec
     label = str(spec_of(spec)["name"])
+    fields = _with_parts(type(spec), fields, functools.partial(getattr, spec))
     return dataclasses.replace(spec, **_convert_all(type(spec), label, fields))
+
+
+def settings_of(cls: type[Any]) -> tuple[str, ...]:
+    """Every setting a class can be built with: its own fields, then those of its parts (fields that are dataclasses)."""
+    own = _fields(cls)
+    return (*own, *(name for part in _parts(cls).values() for name in _fields(part)))
 
 
 def spec_of(component: Any) -> dict[str, Any]:
@@ -275,7 +297,61 @@ def _path_of(cls: type[Any]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def _fields(cls: type[Any]) -> list[str]:
+    """Names of the fields a dataclass is built with; none for another class."""
+    if not dataclasses.is_dataclass(cls):
+        return []
+    return [field.name for field in dataclasses.fields(cls) if field.init]
+
+
+def _parts(cls: type[Any]) -> dict[str, type[Any]]:
+    """The fields of a dataclass that are dataclasses themselves."""
+    hints = typing.get_type_hints(cls) if _fields(cls) else {}
+    return {
+        name: typing.cast("type[Any]", hints[name])
+        for name in _fields(cls)
+        if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name])
+    }
+
+
+def _with_parts(
+    cls: type[Any], fields: Mapping[str, Any], part_of: Callable[[str], Any]
+) -> dict[str, Any]:
+    """``eta=1`` for a component whose part `allocator` has that setting becomes ``allocator=`` the part with eta 1.
+
+    Args:
+        part_of: the part as it is without these settings, by name.
+    """
+    own = _fields(cls)
+    if all(key in own for key in fields):
+        return dict(fields)
+    result: dict[str, Any] = {key: value for key, value in fields.items() if key in own}
+    parts = _parts(cls)
+    for key, value in fields.items():
+        if key in own:
+            continue
+        owners = [part for part, part_cls in parts.items() if key in _fields(part_cls)]
+        if len(owners) == 1 and owners[0] not in fields:
+            part = result.get(owners[0], part_of(owners[0]))
+            values = _convert_all(type(part), owners[0], {key: value})
+            result[owners[0]] = dataclasses.replace(part, **values)
+        else:
+            result[key] = value  # unknown, which the caller says
+    return result
+
+
+def _default(cls: type[Any], name: str) -> Any:
+    """A field's default; the class built with its defaults where there is none."""
+    field = next(field for field in dataclasses.fields(cls) if field.name == name)
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return _parts(cls)[name]()
+
+
 def _construct(cls: type[Any], name: str, fields: Mapping[str, Any]) -> Any:
+    fields = _with_parts(cls, fields, functools.partial(_default, cls))
     values = _convert_all(cls, name, fields)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
@@ -295,9 +371,7 @@ def _construct(cls: type[Any], name: str, fields: Mapping[str, Any]) -> Any:
 
 
 def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    known: list[str] = []
-    if dataclasses.is_dataclass(cls):
-        known = [field.name for field in dataclasses.fields(cls) if field.init]
+    known = _fields(cls)
     if "name" in known:
         raise UsageError(
             "setting-reserved",
@@ -306,6 +380,7 @@ def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[s
         )
     for key in fields:
         if key not in known:
+            known = list(settings_of(cls))
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             guess = f"Did you mean '{near[0]}'? " if near else ""
             raise UsageError(

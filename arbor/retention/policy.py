@@ -1,4 +1,4 @@
-"""A retention policy: how many tokens, which ones, what is protected; the named ones in one table."""
+"""A retention policy: how many tokens, which ones, what is protected; and the named ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from arbor.errors import UsageError
+from arbor.registry import BUILTIN, build
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.belady import Belady
 from arbor.retention.chance import Chance
@@ -49,7 +50,7 @@ class Protect:
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides about retention.
+    """What decides about retention; a subclass with defaults is a named one.
 
     Attributes:
         name: what the command line calls it.
@@ -69,19 +70,103 @@ class Policy:
         return self.scorer.observes
 
 
-POLICIES: Mapping[str, Policy] = {
-    policy.name: policy
-    for policy in (
-        Policy("full", Full()),
-        Policy("lru", LRU()),
-        Policy("arborkv", Ratio(), HeavyHitters()),
-        Policy("kkt", KKT(), HeavyHitters()),
-        Policy("reentry", Reentry()),
-        Policy("uniform", Uniform()),
-        Policy("belady", Belady()),
-        Policy("streaming", Pooled(), Recency()),
-        Policy("h2o", Pooled(), HeavyHitters()),
-        Policy("tova", Pooled(), TOVA()),
-        Policy("random", Pooled(), Chance()),
-    )
-}
+@dataclass(frozen=True)
+class FullRetention(Policy):
+    """Keeps everything: the baseline, shared over the tree."""
+
+    name: str = field(default="full", init=False)
+    allocator: Full = field(default_factory=Full)
+    scorer: Recency = field(default_factory=Recency)
+
+
+@dataclass(frozen=True)
+class LRUPolicy(Policy):
+    """Gives up the least recently used blocks: what a radix cache does."""
+
+    name: str = field(default="lru", init=False)
+    allocator: LRU = field(default_factory=LRU)
+    scorer: Recency = field(default_factory=Recency)
+
+
+@dataclass(frozen=True)
+class ArborKV(Policy):
+    """ArborKV as published: tree-aware ratios (TAE), heavy hitters within a block, tails and sinks protected."""
+
+    name: str = field(default="arborkv", init=False)
+    allocator: Ratio = field(default_factory=Ratio)
+    scorer: HeavyHitters = field(default_factory=HeavyHitters)
+
+
+@dataclass(frozen=True)
+class KKTPolicy(Policy):
+    """ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a block."""
+
+    name: str = field(default="kkt", init=False)
+    allocator: KKT = field(default_factory=KKT)
+    scorer: HeavyHitters = field(default_factory=HeavyHitters)
+
+
+@dataclass(frozen=True)
+class ReentryPolicy(Policy):
+    """Keeps the blocks the search is most likely to read again: the optimum where nothing is lost."""
+
+    name: str = field(default="reentry", init=False)
+    allocator: Reentry = field(default_factory=Reentry)
+    scorer: Recency = field(default_factory=Recency)
+
+
+@dataclass(frozen=True)
+class UniformPolicy(Policy):
+    """Keeps the same part of every block: the control that sees no tree."""
+
+    name: str = field(default="uniform", init=False)
+    allocator: Uniform = field(default_factory=Uniform)
+    scorer: Recency = field(default_factory=Recency)
+
+
+@dataclass(frozen=True)
+class BeladyPolicy(Policy):
+    """Keeps what a recorded run reads next: the bound nobody can beat."""
+
+    name: str = field(default="belady", init=False)
+    allocator: Belady = field(default_factory=Belady)
+    scorer: Recency = field(default_factory=Recency)
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Keeps the newest tokens of the whole tree, and the sinks."""
+
+    name: str = field(default="streaming", init=False)
+    allocator: Pooled = field(default_factory=Pooled)
+    scorer: Recency = field(default_factory=Recency)
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Keeps the tokens of the whole tree that gathered the most attention."""
+
+    name: str = field(default="h2o", init=False)
+    allocator: Pooled = field(default_factory=Pooled)
+    scorer: HeavyHitters = field(default_factory=HeavyHitters)
+
+
+@dataclass(frozen=True)
+class TOVAPolicy(Policy):
+    """Keeps the tokens of the whole tree that the last query looked at."""
+
+    name: str = field(default="tova", init=False)
+    allocator: Pooled = field(default_factory=Pooled)
+    scorer: TOVA = field(default_factory=TOVA)
+
+
+@dataclass(frozen=True)
+class RandomTokens(Policy):
+    """Keeps tokens of the whole tree by lot: the control every scorer has to beat."""
+
+    name: str = field(default="random", init=False)
+    allocator: Pooled = field(default_factory=Pooled)
+    scorer: Chance = field(default_factory=Chance)
+
+
+POLICIES: Mapping[str, Policy] = {name: build("policy", name) for name in BUILTIN["policy"]}
