@@ -9,7 +9,11 @@ from fake_run import fake_run
 from rich.console import Console
 
 from arbor.events import Ended
-from arbor.trace.live import LiveView, LogView, human_bytes
+from arbor.trace.draw import ASCII, CELLS, UNICODE, Glyphs, bar, draw, tree_lines
+from arbor.trace.live import LiveView, LogView, glyphs_of
+from arbor.trace.numbers import human_bytes
+from arbor.trace.replay import Replay
+from arbor.tree import NodeState
 
 
 def console(terminal: bool) -> Console:
@@ -85,3 +89,95 @@ def test_the_meter_shows_what_is_held_and_wipes_itself() -> None:
     assert " of 200 tokens, " in text
     assert " expansions  " in text
     assert text.rstrip().endswith("\x1b[2K"), "the last thing is a wiped line"
+
+
+# Drawing
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [(0, "····"), (1, "████"), (0.5, "██··"), (0.53, "██▏·"), (7, "████"), (-1, "····")],
+)
+def test_a_bar_is_filled_by_eighths_of_a_cell(part: float, text: str) -> None:
+    assert bar(part, 4, UNICODE) == text
+    assert bar(part, 4, ASCII) == text.replace("█", "#").replace("▏", ".").replace("·", ".")
+
+
+def replayed(until: int | None = None, rounds: int = 6) -> Replay:
+    replay = Replay()
+    for number, event in enumerate(fake_run(seed=1, rounds=rounds)):
+        if until is None or number < until:
+            replay.feed(event, number / 100)
+    return replay
+
+
+def text_of(replay: Replay, width: int, glyphs: Glyphs = UNICODE, height: int = 50) -> list[str]:
+    on = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    on.print(draw(replay, width, height, glyphs))
+    return written(on).splitlines()
+
+
+def test_the_tree_shows_what_each_block_holds() -> None:
+    replay = replayed(rounds=40)
+    rows = {
+        int(line.plain.partition("#")[2].partition(" ")[0]): line.plain
+        for line in tree_lines(replay, UNICODE, 200, 500)
+        if "#" in line.plain
+    }
+
+    assert rows
+    for node, row in rows.items():
+        block = replay.blocks[node]
+        share = block.resident / block.tokens
+        assert f"#{node} {bar(share, CELLS, UNICODE)}" in row
+        assert (f"v={block.value:.2f}" in row) == block.verified
+        assert ("pruned" in row) == (block.state is NodeState.PRUNED)
+    assert any("·" * CELLS in row for row in rows.values()), "something was evicted"
+
+
+def test_the_running_path_is_bold_and_the_rest_is_folded() -> None:
+    replay = replayed(until=60, rounds=40)
+    leaf = replay.running[0]
+    path = [leaf]
+    while replay.blocks[path[-1]].parent is not None:
+        path.append(replay.blocks[path[-1]].parent)
+
+    lines = list(tree_lines(replay, UNICODE, 200, 500))
+
+    bold = [line.plain for line in lines if any(span.style == "bold" for span in line.spans)]
+    assert [int(row.partition("#")[2].split()[0]) for row in bold] == sorted(path)
+    assert len(lines) < len(replay.blocks)
+
+
+@pytest.mark.parametrize("width", [20, 40, 59, 60, 80, 100, 200])
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+def test_no_line_is_wider_than_the_terminal(width: int, glyphs: Glyphs) -> None:
+    lines = text_of(replayed(rounds=20), width, glyphs)
+
+    assert all(len(line) <= width for line in lines)
+    assert any("#" in line and "v=" in line for line in lines) == (width >= 60)
+    if glyphs is ASCII:
+        assert "\n".join(lines).isascii()
+
+
+def test_a_low_terminal_is_not_overrun() -> None:
+    assert len(text_of(replayed(rounds=40), 100, height=14)) <= 14
+
+
+def test_the_signs_follow_the_encoding() -> None:
+    def on(encoding: str) -> Console:
+        return Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+
+    assert glyphs_of(on("ascii")) is ASCII
+    assert glyphs_of(on("latin-1")) is ASCII
+    assert glyphs_of(on("utf-8")) is UNICODE
+
+
+def test_text_of_a_model_cannot_steer_the_terminal() -> None:
+    replay = replayed()
+    replay.blocks[0].text = "\x1b[2J\x07[red]gone[/red]\r\n"
+
+    row = next(iter(tree_lines(replay, UNICODE, 100, 20))).plain
+
+    assert "\x1b" not in row and "\x07" not in row
+    assert "[red]gone[/red]" in row

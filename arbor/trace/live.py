@@ -9,13 +9,10 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from arbor.events import Ended, Event
-from arbor.metrics import Metrics, MetricsFold
-from arbor.trace.numbers import human_bytes
+from arbor.metrics import Metrics
+from arbor.trace.draw import ASCII, UNICODE, Glyphs, draw
 from arbor.trace.replay import Replay
 
 FRAME_S = 0.25  # at most four frames a second
@@ -43,17 +40,15 @@ class LogView:
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         self._console = console
         self._clock = clock
-        self._fold = MetricsFold(clock)
         self._replay = Replay()
-        self._last = clock()
+        self._start = self._last = clock()
 
     def __call__(self, event: Event) -> None:
-        self._fold(event)
-        self._replay(event)
         now = self._clock()
+        self._replay.feed(event, now - self._start)
         if now - self._last >= LINE_S and not isinstance(event, Ended):
             self._last = now
-            line = progress_line(self._fold.metrics(), self._replay.kv.device)
+            line = progress_line(self._replay.metrics(), self._replay.kv.device)
             self._console.print(f"arbor: {line}", soft_wrap=True, highlight=False, markup=False)
 
     def __enter__(self) -> Self:
@@ -69,7 +64,7 @@ class LogView:
 
 
 class LiveView:
-    """A listener that redraws a meter, at most every `FRAME_S` seconds, and wipes it at the end.
+    """A listener that redraws meter and tree, at most every `FRAME_S` seconds, and wipes them at the end.
 
     It draws when an event arrives and has no thread of its own.
 
@@ -79,16 +74,16 @@ class LiveView:
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._console = console
         self._clock = clock
-        self._fold = MetricsFold(clock)
         self._replay = Replay()
-        self._last = clock() - FRAME_S
+        self._start = clock()
+        self._last = self._start - FRAME_S
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __call__(self, event: Event) -> None:
-        self._fold(event)
-        self._replay(event)
         now = self._clock()
+        self._replay.feed(event, now - self._start)
         if now - self._last >= FRAME_S:
             self._last = now
             self._live.update(self.frame(), refresh=True)
@@ -106,21 +101,15 @@ class LiveView:
         self._live.stop()
 
     def frame(self) -> Group:
-        """The meter as it stands."""
-        metrics, held = self._fold.metrics(), self._replay.kv
-        meter = Table.grid(padding=(0, 1))
-        limit = max(1, metrics.budget_tokens)
-        meter.add_row(
-            "KV",
-            ProgressBar(total=limit, completed=min(held.device, limit), width=30),
-            f"{held.device:,} of {metrics.budget_tokens:,} tokens, "
-            f"{human_bytes(held.device * metrics.bytes_per_token)}",
-        )
-        if held.host or held.compressed:
-            meter.add_row("", "", f"{held.host:,} on the host, {held.compressed:,} compressed")
-        numbers = Text(
-            f"{metrics.blocks:,} blocks  {metrics.expansions:,} expansions  "
-            f"{metrics.tok_per_s:.0f} tok/s  {metrics.evictions:,} evictions  "
-            f"{metrics.rehydrations:,} rehydrations  {metrics.asked:,} asked  {metrics.wall_s:.1f} s"
-        )
-        return Group(meter, numbers)
+        """The state as it stands, in the signs that the terminal can show."""
+        size = self._console.size
+        return draw(self._replay, size.width, size.height, glyphs_of(self._console))
+
+
+def glyphs_of(console: Console) -> Glyphs:
+    """The signs that a console can show."""
+    try:
+        "".join((UNICODE.full, UNICODE.branch, UNICODE.verified)).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE

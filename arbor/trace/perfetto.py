@@ -1,6 +1,6 @@
 """A trace as Trace Event JSON, which Perfetto and Chrome show as a timeline.
 
-Forward passes and verdicts are slices, KV per tier and the budget are counters, a block's life is an asynchronous slice
+Forward passes, verdicts and whatever else took a time are slices, KV per tier and the budget are counters, a block's life is an asynchronous slice
 on the track of its depth, and everything else is an instant. Times are whole microseconds, and a slice never begins
 before the one before it on its track has ended: Perfetto drops slices that overlap.
 """
@@ -97,7 +97,7 @@ class _Timeline:
 
     def _slice(self, event: Event) -> None:
         """A slice that ends now; its start is moved behind the slice before it."""
-        track = TRACKS["verify" if event.name == "verify" else "forward"]
+        track = TRACKS.get(event.name, TRACKS["kv"])
         elapsed = float(event.elapsed_s)  # type: ignore[union-attr]  # asked for by `add`
         length = round(elapsed * 1_000_000) if math.isfinite(elapsed) else 0
         start = max(self._ends[track], self._now - max(0, length))

@@ -40,7 +40,7 @@ class Block:
         tokens: its length, 0 while it is open.
         resident: how many of its tokens have KV on the device.
         text: its text, empty while it is open.
-        value: the last verifier's opinion.
+        value: the last verifier's opinion, if it was `verified`.
         state: see `arbor.tree.NodeState`.
         answer: what its path answers, if it is terminal.
     """
@@ -53,6 +53,7 @@ class Block:
     resident: int = 0
     text: str = ""
     value: float = 0.0
+    verified: bool = False
     state: NodeState = NodeState.OPEN
     answer: str | None = None
     children: list[int] = field(default_factory=list)
@@ -167,7 +168,7 @@ class Replay:
                 self._move(event.nodes, +1)
             case Verified():
                 for block, value in zip(self._find(event.nodes), event.values, strict=False):
-                    block.value = value
+                    block.value, block.verified = value, True
             case Pruned():
                 for block in self._find(event.nodes):
                     self._become(block, NodeState.PRUNED)
