@@ -30,10 +30,14 @@ class Recording:
     records: tuple[dict[str, Any], ...]
     banner: str = ""
 
+    def count(self, kind: str) -> int:
+        """How many events are of a type."""
+        return sum(record["e"] == kind for record in self.records)
+
     @property
     def ended(self) -> bool:
         """Whether the run came to its end."""
-        return any(record["e"] == "end" for record in self.records)
+        return self.count("end") > 0
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
