@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
@@ -110,11 +112,53 @@ class Solution:
             UsageError: no trace was written.
             TraceError: it cannot be read.
         """
+        return Replay.of(read_trace(self._trace()))
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Prints the answer's path; with a trace, the tree and what each block holds in the end.
+
+        Args:
+            file: instead of stdout.
+        """
+        from rich.console import Console
+
+        from arbor.trace.draw import draw
+        from arbor.trace.live import glyphs_of
+
+        console = Console(file=file, highlight=False)
+        console.print(f"{self.problem} -> {self.answer}", markup=False)
+        if self.trace_path is not None:
+            size = console.size
+            console.print(draw(self.replay(), size.width, size.height, glyphs_of(console)))
+            return
+        for step in self.steps:
+            console.print(f"#{step.node} v={step.value:.2f} {step.text.strip()}", markup=False)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the search as one HTML file that needs no server and no network.
+
+        Raises:
+            UsageError: no trace was written, or the file cannot be.
+            TraceError: the trace cannot be read.
+        """
+        from arbor.trace.html import read_recording, write_page
+
+        return write_page(path, read_recording(self._trace()))
+
+    def _repr_html_(self) -> str | None:
+        """The same in a notebook; without a trace, the notebook shows the plain text."""
+        if self.trace_path is None:
+            return None
+        from arbor.trace.html import html_page, notebook_frame, read_recording
+
+        return notebook_frame(html_page(read_recording(self.trace_path)))
+
+    def _trace(self) -> str:
         if self.trace_path is None:
             raise UsageError(
                 "trace-missing", "this run wrote no trace.", "Solve with trace='run.arbor.jsonl'."
             )
-        return Replay.of(read_trace(self.trace_path))
+        return self.trace_path
 
 
 def failed_solution(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import threading
@@ -186,6 +187,34 @@ def test_a_writer_of_ones_own_is_a_trace(solver: Solver, tmp_path: Path) -> None
 def test_a_run_without_a_trace_has_nothing_to_replay(solver: Solver) -> None:
     with pytest.raises(UsageError, match="trace='run"):
         solver.solve(PUZZLE).replay()
+
+
+def test_a_solution_can_be_shown(solver: Solver, tmp_path: Path) -> None:
+    plain, drawn = io.StringIO(), io.StringIO()
+    bare = solver.solve(PUZZLE)
+    traced = solver.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl")
+
+    bare.show(plain)
+    traced.show(drawn)
+
+    assert plain.getvalue().startswith(f"{PUZZLE} -> {bare.answer}\n")
+    for step in bare.steps:
+        assert f"#{step.node} v={step.value:.2f} {step.text.strip()}" in plain.getvalue()
+    assert "of budget" in drawn.getvalue() and "└── " in drawn.getvalue()
+
+
+def test_a_solution_is_a_page(solver: Solver, tmp_path: Path) -> None:
+    traced = solver.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl")
+
+    page = traced.to_html(tmp_path / "run.html").read_text(encoding="utf-8")
+
+    assert page.startswith("<!DOCTYPE html>") or page.startswith("<!doctype html>")
+    frame = traced._repr_html_()
+    assert frame is not None and "<iframe" in frame
+    bare = solver.solve(PUZZLE)
+    assert bare._repr_html_() is None
+    with pytest.raises(UsageError, match="wrote no trace"):
+        bare.to_html(tmp_path / "none.html")
 
 
 # Plans and configurations

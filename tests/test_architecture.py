@@ -60,6 +60,7 @@ PACKAGES = {
     "retention": {"numpy"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "session": {"numpy", "torch"},
+    "solution": {"rich"},
     "solver": {"numpy", "torch", "transformers"},
     "trace": {"rich"},
     "tree": {"networkx", "numpy"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
+import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +27,7 @@ from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
     from arbor.engine.describe import ModelInfo
+    from arbor.events import Event
     from arbor.solution import Solution
     from arbor.solver import Solver
     from arbor.stream import SearchStream
@@ -131,6 +134,14 @@ _options = together(
         help="none leaves the words of problem, thoughts and answer out of the trace.",
     ),
     option(
+        "--html",
+        type=click.Path(path_type=Path),
+        metavar="PATH",
+        heading="Output",
+        help="Write the search as one HTML file.",
+    ),
+    option("--open", "open_", is_flag=True, heading="Output", help="Open it; needs --html."),
+    option(
         "--config",
         type=click.Path(path_type=Path),
         metavar="FILE",
@@ -163,6 +174,8 @@ def solve(voice: Voice, /, **given: Any) -> int:
       echo "4 5 6 10" | arbor solve - --controller beam --json
     """
     given["settings"] = all_settings(given)
+    if given["open_"] and given["html"] is None:
+        raise UsageError("usage", "--open has no page to open.", "Add --html run.html.")
     if given["print_config"] and given["problem"] is None and given["file"] is None:
         problem = None
     else:
@@ -187,7 +200,7 @@ def solve(voice: Voice, /, **given: Any) -> int:
             max_tokens=given["max_tokens"],
             trace=writer,
         )
-        solution = watch(voice, stream, stop)
+        solution, events = watch(voice, stream, stop, given["html"] is not None)
     if voice.json:
         voice.document(solution.to_dict())
     elif solution.answer is not None:
@@ -198,6 +211,8 @@ def solve(voice: Voice, /, **given: Any) -> int:
     voice.say(numbers_line(solution.finish_reason, solution.metrics, correct))
     if solution.trace_path is not None:
         voice.say(f"trace {solution.trace_path}")
+    if given["html"] is not None:
+        show_page(voice, given["html"], events, given["open_"])
     if stop.signal is not None:
         return EXIT_SIGNAL + stop.signal
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
@@ -278,8 +293,10 @@ def use_threads(threads: int | None, model: ModelInfo) -> None:
         torch.set_num_threads(threads)
 
 
-def watch(voice: Voice, stream: SearchStream, stop: Stop) -> Solution:
-    """Shows a search until it ends, or until a signal ends it."""
+def watch(
+    voice: Voice, stream: SearchStream, stop: Stop, keep: bool
+) -> tuple[Solution, list[tuple[float, Event]]]:
+    """Shows a search until it ends, or until a signal ends it; its events with their seconds too, if they are kept."""
     from arbor.trace.live import LiveView, LogView  # rich: not before there is something to show
 
     view: LiveView | LogView | None = None
@@ -287,11 +304,29 @@ def watch(voice: Voice, stream: SearchStream, stop: Stop) -> Solution:
         view = LiveView(voice.console())
     elif voice.progress == "plain":
         view = LogView(voice.console())
+    kept: list[tuple[float, Event]] = []
+    began = time.perf_counter()
     with stop.ending(stream), view or contextlib.nullcontext():
         for event in stream:
+            if keep:
+                kept.append((time.perf_counter() - began, event))
             if view is not None:
                 view(event)
-    return stream.solution
+    return stream.solution, kept
+
+
+def show_page(voice: Voice, path: Path, events: list[tuple[float, Event]], open_: bool) -> None:
+    """Writes the search as a page, and opens it if that was asked for.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    from arbor.trace.html import record_events, write_page
+
+    write_page(path, record_events(path.stem, events))
+    voice.say(f"page {path}")
+    if open_:
+        webbrowser.open(path.resolve().as_uri())
 
 
 # What it says
