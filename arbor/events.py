@@ -96,31 +96,67 @@ class Pressure:
     limit: int
 
 
+Cause = Literal["boundary", "transition", "pressure", "close"]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """A retention policy shared out what room there was.
+
+    Attributes:
+        policy: its name.
+        cause: the event that asked.
+        room: slots the offered blocks may keep together.
+        offered: how many blocks it could take from.
+        nodes: (block, tokens it had, tokens it keeps, MSVE score) of each block that lost some.
+        elapsed_s: time of the decision and the eviction.
+    """
+
+    name: ClassVar[str] = "allocate"
+    policy: str
+    cause: Cause
+    room: int
+    offered: int
+    nodes: tuple[tuple[int, int, int, float], ...]
+    elapsed_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """Tokens left the device. `nodes` holds how many each block lost."""
 
     name: ClassVar[str] = "evict"
-    cause: Literal["boundary", "transition", "pressure", "close"]
+    cause: Cause
     nodes: Counts
     kv: KV
 
 
 @dataclass(frozen=True, slots=True)
 class Rehydrated:
-    """Missing tokens of a path came back. `nodes` holds how many each block regained."""
+    """Missing tokens of a path came back.
+
+    Attributes:
+        nodes: how many each block regained.
+        repeated: tokens that were on the device and were computed again all the same: the rest of a span, or tokens
+            written over a gap.
+    """
 
     name: ClassVar[str] = "rehydrate"
     nodes: Counts
     mode: Literal["recompute", "fetch"]
     kv: KV
+    repeated: int = 0
+
+
+ForwardKind = Literal["prefill", "decode", "verify", "rehydrate"]
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Forward passes of one kind since the last such event (one per prefill, question and decoded wave).
+    """Forward passes of one kind since the last such event (one per prefill, rehydration, question and decoded wave).
 
     Attributes:
+        kind: what for; a question's forward also recomputes what its paths miss.
         rows: rows run through the model.
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
@@ -128,7 +164,7 @@ class Forwarded:
     """
 
     name: ClassVar[str] = "forward"
-    kind: Literal["prefill", "decode", "verify"]
+    kind: ForwardKind
     rows: int
     steps: int
     read_tokens: int
@@ -196,6 +232,7 @@ Event = (
     | Selected
     | Transition
     | Pressure
+    | Allocated
     | Evicted
     | Rehydrated
     | Forwarded
@@ -215,6 +252,7 @@ EVENTS: tuple[type[Event], ...] = (
     Selected,
     Transition,
     Pressure,
+    Allocated,
     Evicted,
     Rehydrated,
     Forwarded,

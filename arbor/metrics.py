@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from arbor.events import (
     KV,
+    Allocated,
     Boundary,
     Ended,
     Event,
@@ -31,7 +32,9 @@ class Metrics:
 
     Attributes:
         wall_s: seconds from the header to the end.
-        prefill_s, decode_s, verify_s: seconds in forward passes of each kind.
+        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind; a question's pass also
+            recomputes what its paths miss.
+        policy_s: seconds in which retention policies decided and evicted.
         tokens_prefilled: tokens of the prompt.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
@@ -63,6 +66,8 @@ class Metrics:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     verify_s: float = 0.0
+    rehydrate_s: float = 0.0
+    policy_s: float = 0.0
     tokens_prefilled: int = 0
     tokens_generated: int = 0
     tokens_recomputed: int = 0
@@ -188,11 +193,13 @@ class MetricsFold:
                 self._add(transitions=1, transition_distance=event.distance)
             case Pressure():
                 self._add(pressure_events=1)
+            case Allocated():
+                self._add(policy_s=event.elapsed_s)
             case Evicted():
                 self._add(evictions=1, evicted_tokens=sum(count for _, count in event.nodes))
                 self._hold(event.kv)
             case Rehydrated():
-                tokens = sum(count for _, count in event.nodes)
+                tokens = sum(count for _, count in event.nodes) + event.repeated
                 fetched = event.mode == "fetch"
                 self._add(
                     rehydrations=1,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arbor import registry
-from arbor.controllers.base import Controller, Expansion
+from arbor.controllers.base import Controller, Expansion, Search
 from arbor.engine.engine import Engine, Growth
 from arbor.events import (
     Answered,
@@ -20,6 +20,7 @@ from arbor.events import (
     Transition,
     Verified,
 )
+from arbor.retention.uses import Uses
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Verifier
@@ -74,6 +75,7 @@ class Session:
         limits: when to stop.
         slots: the KV budget, tokens.
         emit: listener for everything that happens.
+        uses: of a recorded run of the same search, for the clairvoyant policy.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Session:
         limits: Limits,
         slots: int,
         emit: Callable[[Event], None],
+        uses: Uses | None = None,
     ) -> None:
         self.engine = engine
         self.task = task
@@ -97,11 +100,15 @@ class Session:
         self.limits = limits
         self.slots = slots
         self.emit = emit
+        self.uses = uses
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: dict[int, None] = {}
         self._stopped: Status | None = None
         self._deadline: float | None = None
+        self._search: Search | None = None
+        self._new = 0  # blocks there were before the round in progress
+        self._asked = False  # the round's children have been verified
 
     def run(self, prompt: Sequence[int], text: str) -> Outcome:
         """Search from a prompt until the controller is done or a limit is reached.
@@ -113,13 +120,16 @@ class Session:
         if self.limits.timeout_s is not None:
             self._deadline = time.monotonic() + self.limits.timeout_s
         tree = ThoughtTree(prompt, text)
-        self.engine.open(tree, self.slots, self._over)
+        self.engine.open(tree, self.slots, self._over, self.uses)
+        self.engine.residency.outlook = lambda: self._outlook(tree)
         self.emit(Opened(node=0, parent=None, index=0, depth=0, tokens=len(prompt), text=text))
         self.engine.extend(tree.root)
-        search = self.controller.start(tree, self.limits.max_depth)
+        search = self._search = self.controller.start(tree, self.limits.max_depth)
         while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
+            self._new, self._asked = len(tree), False
             children = self._grow(tree, expansions)
             self._verify(children)
+            self._asked = True
             search.tell(children)
             self._prune(tree)
         return self._finish(tree, search.best())
@@ -183,6 +193,7 @@ class Session:
         verdict = self.verifier.verify(self.task, self.problem, children, self.engine)
         for child, value in zip(children, verdict.values, strict=True):
             child.value = value
+        self.engine.residency.changed(children)
         self.emit(
             Verified(
                 verifier=str(registry.spec_of(self.verifier)["name"]),
@@ -200,6 +211,20 @@ class Session:
             self._freed.update(dict.fromkeys(n.id for n in pruned))
             self.emit(Pruned(tuple(node.id for node in pruned)))
             self.engine.forget(pruned)
+
+    def _outlook(self, tree: ThoughtTree) -> dict[int, float]:
+        """How likely the path to each block is read by a later operation: what `Reentry` weighs.
+
+        A child of this round is read for certain while it waits for its verification by the model; a leaf of the
+        frontier as likely as the controller says it will be grown.
+        """
+        assert self._search is not None
+        likely = dict(self._search.prospects())
+        if self.verifier.needs_model and not self._asked:
+            for node in tree.nodes[self._new :]:
+                if node.state is not NodeState.PRUNED:
+                    likely[node.id] = 1.0
+        return likely
 
     # The end
 

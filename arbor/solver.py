@@ -42,7 +42,7 @@ from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
 from arbor.request import Options, Request
-from arbor.retention.lru import LRU
+from arbor.retention.policy import POLICIES
 from arbor.session import Limits, Outcome, Session, Status
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
@@ -215,7 +215,7 @@ class Solver:
         parts.engine = Engine(
             runner,
             parts.tokenizer,
-            allocator=LRU(),
+            policy=POLICIES["lru"],
             min_saved_reads=CUDA_SAVED_READS if self.device.type == "cuda" else 0,
             debug=self.debug,
         )

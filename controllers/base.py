@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +37,11 @@ class Search(Protocol):
     def tell(self, children: Sequence[Node]) -> None:
         """The grown, closed and valued children of the last `ask`, in any order; fewer than asked where a limit or an
         interruption cut the round short."""
+        ...
+
+    def prospects(self) -> Mapping[int, float]:
+        """Leaves (by id) that a later round may grow, with how likely that is, in [0, 1]; those of the round in progress
+        left out. What retention policies weigh a block's re-entry by."""
         ...
 
     def best(self) -> list[Node]:

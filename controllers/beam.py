@@ -91,6 +91,9 @@ class BeamSearch:
         give_up(child for child in level if child.id not in kept)
         self._next = [Expansion(node, settings.width) for node in growing]
 
+    def prospects(self) -> dict[int, float]:
+        return {}  # what is not grown in the next round is given up
+
     def best(self) -> list[Node]:
         return finished(self._tree)
 

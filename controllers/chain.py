@@ -60,5 +60,8 @@ class ChainSearch:
             if child.depth < self._max_depth
         ]
 
+    def prospects(self) -> dict[int, float]:
+        return {}
+
     def best(self) -> list[Node]:
         return finished(self._tree)

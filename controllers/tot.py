@@ -147,6 +147,9 @@ class BreadthFirst(_TotSearch):
     def ask(self, room: int) -> list[Expansion]:
         return list(self._next)
 
+    def prospects(self) -> dict[int, float]:
+        return {}  # what is not grown in the next round is given up
+
     def tell(self, children: Sequence[Node]) -> None:
         level = sorted(children, key=lambda child: child.id)
         self._next = []
@@ -190,6 +193,10 @@ class DepthFirst(_TotSearch):
         if not self._stack or self._visited >= self._settings.max_visited:
             return []
         return [Expansion(self._stack[-1], self._settings.width)]
+
+    def prospects(self) -> dict[int, float]:
+        """The stack below its top: each state is grown only if no state above it, nor its subtree, solves the problem."""
+        return {node.id: 0.5**depth for depth, node in enumerate(reversed(self._stack[:-1]), 1)}
 
     def tell(self, children: Sequence[Node]) -> None:
         level = sorted(children, key=lambda child: child.id)

@@ -30,7 +30,7 @@ from arbor.engine.sampling import Sampling
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.retention.lru import LRU
+from arbor.retention.policy import POLICIES
 from arbor.tree import Node, ThoughtTree
 
 PREFIX = 512
@@ -57,7 +57,7 @@ class Arbor:
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
         runner = ModelRunner(model, backend or TorchCascade())
-        self.engine = Engine(runner, NoText(), allocator=LRU())
+        self.engine = Engine(runner, NoText(), policy=POLICIES["lru"])
         if runner.device.type == "cpu":
             pack_linears(model)
         self.slots = PREFIX + generated(shape)

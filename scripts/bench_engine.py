@@ -24,7 +24,7 @@ from arbor.engine.sampling import Sampling
 from arbor.events import Event, Forwarded
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.retention.lru import LRU
+from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
 PREFIX = 512
@@ -49,7 +49,7 @@ class Stopwatch:
 
 def make_engine(size: str, dtype: torch.dtype = torch.float32) -> tuple[Engine, int]:
     model = random_llama(size, dtype)
-    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), allocator=LRU())
+    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), policy=POLICIES["lru"])
     pack_linears(model)
     return engine, model.config.vocab_size
 

@@ -32,7 +32,7 @@ from arbor.engine.sampling import Sampling
 from arbor.kernels.base import AttentionBackend, AttentionShape
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.retention.lru import LRU
+from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
 DEVICE = torch.device("cuda")
@@ -145,7 +145,7 @@ def check_engine(name: str, backend: AttentionBackend) -> dict[str, Any]:
     with torch.inference_mode():
         whole = [*prompt, *([7] * 40)]
         right = model(torch.tensor([whole], device=DEVICE), logits_to_keep=1).logits[0, -1].float()
-        engine = Engine(ModelRunner(model, backend), NoText(), allocator=LRU(), debug=True)
+        engine = Engine(ModelRunner(model, backend), NoText(), policy=POLICIES["lru"], debug=True)
         tree = ThoughtTree(prompt)
         engine.open(tree, 4096)
         engine.extend(tree.root)

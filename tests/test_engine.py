@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Words, build
+from numpy.typing import NDArray
 from torch import Tensor
 from trees import (
     GREEDY,
@@ -34,7 +35,8 @@ from arbor.engine.engine import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary as BoundaryEvent
 from arbor.events import Evicted, Forwarded, Opened, Pressure, Rehydrated
-from arbor.retention.base import Block
+from arbor.retention.base import Blocks, Scorer
+from arbor.retention.policy import Policy
 from arbor.tasks.base import Boundary
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -240,13 +242,13 @@ def test_the_budget_the_error_names_works(lab: Lab) -> None:
 
 def test_an_allocator_that_keeps_too_much_is_noticed() -> None:
     class Greedy:
-        def counts(self, blocks: Sequence[Block], room: int) -> list[int]:
-            return [block.resident for block in blocks]
+        def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> NDArray[np.int64]:
+            return blocks.resident
 
-    lab = Lab(build("llama"), allocator=Greedy())
+    lab = Lab(build("llama"), policy=Policy("greedy", Greedy()))
     tree = lab.plant(20)
 
-    with pytest.raises(AssertionError, match="allocator kept more"):
+    with pytest.raises(AssertionError, match="more than there is room for"):
         lab.sprout([(tree.root, 3)])
 
 

@@ -10,14 +10,13 @@ from models import Words, path_logits
 from torch import Tensor
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Engine, Growth
+from arbor.engine.engine import Engine, Growth, Mode, Rehydrate
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
 from arbor.events import Event, Forwarded
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.retention.base import Allocator
-from arbor.retention.lru import LRU
+from arbor.retention.policy import POLICIES, Policy
 from arbor.tasks.base import Boundary
 from arbor.tree import Node, ThoughtTree
 
@@ -40,7 +39,9 @@ class Lab(Engine):
         model: Any,
         backend: AttentionBackend | None = None,
         *,
-        allocator: Allocator | None = None,
+        policy: str | Policy = "lru",
+        mode: Mode = "lossless",
+        rehydrate: Rehydrate = "selective",
         min_saved_reads: int = 0,
         debug: bool = False,
     ) -> None:
@@ -48,7 +49,9 @@ class Lab(Engine):
         super().__init__(
             ModelRunner(model, backend or TorchCascade()),
             Words(),
-            allocator=allocator or LRU(),
+            policy=POLICIES[policy] if isinstance(policy, str) else policy,
+            mode=mode,
+            rehydrate=rehydrate,
             emit=self.events.append,
             min_saved_reads=min_saved_reads,
             debug=debug,

@@ -14,17 +14,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.boundary import Stop, StopRule
-from arbor.engine.plan import ForwardPlan, Piece, Segment, SharedPrefix, plan_forward
+from arbor.engine.plan import (
+    ForwardPlan,
+    Piece,
+    Segment,
+    SharedPrefix,
+    plan_forward,
+    visibility,
+)
+from arbor.engine.residency import Residency
 from arbor.engine.runner import ForwardResult, ModelRunner
 from arbor.engine.sampling import Sampling, confidence, sample, stream
 from arbor.errors import BudgetInfeasible
-from arbor.events import KV, Boundary, Event, Evicted, Forwarded, Opened, Pressure, Rehydrated
+from arbor.events import (
+    KV,
+    Boundary,
+    Event,
+    Evicted,
+    Forwarded,
+    ForwardKind,
+    Opened,
+    Rehydrated,
+)
 from arbor.memory import KVMemory
-from arbor.retention.base import Allocator, Block
+from arbor.retention.keep import kept
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.retention.uses import Uses
 from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
 
 NEXT_LOGITS_BYTES = 256 << 20
-Kind = Literal["prefill", "decode", "verify"]
+OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
+PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
+MARGIN = 8  # slots lossy mode frees at once while blocks decode (ArborKV's delta)
+Mode = Literal["lossless", "lossy"]
+Rehydrate = Literal["selective", "span", "off"]
 Filled = tuple[Node, NDArray[np.int64]]  # a block, and offsets of its tokens that a forward writes
 
 
@@ -43,10 +67,18 @@ class Engine:
     Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then compute. It succeeds,
     or raises `BudgetInfeasible` with the smallest budget that would do and leaves the tree as it was.
 
+    Two modes. ``lossless``: every running path is complete and exact before anything is computed after it, so that the
+    budget changes time and nothing else; what does not fit together runs one after another. ``lossy``: tokens of running
+    paths may leave as well, as the policy says, and what is computed then is computed over the gaps.
+
     Args:
         runner: the model.
         tokenizer: a Hugging Face tokenizer, for questions and boundaries.
-        allocator: what evictable blocks keep under pressure.
+        policy: what evictable blocks keep, and which tokens.
+        mode: see above.
+        rehydrate: what comes back when a path runs again: ``selective``, the missing tokens; ``span``, every token of a
+            block that misses one (ArborKV section 4); ``off`` (lossy only), nothing: eviction cannot be undone.
+        msve: block values for policies that read them.
         emit: listener for everything that happens.
         min_saved_reads: see `plan_forward`.
         debug: poison freed slots and check all invariants after every change.
@@ -57,7 +89,10 @@ class Engine:
         runner: ModelRunner,
         tokenizer: Any,
         *,
-        allocator: Allocator,
+        policy: Policy,
+        mode: Mode = "lossless",
+        rehydrate: Rehydrate = "selective",
+        msve: MSVE | None = None,
         emit: Callable[[Event], None] = lambda event: None,
         min_saved_reads: int = 0,
         debug: bool = False,
@@ -65,21 +100,29 @@ class Engine:
         self.runner = runner
         self.tokenizer = tokenizer
         self.emit = emit
-        self._allocator = allocator
+        self.policy = policy
+        self.mode = mode
+        self.rehydrate = rehydrate
+        self.msve = msve or MSVE()
+        assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
+        self._lossy = mode == "lossy"
         self._min_saved_reads = min_saved_reads
         self._debug = debug
         self._memory: KVMemory | None = None
         self._tree: ThoughtTree | None = None
+        self._residency: Residency | None = None
         self._next_logits: dict[int, Tensor] = {}
-        self._last_used: dict[int, int] = {}
         self._computed: set[int] = set()
-        self._clock = 0
         self._interrupted: Callable[[], bool] = lambda: False
 
     # Life of a tree
 
     def open(
-        self, tree: ThoughtTree, slots: int, interrupted: Callable[[], bool] = lambda: False
+        self,
+        tree: ThoughtTree,
+        slots: int,
+        interrupted: Callable[[], bool] = lambda: False,
+        uses: Uses | None = None,
     ) -> None:
         """Begin a tree within a budget of `slots`; the last tree's KV is freed.
 
@@ -87,6 +130,7 @@ class Engine:
             tree: holds only its root.
             slots: tokens of KV.
             interrupted: asked after every decode step whether to give up the blocks in progress.
+            uses: of a recorded run of the same search, for the clairvoyant policy.
         """
         if self._memory is None or self._memory.slots != slots:
             self._memory = KVMemory(
@@ -98,10 +142,17 @@ class Engine:
             )
         self._memory.attach(tree)
         self._tree = tree
+        self._residency = Residency(
+            tree,
+            self._memory,
+            self.policy,
+            msve=self.msve,
+            lossy=self._lossy,
+            uses=uses,
+            emit=lambda event: self.emit(event),
+        )
         self._next_logits.clear()
-        self._last_used.clear()
         self._computed.clear()
-        self._clock = 0
         self._interrupted = interrupted
 
     @property
@@ -115,9 +166,14 @@ class Engine:
         return self._tree
 
     @property
+    def residency(self) -> Residency:
+        assert self._residency is not None, "no tree is open"
+        return self._residency
+
+    @property
     def kv(self) -> KV:
         """Slots per tier now."""
-        return KV(device=self.memory.used)
+        return self.residency.kv
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a continuation (no special tokens)."""
@@ -128,10 +184,12 @@ class Engine:
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
         self._require([node], [0])
-        self._complete([node], reserve=0, kind="prefill", need_logits=True)
+        self._complete([node], reserve=0, need_logits=True)
 
     def room(self, leaf_tokens: int) -> int:
         """Blocks of up to `leaf_tokens` tokens that may decode at once beside the longest path, at least 1."""
+        if self._lossy:
+            return max(1, self.memory.slots // 2 // max(1, leaf_tokens))
         longest = max(node.end for node in self.tree)
         return max(1, (self.memory.slots - longest) // max(1, leaf_tokens))
 
@@ -165,6 +223,7 @@ class Engine:
                         text="",
                     )
                 )
+        self.residency.changed(children)
         self.decode(children, growth)
         return children
 
@@ -182,6 +241,7 @@ class Engine:
         order = sorted(children, key=lambda child: child.key)
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
+        self.residency.changed(children)
         for wave in self._waves(parents, [longest] * len(order)):
             if self._interrupted():
                 self._cut([order[i] for i in wave])
@@ -220,29 +280,40 @@ class Engine:
             freed = self.memory.release([node])
             if freed:
                 counts.append((node.id, freed))
+        self.residency.changed(nodes)
         if counts:
             self.emit(Evicted(cause="close", nodes=tuple(sorted(counts)), kv=self.kv))
 
-    # Fitting
+    # Planning
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
-        """Raise unless each node's path and its extra tokens fit the budget by themselves."""
-        needed = max((node.end + more for node, more in zip(nodes, extra, strict=True)), default=0)
+        """Raise unless each node's path (in lossy mode: what is protected of it) and its extra tokens fit the budget."""
+        protect = self.policy.protect
+        most = protect.sinks + protect.recent if self._lossy else self.memory.slots + 1
+        ends = [min(node.end, most) for node in nodes]
+        needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
         if needed > self.memory.slots:
-            raise BudgetInfeasible(
-                needed, self.memory.slots, "the longest path with its next block"
-            )
+            what = "what is protected of a path" if self._lossy else "the longest path"
+            raise BudgetInfeasible(needed, self.memory.slots, f"{what} with its next block")
 
     def _waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
-        """Cut work into waves that fit: the union of a wave's paths plus its extra tokens is within the budget.
+        """Cut one operation into waves that fit, and tell the policy which are still to come.
 
         Args:
-            nodes: in depth-first order, so that a wave shares what it can.
+            nodes: where each piece of work begins, in depth-first order, so that a wave shares what it can.
             extra: tokens each needs beyond its path.
 
         Yields:
             indices into `nodes`.
         """
+        self.residency.operation += bool(nodes)
+        waves = list(self._cut_lossy(extra) if self._lossy else self._cut_lossless(nodes, extra))
+        for index, wave in enumerate(waves):
+            self.residency.expect([[nodes[i] for i in later] for later in waves[index + 1 :]])
+            yield wave
+
+    def _cut_lossless(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
+        """The union of a wave's paths plus its extra tokens is within the budget."""
         wave: list[int] = []
         paths: set[int] = set()
         total = 0
@@ -260,41 +331,23 @@ class Engine:
         if wave:
             yield wave
 
-    def _fit(self, needed: int, protected: Sequence[Node]) -> None:
-        """Free slots until `needed` are free, taking them from blocks off the running paths."""
-        memory = self.memory
-        if needed <= memory.free:
-            return
-        self.emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
-        pinned = {node.id for node in protected}
-        blocks = [
-            Block(node, int(node.span.resident.sum()), self._last_used.get(node.id, 0))
-            for node in self.tree
-            if node.id not in pinned
-        ]
-        blocks = [block for block in blocks if block.resident]
-        room = memory.free + sum(block.resident for block in blocks) - needed
-        assert room >= 0, "a wave was planned that does not fit"
-        counts = []
-        for block, kept in zip(blocks, self._allocator.counts(blocks, room), strict=True):
-            if kept < block.resident:
-                gone = np.flatnonzero(block.node.span.resident)[kept:]
-                memory.evict(block.node, gone)
-                counts.append((block.node.id, len(gone)))
-        assert memory.free >= needed, "the allocator kept more than there was room for"
-        self.emit(Evicted(cause="pressure", nodes=tuple(counts), kv=self.kv))
+    def _cut_lossy(self, extra: Sequence[int]) -> Iterator[list[int]]:
+        """A wave's extra tokens take at most half of the budget; the rest is for what the policy keeps of the paths."""
+        wave: list[int] = []
+        total = 0
+        for index, more in enumerate(extra):
+            if wave and 2 * (total + more) > self.memory.slots:
+                yield wave
+                wave, total = [], 0
+            wave.append(index)
+            total += more
+        if wave:
+            yield wave
 
-    def _touch(self, nodes: Sequence[Node]) -> None:
-        self._clock += 1
-        for node in nodes:
-            self._last_used[node.id] = self._clock
+    # Completing paths
 
-    # Rehydration
-
-    def _complete(
-        self, leaves: Sequence[Node], *, reserve: int, kind: Kind, need_logits: bool
-    ) -> list[Tensor]:
-        """Make the union of the leaves' paths complete and exact, in one forward over the missing tokens only.
+    def _complete(self, leaves: Sequence[Node], *, reserve: int, need_logits: bool) -> list[Tensor]:
+        """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
 
         Every run of consecutive missing tokens is one segment whose context ends where the run begins; all K/V are
         written before anything attends, so earlier runs are context of later ones.
@@ -302,63 +355,169 @@ class Engine:
         Args:
             leaves: whose paths.
             reserve: slots that must be free afterwards.
-            kind: what the forward is accounted as.
             need_logits: return the logits after each leaf's last token.
 
         Returns:
             [V] float32 per leaf, or nothing.
         """
         path = self.tree.paths(leaves)
+        root = path[0]
+        if self._lossy and self.rehydrate != "off":
+            for leaf in leaves:
+                if not leaf.span.exact.all():  # what was known was computed over a gap
+                    self._next_logits.pop(leaf.id, None)
+        if self._lossy and root.id not in self._computed and root.end > self.memory.slots - reserve:
+            self._prefill_in_pieces(root)
         known = {leaf.id: self._next_logits.get(leaf.id) for leaf in leaves}
-        segments, wanted, filled = self._fill(path, leaves if need_logits else (), reserve)
-        if segments:
-            with self._undone_on_error(filled):
-                logits = self._forward(kind, segments).logits
-            known.update(zip(wanted, logits, strict=True))
-            self._remember(wanted, logits)
-        self._touch(path)
+        fill = self._fill(path, leaves, leaves if need_logits else (), reserve)
+        if fill.segments:
+            with self._undone_on_error(fill.written):
+                kind: ForwardKind = "rehydrate" if fill.back else "prefill"
+                logits = self._forward(kind, fill.segments).logits
+            known.update(zip(fill.wanted, logits, strict=True))
+            self._remember(fill.wanted, logits)
+        self.residency.used(path)
         return [row for leaf in leaves if (row := known[leaf.id]) is not None]
 
-    def _fill(
+    def _prefill_in_pieces(self, root: Node) -> None:
+        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
+        piece = max(1, min(PIECE, self.memory.slots // 4))
+        for begin in range(0, root.end, piece):
+            end = min(root.end, begin + piece)
+            self.residency.fit(end - begin, [root], "transition")
+            exact = bool(root.span.exact[:begin].all())
+            offsets = np.arange(begin, end)
+            context = tuple(self._head(root, begin))
+            slots = self.memory.place(root, offsets, exact=exact, depth=self.runner.layer_count)
+            self.residency.changed([root])
+            segment = Segment(
+                context=context,
+                tokens=root.tokens[begin:end],
+                positions=offsets,
+                tail=slots,
+                write=slots,
+                logits=int(end == root.end),
+            )
+            with self._undone_on_error([(root, offsets)]):
+                logits = self._forward("prefill", [segment]).logits
+        self._computed.add(root.id)
+        self._remember([root.id], logits)
+
+    def _holes(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
-    ) -> tuple[list[Segment], list[int], list[Filled]]:
-        """Place what is missing of Path*; returns the segments that compute it (depth first), the ids of the leaves
-        whose logits they give, in order, and which tokens they write."""
-        memory = self.memory
+    ) -> dict[int, NDArray[np.int64]]:
+        """Tokens of each block that the next forward computes. Where the paths may not stay whole (lossy mode), what the
+        policy does not keep of them has left when this returns, so that the holes and `reserve` fit beside the rest."""
+        whole = sum(len(node.tokens) for node in path) + reserve <= self.memory.slots
+        if self._lossy and self.rehydrate == "off":
+            never = [node for node in path if node.id not in self._computed]
+            new = sum(int((~node.span.resident).sum()) for node in never)
+            self.residency.fit(new + reserve, leaves, "transition")
+            holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
+            return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
+        if self._lossy and not whole:
+            return self._chosen(path, leaves, reserve)
+        holes = {node.id: np.flatnonzero(~node.span.exact) for node in path}
+        if self.rehydrate == "span":
+            for node in path:
+                if len(holes[node.id]):
+                    holes[node.id] = np.arange(len(node.tokens))
+        return holes
+
+    def _chosen(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
+    ) -> dict[int, NDArray[np.int64]]:
+        """The path does not fit (lossy, reversible): the policy chooses among all its tokens; what it chose and is gone
+        comes back, the rest leaves."""
+        began = time.perf_counter()
+        residency = self.residency
+        ids = np.array(sorted(node.id for node in path), np.int64)
+        blocks = residency.offered(leaves, ids, whole=True)
+        room = self.memory.slots - reserve
+        counts = residency.counts(blocks, room)
+        chosen = kept(blocks, counts, self.policy.scorer)
+        residency.keep(blocks, chosen, counts, room, "transition", began)
+        holes = {}
+        for index, node_id in enumerate(ids):
+            node, offsets = self.tree[int(node_id)], chosen[index]
+            missing = offsets[node.span.slot[offsets] == NO_SLOT]
+            again = self.rehydrate == "span" and len(missing)
+            holes[node.id] = offsets if again else missing
+        return holes
+
+    def _fill(
+        self, path: Sequence[Node], leaves: Sequence[Node], want: Sequence[Node], reserve: int
+    ) -> _Fill:
+        """Place what is missing of the running paths.
+
+        Args:
+            path: their union.
+            leaves: their ends.
+            want: leaves whose logits after the last token are needed.
+            reserve: slots that must be free afterwards.
+        """
+        memory, layers = self.memory, self.runner.layer_count
         ordered = sorted(path, key=lambda node: node.key)
-        holes = {node.id: np.flatnonzero(~node.span.exact) for node in ordered}
+        wanted = {leaf.id for leaf in want if leaf.id not in self._next_logits}
+        holes = self._holes(ordered, leaves, reserve + len(wanted))
+        for (
+            leaf
+        ) in want:  # its last token runs again for its logits, and needs a slot while it does
+            last = len(leaf.tokens) - 1
+            if leaf.id in wanted and leaf.span.slot[last] == NO_SLOT:
+                holes[leaf.id] = np.union1d(holes[leaf.id], [last])
         absent = {
             node.id: holes[node.id][node.span.slot[holes[node.id]] == NO_SLOT] for node in ordered
         }
-        self._fit(sum(len(offsets) for offsets in absent.values()) + reserve, path)
-        layers = self.runner.layer_count
+        needed = sum(len(offsets) for offsets in absent.values()) + reserve
+        self.residency.fit(needed, leaves, "transition", spare=True)
         back: list[tuple[int, int]] = []
+        repeated = 0
+        clean: dict[int, bool] = {}
         for node in ordered:
             here, hole = absent[node.id], holes[node.id]
             stale = np.setdiff1d(hole, here, assume_unique=True)
+            above = node.parent is None or clean.get(node.parent.id, True)
+            exact = not self._lossy or (above and self._is_whole(node, hole))
             if len(stale):
-                memory.rewrite(node, stale, exact=True, depth=layers)
+                memory.rewrite(node, stale, exact=exact, depth=layers)
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
-                memory.place(node, here, exact=True, depth=layers, first=first)
-            if len(here) and node.id in self._computed:
+                memory.place(node, here, exact=exact, depth=layers, first=first)
+            clean[node.id] = exact and bool(node.span.exact.all())
+            if len(hole) and node.id in self._computed:
                 back.append((node.id, len(here)))
+                repeated += len(stale)
             self._computed.add(node.id)
+        self.residency.changed(ordered)
         if back:
-            self.emit(Rehydrated(nodes=tuple(sorted(back)), mode="recompute", kv=self.kv))
+            nodes = tuple(sorted(back))
+            self.emit(Rehydrated(nodes=nodes, mode="recompute", kv=self.kv, repeated=repeated))
+        segments, order = self._segments(ordered, holes, wanted)
+        written = [(node, holes[node.id]) for node in ordered if len(holes[node.id])]
+        return _Fill(segments, order, written, bool(back))
 
-        want = {leaf.id for leaf in leaves if leaf.id not in self._next_logits}
-        trash = np.full(1, memory.pool.trash, np.int32)
+    def _is_whole(self, node: Node, hole: NDArray[np.int64]) -> bool:
+        """Whether every token of a block is exact once these are computed."""
+        exact = node.span.exact.copy()
+        exact[hole] = True
+        return bool(exact.all())
+
+    def _segments(
+        self, ordered: Sequence[Node], holes: dict[int, NDArray[np.int64]], wanted: set[int]
+    ) -> tuple[list[Segment], list[int]]:
+        """The runs of missing tokens, depth first, and the ids of the blocks whose logits they give, in order."""
+        trash = np.full(1, self.memory.pool.trash, np.int32)
         segments: list[Segment] = []
-        wanted: list[int] = []
+        order: list[int] = []
         for node in ordered:
             runs = _runs(holes[node.id])
             last = len(node.tokens) - 1
-            again = node.id in want and (not runs or runs[-1][1] != last + 1)
+            again = node.id in wanted and (not runs or runs[-1][1] != last + 1)
             if again:  # the last token is resident: it runs once more, for its logits only
                 runs.append((last, last + 1))
-            if node.id in want:
-                wanted.append(node.id)
+            if node.id in wanted:
+                order.append(node.id)
             for begin, end in runs:
                 slots = node.span.slot[begin:end]
                 segments.append(
@@ -368,10 +527,10 @@ class Engine:
                         positions=np.arange(node.start + begin, node.start + end),
                         tail=slots,
                         write=trash if again and begin == last else slots,
-                        logits=int(node.id in want and end == last + 1),
+                        logits=int(node.id in wanted and end == last + 1),
                     )
                 )
-        return segments, wanted, [(node, holes[node.id]) for node in ordered if len(holes[node.id])]
+        return segments, order
 
     @contextmanager
     def _undone_on_error(self, filled: Sequence[Filled]) -> Iterator[None]:
@@ -381,6 +540,7 @@ class Engine:
         except BaseException:
             for node, offsets in filled:
                 self.memory.evict(node, offsets)
+            self.residency.changed([node for node, _ in filled])
             raise
 
     def _context(self, node: Node | None) -> list[Piece]:
@@ -409,7 +569,8 @@ class Engine:
     def _ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         memory = self.memory
         path = self.tree.paths(nodes)
-        segments, _, filled = self._fill(path, (), sum(len(question) for question in questions))
+        fill = self._fill(path, nodes, (), sum(len(question) for question in questions))
+        segments = list(fill.segments)
         borrowed = []
         for node, question in zip(nodes, questions, strict=True):
             slots = memory.borrow(question, node.end)
@@ -425,11 +586,11 @@ class Engine:
                 )
             )
         try:
-            with self._undone_on_error(filled):
+            with self._undone_on_error(fill.written):
                 logits = self._forward("verify", segments).logits
         finally:
             memory.give_back(np.concatenate(borrowed))
-        self._touch(path)
+        self.residency.used(path)
         return logits
 
     # Decoding
@@ -439,28 +600,24 @@ class Engine:
 
         A block's last token is run too: its K/V complete the block, and its logits are where children begin.
         """
-        longest, layers = growth.stop.max_tokens, self.runner.layer_count
+        longest = growth.stop.max_tokens
         leaves = [child.parent for child in children if child.parent is not None]
-        logits = torch.stack(
-            self._complete(
-                leaves, reserve=longest * len(children), kind="prefill", need_logits=True
-            )
-        )
-        contexts = {leaf.id: tuple(self._context(leaf)) for leaf in dict.fromkeys(leaves)}
+        reserve = len(children) * (1 if self._lossy else longest)
+        logits = torch.stack(self._complete(leaves, reserve=reserve, need_logits=True))
         starts = self.memory.starts(longest, len(children))
         rows = [
-            _Row(child, contexts[leaf.id], stream(growth.seed, child), int(start))
+            _Row(child, leaf, stream(growth.seed, child), int(start))
             for child, leaf, start in zip(children, leaves, starts, strict=True)
         ]
+        self._look_back(rows)
         began, steps, ran, read, unique = time.perf_counter(), 0, 0, 0, 0
         shared: SharedPrefix | None = None
         new = [i for i, row in enumerate(rows) if not row.node.tokens]
         self._choose([rows[i] for i in new], logits[new], growth)
         while rows:
-            for row in rows:
-                row.next_slot = 1 + self.memory.append(
-                    row.node, row.next_slot, exact=True, depth=layers
-                )
+            if self._lossy and self._squeeze(rows):
+                shared = None
+            self._append(rows)
             plan = plan_forward(
                 [row.segment() for row in rows],
                 min_saved_reads=self._min_saved_reads,
@@ -468,7 +625,7 @@ class Engine:
             )
             written = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
             with self._undone_on_error(written):
-                logits = self.runner.forward(plan, self.memory.pool).logits
+                logits = self._run(plan).logits
             shared = plan.shared
             steps, ran = steps + 1, ran + len(rows)
             read, unique = read + plan.read_tokens, unique + plan.unique_read_tokens
@@ -482,9 +639,35 @@ class Engine:
                 break
             if rows:
                 self._choose(rows, logits, growth)
-        self._touch(self.tree.paths(children))
+        self.residency.used(self.tree.paths(children))
         self._computed.update(child.id for child in children)
         self._account("decode", ran, steps, read, unique, time.perf_counter() - began)
+
+    def _look_back(self, rows: Sequence[_Row]) -> None:
+        """What each row reads before its own block, and whether that is whole and exact."""
+        contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
+        for row in rows:
+            if row.leaf.id not in contexts:
+                exact = not self._lossy or all(bool(n.span.exact.all()) for n in row.leaf.path)
+                contexts[row.leaf.id] = (tuple(self._context(row.leaf)), exact)
+            row.context, row.exact = contexts[row.leaf.id]
+
+    def _squeeze(self, rows: Sequence[_Row]) -> bool:
+        """Lossy mode: make room for one more token per row; whether anything left."""
+        if self.memory.free >= len(rows):
+            return False
+        held = self.memory.used - sum(len(row.node.tokens) - 1 for row in rows)
+        needed = min(len(rows) + MARGIN, self.memory.free + held)
+        self.residency.fit(max(needed, len(rows)), [row.node for row in rows], "pressure")
+        self._look_back(rows)
+        return True
+
+    def _append(self, rows: Sequence[_Row]) -> None:
+        """A slot for each row's last token."""
+        for row in rows:
+            row.next_slot = 1 + self.memory.append(
+                row.node, row.next_slot, exact=row.exact, depth=self.runner.layer_count
+            )
 
     def _choose(self, rows: Sequence[_Row], logits: Tensor, growth: Growth) -> None:
         """Sample one token per row, and see whether it ends the block."""
@@ -533,10 +716,24 @@ class Engine:
 
     # Forward
 
-    def _forward(self, kind: Kind, segments: Sequence[Segment]) -> ForwardResult:
+    def _run(self, plan: ForwardPlan, observe: bool = True) -> ForwardResult:
+        """One forward; tells the policy what was attended to, where it asks for that."""
+        if not (observe and self.policy.observes):
+            return self.runner.forward(plan, self.memory.pool)
+        layers = range(self.runner.layer_count)
+        watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]
+        result = self.runner.forward(plan, self.memory.pool, mass=dict.fromkeys(watched))
+        assert result.mass is not None
+        slots, queries = visibility(plan.segments, self.memory.pool.trash)
+        heads = sum(self.runner.specs[i].shape.num_qo_heads for i in watched)
+        mass = result.mass[torch.from_numpy(slots).to(result.mass.device)] / heads
+        self.residency.observe(slots, mass.cpu().numpy(), queries)
+        return result
+
+    def _forward(self, kind: ForwardKind, segments: Sequence[Segment]) -> ForwardResult:
         began = time.perf_counter()
         plan: ForwardPlan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        result = self.runner.forward(plan, self.memory.pool)
+        result = self._run(plan, observe=kind != "rehydrate")  # these queries were counted before
         self._account(
             kind,
             plan.rows,
@@ -548,7 +745,7 @@ class Engine:
         return result
 
     def _account(
-        self, kind: Kind, rows: int, steps: int, read: int, unique: int, elapsed_s: float
+        self, kind: ForwardKind, rows: int, steps: int, read: int, unique: int, elapsed_s: float
     ) -> None:
         self.emit(
             Forwarded(
@@ -564,19 +761,34 @@ class Engine:
         )
 
 
+@dataclass(slots=True)
+class _Fill:
+    """A completion, placed and ready to run.
+
+    Attributes:
+        segments: what to run.
+        wanted: blocks whose logits after the last token it gives, in order.
+        written: which tokens of which blocks it writes.
+        back: some of them had been computed before.
+    """
+
+    segments: list[Segment]
+    wanted: list[int]
+    written: list[Filled]
+    back: bool
+
+
+@dataclass(slots=True)
 class _Row:
-    """One block while it decodes."""
+    """One block while it decodes: what it reads before itself (`context`), whether that is whole and `exact`."""
 
-    __slots__ = ("context", "next_slot", "node", "random", "stop")
-
-    def __init__(
-        self, node: Node, context: tuple[Piece, ...], random: np.random.Generator, start: int
-    ) -> None:
-        self.node = node
-        self.context = context
-        self.random = random
-        self.next_slot = start
-        self.stop: Stop | None = None
+    node: Node
+    leaf: Node
+    random: np.random.Generator
+    next_slot: int
+    context: tuple[Piece, ...] = ()
+    exact: bool = True
+    stop: Stop | None = None
 
     def segment(self) -> Segment:
         """Its last token, after everything before it."""

@@ -135,6 +135,35 @@ def plan_forward(
     )
 
 
+def visibility(
+    segments: Sequence[Segment], trash: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many rows of a batch can see each slot (full attention; a row sees itself).
+
+    Args:
+        segments: the batch.
+        trash: slot that is nobody's.
+
+    Returns:
+        slots int64 [S], distinct and increasing; rows int64 [S], >= 1.
+    """
+    slots: list[Slots] = []
+    rows: list[NDArray[np.int64]] = []
+    for segment in segments:
+        for piece in segment.context:
+            slots.append(piece.slots)
+            rows.append(np.full(len(piece.slots), segment.rows, np.int64))
+        own = len(segment.tail) - segment.rows
+        slots.append(segment.tail)
+        seen = np.full(len(segment.tail), segment.rows, np.int64)
+        seen[own:] -= np.arange(segment.rows)
+        rows.append(seen)
+    counts = np.bincount(np.concatenate(slots), np.concatenate(rows)).astype(np.int64)
+    counts[trash:] = 0
+    found = np.flatnonzero(counts)
+    return found, counts[found]
+
+
 # Sharing
 
 

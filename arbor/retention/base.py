@@ -14,8 +14,6 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.tree import Node
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -96,13 +94,6 @@ class Blocks:
     def tokens(self) -> Tokens:
         """Token view, made on first use."""
         return self.see()
-
-
-@dataclass(frozen=True, slots=True)
-class Block:  # to be removed with the engine's switch to `Blocks`
-    node: Node
-    resident: int
-    last_used: int
 
 
 NEVER = int(np.iinfo(np.int64).max)

@@ -1,0 +1,314 @@
+"""What stays on the device: one tree's memory, the policy that decides, and the figures it decides by."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.events import KV, Allocated, Cause, Event, Evicted, Pressure
+from arbor.memory import KVMemory
+from arbor.retention.base import NEVER, Blocks, Tokens
+from arbor.retention.keep import kept
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.retention.statistics import TokenStatistics
+from arbor.retention.table import BlockTable
+from arbor.retention.uses import Uses
+from arbor.tree import Node, ThoughtTree
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
+
+
+class Residency:
+    """Decides for the engine which tokens leave when room is needed, and keeps what policies read.
+
+    The engine plans (how many slots an event needs), this fits (what leaves), then the engine allocates and computes.
+
+    Args:
+        tree: holds only its root.
+        memory: attached to the tree.
+        policy: what evictable blocks keep, and which tokens.
+        msve: block values for the policies that read them.
+        lossy: tokens on running paths may leave as well.
+        uses: a recorded run's uses, for the clairvoyant policy.
+        emit: listener.
+    """
+
+    def __init__(
+        self,
+        tree: ThoughtTree,
+        memory: KVMemory,
+        policy: Policy,
+        *,
+        msve: MSVE,
+        lossy: bool,
+        uses: Uses | None,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.tree = tree
+        self.memory = memory
+        self.policy = policy
+        self.msve = msve
+        self.lossy = lossy
+        self.uses = uses
+        self.emit = emit
+        self.table = BlockTable()
+        self.statistics = TokenStatistics(threshold=policy.protect.threshold)
+        self.outlook: Callable[[], Mapping[int, float]] = dict
+        self.operation = 0
+        self._upcoming: list[list[Node]] = []
+        self._clock = 0
+
+    @property
+    def kv(self) -> KV:
+        """Slots per tier now."""
+        return KV(device=self.memory.used)
+
+    # What the engine reports
+
+    def changed(self, nodes: Sequence[Node]) -> None:
+        """These blocks grew, closed, were valued or gained tokens."""
+        for node in nodes:
+            self.table.touch(node)
+
+    def used(self, path: Sequence[Node]) -> None:
+        """A forward read these blocks."""
+        self._clock += 1
+        self.changed(path)
+        self.table.use(path, self._clock)
+
+    def expect(self, waves: Sequence[Sequence[Node]]) -> None:
+        """Blocks at whose end each later wave of the operation in progress begins, the next wave first."""
+        self._upcoming = [list(wave) for wave in waves]
+
+    def observe(
+        self, slots: NDArray[np.int64], mass: NDArray[np.float32], queries: NDArray[np.int64]
+    ) -> None:
+        """Attention of one forward.
+
+        Args:
+            slots: int64 [S], distinct.
+            mass: float32 [S], attention each received, summed over rows (each row: mean over layers and heads).
+            queries: int64 [S], rows that could see it.
+        """
+        owner = self.memory.table.owner[slots]
+        mine = owner >= 0
+        owner = owner[mine]
+        position = self.memory.table.position[slots[mine]]
+        for node_id in np.unique(owner):
+            node = self.tree[int(node_id)]
+            self.statistics.open(node.id, node.start, len(node.tokens))
+        self.statistics.observe(owner, position, mass[mine], queries[mine])
+
+    # Fitting
+
+    def fit(
+        self, needed: int, leaves: Sequence[Node], cause: Cause, *, spare: bool | None = None
+    ) -> bool:
+        """Free slots until `needed` are free; whether anything left.
+
+        Args:
+            needed: slots.
+            leaves: ends of the running paths.
+            cause: the event that asks.
+            spare: the running paths stay as they are; by default unless lossy.
+        """
+        memory = self.memory
+        if needed <= memory.free:
+            return False
+        self.emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
+        began = time.perf_counter()
+        blocks = self.offered(leaves, spare=not self.lossy if spare is None else spare)
+        room = memory.free + int(blocks.resident.sum()) - needed
+        assert room >= 0, "more was planned than fits"
+        counts = self.counts(blocks, room)
+        self.keep(blocks, kept(blocks, counts, self.policy.scorer), counts, room, cause, began)
+        assert memory.free >= needed, "the policy kept more than there was room for"
+        return True
+
+    def counts(self, blocks: Blocks, room: int) -> NDArray[np.int64]:
+        """What the policy answers, checked. Floors that do not fit together are given up (K_min, then all)."""
+        if int(blocks.floor.sum()) > room:
+            blocks = dataclasses.replace(blocks, floor=np.zeros_like(blocks.floor))
+        counts = self.policy.allocator.counts(blocks, room, self.policy.scorer)
+        assert len(counts) == len(blocks), "one count per block"
+        assert (counts >= 0).all() and (counts <= blocks.resident).all(), "0 <= k <= resident"
+        assert int(counts.sum()) <= room, "the policy keeps more than there is room for"
+        return counts
+
+    def keep(
+        self,
+        blocks: Blocks,
+        chosen: Sequence[NDArray[np.int64]],
+        counts: NDArray[np.int64],
+        room: int,
+        cause: Cause,
+        began: float,
+    ) -> None:
+        """Evict what was not chosen, and say what was decided and why."""
+        lost: list[tuple[int, int]] = []
+        told: list[tuple[int, int, int, float]] = []
+        for index in np.flatnonzero(counts < blocks.resident):
+            node = self.tree[int(blocks.ids[index])]
+            here = np.flatnonzero(node.span.resident)
+            gone = np.setdiff1d(here, chosen[int(index)], assume_unique=True)
+            if len(gone):
+                self.memory.evict(node, gone)
+                self.table.touch(node)
+                lost.append((node.id, len(gone)))
+                told.append(
+                    (node.id, len(here), int(counts[index]), round(float(blocks.score[index]), 4))
+                )
+        self.emit(
+            Allocated(
+                policy=self.policy.name,
+                cause=cause,
+                room=room,
+                offered=len(blocks),
+                nodes=tuple(told),
+                elapsed_s=time.perf_counter() - began,
+            )
+        )
+        self.emit(Evicted(cause=cause, nodes=tuple(lost), kv=self.kv))
+
+    # What a policy sees
+
+    def offered(
+        self,
+        leaves: Sequence[Node],
+        ids: NDArray[np.int64] | None = None,
+        *,
+        spare: bool = True,
+        whole: bool = False,
+    ) -> Blocks:
+        """The blocks the policy may take tokens from.
+
+        Args:
+            leaves: ends of the running paths.
+            ids: these blocks only, instead of all that may leave.
+            spare: none on the running paths.
+            whole: all tokens of a block are offered, on the device or not (to choose what should come back).
+        """
+        table = self.table
+        table.refresh()
+        running = [leaf.id for leaf in leaves]
+        active = table.on_paths(running)
+        if ids is None:
+            able = (table.resident > 0) & ~table.open
+            if spare:
+                able &= ~active
+            ids = np.flatnonzero(able)
+        resident = table.length[ids] if whole else table.resident[ids]
+        reads = self.policy.observes
+        attention = self.statistics.block_attention(ids) if reads else np.zeros(len(ids))
+        value, sure = table.value[ids], table.confidence[ids]
+
+        tokens: list[Tokens] = []
+
+        def see() -> Tokens:
+            if not tokens:
+                tokens.append(self._tokens(ids, leaves, whole))
+            return tokens[0]
+
+        floor = self._floor(ids, resident, see)
+        return Blocks(
+            ids=ids,
+            length=table.length[ids],
+            resident=resident,
+            floor=floor,
+            depth=table.depth[ids],
+            distance=table.distances(running)[ids],
+            active=active[ids],
+            value=value,
+            confidence=sure,
+            attention=attention,
+            score=self.msve.scores(value, sure, attention),
+            last_used=table.last_used[ids],
+            scheduled=self._scheduled(ids),
+            reentry=self._reentry(ids),
+            next_use=self.uses.after(self.operation, ids)
+            if self.uses
+            else np.full(len(ids), NEVER),
+            see=see,
+        )
+
+    def _floor(
+        self, ids: NDArray[np.int64], resident: NDArray[np.int64], see: Callable[[], Tokens]
+    ) -> NDArray[np.int64]:
+        """What each block keeps in any case: its protected tokens, and K_min."""
+        protect = self.policy.protect
+        floor = np.minimum(resident, protect.floor)
+        if protect.sinks or protect.recent or protect.tail:
+            tokens = see()
+            floor = np.maximum(
+                floor, np.bincount(tokens.block[tokens.protected], minlength=len(ids))
+            )
+        return floor
+
+    def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        wait = np.full(len(self.table), NEVER)
+        for distance in range(len(self._upcoming), 0, -1):
+            wait[self.table.on_paths([n.id for n in self._upcoming[distance - 1]])] = distance
+        return wait[ids]
+
+    def _reentry(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        likely = self.outlook()
+        if not likely:
+            return np.zeros(len(ids))
+        leaves = np.fromiter(likely, np.int64, len(likely))
+        chance = np.fromiter(likely.values(), np.float64, len(likely))
+        return np.minimum(1.0, self.table.reentry(leaves, chance)[ids])
+
+    def _tokens(self, ids: NDArray[np.int64], leaves: Sequence[Node], whole: bool) -> Tokens:
+        nodes = [self.tree[int(i)] for i in ids]
+        offsets = [
+            np.arange(len(node.tokens)) if whole else np.flatnonzero(node.span.resident)
+            for node in nodes
+        ]
+        sizes = np.array([len(o) for o in offsets], np.int64)
+        block = np.repeat(np.arange(len(nodes)), sizes)
+        offset = np.concatenate(offsets) if nodes else np.empty(0, np.int64)
+        starts = np.array([node.start for node in nodes], np.int64)
+        ends = np.array([len(node.tokens) for node in nodes], np.int64)
+        position = starts[block] + offset
+        protect = self.policy.protect
+        protected = position < protect.sinks
+        if protect.tail:
+            protected |= offset >= ends[block] - protect.tail
+        if protect.recent and leaves:
+            oldest = np.full(len(self.table), np.iinfo(np.int64).max)
+            for leaf in (
+                leaves
+            ):  # the window of a block several leaves share begins where the shortest one's does
+                begin = leaf.end - protect.recent
+                for node in reversed(leaf.path):
+                    oldest[node.id] = min(oldest[node.id], begin)
+                    if node.start <= begin:
+                        break
+            protected |= position >= oldest[ids][block]
+        seen = self.statistics.view(ids[block], offset)
+        key = np.array([_name(node) for node in nodes], np.uint64)
+        with np.errstate(over="ignore"):
+            names = key[block] + offset.astype(np.uint64) * GOLDEN
+        return Tokens(
+            block=block,
+            offset=offset,
+            position=position,
+            mass=seen.mass,
+            latest=seen.latest,
+            queries=seen.queries,
+            activated=seen.activated,
+            key=names,
+            protected=protected,
+        )
+
+
+def _name(node: Node) -> int:
+    """A number for a block that does not depend on the order of the search."""
+    text = ".".join(map(str, node.key)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,0 +1,224 @@
+"""Policies inside the engine: every one of them, reversible and irreversible, lossless and lossy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import build
+from trees import GREEDY, LENGTH, PROMPT, Lab, grown, own_logits, relative_error
+
+from arbor.engine.plan import Piece, Segment, visibility
+from arbor.errors import BudgetInfeasible
+from arbor.events import Allocated, Evicted, Forwarded, Rehydrated
+from arbor.retention.policy import POLICIES, Protect
+
+WORKING = sorted(set(POLICIES) - {"full"})
+REVERSIBLE = ("selective", "span")
+
+
+@pytest.fixture(scope="module")
+def full() -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens and answers under full retention."""
+    tree, answers = grown(Lab(build("llama")))
+    return [node.tokens for node in tree], answers
+
+
+@pytest.mark.parametrize("rehydrate", REVERSIBLE)
+@pytest.mark.parametrize("policy", WORKING)
+def test_lossless_gives_the_tree_of_full_retention_under_every_policy(
+    policy: str, rehydrate: str, full: tuple[list[list[int]], torch.Tensor]
+) -> None:
+    lab = Lab(build("llama"), policy=policy, rehydrate=rehydrate, debug=True)
+    tree, answers = grown(lab, 32)
+
+    assert [node.tokens for node in tree] == full[0]
+    assert relative_error(answers, full[1]) < 1e-5
+    assert any(isinstance(event, Rehydrated) for event in lab.events)
+    assert lab.memory.peak <= 32
+
+
+@pytest.mark.parametrize("policy", WORKING)
+def test_lossy_within_the_whole_footprint_is_full_retention(
+    policy: str, full: tuple[list[list[int]], torch.Tensor]
+) -> None:
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree, answers = grown(lab, 4096)
+
+    assert [node.tokens for node in tree] == full[0]
+    assert relative_error(answers, full[1]) < 1e-5
+    assert not any(isinstance(event, Evicted) for event in lab.events)
+
+
+@pytest.mark.parametrize("rehydrate", ("off", *REVERSIBLE))
+@pytest.mark.parametrize("policy", WORKING)
+def test_lossy_runs_below_the_smallest_lossless_budget_and_holds_it(
+    policy: str, rehydrate: str
+) -> None:
+    slots = len(PROMPT) + LENGTH - 3  # not even the first path fits
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate=rehydrate, debug=True)
+    tree, answers = grown(lab, slots)
+
+    assert len(tree) == 10
+    assert torch.isfinite(answers).all()
+    assert lab.memory.peak <= slots
+    assert any(isinstance(event, Evicted) for event in lab.events)
+    assert all(not n.span.exact.any() or n.start < slots for n in tree)
+
+
+@pytest.mark.parametrize("policy", WORKING)
+def test_irreversible_brings_nothing_back(policy: str) -> None:
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(22)
+    ends = lab.sprout([(tree.root, 3)])
+    gone = {
+        node.id: set(np.flatnonzero(~node.span.resident).tolist()) for node in [tree.root, *ends]
+    }
+    lab.sprout([(ends[0], 1), (ends[2], 1)])
+
+    assert any(gone.values())
+    for node in [tree.root, *ends]:
+        assert gone[node.id] <= set(np.flatnonzero(~node.span.resident).tolist())
+    kinds = {event.kind for event in lab.events if isinstance(event, Forwarded)}
+    assert "rehydrate" not in kinds
+
+
+@pytest.mark.parametrize("rehydrate", REVERSIBLE)
+def test_a_path_that_fits_is_whole_and_exact_again_after_loss(rehydrate: str) -> None:
+    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate=rehydrate, debug=True)
+    tree = lab.plant(19)
+    first, second = lab.sprout([(tree.root, 2)])
+    assert not all(node.span.exact.all() for node in second.path)
+    lab.extend(second)
+
+    assert all(node.span.exact.all() for node in second.path)
+    want = own_logits(build("llama"), tree)[second.id][-1]
+    assert relative_error(lab._next_logits[second.id], want) < 1e-5
+    assert first.parent is tree.root
+
+
+def test_what_was_computed_over_a_gap_is_marked_and_differs() -> None:
+    lab = Lab(build("llama"), policy="random", mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(len(PROMPT) + 4)
+    (first,) = lab.sprout([(tree.root, 1)], GREEDY)
+    (second,) = lab.sprout([(first, 1)], GREEDY)
+
+    assert not tree.root.span.resident.all()
+    assert not second.span.exact.any()
+    exact = own_logits(build("llama"), tree)[second.id][-1]
+    lossy = lab._next_logits[second.id]
+    assert relative_error(lossy, exact) > 1e-3
+
+
+def test_a_prompt_longer_than_the_budget_goes_in_piece_by_piece() -> None:
+    lab = Lab(build("llama"), policy="streaming", mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(30, tuple(range(3, 83)))
+
+    held = np.flatnonzero(tree.root.span.resident)
+    assert len(held) <= 30
+    assert held[:4].tolist() == [0, 1, 2, 3]  # sinks
+    assert held[-1] == 79
+    assert lab.memory.peak <= 30
+
+
+def test_lossy_refuses_what_even_its_protected_tokens_do_not_fit() -> None:
+    policy = dataclasses.replace(
+        POLICIES["h2o"], protect=Protect(sinks=4, recent=8, tail=0, floor=0)
+    )
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off")
+    tree = lab.plant(16)
+
+    with pytest.raises(BudgetInfeasible) as caught:
+        lab.sprout([(tree.root, 1)])
+    assert caught.value.needed == 12 + LENGTH
+
+
+def test_every_decision_is_told_with_what_it_took() -> None:
+    lab = Lab(build("llama"), policy="kkt", debug=True)
+    grown(lab, 32)
+    told = [event for event in lab.events if isinstance(event, Allocated)]
+    lost = [event for event in lab.events if isinstance(event, Evicted) and event.cause != "close"]
+
+    assert told
+    assert len(told) == len(lost)
+    for decided, evicted in zip(told, lost, strict=True):
+        assert decided.policy == "kkt"
+        assert [(n, had - kept) for n, had, kept, _ in decided.nodes] == list(evicted.nodes)
+
+
+@given(
+    slots=st.integers(18, 60),
+    policy=st.sampled_from(WORKING),
+    rehydrate=st.sampled_from(("off", *REVERSIBLE)),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_policy_ever_holds_more_than_the_budget(slots: int, policy: str, rehydrate: str) -> None:
+    mode = "lossy" if rehydrate == "off" or slots < 30 else "lossless"
+    lab = Lab(build("llama"), policy=policy, mode=mode, rehydrate=rehydrate, debug=True)
+    grown(lab, slots)
+
+    assert lab.memory.peak <= slots
+    assert all(event.kv.device <= slots for event in lab.events if hasattr(event, "kv"))
+
+
+def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
+    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off")
+    tree = lab.plant(4096)
+    first, second = lab.sprout([(tree.root, 2)], GREEDY)
+    (deep,) = lab.sprout([(first, 1)], GREEDY)
+    seen = lab.residency.statistics.view(tree.root.id, np.arange(len(PROMPT)))
+
+    later = len(first.tokens) + len(second.tokens) + len(deep.tokens)
+    own = len(PROMPT) - np.arange(len(PROMPT))
+    again = seen.queries - own - later
+    assert (
+        again == again[0]
+    ).all()  # prompt rows that ran again for their logits: the same for every token
+    total = sum(
+        lab.residency.statistics.view(n.id, np.arange(len(n.tokens))).mass.sum() for n in tree
+    )
+    rows = sum(event.rows for event in lab.events if isinstance(event, Forwarded))
+    assert total == pytest.approx(rows, rel=1e-4)  # every row hands out exactly 1
+
+
+def test_an_inactive_branch_does_not_age() -> None:
+    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off")
+    tree = lab.plant(4096)
+    first, second = lab.sprout([(tree.root, 2)], GREEDY)
+    before = lab.residency.statistics.view(second.id, np.arange(LENGTH)).queries.copy()
+    lab.sprout([(first, 2)], GREEDY)
+
+    assert (lab.residency.statistics.view(second.id, np.arange(LENGTH)).queries == before).all()
+
+
+def test_visibility_counts_rows_that_see_a_slot() -> None:
+    piece = Piece("a", np.array([3, 4], np.int32), np.array([0, 1], np.int32))
+    many = Segment(
+        (piece,), [1, 2], np.array([2, 3]), np.array([7, 8], np.int32), np.array([7, 8], np.int32)
+    )
+    one = Segment((piece,), [1], np.array([2]), np.array([9], np.int32), np.array([9], np.int32))
+
+    slots, rows = visibility([many, one], trash=20)
+
+    assert dict(zip(slots.tolist(), rows.tolist(), strict=True)) == {3: 3, 4: 3, 7: 2, 8: 1, 9: 1}
+
+
+def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> None:
+    def keys(order: tuple[int, int]) -> dict[tuple[int, ...], list[int]]:
+        lab = Lab(build("llama"), policy="random")
+        tree = lab.plant(4096)
+        ends = lab.sprout([(tree.root, 2)], GREEDY)
+        for index in order:
+            lab.sprout([(ends[index], 1)], GREEDY)
+        blocks = lab.residency.offered([tree.root])
+        view = blocks.tokens
+        return {
+            tree[int(node_id)].key: view.key[view.block == i].tolist()
+            for i, node_id in enumerate(blocks.ids)
+        }
+
+    assert keys((0, 1)) == keys((1, 0))
