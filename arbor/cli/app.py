@@ -24,6 +24,7 @@ from arbor.errors import ArborError, OutOfMemory, UsageError
 # where each command is, and what it is for: --help, --version and TAB import none of them
 COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
+    "demo": ("arbor.cli.demo:demo", "Watch a search in about ten seconds."),
     "view": ("arbor.cli.view:view", "See a trace: one HTML page, or a tree in the terminal."),
     "info": ("arbor.cli.show:info", "What a model needs, and what budgets buy."),
     "list": ("arbor.cli.show:list_", "The names there are, with their settings and defaults."),
