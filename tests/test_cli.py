@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import select
@@ -10,37 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fake_solver
 import pytest
 from fake_run import fake_run, tick
+from run_cli import REAL, Arbor, environment, in_process, spawn
 
 import arbor
-from arbor.cli import main
+from arbor import registry
 from arbor.cli.stop import Interrupted, Stop
 from arbor.trace import Replay, TraceWriter, read_trace
-
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
-
-FAKE = "import sys, fake_solver; fake_solver.install_light(); from arbor.cli import main; sys.exit(main())"
-
-
-class Ran:
-    """How a command ended and what it said."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.out)
-
-
-Arbor = Callable[..., Ran]
 
 
 @pytest.fixture
@@ -52,24 +31,7 @@ def command(
     monkeypatch.setitem(sys.modules, "arbor.solver", None)
     fake_solver.install()
 
-    def run(*arguments: str) -> Ran:
-        code = main(arguments)
-        said = capsys.readouterr()
-        return Ran(code, said.out, said.err)
-
-    return run
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ARBOR_", "NO_COLOR"))}
-    path = os.pathsep.join((str(TESTS), str(ROOT)))
-    return kept | {"PYTHONPATH": path, "COLUMNS": "200"} | more
-
-
-def spawn(*arguments: str, code: str = FAKE, **settings: Any) -> subprocess.Popen[bytes]:
-    """``arbor`` in a process of its own, with the fake solver."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], **(streams | settings))
+    return in_process(capsys)
 
 
 @pytest.fixture
@@ -434,8 +396,7 @@ def test_an_ascii_terminal_is_written_to_in_ascii() -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    code = "import sys; from arbor.cli import main; sys.exit(main())"
-    with spawn("list", "tasks", code=code) as process:
+    with spawn("list", "tasks", code=REAL) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
 
@@ -565,6 +526,21 @@ def test_list_names_what_there_is(
     assert rows
     for row in rows:
         assert row["name"] in text
+
+
+def test_list_without_a_kind_lists_every_kind(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "none"))
+
+    document = command("list", "--json").document
+    lines = command("list").out.splitlines()
+
+    kinds = [registry.plural(kind) for kind in registry.KINDS]
+    assert list(document) == ["schema", *kinds, "models"]
+    assert [line for line in lines if line in document] == [*kinds, "models"]
 
 
 def test_doctor_is_one_document(command: Arbor) -> None:
