@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ COMMANDS = {
     "doctor": ("arbor.cli.show:doctor", "What a bug report needs to know of this machine."),
     "completion": ("arbor.cli.complete:completion", "A script that completes on TAB."),
 }
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
@@ -75,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # whoever read has seen enough; Python must not try to flush the rest at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # whoever read has seen enough
         return 0
     except KeyboardInterrupt as stopped:
         code = stopped.exit_code if isinstance(stopped, Interrupted) else EXIT_INTERRUPTED
@@ -107,6 +108,12 @@ def _run(given: list[str], voice: Voice) -> int:
         if isinstance(error, BrokenPipeError):
             raise
         return _fail(voice, _with_models(error))
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            return _crash(voice, given, error)
+        _drop_stdout()
+        what = f"the output cannot be written: {error.strerror}."
+        return _fail(voice, UsageError("output-unwritable", what, "Free some space first."))
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for its name
             hint = "Try a smaller --budget, --device cpu, or a smaller model."
@@ -163,6 +170,12 @@ def _write_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Sends what is left in stdout's buffer nowhere, so that Python does not try again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _flush() -> None:
