@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
@@ -86,12 +87,19 @@ class Group(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands and what they are for; imports none."""
-        told = []
-        for name in self.list_commands(ctx):
-            known = self.lazy.get(name)
-            told.append((name, known[1] if known else self.commands[name].get_short_help_str(100)))
+        told = [(name, self._purpose(name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(told)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands that begin so, then options; imports none."""
+        begun = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=self._purpose(name)) for name in begun]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def _purpose(self, name: str) -> str:
+        known = self.lazy.get(name)
+        return known[1] if known else self.commands[name].get_short_help_str(100)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands, then the options under their headings."""

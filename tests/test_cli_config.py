@@ -1,0 +1,232 @@
+"""Where options come from: flags, the environment, a file; and what a shell completes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from run_cli import Arbor, environment, in_process
+
+from arbor import registry
+from arbor.cli.app import COMMANDS, cli
+from arbor.cli.options import COMPLETION, Group
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Arbor:
+    """``arbor`` with its real solver, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return in_process(capsys)
+
+
+def saved(command: Arbor, *arguments: str) -> dict[str, object]:
+    """The resolved configuration, also written to ``run.toml``."""
+    ran = command("solve", *arguments, "--print-config")
+    assert (ran.code, ran.err) == (0, "")
+    Path("run.toml").write_text(ran.out, encoding="utf-8")
+    return tomllib.loads(ran.out)
+
+
+# Configurations
+
+
+def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
+    first = saved(
+        *(command, "4 5 6 10", "--controller", "beam", "--set", "beam_size=3", "--budget", "0.5"),
+        *("--seed", "7", "--depth", "3", "--temperature", "0.5", "--verifier", "exact"),
+        *("--max-tokens", "99", "--max-expansions", "8", "--deterministic", "--timeout", "5"),
+    )
+
+    again = command("solve", "--config", "run.toml", "--print-config")
+
+    assert tomllib.loads(again.out) == first
+    assert first["controller"]["name"] == "beam" and first["controller"]["beam_size"] == 3
+    assert (first["seed"], first["max_depth"], first["max_tokens"]) == (7, 3, 99)
+    assert (first["timeout"], first["deterministic"]) == (5.0, True)
+    assert first["sampling"]["temperature"] == 0.5
+
+
+def test_a_configuration_needs_no_problem(command: Arbor) -> None:
+    assert "problem" not in saved(command)
+    as_json = command("solve", "--print-config", "--json").document
+    assert as_json["schema"] == "arbor.config/1" and as_json["problem"] is None
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("run.toml").write_text('budget = 0.5\nseed = 1\ncontroller = "chain"\n', encoding="utf-8")
+    monkeypatch.setenv("ARBOR_SOLVE_SEED", "2")
+    monkeypatch.setenv("ARBOR_SOLVE_BUDGET", "0.75")
+
+    config = saved(command, "--config", "run.toml", "--budget", "0.9")
+
+    assert (config["budget"], config["seed"]) == ("0.9", 2)
+    assert config["controller"]["name"] == "chain"
+
+
+def test_a_flag_that_replaces_a_part_leaves_its_settings_behind(command: Arbor) -> None:
+    text = 'set = ["top_k=3"]\n[controller]\nname = "beam"\nbeam_size = 3\n'
+    Path("run.toml").write_text(text, encoding="utf-8")
+
+    same = saved(command, "--config", "run.toml", "--set", "width=5")
+    assert (same["controller"]["beam_size"], same["controller"]["width"]) == (3, 5)
+
+    Path("run.toml").write_text(text, encoding="utf-8")
+    other = saved(command, "--config", "run.toml", "--controller", "tot")
+    assert other["controller"]["name"] == "tot" and "beam_size" not in other["controller"]
+    assert other["sampling"]["top_k"] == 3
+
+
+def test_a_trace_repeats_its_run(command: Arbor) -> None:
+    arguments = ("--controller", "tot", "--set", "beam=2", "--set", "width=3", "--seed", "5")
+    command("solve", "4 5 6 10", "--trace", "a.arbor.jsonl", "--budget", "0.5", *arguments)
+    Path("run.toml").write_text(command("trace", "config", "a.arbor.jsonl").out, encoding="utf-8")
+
+    again = command("solve", "--config", "run.toml", "--trace", "b.arbor.jsonl")
+
+    assert again.code in (0, 3)
+    ran = command("trace", "diff", "a.arbor.jsonl", "b.arbor.jsonl", "--json").document
+    assert (ran["same_tree"], ran["same_events"], ran["settings"]) == (True, True, [])
+
+
+# The log
+
+
+@pytest.fixture
+def log() -> Iterator[logging.Logger]:
+    """arbor's log; its handlers are taken away afterwards."""
+    logger = logging.getLogger("arbor")
+    before, level = list(logger.handlers), logger.level
+    yield logger
+    logger.handlers[:] = before
+    logger.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ([], ["warning"]),
+        (["-q"], []),
+        (["-v"], ["info", "warning"]),
+        (["-vv"], ["debug", "info", "warning"]),
+        (["--log-level", "debug"], ["debug", "info", "warning"]),
+        (["-vv", "--log-level", "error"], []),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_the_log_is_shown_as_asked_and_written_whole(
+    command: Arbor,
+    log: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    shown: list[str],
+    before: bool,
+) -> None:
+    def work(kind: str) -> list[object]:
+        for level in ("debug", "info", "warning"):
+            getattr(logging.getLogger("arbor.engine"), level)("at %s", level)
+        return []
+
+    monkeypatch.setattr("arbor.cli.show._components", work)
+    asked = [*flags, "--log-file", "run.log"]
+
+    ran = command(*asked, "list", "tasks") if before else command("list", "tasks", *asked)
+
+    assert ran.err.splitlines() == [f"arbor: {level}: at {level}" for level in shown]
+    rows = [json.loads(line) for line in Path("run.log").read_text("utf-8").splitlines()]
+    assert [row["message"] for row in rows] == ["at debug", "at info", "at warning"]
+    assert {row["logger"] for row in rows} == {"arbor.engine"}
+    assert set(rows[0]) == {"time", "level", "logger", "message"}
+
+
+# Commands, help and completion
+
+
+def commands(group: Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    """Every command below a group, by what one types."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        found = group.get_command(context, name)
+        assert found is not None
+        if isinstance(found, Group):
+            yield from commands(found, (*path, name))
+        else:
+            yield " ".join((*path, name)), found
+
+
+def test_every_command_is_where_the_table_says_and_says_what_it_is_for() -> None:
+    context = click.Context(cli)
+
+    for name, (_, told) in COMMANDS.items():
+        found = cli.get_command(context, name)
+        assert found is not None and found.name == name
+        assert told.endswith(".") and len(told) < 70
+
+
+@pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))
+def test_help_is_a_sentence_three_examples_and_short_options(
+    name: str, found: click.Command
+) -> None:
+    text = found.help or ""
+    first, _, rest = text.partition("\n")
+
+    assert first.endswith((".", ";")) or "." in text.partition("\n\n")[0]
+    examples = [line for line in rest.splitlines() if line.strip().startswith(("arbor ", "echo "))]
+    assert len(examples) >= (2 if name == "doctor" else 3), "three commands to copy"
+    for parameter in found.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help and parameter.help.endswith("."), parameter.name
+            assert len(parameter.help) <= 80, parameter.name
+
+
+def complete(*words: str, heavy: str = "torch transformers") -> list[str]:
+    """What a shell is offered for the last word; nothing `heavy` is imported for it."""
+    asked = {COMPLETION: "bash_complete", "COMP_WORDS": " ".join(words)}
+    code = (
+        "import sys\n"
+        "sys.argv = ['arbor']\n"
+        "from arbor.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        f"    assert not set({heavy.split()}) & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(COMP_CWORD=str(len(words) - 1), **asked),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_commands_options_and_names_complete() -> None:
+    assert complete("arbor", "tr", heavy="torch numpy rich") == ["trace"]
+    assert "--max-tokens" in complete("arbor", "solve", "--max")
+    assert complete("arbor", "solve", "--controller", "b", heavy="torch rich") == ["beam"]
+    assert complete("arbor", "solve", "--task", "game") == ["game24"]
+    assert complete("arbor", "trace", "conv") == ["convert"]
+    assert complete("arbor", "list", "contr") == [registry.plural("controller")]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_gets_a_script(command: Arbor, shell: str) -> None:
+    ran = command("completion", shell)
+
+    assert ran.code == 0
+    assert f"{COMPLETION}={shell}_complete" in ran.out
+    if shell == "bash":
+        assert subprocess.run(["/bin/bash", "-n"], input=ran.out, text=True).returncode == 0

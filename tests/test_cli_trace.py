@@ -1,0 +1,119 @@
+"""``arbor trace``: convert, compare, repair, describe and repeat."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from fake_run import fake_run, tick
+from run_cli import Arbor, in_process
+
+from arbor.events import Boundary, Event
+from arbor.trace import TraceWriter
+from arbor.trace.perfetto import to_perfetto
+from arbor.trace.read import read_trace
+from arbor.trace.schema import trace_schema
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Arbor:
+    """``arbor`` in a folder with the traces of one run, whole and without words, and of another one."""
+    monkeypatch.chdir(tmp_path)
+    run = list(fake_run(seed=1))
+    write("run.arbor.jsonl", run)
+    write("quiet.arbor.jsonl", run, text="none")
+    at = next(i for i, event in enumerate(run) if isinstance(event, Boundary))
+    run[at] = dataclasses.replace(run[at], ids=(7, *run[at].ids[1:]))
+    write("other.arbor.jsonl", run)
+    return in_process(capsys)
+
+
+def write(name: str, run: list[Event], text: str = "full") -> None:
+    with TraceWriter(name, clock=tick(), text=text) as writer:
+        for event in run:
+            writer(event)
+
+
+def test_a_timeline_goes_to_stdout_or_to_a_file(command: Arbor, tmp_path: Path) -> None:
+    timeline = to_perfetto(read_trace("run.arbor.jsonl"))
+
+    ran = command("trace", "convert", "run.arbor.jsonl")
+    told = command("trace", "convert", "run.arbor.jsonl", "-o", "run.json", "--json")
+
+    assert (ran.code, ran.err) == (0, "")
+    assert len(ran.document["traceEvents"]) == len(timeline["traceEvents"])
+    assert json.loads((tmp_path / "run.json").read_text("utf-8")) == ran.document
+    assert told.document["path"] == "run.json"
+    missing = command("trace", "convert", "run.arbor.jsonl", "-o", "no/where.json")
+    assert missing.code == 2 and "[output-unwritable]" in missing.err
+
+
+def test_a_comparison_for_people(command: Arbor) -> None:
+    same = command("trace", "diff", "run.arbor.jsonl", "run.arbor.jsonl")
+    other = command("trace", "diff", "run.arbor.jsonl", "other.arbor.jsonl", "--exit-code")
+
+    assert same.out == "tree      the same, block by block\nevents    the same\n"
+    lines = other.out.splitlines()
+    assert other.code == 7
+    assert lines[0].startswith("tree      1 blocks differ, the first is ")
+    assert lines[1].startswith("events    they part after ")
+    assert lines[2].startswith("  first   boundary node=") and "ids=" in lines[2]
+    assert lines[3].startswith("  second  boundary node=") and "[7" in lines[3]
+
+
+def test_a_comparison_for_programs(command: Arbor) -> None:
+    document = command("trace", "diff", "run.arbor.jsonl", "other.arbor.jsonl", "--json").document
+
+    assert document["schema"] == "arbor.trace-diff/1"
+    assert (document["same_tree"], document["same_events"]) == (False, False)
+    assert document["parting"]["fields"] == ["ids"]
+    assert len(document["blocks"]) == 1
+    assert command("trace", "diff", "run.arbor.jsonl", "other.arbor.jsonl").code == 0
+
+
+def test_a_repair_says_what_it_did(command: Arbor, tmp_path: Path) -> None:
+    whole = (tmp_path / "run.arbor.jsonl").read_bytes()
+    (tmp_path / "run.arbor.jsonl").write_bytes(whole[: len(whole) // 2])
+
+    ran = command("trace", "repair", "run.arbor.jsonl", "--json")
+
+    facts = ran.document
+    assert (facts["path"], facts["ended"]) == ("run.repaired.arbor.jsonl", True)
+    assert facts["dropped"] <= 1 and facts["kept"] > 10
+    check = command("trace", "check", "run.repaired.arbor.jsonl")
+    assert (check.code, check.err) == (0, "")
+    assert check.out.startswith("run.repaired.arbor.jsonl: interrupted, ")
+    public = command("trace", "repair", "run.arbor.jsonl", "-o", "p.jsonl", "--trace-text", "none")
+    assert public.out.startswith("path p.jsonl, kept ")
+    assert b"thought" not in (tmp_path / "p.jsonl").read_bytes()
+
+
+def test_the_schema_is_one_document(command: Arbor) -> None:
+    assert command("trace", "schema").document == trace_schema()
+    assert command("trace", "schema", "--json").document == trace_schema()
+
+
+def test_a_configuration_repeats_the_run(command: Arbor) -> None:
+    ran = command("trace", "config", "run.arbor.jsonl")
+
+    assert tomllib.loads(ran.out) == {
+        "problem": "4 5 6 10",
+        "seed": 0,
+        "controller": {"name": "tot"},
+    }
+    assert command("trace", "config", "run.arbor.jsonl", "--json").document["seed"] == 0
+
+
+def test_a_trace_without_words_gives_settings_without_a_problem(command: Arbor) -> None:
+    ran = command("trace", "config", "quiet.arbor.jsonl")
+
+    assert "problem" not in tomllib.loads(ran.out)
+    assert "written without its problem" in ran.err
+    info = command("trace", "info", "quiet.arbor.jsonl")
+    assert info.out.startswith("problem   (left out)  (game24, seed 0)")
+    assert command("trace", "check", "quiet.arbor.jsonl").code == 0
