@@ -61,8 +61,11 @@ class Ratio:
     def _least(self, blocks: Blocks, room: int) -> Floats:
         """max(floor, ratio_min n), or the largest even part of it above the floors that there is room for."""
         floor = blocks.floor.astype(np.float64)
-        wanted = np.minimum(np.maximum(self.ratio_min * blocks.length, floor), blocks.resident)
+        wanted: Floats = np.minimum(
+            np.maximum(self.ratio_min * blocks.length, floor), blocks.resident
+        )
         more = float(wanted.sum() - floor.sum())
         left = room - float(floor.sum())
-        least: Floats = wanted if more <= left else floor + (wanted - floor) * (left / more)
-        return least
+        if more <= max(left, 0.0):
+            return wanted
+        return floor + (wanted - floor) * (left / more)

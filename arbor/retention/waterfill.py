@@ -32,10 +32,13 @@ def waterfill(
         float64 [N], summing to min(room, sum(cap)).
     """
     low, high = floor.astype(np.float64), cap.astype(np.float64)
-    assert low.sum() <= room, f"the floors take {low.sum():g}, there is room for {room:g}"
+    least = float(low.sum())
+    assert least <= room + 1e-6, f"the floors take {least:g}, there is room for {room:g}"
+    if least >= room:
+        return low
     if high.sum() <= room:
         return high
-    weight = np.exp(np.maximum(log_weight - log_weight.max(), _FAINTEST))
+    weight = relative(log_weight)
     rises, ends = low / weight, high / weight
     turns = np.sort(np.concatenate([rises, ends]))
     first, last = (
@@ -55,6 +58,14 @@ def waterfill(
     scale = (room - fixed) / weight[rising].sum() if rising.any() else turns[first]
     kept: Floats = np.minimum(np.maximum(scale * weight, low), high)
     return kept
+
+
+def relative(log_weight: Floats) -> Floats:
+    """Weights [N] relative to the largest, all above 0."""
+    if len(log_weight) == 0:
+        return log_weight
+    weight: Floats = np.exp(np.maximum(log_weight - log_weight.max(), _FAINTEST))
+    return weight
 
 
 def rounded(shares: Floats, floor: Ints, cap: Ints, room: int) -> Ints:

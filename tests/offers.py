@@ -1,0 +1,145 @@
+"""What a policy is offered, made up: blocks with their tokens, by a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from arbor.retention.base import NEVER, Blocks, Tokens
+from arbor.retention.policy import POLICIES, Policy
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+# Every policy that evicts, and variants of their settings: each test of what a policy may do runs over all of them.
+EVERY: dict[str, Policy] = {name: policy for name, policy in POLICIES.items() if name != "full"}
+
+
+def variant(name: str, **parts: Any) -> Policy:
+    """A named policy whose allocator and scorer have other settings."""
+    policy = POLICIES[name]
+    known = {field.name for field in dataclasses.fields(policy.allocator)}
+    allocator = {key: value for key, value in parts.items() if key in known}
+    scorer = {key: value for key, value in parts.items() if key not in known}
+    return dataclasses.replace(
+        policy,
+        allocator=dataclasses.replace(policy.allocator, **allocator),  # type: ignore[type-var]
+        scorer=dataclasses.replace(policy.scorer, **scorer),  # type: ignore[type-var]
+    )
+
+
+EVERY |= {
+    "arborkv, eta 1": variant("arborkv", eta=1.0, lambda_depth=-0.3),
+    "arborkv, ratio_min": variant("arborkv", ratio_min=0.4, gamma=1.0),
+    "kkt, no distance": variant("kkt", lambda_distance=0.0, gamma=1.0),
+    "h2o, normalised": variant("h2o", normalise=True),
+    "random, seed 7": variant("random", seed=7),
+}
+
+
+def offer(seed: int, size: int | None = None, *, ties: bool = True, longest: int = 12) -> Blocks:
+    """Blocks of random lengths, partly resident, with random figures.
+
+    Args:
+        size: how many; 0 to 9 if None.
+        ties: figures come from few values, so that many are equal; otherwise all differ.
+    """
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(0, 10)) if size is None else size
+    length = rng.integers(0 if ties else 1, longest + 1, count)
+    resident = rng.integers(0 if ties else 1, length + 1)
+    offsets = [
+        np.sort(rng.permutation(n)[:k])
+        for n, k in zip(length.tolist(), resident.tolist(), strict=True)
+    ]
+    start = rng.integers(0, 30, count)
+    total = int(resident.sum())
+    block = np.repeat(np.arange(count), resident)
+    offset = np.concatenate([np.empty(0, np.int64), *offsets]).astype(np.int64)
+    protected = rng.random(total) < rng.choice([0.0, 0.2, 0.6])
+    guarded = np.bincount(block[protected], minlength=count)
+    floor = np.minimum(np.maximum(guarded, rng.choice([0, 2])), resident)
+
+    def figures(high: float) -> np.ndarray:
+        return rng.integers(0, 3, count) * high / 3 if ties else rng.random(count) * high
+
+    def numbers(high: int) -> np.ndarray:
+        return rng.integers(0, high, count) if ties else rng.permutation(count * 3)[:count]
+
+    def sometimes(values: np.ndarray) -> np.ndarray:
+        return np.where(rng.random(count) < 0.5, values, NEVER)
+
+    def heat() -> np.ndarray:
+        return rng.integers(0, 3, total) / 3 if ties else rng.random(total)
+
+    tokens = Tokens(
+        block=block,
+        offset=offset,
+        position=start[block] + offset,
+        mass=heat() * 5,
+        latest=heat(),
+        queries=rng.integers(0, 6, total),
+        activated=rng.integers(0, 6, total),
+        key=rng.integers(0, 2**63, total).astype(np.uint64),
+        protected=protected,
+    )
+    return Blocks(
+        ids=np.sort(rng.permutation(3 * count)[:count]),
+        length=length,
+        resident=resident,
+        floor=floor,
+        depth=numbers(4),
+        distance=numbers(6),
+        active=rng.random(count) < 0.2,
+        value=figures(1.0),
+        confidence=figures(1.0),
+        attention=figures(1.0),
+        score=np.clip(figures(1.0), 0.01, 0.99),
+        last_used=numbers(5),
+        scheduled=sometimes(numbers(3)),
+        reentry=figures(1.0),
+        next_use=sometimes(numbers(9)),
+        see=lambda: tokens,
+    )
+
+
+def room_for(blocks: Blocks, share: float) -> int:
+    """Room between the floors (0) and everything (1)."""
+    least, most = int(blocks.floor.sum()), int(blocks.resident.sum())
+    return least + round(share * (most - least))
+
+
+def held(blocks: Blocks, index: int) -> np.ndarray:
+    """Offsets of a block's tokens on the device."""
+    return blocks.tokens.offset[blocks.tokens.block == index]
+
+
+def evict(blocks: Blocks, chosen: list[np.ndarray]) -> Blocks:
+    """What is offered next time, after only the chosen tokens stayed."""
+    tokens = blocks.tokens
+    stays = np.zeros(len(tokens.block), np.bool_)
+    for index, offsets in enumerate(chosen):
+        stays |= (tokens.block == index) & np.isin(tokens.offset, offsets)
+    after = Tokens(**{f.name: getattr(tokens, f.name)[stays] for f in dataclasses.fields(Tokens)})
+    resident = np.bincount(after.block, minlength=len(blocks))
+    floor = np.minimum(blocks.floor, resident)
+    return dataclasses.replace(blocks, resident=resident, floor=floor, see=lambda: after)
+
+
+def permuted(blocks: Blocks, order: np.ndarray) -> Blocks:
+    """The same blocks under other ids: block j is what block order[j] was."""
+    tokens = blocks.tokens
+    at = np.concatenate(
+        [np.empty(0, np.int64), *(np.flatnonzero(tokens.block == old) for old in order)]
+    ).astype(np.int64)
+    fields = {f.name: getattr(tokens, f.name)[at] for f in dataclasses.fields(Tokens)}
+    fields["block"] = np.repeat(np.arange(len(order)), blocks.resident[order])
+    moved = Tokens(**fields)
+    columns = {
+        f.name: getattr(blocks, f.name)[order]
+        for f in dataclasses.fields(Blocks)
+        if f.name not in ("ids", "see")
+    }
+    return Blocks(ids=blocks.ids, **columns, see=lambda: moved)

@@ -1,0 +1,545 @@
+"""How many tokens each block keeps: each rule against its formula, and against every other way to share the room out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from offers import SEEDS, offer, permuted, room_for
+
+from arbor.retention.base import NEVER, Blocks, Ints
+from arbor.retention.belady import Belady
+from arbor.retention.kkt import KKT
+from arbor.retention.lru import LRU
+from arbor.retention.ordering import order, ranks
+from arbor.retention.pooled import Pooled
+from arbor.retention.ratio import Ratio
+from arbor.retention.recency import Recency
+from arbor.retention.reentry import Reentry
+from arbor.retention.uniform import Uniform
+from arbor.retention.waterfill import rounded, waterfill
+
+SHARES = st.floats(0, 1)
+ANY = Recency()
+
+
+def blocks_of(count: int, **columns: object) -> Blocks:
+    """Blocks of 10 resident tokens that differ in these columns only."""
+    zeros = np.zeros(count, np.int64)
+    plain: dict[str, object] = {
+        "ids": np.arange(count),
+        "length": np.full(count, 10),
+        "resident": np.full(count, 10),
+        "floor": zeros,
+        "depth": zeros,
+        "distance": zeros,
+        "active": np.zeros(count, np.bool_),
+        "value": np.zeros(count),
+        "confidence": np.zeros(count),
+        "attention": np.zeros(count),
+        "score": np.full(count, 0.5),
+        "last_used": zeros,
+        "scheduled": np.full(count, NEVER),
+        "reentry": np.zeros(count),
+        "next_use": np.full(count, NEVER),
+    }
+    given = {name: np.asarray(column) for name, column in columns.items()}
+    if "length" in given and "resident" not in given:
+        given["resident"] = given["length"]
+    return Blocks(**{**plain, **given}, see=offer(0, 0).see)  # type: ignore[arg-type]
+
+
+def choices(blocks: Blocks, room: int) -> list[tuple[int, ...]]:
+    """Every way to keep whole tokens within the room."""
+    ranges = [range(low, high + 1) for low, high in zip(blocks.floor, blocks.resident, strict=True)]
+    return [counts for counts in itertools.product(*ranges) if sum(counts) <= room]
+
+
+# Sorting
+
+
+@given(seed=SEEDS, kinds=st.lists(st.sampled_from("bifnF"), min_size=1, max_size=6))
+def test_order_sorts_by_all_keys_and_then_by_index(seed: int, kinds: list[str]) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(0, 60))
+    makers = {
+        "b": lambda: rng.random(size) < 0.5,
+        "i": lambda: rng.integers(-3, 4, size),
+        "f": lambda: rng.integers(-2, 3, size) / 3 * (1 - 2 * rng.integers(0, 2, size)),
+        "n": lambda: np.where(rng.random(size) < 0.5, NEVER, rng.integers(0, 3, size)),
+        "F": lambda: rng.choice([-1e300, 5e-324, 0.0, -0.0, 1e300], size),
+    }
+    keys = [makers[kind]() for kind in kinds]
+
+    found = order(*keys)
+
+    expected = sorted(range(size), key=lambda i: (*(key[i] for key in keys), i))
+    assert found.tolist() == expected
+
+
+def test_order_of_many_wide_keys_does_not_overflow() -> None:
+    rng = np.random.default_rng(0)
+    keys = [rng.permutation(5000).astype(kind) // 2 for kind in (float, int, float, float, int)]
+    keys = [np.round(key * 7919.0) if key.dtype == float else key * 800_000 for key in keys]
+
+    expected = np.lexsort((np.arange(5000), *reversed(keys)))
+
+    assert (order(*keys) == expected).all()
+
+
+def test_equal_values_have_equal_ranks() -> None:
+    ranked, count = ranks(np.array([0.5, -1.0, 0.5, 2.0, -0.0, 0.0]))
+
+    assert ranked.tolist() == [2, 0, 2, 3, 1, 1]
+    assert count == 4
+
+
+def test_a_key_that_is_not_a_number_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="not a number"):
+        order(np.array([1.0, np.nan]))
+
+
+# Water-filling
+
+
+@given(seed=SEEDS, share=SHARES, spread=st.sampled_from([0.0, 1.0, 20.0, 200.0, 2000.0]))
+def test_water_filling_meets_the_sum_and_the_kkt_conditions(
+    seed: int, share: float, spread: float
+) -> None:
+    """k = clip(w / mu, floor, cap): one mu for all in between; at the cap w / k >= mu, at the floor w / k <= mu."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 200))
+    cap = rng.integers(1, 130, size)
+    floor = rng.integers(0, cap + 1) // 2
+    log_weight = rng.normal(0, 1, size) * spread
+    room = float(floor.sum()) + share * float((cap - floor).sum())
+
+    kept = waterfill(log_weight, floor, cap, room)
+
+    assert (floor <= kept).all() and (kept <= cap).all()
+    assert kept.sum() == pytest.approx(min(room, cap.sum()), rel=1e-9)
+    with np.errstate(divide="ignore"):
+        price = log_weight - np.log(kept)  # ln(w / k)
+    faint = log_weight < log_weight.max() - 590  # beyond the range of weights that are told apart
+    between = (kept > floor + 1e-6) & (kept < cap - 1e-6) & ~faint
+    if between.any():
+        level = price[between].mean()
+        assert np.ptp(price[between]) < 1e-6
+        assert (price[(kept >= cap) & (cap > floor)] >= level - 1e-6).all()
+        assert (price[(kept <= floor) & (floor > 0) & (cap > floor)] <= level + 1e-6).all()
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_rounding_changes_no_share_by_a_token(seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 50))
+    cap = rng.integers(0, 20, size)
+    floor = rng.integers(0, cap + 1)
+    room = int(floor.sum() + share * (cap - floor).sum())
+    shares = waterfill(rng.normal(0, 1, size), floor, cap, room)
+
+    counts = rounded(shares, floor, cap, room)
+
+    assert counts.sum() == min(room, cap.sum())
+    assert (np.abs(counts - shares) < 1 + 1e-6).all()
+    assert (floor <= counts).all() and (counts <= cap).all()
+    up, down = counts > shares + 1e-6, counts < shares - 1e-6
+    if up.any() and down.any():
+        remainder = shares - np.floor(shares)
+        assert remainder[up].min() >= remainder[down].max() - 1e-6
+
+
+def test_equal_remainders_go_to_the_smaller_node_id() -> None:
+    counts = KKT().counts(blocks_of(5), 23, ANY)
+
+    assert counts.tolist() == [5, 5, 5, 4, 4]
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_largest_remainder_does_not_depend_on_the_order_of_blocks(seed: int, share: float) -> None:
+    blocks = offer(seed, ties=False)
+    turned = np.random.default_rng(seed).permutation(len(blocks))
+    room = room_for(blocks, share)
+
+    assert (
+        KKT().counts(permuted(blocks, turned), room, ANY) == KKT().counts(blocks, room, ANY)[turned]
+    ).all()
+
+
+# KKT
+
+
+def utility(weight: np.ndarray, counts: tuple[int, ...] | Ints) -> float:
+    """sum(w ln k), the objective of the paper's optimisation view."""
+    return sum(
+        w * (math.log(k) if k > 0 else -math.inf) if w > 0 else 0.0
+        for w, k in zip(weight.tolist(), counts, strict=True)
+    )
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_kkt_is_the_best_of_all_ways_to_keep_whole_tokens(seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 5))
+    length = rng.integers(1, 8, size)
+    blocks = blocks_of(
+        size,
+        length=length,
+        floor=np.minimum(length, 1),
+        score=rng.random(size) * 0.9 + 0.05,
+        distance=rng.integers(0, 4, size),
+    )
+    room = room_for(blocks, share)
+    weight = blocks.score**2 * np.exp(-0.5 * blocks.distance)
+
+    counts = KKT().counts(blocks, room, ANY)
+
+    best = max(utility(weight, each) for each in choices(blocks, room))
+    parts = waterfill(np.log(weight), blocks.floor, blocks.resident, room)
+    assert utility(weight, counts) == pytest.approx(best, abs=1e-9)
+    assert best <= utility(weight, parts) + 1e-9
+    assert (np.abs(counts - parts) < 2).all()
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_kkt_is_what_the_papers_loop_arrives_at(seed: int, share: float) -> None:
+    """Pressure, with the marginal loss as its priority and an end: take the token that is worth least until it fits."""
+    blocks = offer(seed, 1 + seed % 30, ties=False, longest=30)
+    blocks = dataclasses.replace(blocks, floor=np.maximum(blocks.floor, 1))
+    room = room_for(blocks, share)
+    weight = blocks.score**2 * np.exp(-0.5 * blocks.distance)
+    loop = blocks.resident.copy()
+    while loop.sum() > room:
+        worth = [
+            w * math.log(k / (k - 1)) if k > low else math.inf
+            for w, k, low in zip(weight, loop.tolist(), blocks.floor.tolist(), strict=True)
+        ]
+        loop[np.argmin(worth)] -= 1
+
+    counts = KKT().counts(blocks, room, ANY)
+
+    assert counts.tolist() == loop.tolist()
+
+
+def test_blocks_that_would_keep_nothing_get_a_token_each_first() -> None:
+    """ln 0 is minus infinity: no second token is worth as much as a first one; the heavier blocks come first."""
+    blocks = blocks_of(4, score=[0.9, 0.1, 0.05, 0.2])
+
+    assert KKT().counts(blocks, 6, ANY).tolist() == [3, 1, 1, 1]
+    assert KKT().counts(blocks, 2, ANY).tolist() == [1, 0, 0, 1]
+
+
+def test_kkt_gives_shares_in_proportion_to_weights() -> None:
+    blocks = blocks_of(3, length=[100, 100, 100], score=[0.8, 0.4, 0.2])
+
+    assert KKT(gamma=1).counts(blocks, 70, ANY).tolist() == [40, 20, 10]
+    assert KKT(gamma=2).counts(blocks, 84, ANY).tolist() == [64, 16, 4]
+
+
+def test_kkt_falls_off_with_distance_and_depth() -> None:
+    far = blocks_of(2, length=[1000, 1000], distance=[0, 2], depth=[0, 3])
+
+    near_first = KKT(lambda_distance=0.5).counts(far, 1000, ANY)
+    deep_first = KKT(lambda_distance=0.0, lambda_depth=-0.5).counts(far, 1000, ANY)
+
+    assert near_first[0] / near_first[1] == pytest.approx(math.e, rel=0.01)
+    assert deep_first[1] / deep_first[0] == pytest.approx(math.exp(1.5), rel=0.01)
+
+
+def test_weights_far_below_the_range_of_floats_still_meet_the_room() -> None:
+    blocks = blocks_of(4, distance=[0, 1000, 100_000, 3])
+
+    assert KKT().counts(blocks, 25, ANY).sum() == 25
+    assert Ratio().counts(blocks, 39, ANY).tolist()[0] == 10
+
+
+# TAE
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_ratio_grows_with_the_score_and_falls_with_the_distance(seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 12))
+    # best first, because of equal shares the smaller id is rounded up
+    falling = blocks_of(size, score=np.sort(rng.random(size) * 0.98 + 0.01)[::-1])
+    fading = blocks_of(size, distance=np.sort(rng.integers(0, 20, size)))
+
+    for rule in (Ratio(), Ratio(eta=1.0, ratio_min=0.2), KKT()):
+        assert (np.diff(rule.counts(falling, room_for(falling, share), ANY)) <= 0).all()
+        assert (np.diff(rule.counts(fading, room_for(fading, share), ANY)) <= 0).all()
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_a_block_on_a_running_path_keeps_at_least_what_it_would_keep_off_it(
+    seed: int, share: float
+) -> None:
+    blocks = offer(seed, ties=False)
+    off = dataclasses.replace(blocks, active=np.zeros(len(blocks), np.bool_))
+    room = room_for(blocks, share)
+    for index in range(len(blocks)):
+        active = off.active.copy()
+        active[index] = True
+        on = dataclasses.replace(off, active=active)
+
+        more = Ratio().counts(on, room, ANY)[index] - Ratio().counts(off, room, ANY)[index]
+
+        assert more >= 0
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_without_sibling_coordination_it_does_not_matter_who_is_active(
+    seed: int, share: float
+) -> None:
+    blocks = offer(seed)
+    room = room_for(blocks, share)
+    rule = Ratio(eta=1.0)
+
+    counts = rule.counts(blocks, room, ANY)
+
+    turned = dataclasses.replace(blocks, active=~blocks.active)
+    assert (rule.counts(turned, room, ANY) == counts).all()
+
+
+def test_ratio_is_equation_2_with_alpha_solved() -> None:
+    """r = alpha eta^[off] s^gamma e^(-0.5 distance): 2 : 1 for eta, 4 : 1 for the score, e : 1 for two edges."""
+    blocks = blocks_of(
+        4,
+        length=[1000, 1000, 500, 1000],
+        score=[0.8, 0.8, 0.8, 0.4],
+        distance=[0, 2, 0, 0],
+        active=[True, True, False, False],
+    )
+
+    counts = Ratio().counts(blocks, 1000, ANY)
+
+    ratio = counts / blocks.length
+    assert ratio[0] / ratio[1] == pytest.approx(math.e, rel=0.02)
+    assert ratio[0] / ratio[2] == pytest.approx(2, rel=0.02)
+    assert ratio[2] / ratio[3] == pytest.approx(4, rel=0.02)
+    assert counts.sum() == 1000
+
+
+def test_the_least_ratio_holds_where_it_can() -> None:
+    blocks = blocks_of(2, length=[100, 100], score=[0.99, 0.01])
+
+    assert Ratio(ratio_min=0.2).counts(blocks, 120, ANY).tolist() == [100, 20]
+    assert Ratio(ratio_min=0.2).counts(blocks, 30, ANY).tolist() == [15, 15]
+    assert Ratio(ratio_min=0.0).counts(blocks, 100, ANY).tolist() == [100, 0]
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_uniform_keeps_the_same_part_of_every_block(seed: int, share: float) -> None:
+    blocks = offer(seed, ties=False, longest=60)
+    blocks = dataclasses.replace(
+        blocks, resident=blocks.length, floor=np.zeros(len(blocks), np.int64)
+    )
+    room = room_for(blocks, share)
+
+    counts = Uniform().counts(blocks, room, ANY)
+
+    part = room / max(1, int(blocks.length.sum()))
+    assert (np.abs(counts - part * blocks.length) < 1 + 1e-9).all()
+
+
+# Whole blocks
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_whole_blocks_are_full_then_one_is_cut_then_floors(seed: int, share: float) -> None:
+    blocks = offer(seed)
+    for rule in (LRU(), Reentry(), Belady()):
+        counts = rule.counts(blocks, room_for(blocks, share), ANY)
+
+        cut = (counts > blocks.floor) & (counts < blocks.resident)
+        assert cut.sum() <= 1
+
+
+def test_lru_keeps_the_last_used_and_ancestors_before_descendants() -> None:
+    blocks = blocks_of(5, last_used=[3, 9, 3, 1, 3], depth=[1, 4, 0, 2, 1])
+
+    assert LRU().counts(blocks, 10, ANY).tolist() == [0, 10, 0, 0, 0]
+    assert LRU().counts(blocks, 20, ANY).tolist() == [0, 10, 10, 0, 0]
+    assert LRU().counts(blocks, 35, ANY).tolist() == [10, 10, 10, 0, 5]
+
+
+def test_reentry_serves_the_operation_in_progress_first() -> None:
+    blocks = blocks_of(
+        5,
+        scheduled=[NEVER, 2, 1, NEVER, 2],
+        reentry=[0.9, 0.0, 0.0, 0.5, 0.1],
+    )
+
+    assert Reentry().counts(blocks, 15, ANY).tolist() == [0, 0, 10, 0, 5]
+    assert Reentry().counts(blocks, 45, ANY).tolist() == [10, 10, 10, 5, 10]
+
+
+def test_reentry_breaks_ties_by_depth_then_use_then_id() -> None:
+    blocks = blocks_of(4, reentry=[0.5] * 4, depth=[2, 1, 2, 2], last_used=[1, 0, 7, 1])
+
+    assert Reentry().counts(blocks, 25, ANY).tolist() == [5, 10, 10, 0]
+
+
+def random_forest(seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Parents, and each block's probability, the sum over the leaves below: (parent, leaf probability, reentry)."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 9))
+    parent = [-1] + [int(rng.integers(0, i)) for i in range(1, size)]
+    leaf = np.where(np.isin(np.arange(size), parent), 0.0, rng.random(size))
+    leaf /= max(1.0, leaf.sum())
+    total = leaf.copy()
+    for i in range(size - 1, 0, -1):
+        total[parent[i]] += total[i]
+    return parent, leaf, total
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_reentry_costs_as_little_as_any_choice_can(seed: int, share: float) -> None:
+    """Expected tokens to compute again, sum(P (n - k)), against every choice; up to 8 blocks."""
+    _, _, total = random_forest(seed)
+    rng = np.random.default_rng(seed)
+    length = rng.integers(1, 4, len(total))
+    resident = rng.integers(0, length + 1)
+    blocks = blocks_of(
+        len(total),
+        length=length,
+        resident=resident,
+        floor=resident // 3,
+        reentry=total,
+        last_used=rng.integers(0, 5, len(total)),
+    )
+    room = room_for(blocks, share)
+
+    counts = Reentry().counts(blocks, room, ANY)
+
+    least = min(float(total @ (length - np.array(each))) for each in choices(blocks, room))
+    assert float(total @ (length - counts)) == pytest.approx(least, abs=1e-12)
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_a_charge_per_transition_is_the_most_reentry_can_lose(seed: int, share: float) -> None:
+    """With a fixed charge for every transition that lacks anything the problem is no longer linear; the gap is bounded."""
+    parent, leaf, total = random_forest(seed)
+    size, charge = len(parent), 5.0
+    paths = []
+    for node in range(size):
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = parent[node]
+        paths.append(path)
+    rng = np.random.default_rng(seed)
+    length = rng.integers(1, 4, size)
+    blocks = blocks_of(size, length=length, reentry=total)
+    room = room_for(blocks, share)
+
+    def cost(counts: tuple[int, ...] | Ints) -> float:
+        return sum(
+            leaf[end] * (lost + charge * (lost > 0))
+            for end in range(size)
+            for lost in [sum(int(length[i] - counts[i]) for i in paths[end])]
+        )
+
+    least = min(cost(each) for each in choices(blocks, room))
+
+    assert cost(Reentry().counts(blocks, room, ANY)) <= least + charge * leaf.sum() + 1e-9
+
+
+def test_belady_keeps_what_is_read_next() -> None:
+    blocks = blocks_of(4, next_use=[7, NEVER, 2, NEVER], scheduled=[NEVER, 1, NEVER, NEVER])
+
+    assert Belady().counts(blocks, 15, ANY).tolist() == [5, 0, 10, 0]
+    assert Belady().counts(blocks, 35, ANY).tolist() == [10, 10, 10, 5]
+
+
+def replay(rule: object, lengths: tuple[int, ...], reads: list[int], slots: int) -> int:
+    """Tokens computed when these blocks are read in turn; each read needs its block whole."""
+    held = np.zeros(len(lengths), np.int64)
+    used = np.zeros(len(lengths), np.int64)
+    paid = 0
+    for clock, block in enumerate(reads):
+        others = np.flatnonzero((np.arange(len(lengths)) != block) & (held > 0))
+        after = reads[clock + 1 :]
+        offered = blocks_of(
+            len(others),
+            length=np.array(lengths)[others],
+            resident=held[others],
+            last_used=used[others],
+            next_use=[after.index(i) if i in after else NEVER for i in others],
+        )
+        held[others] = rule.counts(offered, slots - lengths[block], ANY)  # type: ignore[attr-defined]
+        paid += int(lengths[block] - held[block])
+        held[block], used[block] = lengths[block], clock + 1
+    return paid
+
+
+def least_possible(lengths: tuple[int, ...], reads: list[int], slots: int) -> int:
+    """The same cost, least over all evictions: every state of every step."""
+
+    @functools.cache
+    def cost(clock: int, held: tuple[int, ...]) -> int:
+        if clock == len(reads):
+            return 0
+        block = reads[clock]
+        paid = lengths[block] - held[block]
+        room = slots - lengths[block]
+        options = [
+            range(count + 1) if i != block else [lengths[block]] for i, count in enumerate(held)
+        ]
+        return paid + min(
+            cost(clock + 1, after)
+            for after in itertools.product(*options)
+            if sum(after) - lengths[block] <= room
+        )
+
+    return cost(0, (0,) * len(lengths))
+
+
+@given(seed=SEEDS)
+def test_nobody_beats_belady(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = tuple(rng.integers(1, 3, 4).tolist())
+    reads = rng.integers(0, 4, 7).tolist()
+    slots = int(rng.integers(max(lengths), sum(lengths) + 1))
+
+    paid = replay(Belady(), lengths, reads, slots)
+
+    assert paid == least_possible(lengths, reads, slots)
+    assert paid <= replay(LRU(), lengths, reads, slots)
+
+
+# Pooled
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_pooled_keeps_the_best_tokens_wherever_they_lie(seed: int, share: float) -> None:
+    """Against the rule by hand: floors first, each paid with its block's best; then the best of the rest."""
+    blocks = offer(seed)
+    tokens, scores = blocks.tokens, ANY.scores(blocks.tokens)
+    scores = np.random.default_rng(seed).integers(0, 3, len(scores)).astype(float)
+    room = room_for(blocks, share)
+    keys = [
+        (not tokens.protected[i], -scores[i], -tokens.position[i], tokens.block[i])
+        for i in range(len(scores))
+    ]
+    ranked = sorted(range(len(scores)), key=lambda i: (*keys[i], -i))
+    taken: list[int] = []
+    for block, floor in enumerate(blocks.floor.tolist()):
+        taken += [i for i in ranked if tokens.block[i] == block][:floor]
+    taken += [i for i in ranked if i not in taken][: room - len(taken)]
+
+    @dataclasses.dataclass(frozen=True)
+    class Given:
+        observes = False
+
+        def scores(self, tokens: object) -> np.ndarray:
+            return scores
+
+    counts = Pooled().counts(blocks, room, Given())
+
+    assert counts.tolist() == np.bincount(tokens.block[taken], minlength=len(blocks)).tolist()
