@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from numbers import Real
 from typing import Any, Literal
@@ -37,6 +37,7 @@ class Footprint:
         max_depth: most blocks on one path.
         blocks: most blocks the search creates, root excluded.
         question_tokens: tokens a verifier appends to one path while it asks; 0 for a verifier without a model.
+        protected_tokens: lossy mode: tokens of a path that stay in any case; None: paths stay whole.
     """
 
     prompt_tokens: int
@@ -44,6 +45,7 @@ class Footprint:
     max_depth: int
     blocks: int
     question_tokens: int = 0
+    protected_tokens: int | None = None
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -64,8 +66,11 @@ class Footprint:
 
     @property
     def smallest_tokens(self) -> int:
-        """What one whole path needs: prompt + depth x step + question."""
-        return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+        """What one whole path needs: prompt + depth x step + question; in lossy mode what is protected of it and a block."""
+        whole = self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+        if self.protected_tokens is None:
+            return whole
+        return min(whole, self.protected_tokens + self.step_tokens + self.question_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +252,10 @@ class Budget:
         )
         if tokens >= footprint.smallest_tokens:
             return plan
-        parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
+        if footprint.protected_tokens is None:
+            parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
+        else:
+            parts = f"{footprint.protected_tokens:,} protected + {footprint.step_tokens:,}"
         if footprint.question_tokens:
             parts += f" + {footprint.question_tokens:,} question"
         raise BudgetInfeasible(
@@ -267,11 +275,11 @@ class Budget:
         fixed = footprint.prompt_tokens + footprint.question_tokens
         levers = []
         depth = (tokens - fixed) // footprint.step_tokens
-        if self.unit != "ratio" and depth >= 1:
+        if self.unit != "ratio" and depth >= 1 and footprint.protected_tokens is None:
             levers.append(f"--depth {depth}")
         for step in range(footprint.step_tokens - 1, 0, -1):
-            full = fixed + footprint.blocks * step
-            if self.tokens(full, bytes_per_token) >= fixed + footprint.path_blocks * step:
+            shape = replace(footprint, step_tokens=step)
+            if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
                 levers.append(f"--step-tokens {step}")
                 break
         return (

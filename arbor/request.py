@@ -8,6 +8,8 @@ from typing import TypedDict
 
 from arbor.budget import Budget
 from arbor.errors import UsageError
+from arbor.retention.uses import Uses
+from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
 
 
@@ -20,6 +22,7 @@ class Options(TypedDict, total=False):
     timeout: float | None
     max_tokens: int | None
     trace: str | os.PathLike[str] | TraceWriter | None
+    recorded: str | os.PathLike[str] | Uses | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Request:
         timeout: wall seconds; then the best so far is the answer.
         max_tokens: tokens of closed blocks; then the best so far is the answer.
         trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
+        recorded: the trace of an earlier run of the same search, for the clairvoyant policy, or its uses.
 
     Raises:
         UsageError, BudgetRange: what cannot be meant.
@@ -43,6 +47,7 @@ class Request:
     timeout: float | None = None
     max_tokens: int | None = None
     trace: str | os.PathLike[str] | TraceWriter | None = None
+    recorded: str | os.PathLike[str] | Uses | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -61,3 +66,13 @@ class Request:
         if self.trace is None or isinstance(self.trace, TraceWriter):
             return self.trace
         return TraceWriter(self.trace)
+
+    def uses(self) -> Uses | None:
+        """What the recorded run reads and when, if one is given.
+
+        Raises:
+            TraceError: it cannot be read.
+        """
+        if self.recorded is None or isinstance(self.recorded, Uses):
+            return self.recorded
+        return Uses.of(read_trace(self.recorded).events)

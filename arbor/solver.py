@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast
+from typing import Any, Literal, Self, Unpack, cast, get_args
 
 import torch
 
@@ -23,7 +24,7 @@ from arbor.config import read_config
 from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
 from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
-from arbor.engine.engine import Engine, Growth
+from arbor.engine.engine import Engine, Growth, Mode, Rehydrate
 from arbor.engine.loading import (
     Source,
     eos_ids,
@@ -42,7 +43,9 @@ from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
 from arbor.request import Options, Request
-from arbor.retention.policy import POLICIES
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.retention.uses import Uses
 from arbor.session import Limits, Outcome, Session, Status
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
@@ -69,6 +72,9 @@ class _Parts:
     eos: tuple[int, ...] = field(default_factory=tuple)
 
 
+DEFAULT_POLICY = "reentry"
+
+
 class Solver:
     """Solves problems by searching a tree of thoughts, within a KV budget.
 
@@ -84,6 +90,12 @@ class Solver:
         tokenizer: for a ready model.
         task, controller, verifier: a name or a ready component.
         budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``; ``full``.
+        policy: what blocks off the running paths keep on the device: a name or a ready policy.
+        mode: ``lossless``: any budget gives what full retention gives; ``lossy``: tokens of running paths may leave too.
+        rehydrate: ``selective`` (missing tokens come back), ``span`` (whole blocks do), ``off`` (nothing does; the default
+            and only where lossy).
+        msve: block values for the policies that read them: an `MSVE`, its four numbers, or a file of ``arbor calibrate``; by default the
+            model directory's ``msve.json``, or `MSVE()`.
         sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of the model's
             `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
@@ -109,6 +121,10 @@ class Solver:
         controller: str | Controller = "tot",
         verifier: str | Verifier = "self",
         budget: float | str | Budget = "full",
+        policy: str | Policy = DEFAULT_POLICY,
+        mode: Mode = "lossless",
+        rehydrate: Rehydrate | None = None,
+        msve: MSVE | str | os.PathLike[str] | None = None,
         sampling: Sampling | Mapping[str, float] | None = None,
         max_depth: int | None = None,
         step_tokens: int | None = None,
@@ -124,6 +140,8 @@ class Solver:
         self.controller = cast(Controller, registry.build("controller", controller))
         self.verifier = cast(Verifier, registry.build("verifier", verifier))
         self.budget = Budget.parse(budget)
+        self.policy = cast(Policy, registry.build("policy", policy))
+        self.mode, self.rehydrate = _regime(mode, rehydrate)
         self._sampling = sampling
         if isinstance(sampling, Mapping):
             Sampling(**sampling)  # type: ignore[arg-type]  # refuses what cannot be meant before anything loads
@@ -146,6 +164,7 @@ class Solver:
         if self._given is not None and tokenizer is None:
             raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
         self._tokenizer = tokenizer
+        self.msve = _msve(msve, self._source)
         self._parts: _Parts | None = None
         self._session: Session | None = None
         self._busy = threading.Lock()
@@ -215,7 +234,10 @@ class Solver:
         parts.engine = Engine(
             runner,
             parts.tokenizer,
-            policy=POLICIES["lru"],
+            policy=self.policy,
+            mode=self.mode,
+            rehydrate=self.rehydrate,
+            msve=self.msve,
             min_saved_reads=CUDA_SAVED_READS if self.device.type == "cuda" else 0,
             debug=self.debug,
         )
@@ -307,7 +329,15 @@ class Solver:
             text = self.task.question(problem, ()).text
             question = len(self._read().tokenizer.encode(text, add_special_tokens=False))
         blocks = self.controller.max_blocks(boundary.max_depth)
-        shape = Footprint(prompt_tokens, boundary.max_tokens, boundary.max_depth, blocks, question)
+        protect = self.policy.protect
+        shape = Footprint(
+            prompt_tokens,
+            boundary.max_tokens,
+            boundary.max_depth,
+            blocks,
+            question,
+            protect.sinks + protect.recent if self.mode == "lossy" else None,
+        )
         if shape.smallest_tokens > info.context:
             raise InputError(
                 "problem-too-long",
@@ -402,6 +432,13 @@ class Solver:
         seed = self.seed if request.seed is None else request.seed
         prompt = self._encode(problem)
         plan = self._plan(problem, len(prompt), request.budget, self.boundary)
+        uses = request.uses()
+        if uses is None and self.policy.name == "belady":
+            raise UsageError(
+                "belady-blind",
+                "belady knows the future only of a recorded run.",
+                "Solve once with a trace, then pass it as recorded=… (--recorded TRACE).",
+            )
         config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
         with self._busy:
             self.load()
@@ -433,6 +470,7 @@ class Solver:
                 Limits(self.boundary.max_depth, self.max_expansions, request.timeout),
                 plan.budget_tokens,
                 emit,
+                uses,
             )
             try:
                 emit(self._header(problem, seed, plan, config))
@@ -482,6 +520,10 @@ class Solver:
             "controller": registry.spec_of(self.controller),
             "verifier": registry.spec_of(self.verifier),
             "budget": str(self.budget),
+            "policy": registry.spec_of(self.policy),
+            "mode": self.mode,
+            "rehydrate": self.rehydrate,
+            "msve": str(self.msve),
             "sampling": dataclasses.asdict(self.sampling),
             "max_depth": self.boundary.max_depth,
             "step_tokens": self.boundary.max_tokens,
@@ -524,6 +566,33 @@ class Solver:
             config=config,
             trace_path=trace,
         )
+
+
+def _msve(given: MSVE | str | os.PathLike[str] | None, source: Source) -> MSVE:
+    """The block values that were given, or those that lie beside the weights."""
+    if isinstance(given, MSVE):
+        return given
+    if given is not None:
+        return MSVE.parse(os.fspath(given))
+    beside = Path(source.path, "msve.json")
+    return MSVE.load(beside) if source.path and beside.is_file() else MSVE()
+
+
+def _regime(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
+    """Mode and rehydration, checked together."""
+    if mode not in get_args(Mode):
+        raise UsageError(
+            "mode", f"there is no mode '{mode}'.", f"Known: {', '.join(get_args(Mode))}."
+        )
+    chosen = rehydrate or ("off" if mode == "lossy" else "selective")
+    if chosen not in get_args(Rehydrate):
+        known = ", ".join(get_args(Rehydrate))
+        raise UsageError("rehydrate", f"there is no rehydration '{chosen}'.", f"Known: {known}.")
+    if mode == "lossless" and chosen == "off":
+        raise UsageError(
+            "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
+        )
+    return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
 def _boundary(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:

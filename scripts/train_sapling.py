@@ -533,6 +533,9 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 
+EMBEDDING = 0.1  # standard deviation; as large as what a head of the first layer adds
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of the model; names as in `transformers.LlamaConfig`."""
@@ -630,36 +633,50 @@ class Model(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-                scale = 0.02 if "embed" in name else parameter.shape[1] ** -0.5
+                scale = EMBEDDING if "embed" in name else parameter.shape[1] ** -0.5
                 nn.init.normal_(
                     parameter, std=scale * ((2 * shape.num_hidden_layers) ** -0.5 if deep else 1)
                 )
-        self._look_back()
+        self._look_up()
 
     @torch.no_grad()
-    def _look_back(self) -> None:
-        """Start four heads of the first layer as heads that look 1, 2, 1 and 3 tokens back.
+    def _look_up(self) -> None:
+        """Start with heads that look back, and one that finds what followed a token the last time it stood there.
 
-        Looking up a fact needs a head that finds an earlier token by what stood before it, on top of one that looks
-        back; the second is what a small model takes longest to find (Singh et al., 2024), and it can be written down.
-        All embeddings share one component, so that a query and a key can have a part that is the same for every token;
-        rotated by position, the product of the two is largest `back` tokens apart:
+        Looking up a fact needs a head that finds a token by what stood before it, on top of one that looks back: an
+        induction head (Olsson et al., 2022). A small model takes long to find the pair (Singh et al., 2024), but it can
+        be written down, and training starts from there:
 
-            sum_f cos(w_f (p - t - back)),  w_f the six fastest frequencies of the rotary embedding
+            layer 0   heads 0 to 3 look 1, 2, 1 and 3 tokens back. All embeddings share one component, so queries and keys
+                      can have a part that is the same for every token; rotated by position, their product is largest
+                      `back` tokens apart: sum_f cos(w_f (p - t - back)), w_f the six fastest rotary frequencies.
+                      Head 0 writes what it saw, V e, into directions U of its own.
+            layer 1   head 0 compares V e of the token at hand with what lies in U of the others, in the rotary
+                      dimensions too slow to notice the distance, and copies the token it finds.
         """
-        shape, attend = self.shape, self.layers[0].self_attn
-        shared = 8 * 0.02  # of which RMSNorm makes 7.2 (the other components are about 0.9)
-        self.embed_tokens.weight[:, 0] = shared
-        half, strength = shape.head_dim // 2, 5.6 / 7.2
+        shape, first, second = self.shape, self.layers[0].self_attn, self.layers[1].self_attn
+        size, half = shape.head_dim, shape.head_dim // 2
+        self.embed_tokens.weight[:, 0] = 8 * EMBEDDING  # RMSNorm makes 7.2 of it, 0.9 of the others
+        strength = 5.6 / 7.2
         speed = shape.rope_theta ** (-torch.arange(6) / half)
         group = shape.num_attention_heads // shape.num_key_value_heads
         for pair, backs in enumerate(((1, 2), (1, 3))):
-            key = attend["k_proj"].weight[pair * shape.head_dim :]
+            key = first["k_proj"].weight[pair * size :]
             key[:6, 0], key[half : half + 6, 0] = strength, 0.0
             for place, back in enumerate(backs):
-                query = attend["q_proj"].weight[(pair * group + place) * shape.head_dim :]
+                query = first["q_proj"].weight[(pair * group + place) * size :]
                 query[:6, 0] = strength * torch.cos(speed * back)
                 query[half : half + 6, 0] = -strength * torch.sin(speed * back)
+        seen = first["v_proj"].weight[:size]
+        seen[:, 0] = 0.0
+        written = torch.linalg.qr(torch.randn(shape.hidden_size, size))[0]
+        first["o_proj"].weight *= 0.3  # the other heads drown neither the token itself nor this
+        first["o_proj"].weight[:, :size] = 0.3 * written
+        slow = torch.cat((torch.arange(half // 2, half), torch.arange(half + half // 2, size)))
+        for weight, reads in ((second["q_proj"].weight, seen), (second["k_proj"].weight, written.T)):
+            weight[:size] = 0.0
+            weight[slow] = 3.0 * reads[: len(slow)]
+        second["o_proj"].weight[:, :size] = 2 * second["v_proj"].weight[:size].T
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """ids, positions [R, T]; mask [R, T, T] bool -> final hidden states [R, T, d]."""

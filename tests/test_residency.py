@@ -15,10 +15,16 @@ from trees import GREEDY, LENGTH, PROMPT, Lab, grown, own_logits, relative_error
 from arbor.engine.plan import Piece, Segment, visibility
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Evicted, Forwarded, Rehydrated
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.policy import POLICIES, Policy, Protect
 
 WORKING = sorted(set(POLICIES) - {"full"})
 REVERSIBLE = ("selective", "span")
+LITTLE = Protect(sinks=4, recent=0, tail=0, floor=0)
+
+
+def little(policy: str) -> Policy:
+    """A policy that protects no more than the trees of these tests can spare."""
+    return dataclasses.replace(POLICIES[policy], protect=LITTLE)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,7 @@ def test_lossless_gives_the_tree_of_full_retention_under_every_policy(
 def test_lossy_within_the_whole_footprint_is_full_retention(
     policy: str, full: tuple[list[list[int]], torch.Tensor]
 ) -> None:
-    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)
     tree, answers = grown(lab, 4096)
 
     assert [node.tokens for node in tree] == full[0]
@@ -60,7 +66,7 @@ def test_lossy_runs_below_the_smallest_lossless_budget_and_holds_it(
     policy: str, rehydrate: str
 ) -> None:
     slots = len(PROMPT) + LENGTH - 3  # not even the first path fits
-    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate=rehydrate, debug=True)
+    lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate=rehydrate, debug=True)
     tree, answers = grown(lab, slots)
 
     assert len(tree) == 10
@@ -72,7 +78,7 @@ def test_lossy_runs_below_the_smallest_lossless_budget_and_holds_it(
 
 @pytest.mark.parametrize("policy", WORKING)
 def test_irreversible_brings_nothing_back(policy: str) -> None:
-    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)
     tree = lab.plant(22)
     ends = lab.sprout([(tree.root, 3)])
     gone = {
@@ -89,7 +95,7 @@ def test_irreversible_brings_nothing_back(policy: str) -> None:
 
 @pytest.mark.parametrize("rehydrate", REVERSIBLE)
 def test_a_path_that_fits_is_whole_and_exact_again_after_loss(rehydrate: str) -> None:
-    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate=rehydrate, debug=True)
+    lab = Lab(build("llama"), policy=little("h2o"), mode="lossy", rehydrate=rehydrate, debug=True)
     tree = lab.plant(19)
     first, second = lab.sprout([(tree.root, 2)])
     assert not all(node.span.exact.all() for node in second.path)
@@ -102,7 +108,7 @@ def test_a_path_that_fits_is_whole_and_exact_again_after_loss(rehydrate: str) ->
 
 
 def test_what_was_computed_over_a_gap_is_marked_and_differs() -> None:
-    lab = Lab(build("llama"), policy="random", mode="lossy", rehydrate="off", debug=True)
+    lab = Lab(build("llama"), policy=little("random"), mode="lossy", rehydrate="off", debug=True)
     tree = lab.plant(len(PROMPT) + 4)
     (first,) = lab.sprout([(tree.root, 1)], GREEDY)
     (second,) = lab.sprout([(first, 1)], GREEDY)
@@ -115,7 +121,7 @@ def test_what_was_computed_over_a_gap_is_marked_and_differs() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_goes_in_piece_by_piece() -> None:
-    lab = Lab(build("llama"), policy="streaming", mode="lossy", rehydrate="off", debug=True)
+    lab = Lab(build("llama"), policy=little("streaming"), mode="lossy", rehydrate="off", debug=True)
     tree = lab.plant(30, tuple(range(3, 83)))
 
     held = np.flatnonzero(tree.root.span.resident)
@@ -158,7 +164,7 @@ def test_every_decision_is_told_with_what_it_took() -> None:
 @settings(max_examples=40, deadline=None)
 def test_no_policy_ever_holds_more_than_the_budget(slots: int, policy: str, rehydrate: str) -> None:
     mode = "lossy" if rehydrate == "off" or slots < 30 else "lossless"
-    lab = Lab(build("llama"), policy=policy, mode=mode, rehydrate=rehydrate, debug=True)
+    lab = Lab(build("llama"), policy=little(policy), mode=mode, rehydrate=rehydrate, debug=True)
     grown(lab, slots)
 
     assert lab.memory.peak <= slots
@@ -166,7 +172,7 @@ def test_no_policy_ever_holds_more_than_the_budget(slots: int, policy: str, rehy
 
 
 def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
-    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off")
+    lab = Lab(build("llama"), policy=little("h2o"), mode="lossy", rehydrate="off")
     tree = lab.plant(4096)
     first, second = lab.sprout([(tree.root, 2)], GREEDY)
     (deep,) = lab.sprout([(first, 1)], GREEDY)
@@ -186,7 +192,7 @@ def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
 
 
 def test_an_inactive_branch_does_not_age() -> None:
-    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off")
+    lab = Lab(build("llama"), policy=little("h2o"), mode="lossy", rehydrate="off")
     tree = lab.plant(4096)
     first, second = lab.sprout([(tree.root, 2)], GREEDY)
     before = lab.residency.statistics.view(second.id, np.arange(LENGTH)).queries.copy()

@@ -14,7 +14,7 @@ from arbor.errors import UsageError
 if TYPE_CHECKING:
     from arbor.solver import Solver
 
-PARTS = ("controller", "verifier", "task", "sampling")
+PARTS = ("controller", "verifier", "task", "policy", "sampling")
 SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
 
 
@@ -29,7 +29,7 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         ArborError: what cannot be meant.
     """
     Budget.parse(given["budget"])
-    for kind in ("controller", "verifier", "task"):
+    for kind in ("controller", "verifier", "task", "policy"):
         if ":" not in given[kind] and given[kind] not in registry.names(kind):
             registry.resolve(kind, given[kind])  # raises, and says the nearest name
     settings = parse_settings(given)
@@ -47,6 +47,10 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         controller=controller,
         verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
         budget=given["budget"],
+        policy=registry.build("policy", given["policy"], **settings["policy"]),
+        mode=given["mode"],
+        rehydrate=given["rehydrate"],
+        msve=given["msve"],
         sampling=settings["sampling"] | flags,
         max_depth=given["depth"],
         step_tokens=given["step_tokens"],
@@ -91,12 +95,11 @@ def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _owner(name: str, given: Mapping[str, Any], setting: str) -> str:
     """The one part that has a setting of this name."""
     owners = {known: ["sampling"] for known in SAMPLING}
-    for kind in ("controller", "verifier", "task"):
+    for kind in ("controller", "verifier", "task", "policy"):
         component = registry.resolve(kind, given[kind])
         if dataclasses.is_dataclass(component):
-            for field in dataclasses.fields(component):
-                if field.init:
-                    owners.setdefault(field.name, []).append(kind)
+            for setting_name in registry.settings_of(component):
+                owners.setdefault(setting_name, []).append(kind)
     if name not in owners:
         raise _unknown(name, owners)
     if len(owners[name]) > 1:

@@ -13,6 +13,7 @@ import click
 from arbor.cli.build import PARTS
 from arbor.config import read_config
 from arbor.errors import UsageError
+from arbor.presets import preset
 
 # what a solver calls it -> what the option is called
 OPTIONS = {"max_depth": "depth", "set": "settings"}
@@ -21,12 +22,21 @@ SETTINGS = "arbor.settings"  # where the command keeps a file's settings, by par
 
 def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     """Reads a configuration before the other options, which then fall back on it; flags and the environment win."""
-    if path is None:
-        return
+    if path is not None:
+        _fall_back(ctx, read_config(path), path)
+
+
+def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
+    """The same with the settings of a preset; a configuration beside it wins."""
+    if name is not None and not ctx.default_map:
+        _fall_back(ctx, preset(name), Path(name))
+
+
+def _fall_back(ctx: click.Context, config: Mapping[str, Any], path: Path) -> None:
     known = {each.name for each in ctx.command.params if each.name}
     defaults: dict[str, Any] = {}
     settings: dict[str, tuple[str, list[str]]] = {}
-    for key, value in read_config(path).items():
+    for key, value in config.items():
         name = OPTIONS.get(key, key)
         if key in PARTS and isinstance(value, Mapping):
             rest = dict(value)

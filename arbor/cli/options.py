@@ -11,7 +11,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from arbor import registry
+from arbor.cli.configure import take_preset
 from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
+from arbor.presets import PRESETS
 
 EXIT_CODES = """\b
 Every option is an environment variable too: ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
@@ -186,6 +188,15 @@ voice_options = together(
 
 search_options = together(
     option(
+        "--preset",
+        type=click.Choice(sorted(PRESETS)),
+        heading="Search",
+        is_eager=True,
+        expose_value=False,
+        callback=lambda ctx, parameter, name: take_preset(ctx, parameter, name),
+        help="ArborKV's search shapes; options given beside it win.",
+    ),
+    option(
         "--task",
         default="game24",
         metavar="NAME",
@@ -229,7 +240,7 @@ search_options = together(
         multiple=True,
         metavar="KEY=VALUE",
         heading="Search",
-        help="A setting of controller, verifier, task or sampling; may be repeated.",
+        help="A setting of controller, verifier, task, policy or sampling; may be repeated.",
     ),
     option(
         "--budget",
@@ -237,6 +248,33 @@ search_options = together(
         metavar="X",
         heading="KV budget",
         help="The part of full retention's KV that is kept, in (0, 1]; or 8192tok, 6GiB.",
+    ),
+    option(
+        "--policy",
+        default="reentry",
+        metavar="NAME",
+        heading="KV budget",
+        shell_complete=names_of("policy"),
+        help="What blocks off the running paths keep; see 'arbor list policies'.",
+    ),
+    option(
+        "--mode",
+        type=click.Choice(["lossless", "lossy"]),
+        default="lossless",
+        heading="KV budget",
+        help="lossless: the same answer at any budget; lossy: running paths lose tokens too.",
+    ),
+    option(
+        "--rehydrate",
+        type=click.Choice(["selective", "span", "off"]),
+        heading="KV budget",
+        help="What comes back: missing tokens, whole blocks, or nothing (lossy).",
+    ),
+    option(
+        "--msve",
+        metavar="FILE",
+        heading="KV budget",
+        help="Block values, from 'arbor calibrate msve'; by default those of the model.",
     ),
     option(
         "--dtype",

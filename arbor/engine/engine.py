@@ -432,7 +432,7 @@ class Engine:
         began = time.perf_counter()
         residency = self.residency
         ids = np.array(sorted(node.id for node in path), np.int64)
-        blocks = residency.offered(leaves, ids, whole=True)
+        blocks = residency.offered(leaves, ids, spare=False, whole=True)
         room = self.memory.slots - reserve
         counts = residency.counts(blocks, room)
         chosen = kept(blocks, counts, self.policy.scorer)

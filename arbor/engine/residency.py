@@ -215,7 +215,7 @@ class Residency:
                 tokens.append(self._tokens(ids, leaves, whole))
             return tokens[0]
 
-        floor = self._floor(ids, resident, see)
+        floor = self._floor(ids, resident, see, spare)
         return Blocks(
             ids=ids,
             length=table.length[ids],
@@ -238,12 +238,17 @@ class Residency:
         )
 
     def _floor(
-        self, ids: NDArray[np.int64], resident: NDArray[np.int64], see: Callable[[], Tokens]
+        self,
+        ids: NDArray[np.int64],
+        resident: NDArray[np.int64],
+        see: Callable[[], Tokens],
+        spare: bool,
     ) -> NDArray[np.int64]:
-        """What each block keeps in any case: its protected tokens, and K_min."""
+        """What each block keeps in any case: its protected tokens, and K_min. Sinks and what is recent lie on running
+        paths."""
         protect = self.policy.protect
         floor = np.minimum(resident, protect.floor)
-        if protect.sinks or protect.recent or protect.tail:
+        if protect.tail or (not spare and (protect.sinks or protect.recent)):
             tokens = see()
             floor = np.maximum(
                 floor, np.bincount(tokens.block[tokens.protected], minlength=len(ids))

@@ -57,6 +57,23 @@ class MSVE:
         features = np.stack([normalised(value), confidence, attention], axis=-1)
         return _sigmoid(features @ np.array(self.theta) + self.bias)
 
+    def __str__(self) -> str:
+        """Three weights and the bias, as `parse` reads them."""
+        return ",".join(map(repr, (*self.theta, self.bias)))
+
+    @classmethod
+    def parse(cls, text: str) -> MSVE:
+        """Four numbers (``2,1,1,-2``), or a file that `save` wrote.
+
+        Raises:
+            UsageError: neither.
+        """
+        try:
+            value, confidence, attention, bias = map(float, text.split(","))
+        except ValueError:
+            return cls.load(Path(text))
+        return cls((value, confidence, attention), bias)
+
     def save(self, path: Path, **provenance: Any) -> None:
         """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures)."""
         document = {

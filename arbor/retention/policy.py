@@ -35,7 +35,7 @@ class Protect:
     """
 
     sinks: int = 4
-    recent: int = 0
+    recent: int = 8
     tail: int = 8
     floor: int = 4
     threshold: float = 1e-4
@@ -46,6 +46,11 @@ class Protect:
                 raise UsageError(
                     "setting-range", f"{name}={getattr(self, name)}: it must be 0 or more."
                 )
+
+
+WHOLE = Protect(
+    tail=0, floor=0
+)  # for policies that give blocks up whole, or rank all tokens together
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class FullRetention(Policy):
     name: str = field(default="full", init=False)
     allocator: Full = field(default_factory=Full)
     scorer: Recency = field(default_factory=Recency)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class LRUPolicy(Policy):
     name: str = field(default="lru", init=False)
     allocator: LRU = field(default_factory=LRU)
     scorer: Recency = field(default_factory=Recency)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ class ReentryPolicy(Policy):
     name: str = field(default="reentry", init=False)
     allocator: Reentry = field(default_factory=Reentry)
     scorer: Recency = field(default_factory=Recency)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,7 @@ class UniformPolicy(Policy):
     name: str = field(default="uniform", init=False)
     allocator: Uniform = field(default_factory=Uniform)
     scorer: Recency = field(default_factory=Recency)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class BeladyPolicy(Policy):
     name: str = field(default="belady", init=False)
     allocator: Belady = field(default_factory=Belady)
     scorer: Recency = field(default_factory=Recency)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,7 @@ class StreamingLLM(Policy):
     name: str = field(default="streaming", init=False)
     allocator: Pooled = field(default_factory=Pooled)
     scorer: Recency = field(default_factory=Recency)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -149,6 +160,7 @@ class H2O(Policy):
     name: str = field(default="h2o", init=False)
     allocator: Pooled = field(default_factory=Pooled)
     scorer: HeavyHitters = field(default_factory=HeavyHitters)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -158,6 +170,7 @@ class TOVAPolicy(Policy):
     name: str = field(default="tova", init=False)
     allocator: Pooled = field(default_factory=Pooled)
     scorer: TOVA = field(default_factory=TOVA)
+    protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
@@ -167,6 +180,7 @@ class RandomTokens(Policy):
     name: str = field(default="random", init=False)
     allocator: Pooled = field(default_factory=Pooled)
     scorer: Chance = field(default_factory=Chance)
+    protect: Protect = WHOLE
 
 
 POLICIES: Mapping[str, Policy] = {name: build("policy", name) for name in BUILTIN["policy"]}

@@ -1,0 +1,49 @@
+"""Search shapes with a name: the configurations of the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from arbor.errors import UnknownName
+
+_ARBORKV: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # ArborKV section 5.1: branching 3, depth 6, 64 expansions, 128 tokens a thought
+    "config-s": {
+        "controller": {"name": "tot", "strategy": "dfs", "width": 3, "max_visited": 64},
+        "max_depth": 6,
+        "max_expansions": 64,
+        "step_tokens": 128,
+        "sampling": _ARBORKV,
+    },
+    # branching 5, depth 8, 256 expansions
+    "config-l": {
+        "controller": {
+            "name": "tot",
+            "strategy": "dfs",
+            "width": 5,
+            "max_per_state": 5,
+            "max_visited": 256,
+        },
+        "max_depth": 8,
+        "max_expansions": 256,
+        "step_tokens": 128,
+        "sampling": _ARBORKV,
+    },
+}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The settings of `Solver` that a preset stands for: ``Solver(**preset("config-s"))``.
+
+    The paper says which search it runs only as "DPTS-style"; here it is depth-first search, which backtracks, so that
+    what was evicted is needed again.
+
+    Raises:
+        UnknownName: no such preset; says the nearest one.
+    """
+    if name not in PRESETS:
+        raise UnknownName("preset", name, sorted(PRESETS))
+    return dict(PRESETS[name])
