@@ -46,15 +46,36 @@ from arbor.events import (
 from arbor.trace import TraceWriter
 from arbor.trace.html import read_recording, write_page
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # the browser's pipe is a tool of the tests
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "tests")
+)  # the browser's pipe is a tool of the tests
 
 from chromium import Page, chromium
 
 PROMPT, SHORTEST, LONGEST, WIDTH, DEPTH, LEAVES = 220, 40, 128, 5, 6, 2
 SHARE = 0.25
-WORDS = (
-    "the sum of both is then half of what remains so we try the next factor and check it again"
-).split()
+WORDS = [
+    "the",
+    "sum",
+    "of",
+    "both",
+    "is",
+    "then",
+    "half",
+    "of",
+    "what",
+    "remains",
+    "so",
+    "we",
+    "try",
+    "the",
+    "next",
+    "factor",
+    "and",
+    "check",
+    "it",
+    "again",
+]
 
 
 class Simulation:

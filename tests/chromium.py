@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,6 +31,15 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 PATIENCE_S = 60.0
+
+# Chromium reads commands from descriptor 3 and writes to 4: the pipes are put there, by way of higher numbers
+PLACE = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3]]
+for place, pipe in enumerate(pipes, 3):
+    os.dup2(pipe, place)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 # what a key is called when it is no letter: (code, virtual key)
 NAMED_KEYS = {
@@ -220,9 +230,8 @@ def chromium(*flags: str) -> Iterator[Browser]:
     theirs, to = os.pipe()
     back, ours = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        # it reads commands from descriptor 3 and writes to 4; the shell puts our pipes there
-        script = f'exec "$0" "$@" 3<&{theirs} 4>&{ours}'
-        command = ["sh", "-c", script, found, *FLAGS, f"--user-data-dir={profile}", *flags]
+        command = [sys.executable, "-c", PLACE, str(theirs), str(ours), found]
+        command += [*FLAGS, f"--user-data-dir={profile}", *flags]
         process = subprocess.Popen(
             command,
             pass_fds=(theirs, ours),

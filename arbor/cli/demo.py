@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 PROBLEM = "4 5 6 10"
 PAGE = Path("arbor-demo.html")
-ROOM = 1.2  # budget over the smallest that works: little enough that KV has to leave and to come back
+ROOM = (
+    1.2  # budget over the smallest that works: little enough that KV has to leave and to come back
+)
 ATTEMPTS = 4  # seeds; the first that finds an answer and had to bring KV back is shown
 ENOUGH_S = 10.0  # after this long no further attempt begins
 FIRST_SEED = 1

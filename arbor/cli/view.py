@@ -156,7 +156,9 @@ def print_tree(voice: Voice, path: Path, event: int | None) -> int:
     if replay.header is not None:
         problem = "".join(c if c.isprintable() else " " for c in replay.header.problem)
         where = f"{problem}  ({where})"
-    title = where if console.encoding.startswith("utf") else where.encode("ascii", "replace").decode()
+    title = (
+        where if console.encoding.startswith("utf") else where.encode("ascii", "replace").decode()
+    )
     lines = [Text(title, "bold"), *meter_lines(replay, replay.metrics(), glyphs, console.width)]
     if console.width >= NARROW:
         lines += tree_lines(replay, glyphs, console.width, rows=len(replay.blocks) + 1)

@@ -1,15 +1,16 @@
 // map.js: the tree on the token axis. A block is a bar from its first to its last token, filled by where its KV lies;
 // its children begin where it ends. When rows are thinner than THIN pixels, each pixel shows the mean of what it covers.
 
-const THIN = 3, TALLEST = 30, WIDEST = 46, TEXT_FROM = 12; // CSS pixels; WIDEST is of one token
+const THIN = 3, TALLEST = 30, WIDEST = 46, TEXT_FROM = 11.5; // CSS pixels; WIDEST is of one token
 const GUTTER = { left: 14, right: 14, top: 24, bottom: 10 };
 const ANSWER_ROOM = 190;
+const MONOSPACE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
 /** Colours of the page's theme, for the canvases. */
 function palette() {
   const style = getComputedStyle(document.documentElement);
   const colours = {};
-  for (const name of ["paper", "raised", "ink", "muted", "line", "active", "idle", "host", "gone", "edge", "budget", "mark", "full", "on-active", "on-idle", "on-host"]) {
+  for (const name of ["paper", "raised", "ink", "muted", "line", "active", "idle", "host", "gone", "edge", "budget", "mark", "pick", "full", "on-active", "on-idle", "on-host"]) {
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   }
   return colours;
@@ -156,9 +157,12 @@ class TreeMap {
     const { pen, width, height } = sheet, { colours } = scene;
     pen.clearRect(0, 0, width, height);
     pen.save();
-    pen.font = scene.font;
+    const size = Math.max(8.5, Math.min(11, this.view.ky - 3));
+    scene = { ...scene, font: `${size}px ${MONOSPACE}`, bold: `600 ${size}px ${MONOSPACE}`, glyph: (scene.glyph * size) / 11 };
+    pen.font = `11px ${MONOSPACE}`;
     pen.textBaseline = "middle";
     if (this.mode !== "links") this._axis(pen, width, height, colours);
+    pen.font = scene.font;
     pen.beginPath();
     pen.rect(0, GUTTER.top - 4, width, height - GUTTER.top + 4);
     pen.clip();
@@ -203,7 +207,7 @@ class TreeMap {
       const top = this.sy(run.top[block]), tall = (run.bottom[block] - run.top[block]) * view.ky;
       return { left, width, top: top + 0.5, tall: Math.max(1, tall - (tall > 4 ? 1.5 : 0)) };
     }
-    const tall = Math.max(2, Math.min(20, view.ky * 0.74));
+    const tall = Math.max(2, Math.min(20, view.ky < TEXT_FROM ? view.ky * 0.74 : view.ky - 3));
     return { left, width, top: this.sy(run.row[block] + 0.5) - tall / 2, tall };
   }
 
@@ -283,16 +287,16 @@ class TreeMap {
     if (width > 26) this._label(pen, scene, block, left, width, top, tall, middle, device, host);
     if (state.state[block] === PRUNED) {
       pen.strokeStyle = colours.ink;
-      pen.globalAlpha *= 0.7;
+      pen.globalAlpha *= 0.5;
       pen.beginPath();
       pen.moveTo(left, middle + 0.5);
       pen.lineTo(left + width, middle + 0.5);
       pen.stroke();
-      pen.globalAlpha /= 0.7;
+      pen.globalAlpha /= 0.5;
     }
     if (Number.isFinite(state.value[block]) && tall > 8 && this.mode === "spans") {
       pen.fillStyle = colours.ink;
-      pen.fillRect(left, top + tall, width * Math.max(0, Math.min(1, state.value[block])), 2);
+      pen.fillRect(left, top + tall, width * Math.max(0, Math.min(1, state.value[block])), tall > 11 ? 2 : 1.25);
     }
     if (run.leaf[block]) this._ending(pen, scene, block, left + width, middle);
   }
@@ -524,7 +528,7 @@ class TreeMap {
     if (scene.hover >= 0) outline(scene.hover, colours.ink, 1, 1.5);
     if (scene.selected >= 0) {
       outline(scene.selected, colours.paper, 4, 3);
-      outline(scene.selected, colours.mark, 2.25, 3);
+      outline(scene.selected, colours.pick, 2.25, 3);
     }
   }
 

@@ -182,7 +182,11 @@ class BlockPanel {
     if (record.e === "rehydrate" && row) return `regains ${plural(row[1], "token")} (${record.mode})`;
     if (record.e === "verify") return `value ${fixed(list(record.values)[list(record.nodes).indexOf(id)], 3)}`;
     if (record.e === "boundary") return `closes, ${plural(record.tokens, "token")}`;
-    return sentence(record);
+    if (record.e === "allocate") {
+      const own = list(record.nodes).find((each) => Array.isArray(each) && each[0] === id);
+      if (own) return `keeps ${count(own[2])} of ${count(own[1])}, score ${fixed(own[3])}`;
+    }
+    return record.e in SENTENCES ? sentence(record) : factsAbout(record, id).map(([key, value]) => `${key}=${value}`).join("  ");
   }
 }
 

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from arbor.events import Event
@@ -59,7 +58,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 def record_events(name: str, events: Iterable[tuple[float, Event]]) -> Recording:
     """A recording of (seconds, event) pairs that were never written to a file."""
     records = [
-        _shortened({"i": number, "t": round(seconds, 6), **to_record(event)})
+        _shortened({"e": event.name, "i": number, "t": round(seconds, 6)} | to_record(event))
         for number, (seconds, event) in enumerate(events)
     ]
     recording = Recording(name, tuple(records))

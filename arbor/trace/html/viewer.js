@@ -70,8 +70,7 @@ class View {
       theme: this.theme,
       colours: this.colours,
       hatch: this.hatch,
-      font: "11px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
-      bold: "600 11px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
+      bold: `600 11px ${MONOSPACE}`,
       small: "10px system-ui, sans-serif",
       glyph: this.glyph,
     };
@@ -181,7 +180,7 @@ class View {
     this.colours = palette();
     const pen = document.createElement("canvas").getContext("2d");
     this.hatch = hatch(pen, this.colours);
-    pen.font = "11px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+    pen.font = `11px ${MONOSPACE}`;
     this.glyph = pen.measureText("0").width;
     this.invalidate();
   }
