@@ -12,9 +12,10 @@ from arbor.retention.ordering import order, whole_blocks
 class Reentry:
     """Keep whole blocks in the order in which they are needed: first the operation in progress, then by probability.
 
-    In lossless mode a block costs P(it is read again) times the tokens it lacks, plus a charge per transition that no
-    choice changes, because all missing blocks of a path are computed in one forward. That is linear, so the cheapest
-    choice fills blocks completely by descending probability, and which tokens of the last one stay is irrelevant.
+    In lossless mode a block costs P(it is read again) times the tokens it lacks: linear, so the cheapest choice fills
+    blocks completely by descending probability, and which tokens of the last one stay is irrelevant. A transition that
+    lacks anything costs one forward whatever it lacks, because all missing blocks of a path are computed together; that
+    charge is left out, and it is the most the choice can lose.
 
     Order: smallest `scheduled` (certain), largest `reentry`, ancestors first, last used, node id; whole blocks, at most
     one in part. Probability does not grow from the root to a leaf, so leaves go first without a rule that says so.
