@@ -66,6 +66,14 @@ def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
     assert f"{info}/licenses/LICENSE" in wheel
 
 
+def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
+    folder = ROOT / "arbor/trace/html"
+    assets = {f"arbor/trace/html/{path.name}" for path in folder.glob("viewer.*")}
+    assets |= {f"arbor/trace/html/{path.name}" for path in folder.glob("*.js")}
+
+    assert len(assets) > 5 and assets <= set(wheel)
+
+
 @pytest.mark.parametrize("folder", LINKED)
 def test_the_outer_folders_are_linked_into_the_package(folder: str) -> None:
     link = ROOT / "arbor" / folder
