@@ -158,7 +158,7 @@ def _line(block: Block, stem: str, running: bool, glyphs: Glyphs) -> Text:
     if glyphs is ASCII:
         text = text.encode("ascii", "replace").decode("ascii")
     style = "bold" if running else ("dim" if block.state is NodeState.PRUNED else "")
-    line = Text(stem, "dim")
+    line = Text().append(stem, "dim")  # as a base style it would dim the whole line
     line.append(f"#{block.id} ", style)
     line.append(cells, "blue")
     line.append(" ".join(["", *marks, text]), style)
