@@ -45,7 +45,6 @@ from arbor.metrics import Metrics, MetricsFold
 from arbor.request import Options, Request
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.retention.uses import Uses
 from arbor.session import Limits, Outcome, Session, Status
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream

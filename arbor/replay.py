@@ -1,0 +1,195 @@
+"""Replay: a recorded search again under another policy and budget, without running the model.
+
+The tree, the values and the order of a lossless search do not depend on the budget, so what a policy costs (tokens
+recomputed, evictions, slots held) follows from a trace: the engine does all it does, except that forward passes compute
+nothing and tokens and verdicts are those of the recording. Attention is not recorded: policies that rank tokens by it see
+zeros, which in lossless mode changes which tokens of a block leave, and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbor import registry
+from arbor.engine.boundary import Stop, StopRule
+from arbor.engine.engine import Engine, Growth, Rehydrate
+from arbor.engine.plan import ForwardPlan
+from arbor.engine.runner import ForwardResult
+from arbor.engine.sampling import Sampling
+from arbor.errors import TraceError, UsageError
+from arbor.events import Boundary as Closed
+from arbor.events import Event, Header, Opened, Verified
+from arbor.memory.pool import LayerKV
+from arbor.metrics import Metrics, MetricsFold
+from arbor.retention.policy import Policy
+from arbor.retention.uses import Uses
+from arbor.session import Limits, Session
+from arbor.tasks.base import Problem, Task
+from arbor.trace.read import Trace
+from arbor.tree import Node
+from arbor.verifiers.base import Asker, Verdict, Verifier
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a replay needs of a trace.
+
+    Attributes:
+        header: of the run.
+        prompt: tokens of the root (their ids are not recorded; only their number counts).
+        blocks: by node id, as they closed.
+        values: by node id, what the verifier said.
+        uses: when each block is read.
+    """
+
+    header: Header
+    prompt: int
+    blocks: Mapping[int, Closed]
+    values: Mapping[int, float]
+    uses: Uses
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Recording:
+        """From the events of a run.
+
+        Raises:
+            TraceError: they do not begin with a header and a prompt, or leave out the tokens (``--trace-text none``).
+        """
+        header = next((event for event in events if isinstance(event, Header)), None)
+        root = next((e for e in events if isinstance(e, Opened) and e.parent is None), None)
+        blocks = {event.node: event for event in events if isinstance(event, Closed)}
+        if header is None or root is None or not all(block.ids for block in blocks.values()):
+            raise TraceError(
+                "trace-replay",
+                "the trace has no header, no prompt or no tokens to replay.",
+                "Record it whole, with --trace-text full.",
+            )
+        verified = [event for event in events if isinstance(event, Verified)]
+        values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
+        return cls(header, root.tokens, blocks, values, Uses.of(events))
+
+
+def replay(
+    recorded: Recording | Trace,
+    tokenizer: Any,
+    *,
+    policy: str | Policy,
+    slots: int,
+    rehydrate: Rehydrate = "selective",
+    listen: Callable[[Event], None] = lambda event: None,
+) -> Metrics:
+    """Run a recorded search again within a budget of `slots`, in lossless mode.
+
+    Args:
+        recorded: the search; under full retention or not, its tree is the same.
+        tokenizer: of its model, for the verifier's questions.
+        policy: a name or a ready policy; ``belady`` knows the recording's future.
+        slots: tokens of KV.
+        rehydrate: ``selective`` or ``span``.
+        listen: called with every event.
+
+    Returns:
+        The counters; times are those of the replay.
+
+    Raises:
+        BudgetInfeasible: a path does not fit.
+        TraceError: the trace cannot be replayed.
+    """
+    record = recorded if isinstance(recorded, Recording) else Recording.of(recorded.events)
+    config = record.header.config
+    task: Task = registry.build("task", config["task"])
+    boundary = dataclasses.replace(
+        task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
+    )
+    fold = MetricsFold()
+
+    def emit(event: Event) -> None:
+        fold(event)
+        listen(event)
+
+    engine = _Player(record, tokenizer, registry.build("policy", policy), rehydrate, emit)
+    session = Session(
+        engine,
+        task,
+        task.parse(record.header.problem),
+        registry.build("controller", config["controller"]),
+        _Judge(registry.build("verifier", config["verifier"]), record.values),
+        Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, ())),
+        Limits(config["max_depth"], config.get("max_expansions")),
+        slots,
+        emit,
+        record.uses,
+    )
+    emit(record.header)
+    session.run([0] * record.prompt, record.header.problem)
+    return fold.metrics()
+
+
+class _Player(Engine):
+    """The engine without a model: tokens come from the recording, forward passes compute nothing."""
+
+    def __init__(
+        self,
+        record: Recording,
+        tokenizer: Any,
+        policy: Policy,
+        rehydrate: Rehydrate,
+        emit: Callable[[Event], None],
+    ) -> None:
+        runner: Any = SimpleNamespace(
+            layer_kv=(LayerKV(1, 1, 1),),
+            layer_count=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        super().__init__(runner, tokenizer, policy=policy, rehydrate=rehydrate, emit=emit)
+        self._record = record
+        self._nothing = torch.zeros(1, len(tokenizer))
+
+    def _run(self, plan: ForwardPlan, observe: bool = True) -> ForwardResult:
+        return ForwardResult(self._nothing.expand(len(plan.logit_rows), -1))
+
+    def _choose(self, rows: Sequence[Any], logits: Tensor, growth: Growth) -> None:
+        for row in rows:
+            block = self._record.blocks.get(row.node.id)
+            if block is None:
+                raise UsageError("trace-replay", "the search left the recorded one.")
+            self.tree.append(row.node, block.ids[len(row.node.tokens)])
+            if len(row.node.tokens) == len(block.ids):
+                row.stop = block.stop
+
+    def _close(self, rows: Sequence[Any], logits: Tensor) -> None:
+        super()._close(rows, logits)
+        for row in rows:
+            row.node.confidence = self._record.blocks[row.node.id].confidence
+
+    def _boundary(self, node: Node, stop: Stop) -> None:
+        block = self._record.blocks[node.id]
+        node.text, node.logprob, node.top1 = block.text, block.logprob, block.top1
+        self.emit(block)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """The recorded verdicts, after asking what the verifier asks."""
+
+    verifier: Verifier
+    values: Mapping[int, float]
+
+    @property
+    def needs_model(self) -> bool:
+        return self.verifier.needs_model
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """What was said of the candidates."""
+        asked = self.verifier.verify(task, problem, candidates, engine).asked
+        return Verdict(tuple(self.values[node.id] for node in candidates), asked)

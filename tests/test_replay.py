@@ -1,0 +1,92 @@
+"""A recorded search replayed without the model costs what it cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from arbor import Solver
+from arbor.errors import BudgetInfeasible, TraceError
+from arbor.events import Event, Rehydrated, Selected
+from arbor.metrics import Metrics
+from arbor.replay import Recording, replay
+
+TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
+SEARCHES = (
+    {"controller": {"name": "tot", "beam": 2, "width": 3}},
+    {"controller": {"name": "tot", "strategy": "dfs", "width": 3, "max_visited": 6}},
+    {"controller": {"name": "beam", "beam_size": 2, "width": 2}, "verifier": "exact"},
+)
+
+
+def counters(metrics: Metrics) -> dict[str, float]:
+    """What does not depend on the clock or on the recorded header's budget."""
+    kept = dataclasses.asdict(metrics)
+    for name in (*TIMES, "budget_tokens", "bytes_per_token", "full_tokens", "smallest_tokens"):
+        del kept[name]
+    return kept
+
+
+def live(search: dict[str, object], **settings: object) -> tuple[Metrics, list[Event]]:
+    events: list[Event] = []
+    with Solver(listeners=(events.append,), **search, **settings) as solver:
+        return solver.solve("4 5 6 10").metrics, events
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    with Solver() as solver:
+        solver.plan("4 5 6 10")
+        return solver._read().tokenizer
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer: object) -> None:
+    whole, events = live(search)
+    record = Recording.of(events)
+
+    assert counters(replay(record, tokenizer, policy="lru", slots=4096)) == counters(whole)
+
+    slots = max(150, whole.peak_tokens // 4)
+    for policy in ("lru", "reentry", "uniform"):
+        run, _ = live(search, budget=f"{slots}tok", policy=policy)
+        again = replay(record, tokenizer, policy=policy, slots=slots)
+        assert counters(again) == counters(run)
+        assert again.evicted_tokens > 0
+
+
+def test_spans_cost_more_than_missing_tokens(tokenizer: object) -> None:
+    record = Recording.of(live(SEARCHES[1])[1])
+    cost = {
+        mode: replay(record, tokenizer, policy="uniform", slots=150, rehydrate=mode)
+        for mode in ("selective", "span")
+    }
+    assert cost["selective"].tokens_recomputed < cost["span"].tokens_recomputed
+    assert cost["selective"].tokens_generated == cost["span"].tokens_generated
+
+
+def test_nobody_beats_the_clairvoyant(tokenizer: object) -> None:
+    record = Recording.of(live(SEARCHES[1])[1])
+    cost = {
+        policy: replay(record, tokenizer, policy=policy, slots=150).tokens_recomputed
+        for policy in ("belady", "reentry", "lru", "uniform", "random")
+    }
+    assert min(cost, key=cost.__getitem__) == "belady" or cost["belady"] == min(cost.values())
+
+
+def test_a_replay_tells_its_events(tokenizer: object) -> None:
+    record = Recording.of(live(SEARCHES[0])[1])
+    told: list[Event] = []
+    replay(record, tokenizer, policy="kkt", slots=150, listen=told.append)
+
+    assert any(isinstance(event, Rehydrated) for event in told)
+    assert any(isinstance(event, Selected) for event in told)
+
+
+def test_what_cannot_be_replayed_is_said(tokenizer: object) -> None:
+    events = live(SEARCHES[0])[1]
+    with pytest.raises(TraceError, match="trace-replay"):
+        Recording.of(events[1:])
+    with pytest.raises(BudgetInfeasible):
+        replay(Recording.of(events), tokenizer, policy="lru", slots=20)
