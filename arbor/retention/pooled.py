@@ -20,23 +20,22 @@ class Pooled:
     """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        if int(blocks.resident.sum()) <= room:
+        excess = int(blocks.resident.sum()) - room
+        if excess <= 0:
             return blocks.resident.copy()
-        left = room - int(blocks.floor.sum())
-        assert left >= 0, f"the floors take {room - left} tokens, there is room for {room}"
-        if left == 0:
-            return blocks.floor.copy()
+        floors = int(blocks.floor.sum())
+        assert floors <= room, f"the floors take {floors} tokens, there is room for {room}"
         tokens = blocks.tokens
         scores = scored(scorer, tokens)
         free = ~_in_floors(blocks, tokens, scores)
-        first = np.flatnonzero(free & tokens.protected)
-        if len(first) >= left:
-            taken = _newest_best(tokens, scores, first, left)
+        plain = np.flatnonzero(free & ~tokens.protected)
+        if len(plain) >= excess:
+            gone = _oldest_worst(tokens, scores, plain, excess)
         else:
-            others = np.flatnonzero(free & ~tokens.protected)
-            more = _newest_best(tokens, scores, others, left - len(first))
-            taken = np.concatenate([first, more])
-        counts: Ints = blocks.floor + np.bincount(tokens.block[taken], minlength=len(blocks))
+            guarded = np.flatnonzero(free & tokens.protected)
+            more = _oldest_worst(tokens, scores, guarded, excess - len(plain))
+            gone = np.concatenate([plain, more])
+        counts: Ints = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
         return counts
 
 
@@ -55,11 +54,11 @@ def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
     return paid
 
 
-def _newest_best(tokens: Tokens, scores: Floats, asked: Ints, count: int) -> Ints:
-    """The `count` of these tokens with the highest scores; equal ones by later position, then by block. O(T)."""
+def _oldest_worst(tokens: Tokens, scores: Floats, asked: Ints, count: int) -> Ints:
+    """The `count` of these tokens with the lowest scores; of equals the earlier position, then the later block. O(T)."""
     score = scores[asked]
-    least = np.partition(score, len(score) - count)[len(score) - count]
-    above = asked[score > least]
-    level = asked[score == least]
-    newest = order(-tokens.position[level])[: count - len(above)]
-    return np.concatenate([above, level[newest]])
+    most = np.partition(score, count - 1)[count - 1]
+    below = asked[score < most]
+    level = asked[score == most][::-1]
+    oldest = order(tokens.position[level])[: count - len(below)]
+    return np.concatenate([below, level[oldest]])

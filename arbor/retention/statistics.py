@@ -52,6 +52,7 @@ class TokenStatistics:
         self._base = np.zeros(0, np.int64)
         self._shift = np.zeros(0, np.int64)
         self._capacity = np.full(0, _CLOSED, np.int64)
+        self._received = np.zeros(0)  # mass of all tokens of the block
         self._readers = np.zeros(0, np.int64)  # queries that could see some token of the block
 
     def open(self, node_id: int, start: int, capacity: int) -> None:
@@ -66,6 +67,7 @@ class TokenStatistics:
             size = max(node_id + 1, 2 * len(self._base), 64)
             self._base = _longer(self._base, size)
             self._shift = _longer(self._shift, size)
+            self._received = _longer(self._received, size)
             self._readers = _longer(self._readers, size)
             self._capacity = _longer(self._capacity, size, _CLOSED)
         if self._capacity[node_id] == _CLOSED:
@@ -104,6 +106,8 @@ class TokenStatistics:
         if not queries.all():
             some = queries > 0
             owner, position, mass, queries = owner[some], position[some], mass[some], queries[some]
+        owner = owner.astype(np.int64)  # numpy's fast paths ask for the types of the arrays
+        mass = mass.astype(np.float64)
         at = self._shift.take(owner)
         at += position
         total = self._queries.take(at)
@@ -115,6 +119,7 @@ class TokenStatistics:
         active = latest >= self.threshold
         self._activated[at[active]] = total[active]
         # rows that see a token of a block see its earlier tokens too, so the most any token had is how many saw the block
+        np.add.at(self._received, owner, mass)
         rows = np.zeros(len(self._readers), np.int64)
         np.maximum.at(rows, owner, queries)
         self._readers += rows
@@ -131,18 +136,11 @@ class TokenStatistics:
             float64 [M]; 0 where no query could see the block yet, one that was never opened included.
         """
         ids = np.asarray(node_ids, np.int64)
-        total = np.zeros(len(ids))
-        known = np.flatnonzero(ids < len(self._base))
-        known = known[self._capacity[ids[known]] > 0]
-        if len(known) == 0:
-            return total
-        some = ids[known]
-        base = self._base[some]
-        # sum(mass[base : base + capacity]) for each block; reduceat takes [start, end, start, end, ...]
-        bounds = np.stack([base, base + self._capacity[some]], axis=1).ravel()
-        masses = np.append(self._mass[: self._end], 0.0)
-        total[known] = np.add.reduceat(masses, bounds)[::2] / np.maximum(self._readers[some], 1)
-        return total
+        known = ids < len(self._base)
+        ids = ids[known]
+        result = np.zeros(len(known))
+        result[known] = self._received[ids] / np.maximum(self._readers[ids], 1)
+        return result
 
     def view(self, node_id: int | NDArray[np.integer], offsets: NDArray[np.integer]) -> Seen:
         """Statistics of tokens; zeros for those of a block that was never opened, or that lie beyond its room.
