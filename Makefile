@@ -3,7 +3,7 @@
 PYTHON ?= python
 CODE := arbor kernels controllers verifiers tests scripts
 
-.PHONY: help check format lint types architecture test fix bench golden size
+.PHONY: help check format lint types architecture test fix bench golden docs size
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -34,6 +34,9 @@ bench:  ## timings of this machine, one JSON per benchmark
 
 golden:  ## rewrite tests/golden from this code; review the diff
 	$(PYTHON) -m pytest -q tests/test_golden.py --rewrite-golden
+
+docs:  ## write the generated parts of docs/ from the code
+	$(PYTHON) scripts/docs.py
 
 size:  ## lines of Python per folder
 	@for folder in $(CODE); do \

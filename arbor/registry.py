@@ -451,9 +451,21 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         raise _unreadable(value, "text", where)
     if (origin or hint) in (tuple, list):
         return _convert_sequence(value, origin or hint, options, where)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return _construct(typing.cast("type[Any]", hint), where, value)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping | str):
+        table = _table(value, where) if isinstance(value, str) else value
+        return _construct(typing.cast("type[Any]", hint), where, table)
     return value
+
+
+def _table(text: str, where: str) -> Mapping[str, Any]:
+    """The settings of a part, written as a JSON object."""
+    try:
+        table = json.loads(text)
+    except ValueError:
+        table = None
+    if not isinstance(table, Mapping):
+        raise _unreadable(text, 'a table, as in {"width": 4}', where)
+    return table
 
 
 def _convert_sequence(value: Any, kind: Any, options: tuple[Any, ...], where: str) -> Any:

@@ -390,6 +390,14 @@ def test_a_setting_called_name_is_refused() -> None:
         build("task", Named)
 
 
+def test_a_part_is_read_from_a_table() -> None:
+    assert build("controller", Sample, inner='{"depth": 5}').inner == Inner(5)
+    assert build("controller", Sample, inner={"depth": 5}).inner == Inner(5)
+    for text in ("5", "deep", "[1]"):
+        with pytest.raises(UsageError, match=r"inner=.*must be a table"):
+            build("controller", Sample, inner=text)
+
+
 # Names of one's own
 
 
