@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offers import SEEDS, offer, permuted, room_for
 
-from arbor.retention.base import NEVER, Blocks, Ints
+from arbor.retention.base import NEVER, Blocks, Floats, Ints, Tokens
 from arbor.retention.belady import Belady
 from arbor.retention.kkt import KKT
 from arbor.retention.lru import LRU
@@ -533,13 +533,33 @@ def test_pooled_keeps_the_best_tokens_wherever_they_lie(seed: int, share: float)
         taken += [i for i in ranked if tokens.block[i] == block][:floor]
     taken += [i for i in ranked if i not in taken][: room - len(taken)]
 
-    @dataclasses.dataclass(frozen=True)
-    class Given:
-        observes = False
-
-        def scores(self, tokens: object) -> np.ndarray:
-            return scores
-
-    counts = Pooled().counts(blocks, room, Given())
+    counts = Pooled().counts(blocks, room, Scored(tuple(scores)))
 
     assert counts.tolist() == np.bincount(tokens.block[taken], minlength=len(blocks)).tolist()
+
+
+@given(seed=SEEDS, share=SHARES, values=st.sampled_from([2, 50, 10**6]))
+def test_many_tokens_are_told_apart_as_few_are(seed: int, share: float, values: int) -> None:
+    """Where a sample narrows the search, the same tokens leave: the lowest scores, of equals the earlier positions."""
+    blocks = offer(seed, 500, longest=40)
+    tokens = blocks.tokens
+    blocks = dataclasses.replace(blocks, floor=np.zeros(500, np.int64))
+    scores = np.random.default_rng(seed).integers(0, values, len(tokens.block)).astype(float)
+    room = room_for(blocks, share)
+    keys = (tokens.block, -tokens.position, -scores, ~tokens.protected)
+
+    counts = Pooled().counts(blocks, room, Scored(tuple(scores)))
+
+    stay = np.lexsort(keys)[:room]
+    assert counts.tolist() == np.bincount(tokens.block[stay], minlength=500).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Scores that are given."""
+
+    values: tuple[float, ...]
+    observes: bool = False
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return np.array(self.values)

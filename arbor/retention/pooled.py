@@ -10,6 +10,8 @@ from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.keep import best, scored
 from arbor.retention.ordering import order
 
+_SAMPLE = 2048
+
 
 @dataclass(frozen=True)
 class Pooled:
@@ -56,9 +58,27 @@ def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
 
 def _oldest_worst(tokens: Tokens, scores: Floats, asked: Ints, count: int) -> Ints:
     """The `count` of these tokens with the lowest scores; of equals the earlier position, then the later block. O(T)."""
-    score = scores[asked]
+    score = scores if len(asked) == len(scores) else scores[asked]
+    low = _low(score, count)
+    asked, score = asked[low], score[low]
     most = np.partition(score, count - 1)[count - 1]
     below = asked[score < most]
     level = asked[score == most][::-1]
     oldest = order(tokens.position[level])[: count - len(below)]
     return np.concatenate([below, level[oldest]])
+
+
+def _low(score: Floats, count: int) -> Ints:
+    """Indices of the lowest scores, at least `count`, all that are equal to the highest of them included.
+
+    A sample says where about the limit lies, so that few have to be told apart: a third of the time.
+    """
+    stride = len(score) // _SAMPLE
+    if stride > 1:
+        sample = np.sort(score[::stride])
+        place = len(sample) * count // len(score)
+        guess = sample[min(len(sample) - 1, place + place // 4 + 16)]
+        low = np.flatnonzero(score <= guess)
+        if len(low) >= count:
+            return low
+    return np.arange(len(score))
