@@ -78,7 +78,7 @@ def test_nobody_beats_the_clairvoyant(tokenizer: object) -> None:
 def test_a_replay_tells_its_events(tokenizer: object) -> None:
     record = Recording.of(live(SEARCHES[0])[1])
     told: list[Event] = []
-    replay(record, tokenizer, policy="kkt", slots=150, listen=told.append)
+    replay(record, tokenizer, policy="kkt", slots=120, listen=told.append)
 
     assert any(isinstance(event, Rehydrated) for event in told)
     assert any(isinstance(event, Selected) for event in told)

@@ -96,7 +96,7 @@ def test_irreversible_brings_nothing_back(policy: str) -> None:
 @pytest.mark.parametrize("rehydrate", REVERSIBLE)
 def test_a_path_that_fits_is_whole_and_exact_again_after_loss(rehydrate: str) -> None:
     lab = Lab(build("llama"), policy=little("h2o"), mode="lossy", rehydrate=rehydrate, debug=True)
-    tree = lab.plant(19)
+    tree = lab.plant(18)
     first, second = lab.sprout([(tree.root, 2)])
     assert not all(node.span.exact.all() for node in second.path)
     lab.extend(second)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +46,10 @@ from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
 NEXT_LOGITS_BYTES = 256 << 20
 OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
-MARGIN = 8  # slots lossy mode frees at once while blocks decode (ArborKV's delta)
+MARGIN = (
+    4  # tokens of each row that are made room for at once while blocks decode (ArborKV's delta)
+)
+T = TypeVar("T")
 Mode = Literal["lossless", "lossy"]
 Rehydrate = Literal["selective", "span", "off"]
 Filled = tuple[Node, NDArray[np.int64]]  # a block, and offsets of its tokens that a forward writes
@@ -238,7 +241,7 @@ class Engine:
             BudgetInfeasible: a single child does not fit beside its path.
         """
         longest = growth.stop.max_tokens
-        order = sorted(children, key=lambda child: child.key)
+        order = self._in_order(children, [child.parent or child for child in children])
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
         self.residency.changed(children)
@@ -262,7 +265,7 @@ class Engine:
             BudgetInfeasible: one question does not fit beside its path.
         """
         self._require(nodes, [len(question) for question in questions])
-        order = sorted(range(len(nodes)), key=lambda i: nodes[i].key)
+        order = self._in_order(range(len(nodes)), nodes)
         answers: list[Tensor] = [torch.empty(0)] * len(nodes)
         lengths = [len(questions[i]) for i in order]
         for wave in self._waves([nodes[i] for i in order], lengths):
@@ -295,6 +298,22 @@ class Engine:
         if needed > self.memory.slots:
             what = "what is protected of a path" if self._lossy else "the longest path"
             raise BudgetInfeasible(needed, self.memory.slots, f"{what} with its next block")
+
+    def _in_order(self, work: Sequence[T], nodes: Sequence[Node]) -> list[T]:
+        """Pieces of work in depth-first order of the tree, so that a wave shares what it can; from the end that lies on
+        the device. Where a level does not fit, the search then goes to and fro over it rather than round in circles, and
+        finds what the last wave left. Results do not depend on the order.
+
+        Args:
+            work: what there is to do.
+            nodes: the block at whose end each piece of work begins.
+        """
+        order = sorted(range(len(work)), key=lambda i: (nodes[i].key, i))
+        held = np.array([np.count_nonzero(nodes[i].span.resident) for i in order])
+        place = np.arange(len(order))
+        if (held * place).sum() > (held * place[::-1]).sum():
+            order.reverse()
+        return [work[i] for i in order]
 
     def _waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
         """Cut one operation into waves that fit, and tell the policy which are still to come.
@@ -602,8 +621,7 @@ class Engine:
         """
         longest = growth.stop.max_tokens
         leaves = [child.parent for child in children if child.parent is not None]
-        reserve = len(children) * (1 if self._lossy else longest)
-        logits = torch.stack(self._complete(leaves, reserve=reserve, need_logits=True))
+        logits = torch.stack(self._complete(leaves, reserve=len(children), need_logits=True))
         starts = self.memory.starts(longest, len(children))
         rows = [
             _Row(child, leaf, stream(growth.seed, child), int(start))
@@ -615,7 +633,7 @@ class Engine:
         new = [i for i, row in enumerate(rows) if not row.node.tokens]
         self._choose([rows[i] for i in new], logits[new], growth)
         while rows:
-            if self._lossy and self._squeeze(rows):
+            if self.memory.free < len(rows) and self._squeeze(rows):
                 shared = None
             self._append(rows)
             plan = plan_forward(
@@ -653,14 +671,16 @@ class Engine:
             row.context, row.exact = contexts[row.leaf.id]
 
     def _squeeze(self, rows: Sequence[_Row]) -> bool:
-        """Lossy mode: make room for one more token per row; whether anything left."""
-        if self.memory.free >= len(rows):
-            return False
-        held = self.memory.used - sum(len(row.node.tokens) - 1 for row in rows)
-        needed = min(len(rows) + MARGIN, self.memory.free + held)
-        self.residency.fit(max(needed, len(rows)), [row.node for row in rows], "pressure")
-        self._look_back(rows)
-        return True
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case (a lossless wave
+        is cut so that its longest blocks fit beside their paths). Whether what the rows read has changed."""
+        nodes = [row.node for row in rows]
+        kept = self.tree.paths(nodes) if not self._lossy else nodes
+        pinned = sum(int(np.count_nonzero(node.span.resident)) for node in kept)
+        most = self.memory.slots - pinned
+        self.residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+        if self._lossy:
+            self._look_back(rows)
+        return self._lossy
 
     def _append(self, rows: Sequence[_Row]) -> None:
         """A slot for each row's last token."""

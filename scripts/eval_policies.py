@@ -1,0 +1,309 @@
+"""What retention policies cost where nothing is lost, and what they lose where it is.
+
+    python scripts/eval_policies.py lossless --n 100 --json lossless.json     # recorded once, replayed for every policy
+    python scripts/eval_policies.py lossy --task chains --n 500 --json lossy.json
+    python scripts/eval_policies.py same --n 500 --json same.json             # tokens and answers equal at every budget
+
+Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
+tokens per generated token (of sums), the ratio to the clairvoyant policy, peak over budget (must be at most 1).
+`lossy` runs one greedy chain per problem and reports the share of right answers, paired with full retention.
+Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from eval_sapling import share
+
+from arbor import Solver
+from arbor.errors import BudgetInfeasible
+from arbor.events import Boundary, Event, Opened, Pruned, Verified
+from arbor.registry import build
+from arbor.replay import Recording, replay
+from arbor.retention.policy import POLICIES, Protect
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
+    "tot-dfs": {"controller": {"name": "tot", "strategy": "dfs", "width": 5, "max_visited": 40}},
+    "beam": {"controller": {"name": "beam", "beam_size": 5, "width": 4, "stop_value": None}},
+}
+LOSSLESS = ("lru", "uniform", "arborkv", "kkt", "reentry", "belady")
+LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "arborkv", "kkt")
+PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
+BOOTSTRAP = 2000
+
+
+def problems_of(task: Any, split: str, n: int) -> list[Any]:
+    """The first n problems of a split."""
+    return list(itertools.islice(task.problems(split), n))
+
+
+def interval(values: Callable[[np.ndarray], float], n: int) -> tuple[float, float]:
+    """95 % bootstrap interval of a figure computed from the problems with these indices."""
+    rng = np.random.default_rng(0)
+    drawn = [values(rng.integers(0, n, n)) for _ in range(BOOTSTRAP)]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def lossless(args: argparse.Namespace) -> dict[str, Any]:
+    """Costs of every policy, by replay of recorded searches."""
+    results: dict[str, Any] = {"rows": []}
+    for name in args.searches:
+        events: list[Event] = []
+        records: list[Recording] = []
+        peaks, unshared = [], []
+        with Solver(
+            args.model, task=args.task, listeners=(events.append,), **SEARCHES[name]
+        ) as solver:
+            for problem in problems_of(solver.task, "test", args.n):
+                events.clear()
+                metrics = solver.solve(problem).metrics
+                records.append(Recording.of(list(events)))
+                peaks.append(metrics.peak_tokens)
+                unshared.append(unshared_peak(events))
+            tokenizer = solver._read().tokenizer
+        generated = np.array([sum(len(b.ids) for b in r.blocks.values()) for r in records])
+        print(f"{name}: {len(records)} recorded, peak {np.mean(peaks):.0f} tokens", flush=True)
+        results[name] = {
+            "n": len(records),
+            "peak_tokens": float(np.mean(peaks)),
+            "unshared_tokens": float(np.mean(unshared)),
+        }
+        cost: dict[tuple[float, str, str], np.ndarray] = {}
+        for ratio, rehydrate, policy in itertools.product(
+            args.budgets, ("selective", "span"), args.policies or LOSSLESS
+        ):
+            began = time.perf_counter()
+            runs = [
+                replayed(r, tokenizer, policy, max(math.floor(ratio * p), 1), rehydrate)
+                for r, p in zip(records, peaks, strict=True)
+            ]
+            key = (ratio, rehydrate, policy)
+            cost[key] = np.array([run["recomputed"] for run in runs], float)
+            ran = [run for run in runs if run["fits"]]
+            results["rows"].append(
+                {
+                    "search": name,
+                    "budget": ratio,
+                    "rehydrate": rehydrate,
+                    "policy": policy,
+                    "problems": len(ran),
+                    "raised": len(runs) - len(ran),
+                    "over_budget": sum(run["over"] for run in ran),
+                    **ratio_of(cost[key], generated),
+                    "policy_us_per_event": 1e6
+                    * sum(r["policy_s"] for r in runs)
+                    / max(1, sum(r["events"] for r in runs)),
+                    "replay_s": time.perf_counter() - began,
+                }
+            )
+            print(json.dumps(results["rows"][-1]), flush=True)
+        for row in results["rows"]:
+            key = (row["budget"], row["rehydrate"], "belady")
+            if row["search"] == name and key in cost:
+                mine = cost[(row["budget"], row["rehydrate"], row["policy"])]
+                row["to_belady"] = ratio_of(mine, cost[key])
+                other = cost.get((row["budget"], "span", row["policy"]))
+                if other is not None:
+                    row["to_span"] = ratio_of(mine, other)
+    return results
+
+
+def replayed(
+    record: Recording, tokenizer: Any, policy: str, slots: int, rehydrate: Any
+) -> dict[str, Any]:
+    """One replay; at the smallest budget that works where this one does not."""
+    fits = True
+    while True:
+        try:
+            metrics = replay(record, tokenizer, policy=policy, slots=slots, rehydrate=rehydrate)
+            break
+        except BudgetInfeasible as error:
+            slots, fits = error.needed, False
+    return {
+        "recomputed": metrics.tokens_recomputed,
+        "over": metrics.peak_tokens > slots,
+        "policy_s": metrics.policy_s,
+        "events": metrics.pressure_events,
+        "fits": fits,
+    }
+
+
+def unshared_peak(events: Sequence[Event]) -> int:
+    """Most tokens held if every leaf the search had not given up held its whole path by itself."""
+    parent: dict[int, int] = {}
+    end: dict[int, int] = {}
+    leaves: set[int] = set()
+    most = 0
+    for event in events:
+        match event:
+            case Opened(node=node, parent=None, tokens=tokens):
+                end[node] = tokens
+            case Opened(node=node, parent=above):
+                parent[node] = above
+                leaves.add(node)
+            case Boundary(node=node, ids=ids):
+                end[node] = end[parent[node]] + len(ids)
+            case Verified():
+                leaves -= set(parent.values())
+                most = max(most, sum(end.get(node, 0) for node in leaves))
+            case Pruned(nodes=nodes):
+                leaves -= set(nodes)
+            case _:
+                pass
+    return most
+
+
+def ratio_of(top: np.ndarray, bottom: np.ndarray) -> dict[str, float]:
+    """sum(top) / sum(bottom) over problems, with its interval."""
+
+    def figure(at: np.ndarray) -> float:
+        return float(top[at].sum() / max(1.0, bottom[at].sum()))
+
+    low, high = interval(figure, len(top))
+    return {"ratio": figure(np.arange(len(top))), "low": low, "high": high}
+
+
+def lossy(args: argparse.Namespace) -> dict[str, Any]:
+    """Share of right answers of one greedy chain by policy, budget and whether eviction can be undone."""
+    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
+    rows: list[dict[str, Any]] = []
+    with Solver(args.model, task=args.task, **greedy) as solver:
+        task = solver.task
+        chosen = problems_of(task, "test", args.n)
+        full = [solver.solve(problem) for problem in chosen]
+    right = np.array([bool(solution.correct) for solution in full])
+    peaks = [solution.metrics.peak_tokens for solution in full]
+    rows.append({"policy": "full", "budget": 1.0, **share(right.tolist())})
+    print(json.dumps(rows[-1]), flush=True)
+    for policy, rehydrate in itertools.product(args.policies or LOSSY, args.rehydrate):
+        ready = build("policy", policy, protect=PROTECT)
+        with Solver(
+            args.model, task=args.task, policy=ready, mode="lossy", rehydrate=rehydrate, **greedy
+        ) as solver:
+            for ratio in args.budgets:
+                runs = [
+                    bounded(solver, problem, math.floor(ratio * peak))
+                    for problem, peak in zip(chosen, peaks, strict=True)
+                ]
+                got = np.array([bool(run is not None and run.correct) for run in runs])
+                held = [run.metrics for run in runs if run is not None]
+                drop = got.astype(float) - right
+
+                def figure(at: np.ndarray, drop: np.ndarray = drop) -> float:
+                    return float(drop[at].mean())
+
+                low, high = interval(figure, len(drop))
+                rows.append(
+                    {
+                        "policy": policy,
+                        "rehydrate": rehydrate,
+                        "budget": ratio,
+                        **share(got.tolist()),
+                        "against_full": {
+                            "difference": float(drop.mean()),
+                            "low": low,
+                            "high": high,
+                        },
+                        "over_budget": sum(m.peak_tokens > m.budget_tokens for m in held),
+                        "infeasible": len(runs) - len(held),
+                        "recomputed": sum(m.tokens_recomputed for m in held),
+                    }
+                )
+                print(json.dumps(rows[-1]), flush=True)
+    return {"task": args.task, "protect": str(PROTECT), "rows": rows}
+
+
+def bounded(solver: Solver, problem: Any, slots: int) -> Any:
+    """The solution within so many slots; None where not even the protected tokens fit."""
+    try:
+        return solver.solve(problem, budget=f"{max(1, slots)}tok")
+    except BudgetInfeasible:
+        return None
+
+
+def same(args: argparse.Namespace) -> dict[str, Any]:
+    """Whether tokens and answers are those of full retention, live, at every budget."""
+    rows: list[dict[str, Any]] = []
+    for name in args.searches:
+        for deterministic in (False, True) if args.deterministic else (False,):
+            settings = {**SEARCHES[name], "deterministic": deterministic, "task": args.task}
+            with Solver(
+                args.model, policy=args.policies[0] if args.policies else "reentry", **settings
+            ) as solver:
+                chosen = problems_of(solver.task, "test", args.n)
+                full = [solver.solve(problem) for problem in chosen]
+                for ratio in args.budgets:
+                    trees = answers = over = recomputed = 0
+                    for problem, whole in zip(chosen, full, strict=True):
+                        slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
+                        run = bounded(solver, problem, slots)
+                        if run is None:
+                            smallest = solver.plan(problem).smallest_tokens
+                            run = solver.solve(problem, budget=f"{smallest}tok")
+                        trees += shape(run) != shape(whole)
+                        answers += run.answer != whole.answer
+                        over += run.metrics.peak_tokens > run.metrics.budget_tokens
+                        recomputed += run.metrics.tokens_recomputed
+                    rows.append(
+                        {
+                            "search": name,
+                            "deterministic": deterministic,
+                            "budget": ratio,
+                            "n": len(chosen),
+                            "trees_that_differ": trees,
+                            "answers_that_differ": answers,
+                            "over_budget": over,
+                            "recomputed": recomputed,
+                        }
+                    )
+                    print(json.dumps(rows[-1]), flush=True)
+    return {"rows": rows}
+
+
+def shape(solution: Any) -> tuple[Any, ...]:
+    """What is compared of two runs: every finished path's text, and how many blocks and tokens there were."""
+    metrics = solution.metrics
+    return (
+        tuple(candidate.text for candidate in solution.candidates),
+        metrics.nodes,
+        metrics.tokens_generated,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("lossless", "lossy", "same"))
+    parser.add_argument("--model", default="builtin:sapling")
+    parser.add_argument("--task", default="game24")
+    parser.add_argument("--n", type=int, default=100)
+    parser.add_argument("--budgets", type=float, nargs="+", default=(0.5, 0.25, 0.125))
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
+    parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES))
+    parser.add_argument("--rehydrate", nargs="+", default=("off", "selective"))
+    parser.add_argument(
+        "--deterministic", action="store_true", help="same: also with deterministic=True"
+    )
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {"lossless": lossless, "lossy": lossy, "same": same}[args.what](args)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
