@@ -5,8 +5,9 @@ jumps between branches, within a quarter of what all blocks need, so that KV is 
 
     python scripts/bench_view.py --nodes 193 1281 10001 --loads 5 --seeks 200
 
-`ready` is from the start of the navigation to the end of the first drawing; `seek` is the time of one jump to a random
-event with its drawing, `frame` the time until the frame after it was put on the screen.
+`ready` is from the start of the navigation to the end of the first drawing, and the processor time of the page's main
+thread until the frame after it; `seek` is the time of one jump to a random event with its drawing, `frame` the time until
+the frame after it was put on the screen.
 """
 
 from __future__ import annotations
@@ -243,12 +244,14 @@ SEEK = """(async (count, seed) => {
 
 
 def measure(page: Page, html: Path, seeks: int) -> dict[str, Any]:
-    page.send("Network.clearBrowserCache")
+    page.send("Performance.enable", timeDomain="threadTicks")
     page.open(html)
     page.settle()
+    metrics = {m["name"]: m["value"] for m in page.send("Performance.getMetrics")["metrics"]}
     done = page.evaluate(f"{SEEK}({seeks}, 7)")
     return {
         "ready_ms": float(page.evaluate("Number(document.documentElement.dataset.ready)")),
+        "ready_cpu_ms": 1000 * metrics["TaskDuration"],
         "heap_mb": page.evaluate("performance.memory.usedJSHeapSize / 1e6"),
         **done,
     }
@@ -285,6 +288,7 @@ def main() -> None:
                 "html_bytes": html.stat().st_size,
                 "build_s": round(built, 2),
                 "ready_ms": sorted(load["ready_ms"] for load in loads),
+                "ready_cpu_ms": sorted(round(load["ready_cpu_ms"]) for load in loads),
                 "seek_p50_ms": round(statistics.median(seeks), 1),
                 "seek_p95_ms": round(quantile(seeks, 0.95), 1),
                 "frame_p95_ms": round(quantile(frames, 0.95), 1),
@@ -297,6 +301,7 @@ def main() -> None:
     report = {
         "machine": platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
         "rows": rows,
     }
     if given.output_json:

@@ -143,7 +143,7 @@ def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: 
 
 
 def test_the_fold_is_right_across_keyframes(page: Page, tmp_path: Path) -> None:
-    trace = written(tmp_path / "run.arbor.jsonl", fake_run(7, rounds=150))
+    trace = written(tmp_path / "run.arbor.jsonl", fake_run(7, rounds=90))
     last = len(types(trace)) - 1
     assert last > 3 * 256, "the run has several keyframes"
 
@@ -200,7 +200,7 @@ def test_a_damaged_trace_opens_with_a_banner(page: Page, trace: Path, kind: str)
 
     page.open(shown(trace))
     page.settle()
-    for event in range(len(types(trace))):
+    for event in range(0, len(types(trace)), 9):
         page.evaluate(f"arbor.seek({event}), arbor.draw()")
 
     assert page.errors == []
@@ -246,6 +246,44 @@ def test_events_of_unknown_types_are_shown_by_their_fields(page: Page, trace: Pa
 
     assert "retain" in listed and "policy=new" in listed
     assert "far away" in told and "0.25" in told and "near" not in told
+
+
+def anything(draw: random.Random, depth: int = 0) -> Any:
+    """Some JSON value; block ids are among its numbers."""
+    simple = (None, True, -1, 0, 1, 2, 3, 10**18, 0.5, -1e300, "", "a\n", HOSTILE, "__proto__")
+    if depth > 2 or draw.random() < 0.5:
+        return draw.choice(simple)
+    if draw.random() < 0.6:
+        return [anything(draw, depth + 1) for _ in range(draw.randrange(4))]
+    keys = ("node", "1", "__proto__", "toString", "x")
+    return {draw.choice(keys): anything(draw, depth + 1) for _ in range(draw.randrange(3))}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_event_of_a_later_version_breaks_it(page: Page, trace: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    fields = ("node", "nodes", "leaves", "path", "keep", "text", "kv", "score", "reason", "dur")
+    names = ("retain", "demote", "offload", "toString", "__proto__", "")
+    known = [json.loads(line) for line in trace.read_bytes().splitlines()]
+    records = []
+    for record in known:
+        # what this version knows has fields that it does not know
+        records.append(record | {f"new_{draw.choice(fields)}": anything(draw)})
+        if draw.random() < 0.5:
+            extra = {name: anything(draw) for name in draw.sample(fields, 4)}
+            records.append({"e": draw.choice(names), "i": 0, "t": anything(draw)} | extra)
+    trace.write_bytes(b"".join(to_line(record) + b"\n" for record in records))
+    html = shown(trace)
+    assert len(read_recording(trace).records) > len(known) * 1.2, "they are in the page"
+
+    page.open(html)
+    for panel in range(6):
+        page.evaluate(f"arbor.show({panel})")
+        for event in range(panel, len(records) - 20, 37):
+            page.evaluate(f"arbor.seek({event}), arbor.select({event} % 8), arbor.draw()")
+
+    assert page.errors == []
+    assert page.evaluate("window.hit") is None
 
 
 def test_a_notebook_frame_shows_it(page: Page, trace: Path, tmp_path: Path) -> None:

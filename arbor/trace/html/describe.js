@@ -30,6 +30,7 @@ function some(ids, most = 4) {
 const ids = (rows) => rows.map((row) => row[0]);
 
 const SENTENCES = {
+  __proto__: null, // an event of a type called toString is one of an unknown type
   header: (record) => `${record.task || "run"}: ${record.problem ?? "(no text)"}`,
   node: (record) => record.parent === null
     ? `#${record.node}, the prompt, ${plural(record.tokens, "token")}`
@@ -84,7 +85,7 @@ function factsAbout(record, id) {
     if (["e", "i", "t", "kv", "node", "text"].includes(key)) continue;
     if (!Array.isArray(value)) {
       if (value !== null && typeof value === "object") {
-        if (id in value) facts.push([key, brief(value[id])]);
+        if (Object.hasOwn(value, id)) facts.push([key, brief(value[id])]);
         else facts.push([key, brief(value)]);
       } else {
         facts.push([key, brief(value)]);

@@ -3,7 +3,7 @@
 
 const THIN = 3, TALLEST = 30, WIDEST = 46, TEXT_FROM = 11.5; // CSS pixels; WIDEST is of one token
 const GUTTER = { left: 14, right: 14, top: 24, bottom: 10 };
-const ANSWER_ROOM = 190;
+const ANSWER_ROOM = 190, MOST_LINES = 4000;
 const MONOSPACE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
 /** Colours of the page's theme, for the canvases. */
@@ -97,7 +97,8 @@ class TreeMap {
     const top = whole ? 0 : run.top[block], bottom = whole ? Math.max(1, run.rows) : run.bottom[block];
     const left = whole ? 0 : this.x0(block);
     const height = Math.max(40, box.height - GUTTER.top - GUTTER.bottom);
-    const ky = Math.min(TALLEST, height / (bottom - top));
+    // rows that are thinner than a block's leave a line for the note that says so
+    const ky = Math.min(TALLEST, (height < THIN * (bottom - top) ? height - 20 : height) / (bottom - top));
     const room = ky >= TEXT_FROM && box.width > 600 ? ANSWER_ROOM : ky >= TEXT_FROM ? 40 : 0;
     const width = Math.max(60, box.width - GUTTER.left - GUTTER.right - room);
     const widest = this.mode === "links" ? 340 : WIDEST;
@@ -452,6 +453,7 @@ class TreeMap {
     counts.fill(0);
     const shade = [colours.line, colours.edge, colours.idle, colours.active, colours.host].map(rgb);
     const thick = Math.max(1, Math.round(view.ky));
+    if (mode === "links" && run.count <= MOST_LINES) this._lines(pen, colours);
     for (let block = 0; block < run.count; block++) {
       let left = this.sx(this.x0(block)), right = this.sx(this.x1(block));
       if (mode === "links") { left -= 3; right += 3; }
@@ -497,6 +499,21 @@ class TreeMap {
     }
     this.sheet.getContext("2d").putImageData(image, 0, 0);
     pen.drawImage(this.sheet, 0, GUTTER.top, wide, tall);
+  }
+
+  /** Links too dense for curves. */
+  _lines(pen, colours) {
+    const { run } = this;
+    pen.strokeStyle = colours.line;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    for (let block = 0; block < run.count; block++) {
+      const parent = run.parent[block];
+      if (parent < 0) continue;
+      pen.moveTo(this.sx(this.x1(parent)), this.sy(run.row[parent] + 0.5));
+      pen.lineTo(this.sx(this.x0(block)), this.sy(run.row[block] + 0.5));
+    }
+    pen.stroke();
   }
 
   /** What lies over the tree: the answer's path, what the event is about, what is found, selected and pointed at. */

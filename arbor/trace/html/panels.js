@@ -324,7 +324,7 @@ class RegretPanel {
     const tokens = rows.reduce((total, regret) => total + regret.tokens, 0);
     const share = run.evictedTokens ? (100 * tokens) / run.evictedTokens : 0;
     this.summary.textContent = run.evictedTokens
-      ? `${plural(tokens, "token")} came back within ${Number.isFinite(within) ? plural(within, "event") : "any time"}: ${share.toFixed(0)} % of the ${count(run.evictedTokens)} that were evicted.`
+      ? `${plural(tokens, "token")} came back within ${Number.isFinite(within) ? plural(within, "event") : "any time"}: ${share.toFixed(share > 0 && share < 10 ? 1 : 0)} % of the ${count(run.evictedTokens)} that were evicted.`
       : "Nothing was evicted in this run.";
     const seek = (event) => link(event, () => this.view.seek(event), count(event));
     this.rows.replaceChildren(...rows.slice(0, PAGE).map((regret) => make("tr", {},
@@ -384,7 +384,8 @@ class TablePanel {
     const { run, state } = scene;
     if (this.run !== run) this.page = 0;
     this.run = run;
-    if (scene.selected !== this.selected) {
+    const moved = scene.selected !== this.selected;
+    if (moved) {
       this.selected = scene.selected;
       if (scene.selected >= 0) this.page = Math.floor(run.order.indexOf(scene.selected) / PAGE);
     }
@@ -399,6 +400,8 @@ class TablePanel {
         make("td", { class: "number" }, fixed(state.value[block])),
         make("td", { class: "says" }, line(run.text(block)).slice(0, 80)));
     }));
+    const row = moved && this.rows.querySelector(".now");
+    if (row) this.body.scrollTop = row.offsetTop - this.body.clientHeight / 2;
     const turn = (to, label) => make("button", { type: "button", disabled: to < 0 || to >= pages, on: { click: () => { this.page = to; this.show(this.view.scene()); } } }, label);
     this.turn.replaceChildren(...(pages > 1 ? [turn(this.page - 1, "‹ before"), ` page ${this.page + 1} of ${pages} `, turn(this.page + 1, "after ›")] : []));
   }

@@ -2,7 +2,7 @@
 // their own, because stacked on the device they would make the budget's line lie. Marks for what moved KV lie below.
 
 const EDGE = { left: 70, right: 16 };
-const HOST_TALL = 38, LANE_TALL = 9; // CSS pixels
+const HOST_TALL = 38, LANE_TALL = 10; // CSS pixels
 const LANES = [
   ["pressure", "pressure", "budget"],
   ["evict", "evict", "muted"],
@@ -23,6 +23,21 @@ class Strip {
     this.canvas.style.height = `${this.height}px`;
     this.pane = make("div", { class: "strip-pane" }, this.canvas);
     this._pointers();
+  }
+
+  /** Tokens that need room on the device's scale: budget and peak, and what every block together would hold. */
+  get needs() {
+    const { run } = this;
+    const used = run.deviceAt.reduce((most, tokens) => Math.max(most, tokens), 1);
+    const full = run.fullAt.reduce((most, tokens) => Math.max(most, tokens), 0);
+    // a budget far above all use would flatten what there is to see
+    return { peak: run.budget > 3 * Math.max(used, full) ? Math.max(used, full) : Math.max(used, run.budget), full };
+  }
+
+  /** Sets the tokens at the top of the strip, for all strips the same; what all blocks would hold may leave it. */
+  setScale(peak, full) {
+    this.most = Math.max(1, full <= 2.2 * peak ? Math.max(peak, full) * 1.04 : peak * 1.5);
+    this.layer = null;
   }
 
   /** The largest place on the axis that all strips share. */
@@ -94,20 +109,6 @@ class Strip {
     return this.tall - (this.tall - 12) * Math.min(1.02, tokens / this.most);
   }
 
-  /** Tokens at the top of the device's strip: room for budget and peak; what every block together would hold may leave it. */
-  _scale() {
-    const { run } = this;
-    let peak = run.budget || 0, full = 0;
-    for (let event = 0; event < run.events; event++) {
-      peak = Math.max(peak, run.deviceAt[event]);
-      full = Math.max(full, run.fullAt[event]);
-    }
-    const used = run.deviceAt.reduce((most, tokens) => Math.max(most, tokens), 1);
-    if (run.budget > 3 * Math.max(used, full)) peak = Math.max(used, full); // a budget far above all use would flatten it
-    this.full = full;
-    this.most = Math.max(1, full <= 2.2 * peak ? Math.max(peak, full) * 1.04 : peak * 1.5);
-  }
-
   /** For each pixel column the most of what is held, and how much of that is on running paths. */
   _columns(width) {
     const { run } = this, from = EDGE.left, wide = Math.max(1, width - EDGE.left - EDGE.right);
@@ -131,7 +132,6 @@ class Strip {
 
   _paint(pen, width, scene) {
     const { run } = this, { colours } = scene;
-    this._scale();
     pen.font = scene.small;
     pen.textBaseline = "middle";
     const columns = this._columns(width);
@@ -208,11 +208,11 @@ class Strip {
     if (leaves !== null) pen.lineTo(leaves, 2);
     pen.stroke();
     pen.setLineDash([]);
-    const text = leaves === null ? `all kept ${count(this.full)}` : `all kept: up to ${count(this.full)} ↑`;
+    const text = leaves === null ? `all kept ${count(this.needs.full)}` : `all kept: up to ${count(this.needs.full)} ↑`;
     const wide = pen.measureText(text).width + 8;
     const right = width - EDGE.right - wide;
     const at = leaves === null ? right : Math.min(leaves + 6, right);
-    const y = leaves === null ? this._y(this.full) : 8;
+    const y = leaves === null ? this._y(this.needs.full) : 8;
     this._tag(pen, text, at, leaves === null ? (y < 14 ? y + 10 : y - 8) : y, colours.full, colours);
   }
 
@@ -257,14 +257,10 @@ class Strip {
     pen.fillStyle = colour;
     pen.strokeStyle = colour;
     const shapes = marks.length <= GLYPHS_UNTIL;
-    let drawn = -1;
+    if (!shapes) return this._dense(pen, marks, y);
     for (const event of marks) {
       const x = this.x(event);
-      if (!shapes) {
-        if (Math.round(x) === drawn) continue;
-        drawn = Math.round(x);
-        pen.fillRect(drawn, y - 3, 1, 6);
-      } else if (type === "pressure") {
+      if (type === "pressure") {
         pen.beginPath();
         pen.moveTo(x, y - 3.5);
         pen.lineTo(x + 3.5, y + 3);
@@ -294,6 +290,21 @@ class Strip {
         pen.fillRect(x - 0.5, y - 3, 1.5, 6);
       }
     }
+  }
+
+  /** More marks than have room: each pixel as dark as there are marks in it. */
+  _dense(pen, marks, y) {
+    const counts = new Map();
+    for (const event of marks) {
+      const x = Math.round(this.x(event));
+      counts.set(x, (counts.get(x) || 0) + 1);
+    }
+    const most = Math.max(...counts.values());
+    for (const [x, here] of counts) {
+      pen.globalAlpha = 0.25 + (0.75 * here) / most;
+      pen.fillRect(x, y - 3, 1, 6);
+    }
+    pen.globalAlpha = 1;
   }
 
   _pointers() {

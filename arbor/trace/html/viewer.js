@@ -31,6 +31,8 @@ class View {
     this._bars();
     this._pointersAndKeys();
     this.setAxis(this.axis);
+    const needs = this.panes.map(({ strip }) => strip.needs);
+    for (const { strip } of this.panes) strip.setScale(Math.max(...needs.map(({ peak }) => peak)), Math.max(...needs.map(({ full }) => full)));
     this.setTheme(document.documentElement.dataset.theme, false);
     for (const pane of this.panes) pane.run.seek(pane.state, pane.event);
     this.readHash();
