@@ -1,0 +1,257 @@
+"""check_policy: whether a retention policy of one's own keeps what the engine relies on.
+
+    from arbor.testing import check_policy
+
+    def test_my_policy():
+        check_policy(MyPolicy())
+
+It needs no model and no test framework, and takes about a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from arbor import registry
+from arbor.errors import BudgetInfeasible
+from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
+from arbor.retention.policy import Policy
+from arbor.retention.pooled import Pooled
+from arbor.retention.recency import Recency
+
+EXAMPLES = 200
+MOST_BLOCKS = 12
+MOST_TOKENS = 16
+ATTENTION = ("mass", "latest", "queries", "activated")  # of tokens; what a scorer observes
+
+
+def check_policy(
+    policy: Policy | Allocator | Scorer | type[Any] | str, examples: int = EXAMPLES, seed: int = 0
+) -> None:
+    """Offers made-up blocks to a policy and looks at its answers.
+
+    An allocator answers with as many whole numbers as there are blocks, keeps every floor, no token that is not there and
+    no more than there is room for, gives the same answer twice, and treats blocks by their figures, not by their ids:
+    where no figures are equal, the same blocks in another order keep the same tokens. A scorer answers with one finite
+    number a token, the same twice and in any order of blocks, and says with `observes` whether it reads attention. Neither
+    writes into what it is shown. A policy's settings survive the way through a trace.
+
+    Args:
+        policy: a ready policy, allocator or scorer; or its class, or a policy's name.
+        examples: how many offers.
+        seed: of the offers.
+
+    Raises:
+        AssertionError: what it got wrong, with the offer.
+    """
+    whole = _as_policy(policy)
+    _check_settings(whole)
+    for number in range(examples):
+        draw = np.random.default_rng([seed, number])
+        ties = number % 2 == 1
+        blocks = make_offer(draw, size=number % (MOST_BLOCKS + 1), ties=ties)
+        least, most = int(blocks.floor.sum()), int(blocks.resident.sum())
+        room = (least, most, int(draw.integers(least, most + 1)))[number % 3]
+        _check_scorer(whole.scorer, blocks, draw)
+        _check_allocator(whole, blocks, room, None if ties else draw.permutation(len(blocks)))
+
+
+def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
+    """Blocks that are partly resident, with made-up figures; read-only.
+
+    Args:
+        draw: source of the figures.
+        size: how many blocks.
+        ties: many figures are equal; otherwise no two are.
+    """
+    length = draw.integers(1, MOST_TOKENS + 1, size)
+    resident = draw.integers(0 if ties else 1, length + 1)
+    block = np.repeat(np.arange(size), resident)
+    held = [np.sort(draw.permutation(n)[:k]) for n, k in zip(length, resident, strict=True)]
+    offset = np.concatenate([np.empty(0, np.int64), *held]).astype(np.int64)
+    count = len(block)
+    protected = draw.random(count) < draw.choice([0.0, 0.3])
+    floor = np.minimum(
+        np.maximum(np.bincount(block[protected], minlength=size), draw.choice([0, 2])), resident
+    )
+
+    def part(many: int) -> NDArray[np.float64]:
+        return draw.integers(0, 3, many) / 2 if ties else draw.random(many)
+
+    def whole(many: int) -> Ints:
+        return draw.integers(0, 3, many) if ties else draw.permutation(many)
+
+    def moment() -> Ints:
+        never = draw.random(size) < 0.4 if ties else np.zeros(size, np.bool_)
+        return np.where(never, NEVER, whole(size))
+
+    tokens = Tokens(
+        block=block,
+        offset=offset,
+        position=(draw.integers(0, 40, size)[block] + offset) if ties else draw.permutation(count),
+        mass=part(count) * 4,
+        latest=part(count),
+        queries=whole(count),
+        activated=whole(count),
+        key=draw.permutation(4 * count)[:count].astype(np.uint64),
+        protected=protected,
+    )
+    blocks = Blocks(
+        ids=np.sort(draw.permutation(4 * size)[:size]),
+        length=length,
+        resident=resident,
+        floor=floor,
+        depth=whole(size),
+        distance=whole(size),
+        active=draw.random(size) < 0.2,
+        value=part(size),
+        confidence=part(size),
+        attention=part(size),
+        score=0.01 + 0.98 * part(size),
+        last_used=whole(size),
+        scheduled=moment(),
+        reentry=part(size),
+        next_use=moment(),
+        see=lambda: tokens,
+    )
+    _freeze(tokens)
+    _freeze(blocks)
+    return blocks
+
+
+def _freeze(view: Tokens | Blocks) -> None:
+    for field in dataclasses.fields(view):
+        column = getattr(view, field.name)
+        if isinstance(column, np.ndarray):
+            column.setflags(write=False)
+
+
+def _as_policy(given: Policy | Allocator | Scorer | type[Any] | str) -> Policy:
+    """A whole policy around whatever was given."""
+    made = registry.build("policy", given) if isinstance(given, str | type) else given
+    if isinstance(made, Policy):
+        return made
+    name = type(made).__name__
+    if isinstance(made, Allocator):
+        return Policy(name, made, Recency())
+    assert isinstance(made, Scorer), (
+        f"{name} is no policy: it has neither counts(blocks, room, scorer) nor scores(tokens)"
+    )
+    return Policy(name, Pooled(), made)
+
+
+def _check_settings(policy: Policy) -> None:
+    """A trace names a policy by its class and settings, and builds it again from them."""
+    if type(policy) is Policy or not policy.name:
+        return
+    spec = registry.spec_of(policy)
+    again = registry.build("policy", spec)
+    assert again == policy, (
+        f"{spec} builds {again}, not {policy}: is every part a frozen dataclass?"
+    )
+
+
+def _check_allocator(policy: Policy, blocks: Blocks, room: int, order: Ints | None) -> None:
+    """One answer of an allocator, again, and for the same blocks in another order."""
+    try:
+        counts = _counts(policy, blocks, room)
+    except BudgetInfeasible:
+        return  # it says so rather than keep too little
+    offer = f"offered {blocks.resident.tolist()} of {blocks.length.tolist()} with room for {room}"
+    assert (counts >= blocks.floor).all(), (
+        f"{policy.name}: {counts.tolist()} falls below the floors {blocks.floor.tolist()}; {offer}"
+    )
+    assert (counts <= blocks.resident).all(), (
+        f"{policy.name}: {counts.tolist()} keeps tokens that are not there; {offer}"
+    )
+    assert counts.sum() <= room, (
+        f"{policy.name}: {counts.tolist()} is {counts.sum()} tokens in all; {offer}"
+    )
+    again = _counts(policy, blocks, room)
+    assert (again == counts).all(), (
+        f"{policy.name}: {counts.tolist()}, then {again.tolist()} for the same; {offer}"
+    )
+    if order is None:
+        return
+    moved = _counts(policy, reordered(blocks, order), room)
+    assert (moved == counts[order]).all(), (
+        f"{policy.name}: {counts[order].tolist()}, but {moved.tolist()} for the same blocks with their ids "
+        f"exchanged; {offer}"
+    )
+
+
+def _counts(policy: Policy, blocks: Blocks, room: int) -> Ints:
+    counts = _unharmed(policy.name, lambda: policy.allocator.counts(blocks, room, policy.scorer))
+    assert isinstance(counts, np.ndarray) and counts.dtype == np.int64, (
+        f"{policy.name}: counts is {type(counts).__name__} of {getattr(counts, 'dtype', '?')}, not int64"
+    )
+    assert counts.shape == (len(blocks),), (
+        f"{policy.name}: {counts.shape} counts for {len(blocks)} blocks"
+    )
+    return counts
+
+
+def _check_scorer(scorer: Scorer, blocks: Blocks, draw: Generator) -> None:
+    """One answer of a scorer, again, for blocks in another order, and with other attention."""
+    name, tokens = type(scorer).__name__, blocks.tokens
+    scores = _unharmed(name, lambda: scorer.scores(tokens))
+    assert isinstance(scores, np.ndarray) and scores.dtype == np.float64, (
+        f"{name}: scores is {type(scores).__name__} of {getattr(scores, 'dtype', '?')}, not float64"
+    )
+    assert scores.shape == tokens.block.shape, (
+        f"{name}: {scores.shape} scores for {len(tokens.block)} tokens"
+    )
+    assert np.isfinite(scores).all(), f"{name}: a score is not finite: {scores.tolist()}"
+    assert (scorer.scores(tokens) == scores).all(), f"{name}: other scores for the same tokens"
+    order = draw.permutation(len(blocks))
+    moved = scorer.scores(reordered(blocks, order).tokens)
+    assert np.allclose(moved, scores[_places(blocks, order)], rtol=1e-12, atol=0), (
+        f"{name}: other scores for the same blocks in another order"
+    )
+    if not scorer.observes:
+        unseen = {each: np.zeros_like(getattr(tokens, each)) for each in ATTENTION}
+        same = scorer.scores(dataclasses.replace(tokens, **unseen))
+        assert (same == scores).all(), (
+            f"{name}: reads attention, but says with `observes` that it does not"
+        )
+
+
+def _unharmed(name: str, ask: Callable[[], Any]) -> Any:
+    """An answer, given without writing into what was shown."""
+    try:
+        return ask()
+    except ValueError as error:
+        assert "read-only" not in str(error), f"{name}: writes into what it is shown; copy it first"
+        raise
+
+
+def reordered(blocks: Blocks, order: Ints) -> Blocks:
+    """The same blocks with their ids exchanged: block j is what block ``order[j]`` was."""
+    at = _places(blocks, order)
+    tokens = blocks.tokens
+    columns = {f.name: getattr(tokens, f.name)[at] for f in dataclasses.fields(Tokens)}
+    columns["block"] = np.repeat(np.arange(len(order)), blocks.resident[order])
+    moved = Tokens(**columns)
+    figures = {
+        f.name: getattr(blocks, f.name)[order]
+        for f in dataclasses.fields(Blocks)
+        if f.name not in ("ids", "see")
+    }
+    again = Blocks(ids=blocks.ids, **figures, see=lambda: moved)
+    _freeze(moved)
+    _freeze(again)
+    return again
+
+
+def _places(blocks: Blocks, order: Ints) -> Ints:
+    """Where each token of the reordered blocks was before."""
+    ends = np.cumsum(blocks.resident)
+    starts = ends - blocks.resident
+    ranges = [np.arange(starts[old], ends[old]) for old in order]
+    return np.concatenate([np.empty(0, np.int64), *ranges])

@@ -1,0 +1,181 @@
+"""check_policy: every policy of ours passes, and every way to go wrong is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arbor import registry
+from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
+from arbor.retention.lru import LRU
+from arbor.retention.ordering import order, whole_blocks
+from arbor.retention.policy import POLICIES, LRUPolicy, Policy
+from arbor.retention.recency import Recency
+from arbor.testing import check_policy, make_offer, reordered
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_of_ours_passes(name: str) -> None:
+    check_policy(name)
+
+
+def test_a_class_an_allocator_and_a_scorer_can_be_checked() -> None:
+    check_policy(LRUPolicy)
+    check_policy(LRU(), examples=40)
+    check_policy(Recency(), examples=40)
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    with pytest.raises(AssertionError, match="object is no policy"):
+        check_policy(object())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An allocator that goes wrong in a way of one's choice."""
+
+    way: str
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Any:
+        fair: Ints = whole_blocks(blocks, room, order(blocks.depth))
+        match self.way:
+            case "greedy":
+                return blocks.resident.copy()
+            case "more":
+                return fair + (len(blocks) > 0)
+            case "negative":
+                return np.full(len(blocks), -1)
+            case "list":
+                return fair.tolist()
+            case "floats":
+                return fair.astype(float)
+            case "short":
+                return fair[:-1]
+            case "by id":
+                return whole_blocks(blocks, room, order(blocks.ids))
+            case _:
+                blocks.value[:] = 0
+                return fair
+
+
+@pytest.mark.parametrize(
+    ("way", "sentence"),
+    [
+        ("greedy", "tokens in all; offered"),
+        ("more", "keeps tokens that are not there|tokens in all"),
+        ("negative", "falls below the floors"),
+        ("list", "counts is list of \\?, not int64"),
+        ("floats", "ndarray of float64, not int64"),
+        ("short", "counts for [1-9]"),
+        ("by id", "for the same blocks with their ids exchanged"),
+        ("writes", "writes into what it is shown; copy it first"),
+    ],
+)
+def test_every_way_an_allocator_goes_wrong_is_named(way: str, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=f"Wrong: .*({sentence})"):
+        check_policy(Wrong(way))
+
+
+class Moody:
+    """Another answer each time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        self.asked += 1
+        preferred = np.roll(np.arange(len(blocks)), self.asked)
+        return whole_blocks(blocks, room, preferred)
+
+
+def test_an_allocator_that_changes_its_mind_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"Moody: .* for the same; offered"):
+        check_policy(Moody())
+
+
+@dataclass(frozen=True)
+class Sighted:
+    """A scorer that goes wrong in a way of one's choice."""
+
+    way: str
+    observes: bool = False
+
+    def scores(self, tokens: Tokens) -> Any:
+        match self.way:
+            case "secretly":
+                return tokens.mass.astype(float)
+            case "infinite":
+                return np.full(len(tokens.block), np.inf)
+            case "whole":
+                return tokens.position
+            case "by block":
+                return tokens.block.astype(float)
+            case _:
+                return np.zeros(len(tokens.block) + 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "sentence"),
+    [
+        ("secretly", "reads attention, but says with `observes` that it does not"),
+        ("infinite", "a score is not finite"),
+        ("whole", "of int64, not float64"),
+        ("by block", "other scores for the same blocks in another order"),
+        ("long", "scores for"),
+    ],
+)
+def test_every_way_a_scorer_goes_wrong_is_named(way: str, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=f"Sighted: .*{sentence}"):
+        check_policy(Sighted(way))
+
+
+class Forgetful:
+    """An allocator whose setting is no field."""
+
+    def __init__(self) -> None:
+        self.width = object()
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return whole_blocks(blocks, room, order(blocks.depth))
+
+
+@dataclass(frozen=True)
+class ForgetfulPolicy(Policy):
+    name: str = field(default="forgetful", init=False)
+    allocator: Forgetful = field(default_factory=Forgetful)
+
+
+def test_settings_that_a_trace_would_lose_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = registry.Register()
+    monkeypatch.setattr(registry, "register", register)
+    register.policy("forgetful")(ForgetfulPolicy)
+
+    with pytest.raises(AssertionError, match="is every part a frozen dataclass"):
+        check_policy(ForgetfulPolicy())
+
+
+def test_offers_differ_where_they_say_so() -> None:
+    draw = np.random.default_rng(3)
+    plain, tied = (make_offer(draw, 12, ties=ties) for ties in (False, True))
+
+    for name in ("depth", "value", "last_used", "next_use", "score"):
+        assert len(set(getattr(plain, name).tolist())) == 12
+        assert len(set(getattr(tied, name).tolist())) < 12
+
+
+def test_reordering_moves_blocks_with_their_tokens() -> None:
+    blocks = make_offer(np.random.default_rng(4), 9, ties=False)
+    turned = np.arange(9)[::-1]
+
+    moved = reordered(blocks, turned)
+
+    assert moved.ids.tolist() == blocks.ids.tolist()
+    assert moved.value.tolist() == blocks.value[::-1].tolist()
+    for index in range(9):
+        before = blocks.tokens.mass[blocks.tokens.block == 8 - index]
+        assert moved.tokens.mass[moved.tokens.block == index].tolist() == before.tolist()
+    scores: Floats = Recency().scores(moved.tokens)
+    assert sorted(scores) == sorted(Recency().scores(blocks.tokens))
