@@ -513,7 +513,9 @@ function fail(text) {
 }
 
 async function open() {
-  if (typeof DecompressionStream !== "function") return fail("This page needs Chrome 80, Firefox 113 or Safari 16.4, or anything later.");
+  if (typeof DecompressionStream !== "function" || !CanvasRenderingContext2D.prototype.roundRect) {
+    return fail("This page needs Chrome 99, Firefox 113 or Safari 16.4, or anything later.");
+  }
   const runs = [];
   for (const element of document.querySelectorAll("script.run")) runs.push(new Run(await unpack(element)));
   if (!runs.length || runs.some((run) => !run.events)) return fail("This page holds no event.");
