@@ -14,7 +14,18 @@ import pytest
 from chromium import FLAGS, Browser, Page, chromium, program
 from fake_run import fake_run, header, tick
 
-from arbor.events import KV, Answered, Boundary, Ended, Event, Evicted, Forwarded, Opened
+from arbor.events import (
+    KV,
+    Answered,
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Opened,
+    Rehydrated,
+    Transition,
+)
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.html import html_page, notebook_frame, read_recording, write_page
 from arbor.trace.write import to_line
@@ -363,6 +374,18 @@ def test_backtracks_are_transitions_that_leave_the_path(page: Page, trace: Path)
     assert found == expected != []
 
 
+def test_the_first_transition_and_going_on_below_are_no_backtracks(
+    page: Page, tmp_path: Path
+) -> None:
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 3, "prompt")]
+    events += [Transition((0,), (), 0), Opened(1, 0, 0, 1, 0, ""), Opened(2, 0, 1, 1, 0, "")]
+    events += [Transition((1,), (0,), 1), Transition((2,), (1,), 2), Ended("exhausted", 3)]
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+
+    assert page.evaluate("arbor.current.run.backtracks") == [6]
+
+
 def test_keys_walk_the_tree(page: Page, trace: Path) -> None:
     children = [e.node for e in read_trace(trace).events if isinstance(e, Opened) and e.parent == 0]
     page.open(shown(trace), "#n=0")
@@ -513,8 +536,6 @@ def test_regret_counts_what_was_given_up_and_needed_again(page: Page, tmp_path: 
         Evicted("pressure", ((0, 6),), KV(4)),
         Forwarded("decode", 1, 1, 1, 1, KV(4), 10, 0.1),
     ]
-    from arbor.events import Rehydrated
-
     events += [Rehydrated(((0, 6),), "recompute", KV(10)), Ended("exhausted", 1)]
     page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=3")
     page.settle()

@@ -6,10 +6,11 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from arbor.events import Event
-from arbor.trace.read import from_record, lines_of, read_trace
+from arbor.trace.read import Reading, lines_of
 from arbor.trace.write import to_record
 
 IDS = "ids"  # token ids are half of a trace's bytes and nothing a page shows; their number stays
@@ -45,8 +46,14 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
     Raises:
         TraceError: as `read_trace`.
     """
-    trace = read_trace(path)
-    records = [record for line, _ in lines_of(trace.path) if (record := _event(line)) is not None]
+    reading = Reading(Path(path))
+    records = []
+    for line, whole in lines_of(reading.path):
+        if reading.add(line, whole):
+            record = json.loads(line)
+            if isinstance(record["e"], str):
+                records.append(_shortened(record))
+    trace = reading.trace()
     parts = [trace.banner] if trace.banner else []
     if trace.gaps and not trace.bad_lines:
         parts.append(
@@ -63,22 +70,6 @@ def record_events(name: str, events: Iterable[tuple[float, Event]]) -> Recording
     ]
     recording = Recording(name, tuple(records))
     return recording if recording.ended else Recording(name, tuple(records), "incomplete trace")
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """A line as a record, if it is an event or may be one of a later version."""
-    try:
-        record = json.loads(line, parse_constant=_refuse)
-        if not isinstance(record["e"], str):
-            return None
-        from_record(record)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return _shortened(record)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
