@@ -177,9 +177,8 @@ def test_ten_thousand_blocks_take_milliseconds(policy: Policy) -> None:
         policy.allocator.counts(blocks, room, policy.scorer)
         times.append(time.thread_time() - began)
 
-    assert (
-        min(times) < 0.05
-    )  # about 1 ms; a loop over blocks in Python would take 10, over tokens a second
+    # about 1 ms; a loop over blocks in Python would take 10, one over tokens a second
+    assert min(times) < 0.05
 
 
 # Scores

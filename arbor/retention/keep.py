@@ -100,9 +100,8 @@ def best(tokens: Tokens, scores: Floats, asked: Ints, group: Ints, counts: Ints)
     # where all protected ones fit, the others compete for what is left; elsewhere the protected ones compete
     competes = np.where(protected, ~fits[group], left[group] > 0)
     chosen = protected & fits[group]
-    rivals = np.flatnonzero(competes)[
-        ::-1
-    ]  # equals go by index, and the later position comes first
+    # backwards, because equals go by index and the later position is to come first
+    rivals = np.flatnonzero(competes)[::-1]
     group = group[rivals]
     ranked = order(group, -scores[asked[rivals]])
     # `ranked` runs group by group, the best token first:  | best ... worst of 0 | best ... worst of 1 | ...

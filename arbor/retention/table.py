@@ -191,9 +191,8 @@ class _Levels:
     """
 
     def __init__(self, depth: Ints, parent: Ints) -> None:
-        narrow = (
-            depth.astype(np.int16) if depth.max(initial=0) < 1 << 15 else depth
-        )  # int16 sorts by radix
+        # int16 sorts by radix
+        narrow = depth.astype(np.int16) if depth.max(initial=0) < 1 << 15 else depth
         by_depth = np.argsort(narrow, kind="stable")
         self.place = np.empty(len(depth), np.int64)
         self.place[by_depth] = np.arange(len(depth))

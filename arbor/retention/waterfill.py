@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from arbor.retention.base import Floats, Ints
 from arbor.retention.ordering import order
 
-_FAINTEST = (
-    -600.0
-)  # e^-600: a weight below the largest by more counts as this, so that no product overflows
+# e^-600: a weight that is less than this part of the largest counts as this, so that no product overflows
+_FAINTEST = -600.0
 
 
 def waterfill(
@@ -41,10 +40,8 @@ def waterfill(
     weight = relative(log_weight)
     rises, ends = low / weight, high / weight
     turns = np.sort(np.concatenate([rises, ends]))
-    first, last = (
-        0,
-        len(turns) - 1,
-    )  # the sum at turns[first] is within the room, at turns[last] above it
+    # the sum at turns[first] is within the room, at turns[last] above it
+    first, last = 0, len(turns) - 1
     while last - first > 1:
         middle = (first + last) // 2
         if np.minimum(np.maximum(turns[middle] * weight, low), high).sum() <= room:
