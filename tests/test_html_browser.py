@@ -16,6 +16,7 @@ from fake_run import fake_run, header, tick
 
 from arbor.events import (
     KV,
+    Allocated,
     Answered,
     Boundary,
     Ended,
@@ -568,6 +569,39 @@ def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) ->
         "[...document.querySelectorAll('.exits i')].map((cell) => cell.className)"
     )
     assert cells == ["", "", "exit", "skipped"]
+
+
+def test_what_the_retention_policy_decided_is_told_at_its_block(page: Page, tmp_path: Path) -> None:
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 15, "prompt")]
+    events += [Allocated("arborkv", "pressure", 25, 3, ((0, 15, 9, 0.2403),), 0.001)]
+    events += [Evicted("pressure", ((0, 6),), KV(9)), Ended("exhausted", 1)]
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#n=0")
+    page.settle()
+
+    told = text(page, "#panel-0")
+    assert "arborkv" in told and "9 of 15 tokens" in told and "0.240" in told
+    assert "25 for 3 blocks" in told
+    page.evaluate("arbor.seek(1)")
+    page.settle()
+    assert "arborkv, " not in text(page, "#panel-0"), "it has not decided yet"
+
+
+def test_what_lies_on_the_host_has_a_strip_of_its_own(page: Page, tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain.arbor.jsonl", fake_run(6))
+    hosted = tmp_path / "hosted.arbor.jsonl"
+    hosted.write_text(
+        plain.read_text(encoding="utf-8").replace('"host":0', '"host":7'), encoding="utf-8"
+    )
+    tall = "arbor.current.strip.canvas.getBoundingClientRect().height"
+
+    page.open(shown(plain))
+    without = page.evaluate(tall)
+    page.open(shown(hosted))
+
+    assert page.evaluate(tall) > without + 20
+    assert page.evaluate("arbor.state().host") == 7
+    assert "on host" in text(page, "#legend")
 
 
 # Two runs

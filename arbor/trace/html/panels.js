@@ -26,8 +26,10 @@ class BlockPanel {
   show(scene) {
     const { run, state, selected } = scene;
     const scroll = this.body.scrollTop;
+    this.spark = null;
     this.body.replaceChildren(...(selected < 0 ? [make("p", { class: "hint" }, "Select a block in the tree, or press a for the answer.")] : this._block(scene, run, state, selected)));
     this.body.scrollTop = scroll;
+    if (this.spark) this.spark(); // it has its size only now
   }
 
   _block(scene, run, state, block) {
@@ -74,8 +76,8 @@ class BlockPanel {
     const steps = run.residency(block);
     if (steps.length < 2) return null;
     const canvas = make("canvas", { class: "spark", role: "img", "aria-label": `Tokens on the device over the run: ${steps.slice(-12).map(([event, tokens]) => `${tokens} at event ${event}`).join(", ")}` });
-    requestAnimationFrame(() => {
-      const { pen, width, height } = sharp(canvas), colours = this.view.scene().colours;
+    this.spark = () => {
+      const { pen, width, height } = sharp(canvas), { colours } = this.view;
       const most = Math.max(1, run.length[block]), axis = run.axes[this.view.axis], end = axis[run.events - 1] || 1;
       pen.fillStyle = colours.idle;
       steps.forEach(([event, tokens], i) => {
@@ -86,7 +88,7 @@ class BlockPanel {
       pen.fillStyle = colours.ink;
       pen.fillRect(0, height - 1, width, 1);
       pen.fillRect((axis[this.view.current.event] / end) * width, 0, 1, height);
-    });
+    };
     return make("div", {}, canvas, make("p", { class: "hint small" }, "on the device, over the run"));
   }
 
@@ -208,7 +210,7 @@ class EventPanel {
     this.chips = make("div", { class: "chips", role: "group", "aria-label": "Types of events" });
     this.words = make("input", { type: "search", placeholder: "words in events", "aria-label": "Words in events", autocomplete: "off", spellcheck: "false", on: { input: () => this._refresh() } });
     this.space = make("div", { class: "space" });
-    this.scroller = make("div", { class: "scroller", tabindex: 0, role: "list", "aria-label": "Events", on: { scroll: () => this._rows() } }, this.space);
+    this.scroller = make("div", { class: "scroller", tabindex: 0, role: "group", "aria-label": "Events", on: { scroll: () => this._rows() } }, this.space);
     this.none = make("p", { class: "hint" });
     this.body = make("div", { class: "panel events" }, this.chips, this.words, this.none, this.scroller);
   }
@@ -286,7 +288,7 @@ class EventPanel {
     for (let i = first; i < end; i++) {
       const event = this.shown[i], record = this.run.records[event];
       rows.push(make("button", {
-        type: "button", role: "listitem", class: event === this.event ? "row now" : event > this.event ? "row later" : "row",
+        type: "button", class: event === this.event ? "row now" : event > this.event ? "row later" : "row",
         "aria-current": event === this.event ? "true" : undefined, style: { top: `${i * EVENT_TALL}px` },
         title: sentence(record), on: { click: () => this.view.seek(event) },
       },
@@ -410,7 +412,8 @@ class TablePanel {
 // The run: metrics and configuration
 
 const METRICS = [
-  ["wall_s", "time", seconds], ["blocks", "blocks", count], ["tokens_generated", "tokens generated", count],
+  ["wall_s", "time", seconds], ["decode_s", "decoding", seconds], ["verify_s", "verifying", seconds],
+  ["rehydrate_s", "rehydrating", seconds], ["policy_s", "retention policy", seconds], ["blocks", "blocks", count], ["tokens_generated", "tokens generated", count],
   ["tok_per_s", "tokens a second", (value) => fixed(value, 0)], ["budget_tokens", "budget, tokens", count],
   ["peak_tokens", "peak on the device", count], ["tree_tokens", "tokens of the tree", count],
   ["evicted_tokens", "tokens evicted", count], ["rehydrations", "rehydrations", count],

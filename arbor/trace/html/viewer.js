@@ -358,7 +358,10 @@ class View {
       if (key === "Enter" && target.id === "filter") this.nextFound(event.shiftKey);
       return;
     }
-    if (key === " " && target.matches("button, a")) return;
+    if (key === " " && target.matches("button, a")) {
+      if (target.matches(":focus-visible")) return; // reached by keyboard: space presses it
+      target.blur(); // clicked before: space plays
+    }
     if (["Home", "End"].includes(key) && target.matches(".scroller, pre")) return;
     const { run } = this.current;
     const actions = {
