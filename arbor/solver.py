@@ -241,6 +241,20 @@ class Solver:
             debug=self.debug,
         )
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, loaded; after a search it still holds its tree."""
+        self.load()
+        engine = self._read().engine
+        assert engine is not None, "load makes it"
+        return engine
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Token ids that end a text."""
+        self.load()
+        return self._read().eos
+
     def _backend_name(self, info: ModelInfo, dtype: torch.dtype) -> str:
         """One row at a time if deterministic; FlashInfer where it has kernels; torch everywhere else."""
         if self.deterministic:

@@ -6,15 +6,17 @@ Measured, one thread, `F.linear` / packed (above 1 = packing wins), rows 1 / 8 /
     float32, Intel AVX-512, MKL      768 -> 768    1.0  2.5  1.5  1.3  1.1      256 -> 256   1.0  1.2  1.3  1.2  1.1
                                      768 -> 2048   1.1  2.3  1.5  1.3  1.2      768 -> 32000 1.1  2.7  1.5  1.4
     float32, Intel AVX-512, oneDNN   768 -> 768    0.7  1.4  1.2  1.1  1.0      256 -> 256   0.3  0.4  0.6  0.9  0.9
-    float32, AMD Zen 5, oneDNN       896 -> 9728        2.8  2.4
-    bfloat16, Zen 5 (avx512_bf16), oneDNN               2.0
+    float32, AMD Zen 5, oneDNN       768 -> 768    1.7  2.0  2.0                256 -> 512   1.7  2.0  2.0
+                                     768 -> 2048   1.9  2.4  2.3                256 -> 256   0.4  0.8  2.1
+                                     768 -> 32000  1.8  3.3  2.7                256 -> 128   0.3  0.6  1.3
+    bfloat16, Zen 5, oneDNN          768 -> 768    2.1  1.8  1.3                256 -> 256   1.5  1.3  1.2
     bfloat16 without bf16 instructions                  1.0: such a CPU runs bfloat16 3-5x slower than float32
 
     whole 100M model (12 x 768, tied 32k head), float32, Intel, MKL:  0.95  1.9  1.5  1.3
     whole 5M model (6 x 256, tied 4k head), same:                     0.9   1.1  1.1  1.0  1.0
 
 Hence the rule of `packing`: float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to oneDNN where the CPU has
-instructions for it, and oneDNN (which costs 30 us a call) only takes large layers. No timing at run time: what is
+instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on AMD) only takes layers large enough. No timing at run time: what is
 chosen decides the last bits of the logits and must not depend on the load of the machine.
 """
 
@@ -33,7 +35,9 @@ from torch.nn import functional as F
 
 Packing = Literal["mkl", "onednn", "dense"]
 
-ONEDNN_ELEMENTS = 1 << 19  # smaller weights lose more to oneDNN's call than its layout gains
+# smaller weights lose more to oneDNN's call than its layout gains
+ONEDNN_ELEMENTS = {"GenuineIntel": 1 << 19}
+ONEDNN_ELEMENTS_ELSEWHERE = 1 << 16
 MKL_ROWS = 512  # packed for many rows, MKL is as fast with few; packed for few it is slow with many
 CHUNK_ROWS = 16
 
@@ -202,7 +206,7 @@ def pack_linears(
 
 def packing(weight: Tensor, compute: torch.dtype) -> Packing:
     """How to pack a weight [out, in] on this machine for matmuls in `compute`; see the table at the top."""
-    large = weight.numel() >= ONEDNN_ELEMENTS
+    large = weight.numel() >= ONEDNN_ELEMENTS.get(_vendor(), ONEDNN_ELEMENTS_ELSEWHERE)
     if compute == torch.float32:
         if _vendor() == "GenuineIntel":
             return _supported("mkl", weight, compute)

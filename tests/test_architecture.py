@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("presets", "request", "session", "solution"),
     ("replay", "stream"),
     ("solver",),
+    ("calibrate",),
     ("cli",),
     ("__main__",),
 )
@@ -55,6 +56,7 @@ TORCH_FREE = (
 
 # Packages outside the standard library that each unit may import; units not named here may import none.
 PACKAGES = {
+    "calibrate": {"numpy"},
     "cli": {"click", "huggingface_hub", "rich", "torch"},
     "engine": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from run_cli import in_process
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
@@ -90,3 +92,25 @@ def test_what_cannot_be_replayed_is_said(tokenizer: object) -> None:
         Recording.of(events[1:])
     with pytest.raises(BudgetInfeasible):
         replay(Recording.of(events), tokenizer, policy="lru", slots=20)
+
+
+def test_the_command_compares_policies_on_a_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with Solver(**SEARCHES[1]) as solver:
+        solver.solve("4 5 6 10", trace=path)
+    run = in_process(capsys)
+    shown = run(
+        "replay", str(path), "--policy", "lru", "--policy", "belady", "--budget", "0.4", "--json"
+    )
+    rows = {row["policy"]: row for row in shown.document["rows"]}
+
+    assert shown.code == 0
+    assert rows["belady"]["recomputed"] <= rows["lru"]["recomputed"]
+    assert rows["lru"]["peak_tokens"] <= rows["lru"]["budget_tokens"]
+    table = run("replay", str(path), "--budget", "20tok")
+    assert "needs" in table.out
+    wrong = run("replay", str(path), "--policy", "lrv")
+    assert wrong.code == 2
+    assert "lru" in wrong.err

@@ -27,6 +27,8 @@ COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
     "demo": ("arbor.cli.demo:demo", "Watch a search in about ten seconds."),
     "view": ("arbor.cli.view:view", "See a trace: one HTML page, or a tree in the terminal."),
+    "replay": ("arbor.cli.replay:replay", "A recorded search under other policies and budgets."),
+    "calibrate": ("arbor.cli.calibrate:calibrate", "Fit what policies believe to what happens."),
     "info": ("arbor.cli.show:info", "What a model needs, and what budgets buy."),
     "list": ("arbor.cli.show:list_", "The names there are, with their settings and defaults."),
     "trace": ("arbor.cli.trace:trace", "Look into a trace, check, compare, convert, repair it."),

@@ -117,6 +117,7 @@ class Engine:
         self._next_logits: dict[int, Tensor] = {}
         self._computed: set[int] = set()
         self._interrupted: Callable[[], bool] = lambda: False
+        self._hidden: frozenset[int] = frozenset()
 
     # Life of a tree
 
@@ -286,6 +287,19 @@ class Engine:
         self.residency.changed(nodes)
         if counts:
             self.emit(Evicted(cause="close", nodes=tuple(sorted(counts)), kv=self.kv))
+
+    @contextmanager
+    def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
+        """Within, nothing attends to these blocks: what the search would do had it lost them (ArborKV's leave-one-out).
+
+        They are masked, not zeroed: a zero key still draws attention. What is grown within is not exact; forget it.
+        """
+        known, self._next_logits = self._next_logits, {}
+        self._hidden = frozenset(node.id for node in nodes)
+        try:
+            yield
+        finally:
+            self._hidden, self._next_logits = frozenset(), known
 
     # Planning
 
@@ -563,8 +577,11 @@ class Engine:
             raise
 
     def _context(self, node: Node | None) -> list[Piece]:
-        """The pieces of the path that ends with `node`, resident tokens only."""
-        return [] if node is None else [p for n in node.path for p in self._head(n, len(n.tokens))]
+        """The pieces of the path that ends with `node`, resident tokens of what is not hidden."""
+        if node is None:
+            return []
+        seen = [n for n in node.path if n.id not in self._hidden]
+        return [piece for n in seen for piece in self._head(n, len(n.tokens))]
 
     def _head(self, node: Node, end: int) -> list[Piece]:
         """The resident ones of a block's first `end` tokens, as one piece (or none)."""

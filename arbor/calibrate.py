@@ -1,0 +1,162 @@
+"""Calibration of block values: what losing a block costs, and a fit of MSVE to it (ArborKV section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from arbor.engine.boundary import StopRule
+from arbor.engine.engine import Growth
+from arbor.engine.sampling import Sampling
+from arbor.errors import UsageError
+from arbor.retention.msve import MSVE, fit, rank_correlation
+from arbor.solver import Solver
+from arbor.tasks.base import Problem
+from arbor.tree import Node
+
+GREEDY = Sampling(temperature=0.0)
+HELD_OUT = 0.3  # part of the problems on which the fit is judged
+LEAST = 8  # problems that can be called a calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One block that was masked.
+
+    Attributes:
+        problem: which problem it is of.
+        value, confidence, attention: MSVE's v, u, a.
+        drop: accuracy that masking it cost: 1 = the right answer became a wrong one, 0 = nothing, -1 = the other way.
+    """
+
+    problem: int
+    value: float
+    confidence: float
+    attention: float
+    drop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A fit and how far it can be trusted.
+
+    Attributes:
+        msve: the fit.
+        problems, blocks: what it was made from, held-out ones included.
+        lost: share of masked blocks that cost the right answer.
+        correlation: Spearman's rank correlation of score and drop on held-out problems; 0 if either never varies.
+        default_correlation: that of the weights that are a guess.
+    """
+
+    msve: MSVE
+    problems: int
+    blocks: int
+    lost: float
+    correlation: float
+    default_correlation: float
+
+
+def collect(
+    solver: Solver,
+    problems: Iterable[Problem],
+    tell: Callable[[int, list[Example]], None] = lambda index, examples: None,
+) -> list[Example]:
+    """Solve problems with everything kept, then lose each closed block in turn and see whether the answer survives.
+
+    A block is masked once the next one stands; the rest of the path is then decoded again, greedily. Only paths with a
+    right answer are used: a block of a wrong one has nothing to lose.
+
+    Args:
+        solver: a full budget, and a policy that observes attention.
+        problems: with answer keys.
+        tell: called after each problem.
+
+    Differs from the paper: blocks are masked rather than zeroed (a zero key still takes attention), and the drop is in
+    the answer of this path rather than an average over unstated repetitions.
+    """
+    examples: list[Example] = []
+    for index, problem in enumerate(problems):
+        solution = solver.solve(problem)
+        found: list[Example] = []
+        if solution.correct:
+            path = [solver.engine.tree[node_id] for node_id in solution.path]
+            found = _losses(solver, problem, path, index)
+        examples += found
+        tell(index, found)
+    return examples
+
+
+def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) -> list[Example]:
+    """Every block of a path but the prompt, the last and the one before it, masked in turn."""
+    engine = solver.engine
+    growth = Growth(0, GREEDY, StopRule(engine.tokenizer, solver.boundary, solver.eos))
+    found = []
+    for place in range(1, len(path) - 2):
+        lost = path[place]
+        mass = engine.residency.statistics.block_attention(np.array([lost.id]))
+        with engine.hiding([lost]):
+            right = _continues(solver, problem, path[place + 1], growth)
+        found.append(Example(index, lost.value, lost.confidence, float(mass[0]), 1.0 - right))
+    return found
+
+
+def _continues(solver: Solver, problem: Problem, leaf: Node, growth: Growth) -> bool:
+    """Whether a greedy continuation of a path gives the right answer; what it grows is forgotten."""
+    task, engine = solver.task, solver.engine
+    grown: list[Node] = []
+    node = leaf
+    while not task.is_terminal(problem, node.thoughts) and node.depth < solver.boundary.max_depth:
+        (node,) = engine.grow([(node, 1)], growth)
+        grown.append(node)
+        if growth.stop.is_eos(node.tokens[-1]):
+            break
+    answer = task.answer(problem, node.thoughts)
+    engine.forget(grown)
+    return bool(task.grade(problem, answer).correct)
+
+
+def calibrate(examples: Sequence[Example]) -> Calibration:
+    """Fit MSVE on most of the problems and judge it on the others.
+
+    Raises:
+        UsageError: too few problems, or masking never cost an answer.
+    """
+    known = list(dict.fromkeys(example.problem for example in examples))
+    if len(known) < LEAST:
+        raise UsageError(
+            "calibrate-few",
+            f"{len(known)} solved problems are too few to calibrate.",
+            f"It takes {LEAST}: raise --n, or choose a task the model solves.",
+        )
+    kept = set(known[: len(known) - max(1, round(HELD_OUT * len(known)))])
+    train = [example for example in examples if example.problem in kept]
+    test = [example for example in examples if example.problem not in kept]
+    if not any(example.drop > 0 for example in train):
+        raise UsageError(
+            "calibrate-flat",
+            "losing a block never cost the answer, so nothing can be fitted.",
+            "Choose a task with longer paths, such as chains.",
+        )
+    msve = fit([_features(e) for e in train], [e.drop for e in train])
+    drops = [example.drop for example in test]
+    return Calibration(
+        msve,
+        len(known),
+        len(examples),
+        float(np.mean([example.drop > 0 for example in examples])),
+        *(rank_correlation(_scores(each, test), drops) for each in (msve, MSVE())),
+    )
+
+
+def _features(example: Example) -> tuple[float, float, float]:
+    return example.value, example.confidence, example.attention
+
+
+def _scores(msve: MSVE, examples: Sequence[Example]) -> list[float]:
+    value, confidence, attention = (
+        np.array(column) for column in zip(*map(_features, examples), strict=True)
+    )
+    scores: list[float] = msve.scores(value, confidence, attention).tolist()
+    return scores

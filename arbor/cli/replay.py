@@ -1,0 +1,123 @@
+"""`arbor replay`: what other policies and budgets would have cost, from a trace, without running the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from arbor import registry
+from arbor.budget import Budget
+from arbor.cli.options import Command, names_of, option, voice_options
+from arbor.cli.voice import Voice
+from arbor.errors import BudgetInfeasible
+
+
+@click.command(cls=Command)
+@click.argument("trace", type=click.Path(path_type=Path))
+@option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    heading="KV budget",
+    shell_complete=names_of("policy"),
+    help="May be repeated; lru, arborkv, reentry and belady if none is given.",
+)
+@option(
+    "--budget",
+    "budgets",
+    multiple=True,
+    metavar="X",
+    heading="KV budget",
+    help="Part of the recorded peak, or 512tok; may be repeated; 0.5, 0.25 and 0.125 if none is given.",
+)
+@option(
+    "--rehydrate",
+    type=click.Choice(["selective", "span"]),
+    default="selective",
+    heading="KV budget",
+    help="What comes back: missing tokens, or whole blocks.",
+)
+@voice_options
+@click.pass_obj
+def replay(
+    voice: Voice,
+    /,
+    trace: Path,
+    policies: tuple[str, ...],
+    budgets: tuple[str, ...],
+    rehydrate: Any,
+) -> int:
+    """What other policies and budgets would have cost, from a trace, without running the model.
+
+    \b
+      arbor replay run.arbor.jsonl
+      arbor replay run.arbor.jsonl --policy lru --policy reentry --budget 0.25
+      arbor replay run.arbor.jsonl --rehydrate span --json
+    """
+    chosen = policies or ("lru", "arborkv", "reentry", "belady")
+    for name in chosen:
+        if ":" not in name:
+            registry.resolve("policy", name)
+    parts = [Budget.parse(text) for text in budgets or ("0.5", "0.25", "0.125")]
+
+    from arbor.trace.read import read_trace
+
+    read = read_trace(trace)
+    rows = list(_rows(read, chosen, parts, rehydrate))
+    if voice.json:
+        voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
+        return 0
+    from rich.table import Table
+
+    table = Table(
+        "policy", "budget", "tokens", "recomputed", "per generated", "evictions", box=None
+    )
+    for row in rows:
+        table.add_row(
+            row["policy"],
+            row["budget"],
+            f"{row['budget_tokens']:,}",
+            *(
+                (f"{row['recomputed']:,}", f"{row['per_generated']:.3f}", str(row["evictions"]))
+                if "recomputed" in row
+                else (f"needs {row['needs']:,}", "", "")
+            ),
+        )
+    voice.table(table)
+    return 0
+
+
+def _rows(
+    trace: Any, policies: tuple[str, ...], budgets: list[Budget], rehydrate: Any
+) -> Iterator[dict[str, Any]]:
+    """One row for each budget and policy; a budget that does not work says which would."""
+    from arbor.engine.loading import load_tokenizer, locate
+    from arbor.metrics import MetricsFold
+    from arbor.replay import Recording
+    from arbor.replay import replay as again
+
+    record = Recording.of(trace.events)
+    fold = MetricsFold()
+    for event in trace.events:
+        fold(event)
+    peak = fold.metrics().peak_tokens
+    tokenizer = load_tokenizer(locate(record.header.config["model"]))
+    for budget in budgets:
+        slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
+        for policy in policies:
+            row: dict[str, Any] = {"policy": policy, "budget": str(budget), "budget_tokens": slots}
+            try:
+                cost = again(record, tokenizer, policy=policy, slots=slots, rehydrate=rehydrate)
+            except BudgetInfeasible as error:
+                yield row | {"needs": error.needed}
+                continue
+            yield row | {
+                "recomputed": cost.tokens_recomputed,
+                "per_generated": cost.tokens_recomputed / max(1, cost.tokens_generated),
+                "evictions": cost.evictions,
+                "peak_tokens": cost.peak_tokens,
+            }
