@@ -109,6 +109,7 @@ class TraceWriter:
         self._clock = clock
         self._start: float | None = None
         self._packer = zlib.compressobj(LEVEL, wbits=GZIP) if self.path.suffix == ".gz" else None
+        self._waiting = bytearray()  # lines since the last flush of the packer
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
@@ -149,17 +150,18 @@ class TraceWriter:
         if self._file.closed:
             return
         if self._packer is not None and not self.stopped:
-            self._put(self._packer.flush())
+            self._put(self._packer.compress(self._waiting) + self._packer.flush())
         self._file.close()
 
     def _write(self, data: bytes) -> None:
         if self._packer is None:
             self._put(data)
             return
-        packed = self._packer.compress(data)
+        self._waiting += data
         if self.events % SYNC_EVERY == 1:
-            packed += self._packer.flush(zlib.Z_SYNC_FLUSH)
-        self._put(packed)
+            packed = self._packer.compress(self._waiting)
+            self._waiting.clear()
+            self._put(packed + self._packer.flush(zlib.Z_SYNC_FLUSH))
 
     def _put(self, data: bytes) -> None:
         try:
