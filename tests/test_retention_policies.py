@@ -216,6 +216,25 @@ def test_protected_tokens_stay_whatever_the_scores(
         assert tokens.offset[token] in chosen[int(tokens.block[token])]
 
 
+@given(
+    seed=SEEDS, share=SHARES, scorer=st.sampled_from([policy.scorer for policy in EVERY.values()])
+)
+def test_a_block_keeps_its_best_tokens(seed: int, share: float, scorer: Scorer) -> None:
+    """By hand: protected ones, then the higher score, then the later position; also where not all protected ones fit."""
+    blocks = offer(seed)
+    tokens, scores = blocks.tokens, scorer.scores(blocks.tokens)
+    counts = np.floor(blocks.resident * share).astype(np.int64)
+
+    chosen = kept(blocks, counts, scorer)
+
+    for index, offsets in enumerate(chosen):
+        here = np.flatnonzero(tokens.block == index)
+        ranked = sorted(
+            here, key=lambda i: (not tokens.protected[i], -scores[i], -tokens.offset[i])
+        )
+        assert sorted(tokens.offset[ranked[: counts[index]]]) == offsets.tolist()
+
+
 @given(seed=SEEDS, share=SHARES)
 def test_of_equal_scores_the_newer_token_stays(seed: int, share: float) -> None:
     blocks = offer(seed)
