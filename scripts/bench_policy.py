@@ -82,6 +82,7 @@ class Search:
         self.next_use = np.where(
             self.rng.random(size) < 0.3, self.rng.integers(0, size, size), NEVER
         )
+        self.growable = np.array([node.id for node in self.frontier])
         self.outlook = self.rng.dirichlet(np.ones(len(self.frontier)))
 
     def leaves(self) -> list[Node]:
@@ -107,7 +108,7 @@ class Search:
         observed = policy.observes
         attention = self.statistics.block_attention(ids) if observed else np.zeros(len(ids))
         value, confidence = table.value[ids], table.confidence[ids]
-        likely = table.reentry([leaf.id for leaf in self.frontier], self.outlook)
+        likely = table.reentry(self.growable, self.outlook)
         return Blocks(
             ids=ids,
             length=table.length[ids],

@@ -54,8 +54,9 @@ class MSVE:
         Returns:
             float64 [M], in (0, 1).
         """
-        features = np.stack([normalised(value), confidence, attention], axis=-1)
-        return _sigmoid(features @ np.array(self.theta) + self.bias)
+        first, second, third = self.theta
+        signal = first * normalised(value) + second * confidence + third * attention
+        return _sigmoid(signal + self.bias)
 
     def __str__(self) -> str:
         """Three weights and the bias, as `parse` reads them."""
