@@ -18,35 +18,61 @@ function bytes(value) {
 
 function seconds(value) {
   if (!Number.isFinite(value)) return "–";
-  return value < 1 ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms` : `${value.toFixed(value < 100 ? 2 : 0)} s`;
+  return value < 1
+    ? `${(value * 1000).toFixed(value < 0.01 ? 1 : 0)} ms`
+    : `${value.toFixed(value < 100 ? 2 : 0)} s`;
 }
 
 /** A few of many ids: "#3 #4 #5 and 12 more". */
 function some(ids, most = 4) {
-  const shown = ids.slice(0, most).map((id) => `#${id}`).join(" ");
+  const shown = ids
+    .slice(0, most)
+    .map((id) => `#${id}`)
+    .join(" ");
   return ids.length > most ? `${shown} and ${count(ids.length - most)} more` : shown;
 }
+
+const verdict = (correct) => (correct === true ? ", correct" : correct === false ? ", wrong" : "");
 
 const ids = (rows) => rows.map((row) => row[0]);
 
 const SENTENCES = {
   __proto__: null, // an event of a type called toString is one of an unknown type
   header: (record) => `${record.task || "run"}: ${record.problem ?? "(no text)"}`,
-  node: (record) => record.parent === null
-    ? `#${record.node}, the prompt, ${plural(record.tokens, "token")}`
-    : `#${record.node} opens below #${record.parent}`,
-  boundary: (record) => `#${record.node} closes (${record.stop}), ${plural(record.tokens, "token")}: ${line(record.text)}`,
-  select: (record) => `grow ${pairs(record.leaves).map(([id, width]) => `#${id} ×${width}`).slice(0, 6).join(", ")}`,
-  transition: (record) => `${some(list(record.previous)) || "start"} → ${some(list(record.leaves))}, distance ${count(record.distance)}`,
-  pressure: (record) => `${count(record.needed)} slots needed, ${count(record.free)} of ${count(record.limit)} free`,
-  evict: (record) => `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})`,
-  rehydrate: (record) => `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
-  allocate: (record) => `${record.policy} shares ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} give up ${plural(list(record.nodes).reduce((total, row) => total + (row[1] - row[2] || 0), 0), "token")}`,
-  forward: (record) => `${record.kind}: ${plural(record.rows, "row")} in ${plural(record.steps, "step")}, ${seconds(record.elapsed_s)}`,
-  verify: (record) => `${record.verifier}: ${list(record.nodes).slice(0, 4).map((id, i) => `#${id} ${fixed(list(record.values)[i])}`).join(", ")}${list(record.nodes).length > 4 ? " …" : ""}`,
+  node: (record) =>
+    record.parent === null
+      ? `#${record.node}, the prompt, ${plural(record.tokens, "token")}`
+      : `#${record.node} opens below #${record.parent}`,
+  boundary: (record) =>
+    `#${record.node} closes (${record.stop}), ${plural(record.tokens, "token")}: ${line(record.text)}`,
+  select: (record) =>
+    `grow ${pairs(record.leaves)
+      .map(([id, width]) => `#${id} ×${width}`)
+      .slice(0, 6)
+      .join(", ")}`,
+  transition: (record) =>
+    `${some(list(record.previous)) || "start"} → ${some(list(record.leaves))}, distance ${count(record.distance)}`,
+  pressure: (record) =>
+    `${count(record.needed)} slots needed, ${count(record.free)} of ${count(record.limit)} free`,
+  evict: (record) =>
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})`,
+  rehydrate: (record) =>
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
+  allocate: (record) =>
+    `${record.policy} shares ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} give up ${plural(
+      list(record.nodes).reduce((total, row) => total + (row[1] - row[2] || 0), 0),
+      "token",
+    )}`,
+  forward: (record) =>
+    `${record.kind}: ${plural(record.rows, "row")} in ${plural(record.steps, "step")}, ${seconds(record.elapsed_s)}`,
+  verify: (record) =>
+    `${record.verifier}: ${list(record.nodes)
+      .slice(0, 4)
+      .map((id, i) => `#${id} ${fixed(list(record.values)[i])}`)
+      .join(", ")}${list(record.nodes).length > 4 ? " …" : ""}`,
   prune: (record) => `${some(list(record.nodes))} given up`,
   terminal: (record) => `#${record.node} ends its path: ${record.answer ?? "no answer"}`,
-  answer: (record) => `${record.text ?? "none"}, score ${fixed(record.score)}${record.correct === true ? ", correct" : record.correct === false ? ", wrong" : ""}`,
+  answer: (record) => `${record.text ?? "none"}, score ${fixed(record.score)}${verdict(record.correct)}`,
   end: (record) => `${record.status}, ${plural(record.nodes, "block")}`,
 };
 
@@ -67,9 +93,12 @@ function sentence(record) {
 
 /** A JSON value in a few characters. */
 function brief(value, most = 48) {
-  const text = typeof value === "string" ? value
-    : typeof value === "number" && !Number.isInteger(value) ? String(Number(value.toPrecision(4)))
-    : JSON.stringify(value) ?? "";
+  const text =
+    typeof value === "string"
+      ? value
+      : typeof value === "number" && !Number.isInteger(value)
+        ? String(Number(value.toPrecision(4)))
+        : (JSON.stringify(value) ?? "");
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
@@ -79,7 +108,9 @@ function brief(value, most = 48) {
  */
 function factsAbout(record, id) {
   const facts = [];
-  const order = list(record.nodes).map((item) => (Array.isArray(item) ? item[0] : item && item.node !== undefined ? item.node : item));
+  const order = list(record.nodes).map((item) =>
+    Array.isArray(item) ? item[0] : item && item.node !== undefined ? item.node : item,
+  );
   const place = order.indexOf(id);
   for (const [key, value] of Object.entries(record)) {
     if (["e", "i", "t", "kv", "node", "text"].includes(key)) continue;
@@ -93,8 +124,16 @@ function factsAbout(record, id) {
       continue;
     }
     const own = value.find((item) => Array.isArray(item) && item[0] === id && item.length > 1);
-    if (own) facts.push([key, own.slice(1).map((item) => brief(item)).join(", ")]);
-    else if (key !== "nodes" && place >= 0 && value.length === order.length) facts.push([key, brief(value[place])]);
+    if (own)
+      facts.push([
+        key,
+        own
+          .slice(1)
+          .map((item) => brief(item))
+          .join(", "),
+      ]);
+    else if (key !== "nodes" && place >= 0 && value.length === order.length)
+      facts.push([key, brief(value[place])]);
     else if (!NAMING.has(key)) facts.push([key, brief(value)]);
   }
   return facts;
@@ -106,8 +145,10 @@ function make(tag, settings = {}, ...inside) {
   for (const [name, value] of Object.entries(settings)) {
     if (value === undefined || value === null || value === false) continue;
     if (name === "class") element.className = value;
-    else if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
-    else if (name === "style") for (const [key, setting] of Object.entries(value)) element.style.setProperty(key, setting);
+    else if (name === "on")
+      for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    else if (name === "style")
+      for (const [key, setting] of Object.entries(value)) element.style.setProperty(key, setting);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
   for (const each of inside.flat()) {
@@ -136,11 +177,25 @@ function wordTest(run, state, word) {
   if (id) return (block) => run.id[block] === Number(id[1]);
   const compare = /^(v|value|tokens|depth)(<=|>=|<|>|=)(-?[\d.]+)$/.exec(word);
   if (compare) {
-    const [, field, sign, text] = compare, wanted = Number(text);
-    const of = field === "tokens" ? (block) => run.length[block] : field === "depth" ? (block) => run.depth[block] : (block) => state.value[block];
+    const [, field, sign, text] = compare,
+      wanted = Number(text);
+    const of =
+      field === "tokens"
+        ? (block) => run.length[block]
+        : field === "depth"
+          ? (block) => run.depth[block]
+          : (block) => state.value[block];
     return (block) => {
       const value = of(block);
-      return sign === "<" ? value < wanted : sign === ">" ? value > wanted : sign === "<=" ? value <= wanted : sign === ">=" ? value >= wanted : value === wanted;
+      return sign === "<"
+        ? value < wanted
+        : sign === ">"
+          ? value > wanted
+          : sign === "<="
+            ? value <= wanted
+            : sign === ">="
+              ? value >= wanted
+              : value === wanted;
     };
   }
   const kept = (block) => state.device[block] + state.host[block];

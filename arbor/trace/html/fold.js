@@ -1,10 +1,19 @@
 // fold.js: a run as typed arrays. What never changes is kept once, what changes as a log with keyframes,
 // so that the state at any event is the nearest keyframe and a few entries of the log.
 
-const OPEN = 0, CLOSED = 1, TERMINAL = 2, PRUNED = 3, UNBORN = 4;
+const OPEN = 0,
+  CLOSED = 1,
+  TERMINAL = 2,
+  PRUNED = 3,
+  UNBORN = 4;
 const STATES = ["open", "closed", "terminal", "pruned", "unborn"];
-const DEVICE = 0, HOST = 1, TOKENS = 2, STATE = 3, VALUE = 4; // fields of the log
-const MOST_KEYFRAMES = 64, LEAST_APART = 256;
+const DEVICE = 0,
+  HOST = 1,
+  TOKENS = 2,
+  STATE = 3,
+  VALUE = 4; // fields of the log
+const MOST_KEYFRAMES = 64,
+  LEAST_APART = 256;
 
 /** The data of one script element: JSON, packed by gzip, in base64. */
 async function unpack(element) {
@@ -91,7 +100,9 @@ class Run {
     this._types ||= new Map();
     if (!this._types.has(type)) {
       const found = [];
-      this.records.forEach((record, event) => { if (record.e === type) found.push(event); });
+      this.records.forEach((record, event) => {
+        if (record.e === type) found.push(event);
+      });
       this._types.set(type, Int32Array.from(found));
     }
     return this._types.get(type);
@@ -161,11 +172,16 @@ class Run {
   _fold() {
     const { events, count, records } = this;
     const start = new Int32Array(events + 1);
-    const fields = [], blocks = [], values = [];
+    const fields = [],
+      blocks = [],
+      values = [];
     const state = new State(count);
     const apart = Math.max(LEAST_APART, Math.ceil(events / MOST_KEYFRAMES));
     const stamp = new Int32Array(count).fill(-1); // the transition a block is active since
-    let transition = -1, active = 0, full = 0, born = 0;
+    let transition = -1,
+      active = 0,
+      full = 0,
+      born = 0;
     this.keyframes = [];
     this.apart = apart;
     this.deviceAt = new Int32Array(events);
@@ -193,14 +209,19 @@ class Run {
     const move = (rows, field, sign) => {
       for (const [id, tokens] of pairs(rows)) {
         const block = this.blockOf(id);
-        if (block >= 0) put(field, block, (field === HOST ? state.host : state.device)[block] + sign * tokens);
+        if (block >= 0)
+          put(field, block, (field === HOST ? state.host : state.device)[block] + sign * tokens);
       }
     };
 
     // what the host had of it: some of what is fetched may come from elsewhere
-    const held = (rows) => pairs(rows).map(([id, tokens]) => [id, Math.min(tokens, state.host[this.blockOf(id)] || 0)]);
+    const held = (rows) =>
+      pairs(rows).map(([id, tokens]) => [id, Math.min(tokens, state.host[this.blockOf(id)] || 0)]);
 
-    let device = 0, host = 0, compressed = 0, closed = 0;
+    let device = 0,
+      host = 0,
+      compressed = 0,
+      closed = 0;
     for (let event = 0; event < events; event++) {
       const record = records[event];
       switch (record.e) {
@@ -257,7 +278,8 @@ class Run {
         case "verify":
           list(record.nodes).forEach((id, place) => {
             const block = this.blockOf(id);
-            if (block >= 0 && place < list(record.values).length) put(VALUE, block, number(record.values[place]));
+            if (block >= 0 && place < list(record.values).length)
+              put(VALUE, block, number(record.values[place]));
           });
           break;
         case "prune":
@@ -367,7 +389,8 @@ class Run {
       for (let i = children[block].length - 1; i >= 0; i--) stack.push(children[block][i]);
     }
     for (let i = order.length - 1; i >= 0; i--) {
-      const block = order[i], below = children[block];
+      const block = order[i],
+        below = children[block];
       if (below.length) {
         this.row[block] = (this.row[below[0]] + this.row[below[below.length - 1]]) / 2;
         this.bottom[block] = this.bottom[below[below.length - 1]];
@@ -407,7 +430,8 @@ class Run {
   get mentions() {
     if (!this._mentions) {
       const starts = new Int32Array(this.count + 1);
-      const blocks = [], events = [];
+      const blocks = [],
+        events = [];
       this.records.forEach((record, event) => {
         for (const id of new Set(named(record))) {
           const block = this.blockOf(id);
@@ -418,8 +442,11 @@ class Run {
         }
       });
       for (let block = 0; block < this.count; block++) starts[block + 1] += starts[block];
-      const fill = starts.slice(), at = new Int32Array(events.length);
-      events.forEach((event, i) => { at[fill[blocks[i]]++] = event; });
+      const fill = starts.slice(),
+        at = new Int32Array(events.length);
+      events.forEach((event, i) => {
+        at[fill[blocks[i]]++] = event;
+      });
       this._mentions = { starts, at };
     }
     return this._mentions;
@@ -447,8 +474,13 @@ class Run {
             const from = lost.get(id);
             if (!from) continue;
             this._regrets.push({
-              id, tokens, lost: from.event, needed: event, cause: from.cause,
-              mode: String(record.mode || ""), gap: event - from.event,
+              id,
+              tokens,
+              lost: from.event,
+              needed: event,
+              cause: from.cause,
+              mode: String(record.mode || ""),
+              gap: event - from.event,
             });
           }
         }
@@ -473,7 +505,8 @@ class Run {
 
 /** How many entries of a sorted array are below a value. */
 function before(sorted, value) {
-  let low = 0, high = sorted.length;
+  let low = 0,
+    high = sorted.length;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (sorted[middle] < value) low = middle + 1;
@@ -496,4 +529,15 @@ function named(record) {
   return found;
 }
 
-const NAMING = new Set(["nodes", "leaves", "path", "keep", "kept", "counts", "blocks", "candidates", "src", "dst"]);
+const NAMING = new Set([
+  "nodes",
+  "leaves",
+  "path",
+  "keep",
+  "kept",
+  "counts",
+  "blocks",
+  "candidates",
+  "src",
+  "dst",
+]);

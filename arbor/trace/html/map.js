@@ -1,16 +1,38 @@
 // map.js: the tree on the token axis. A block is a bar from its first to its last token, filled by where its KV lies;
 // its children begin where it ends. When rows are thinner than THIN pixels, each pixel shows the mean of what it covers.
 
-const THIN = 3, TALLEST = 30, WIDEST = 46, TEXT_FROM = 11.5; // CSS pixels; WIDEST is of one token
+const THIN = 2,
+  TALLEST = 30,
+  WIDEST = 46,
+  TEXT_FROM = 11.5; // CSS pixels; WIDEST is of one token
 const GUTTER = { left: 14, right: 14, top: 24, bottom: 10 };
-const ANSWER_ROOM = 190, MOST_LINES = 4000;
+const ANSWER_ROOM = 190,
+  MOST_LINES = 4000;
 const MONOSPACE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
 /** Colours of the page's theme, for the canvases. */
 function palette() {
   const style = getComputedStyle(document.documentElement);
   const colours = {};
-  for (const name of ["paper", "raised", "ink", "muted", "line", "active", "idle", "host", "gone", "edge", "budget", "mark", "pick", "full", "on-active", "on-idle", "on-host"]) {
+  for (const name of [
+    "paper",
+    "raised",
+    "ink",
+    "muted",
+    "line",
+    "active",
+    "idle",
+    "host",
+    "gone",
+    "edge",
+    "budget",
+    "mark",
+    "pick",
+    "full",
+    "on-active",
+    "on-idle",
+    "on-host",
+  ]) {
     colours[name] = style.getPropertyValue(`--${name}`).trim();
   }
   return colours;
@@ -18,8 +40,10 @@ function palette() {
 
 /** A canvas that is as sharp as the screen, and its size in CSS pixels. */
 function sharp(canvas) {
-  const box = canvas.getBoundingClientRect(), ratio = window.devicePixelRatio || 1;
-  const width = Math.max(1, Math.round(box.width)), height = Math.max(1, Math.round(box.height));
+  const box = canvas.getBoundingClientRect(),
+    ratio = window.devicePixelRatio || 1;
+  const width = Math.max(1, Math.round(box.width)),
+    height = Math.max(1, Math.round(box.height));
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
@@ -40,14 +64,18 @@ function hatch(pen, colours) {
   ink.globalAlpha = 0.45;
   ink.lineWidth = 1.4;
   ink.beginPath();
-  for (const shift of [-6, 0, 6]) { ink.moveTo(shift, 6); ink.lineTo(shift + 6, 0); }
+  for (const shift of [-6, 0, 6]) {
+    ink.moveTo(shift, 6);
+    ink.lineTo(shift + 6, 0);
+  }
   ink.stroke();
   return pen.createPattern(tile, "repeat");
 }
 
 /** Steps of 1, 2 or 5 times a power of ten, about `most` of them in a range. */
 function niceStep(range, most) {
-  const raw = Math.max(1e-9, range / Math.max(1, most)), power = 10 ** Math.floor(Math.log10(raw));
+  const raw = Math.max(1e-9, range / Math.max(1, most)),
+    power = 10 ** Math.floor(Math.log10(raw));
   return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= raw);
 }
 
@@ -93,8 +121,10 @@ class TreeMap {
   /** The whole tree, or one block's subtree. */
   fit(block = -1) {
     const box = this.canvas.getBoundingClientRect();
-    const whole = block < 0, { run } = this;
-    const top = whole ? 0 : run.top[block], bottom = whole ? Math.max(1, run.rows) : run.bottom[block];
+    const whole = block < 0,
+      { run } = this;
+    const top = whole ? 0 : run.top[block],
+      bottom = whole ? Math.max(1, run.rows) : run.bottom[block];
     const left = whole ? 0 : this.x0(block);
     const height = Math.max(40, box.height - GUTTER.top - GUTTER.bottom);
     // rows that are thinner than a block's leave a line for the note that says so
@@ -111,7 +141,8 @@ class TreeMap {
 
   zoom(factor, x, y, axis = "both") {
     const { view } = this;
-    const wx = view.x + (x - GUTTER.left) / view.kx, wy = view.y + (y - GUTTER.top) / view.ky;
+    const wx = view.x + (x - GUTTER.left) / view.kx,
+      wy = view.y + (y - GUTTER.top) / view.ky;
     if (axis !== "y") view.kx = Math.min(400, Math.max(0.002, view.kx * factor));
     if (axis !== "x") view.ky = Math.min(80, Math.max(0.01, view.ky * factor));
     view.x = wx - (x - GUTTER.left) / view.kx;
@@ -122,9 +153,12 @@ class TreeMap {
   /** Moves the view so that a block is in it. */
   reveal(block) {
     if (block < 0 || !this.view) return;
-    const box = this.canvas.getBoundingClientRect(), { view } = this;
-    const x = this.sx(this.x0(block)), y = this.sy(this.run.row[block] + 0.5);
-    if (y < GUTTER.top || y > box.height - GUTTER.bottom) view.y = this.run.row[block] + 0.5 - box.height / view.ky / 2;
+    const box = this.canvas.getBoundingClientRect(),
+      { view } = this;
+    const x = this.sx(this.x0(block)),
+      y = this.sy(this.run.row[block] + 0.5);
+    if (y < GUTTER.top || y > box.height - GUTTER.bottom)
+      view.y = this.run.row[block] + 0.5 - box.height / view.ky / 2;
     if (x < 0 || x > box.width - 40) view.x = this.x0(block) - 60 / view.kx;
     if (x < 0 || x > box.width - 40 || y < GUTTER.top || y > box.height - GUTTER.bottom) this.fitted = false;
   }
@@ -134,9 +168,11 @@ class TreeMap {
     const { run, view, mode } = this;
     if (!view) return -1;
     const wy = view.y + (y - GUTTER.top) / view.ky;
-    let best = -1, nearest = Infinity;
+    let best = -1,
+      nearest = Infinity;
     for (let block = 0; block < run.count; block++) {
-      const left = this.sx(this.x0(block)), right = this.sx(this.x1(block));
+      const left = this.sx(this.x0(block)),
+        right = this.sx(this.x1(block));
       if (mode === "links" ? Math.abs(x - left) > 14 : x < left - 2 || x > right + 2) continue;
       if (mode === "icicle") {
         if (wy >= run.top[block] && wy < run.bottom[block]) return block;
@@ -152,14 +188,24 @@ class TreeMap {
 
   draw(scene) {
     const sheet = sharp(this.canvas);
-    if (!this.view || (this.fitted && (this.fittedWidth !== sheet.width || this.fittedHeight !== sheet.height))) this.fit();
+    if (
+      !this.view ||
+      (this.fitted && (this.fittedWidth !== sheet.width || this.fittedHeight !== sheet.height))
+    )
+      this.fit();
     this.fittedWidth = sheet.width;
     this.fittedHeight = sheet.height;
-    const { pen, width, height } = sheet, { colours } = scene;
+    const { pen, width, height } = sheet,
+      { colours } = scene;
     pen.clearRect(0, 0, width, height);
     pen.save();
     const size = Math.max(8.5, Math.min(11, this.view.ky - 3));
-    scene = { ...scene, font: `${size}px ${MONOSPACE}`, bold: `600 ${size}px ${MONOSPACE}`, glyph: (scene.glyph * size) / 11 };
+    scene = {
+      ...scene,
+      font: `${size}px ${MONOSPACE}`,
+      bold: `600 ${size}px ${MONOSPACE}`,
+      glyph: (scene.glyph * size) / 11,
+    };
     pen.font = `11px ${MONOSPACE}`;
     pen.textBaseline = "middle";
     if (this.mode !== "links") this._axis(pen, width, height, colours);
@@ -173,8 +219,11 @@ class TreeMap {
     this._drawMarks(sheet, scene);
     pen.restore();
     const apart = 1 / this.view.ky;
-    this.note.textContent = !this.run.count ? "no blocks in this trace"
-      : this.view.ky < THIN ? `${count(this.run.rows)} paths, ${apart >= 1.5 ? `about ${apart.toFixed(0)} to a pixel row` : "one to a pixel row"}: zoom in for single blocks` : "";
+    this.note.textContent = !this.run.count
+      ? "no blocks in this trace"
+      : this.view.ky < THIN
+        ? `${count(this.run.rows)} paths, ${apart >= 1.5 ? `about ${apart.toFixed(0)} to a pixel row` : "one to a pixel row"}: zoom in for single blocks`
+        : "";
   }
 
   _axis(pen, width, height, colours) {
@@ -203,9 +252,11 @@ class TreeMap {
 
   _box(block) {
     const { view, run, mode } = this;
-    const left = this.sx(this.x0(block)), width = Math.max(1.5, this.sx(this.x1(block)) - left - (view.kx * run.length[block] > 8 ? 1.5 : 0));
+    const left = this.sx(this.x0(block)),
+      width = Math.max(1.5, this.sx(this.x1(block)) - left - (view.kx * run.length[block] > 8 ? 1.5 : 0));
     if (mode === "icicle") {
-      const top = this.sy(run.top[block]), tall = (run.bottom[block] - run.top[block]) * view.ky;
+      const top = this.sy(run.top[block]),
+        tall = (run.bottom[block] - run.top[block]) * view.ky;
       return { left, width, top: top + 0.5, tall: Math.max(1, tall - (tall > 4 ? 1.5 : 0)) };
     }
     const tall = Math.max(2, Math.min(20, view.ky < TEXT_FROM ? view.ky * 0.74 : view.ky - 3));
@@ -213,7 +264,7 @@ class TreeMap {
   }
 
   _drawBars({ pen, width, height }, scene) {
-    const { run, view, mode } = this, { colours, state } = scene;
+    const { run, view, mode } = this;
     const [first, last] = this._visible(height);
     if (mode === "spans") this._stems(pen, scene, first, last);
     const tight = view.ky < TEXT_FROM;
@@ -240,7 +291,8 @@ class TreeMap {
         const below = run.children[block];
         if (!below.length || run.bottom[block] < first || run.top[block] > last) continue;
         const x = Math.round(this.sx(this.x1(block))) - 0.5;
-        let from = run.row[block], to = run.row[block];
+        let from = run.row[block],
+          to = run.row[block];
         for (const child of below) {
           if ((state.state[child] !== UNBORN) !== born) continue;
           from = Math.min(from, run.row[child]);
@@ -255,7 +307,8 @@ class TreeMap {
   }
 
   _bar(pen, scene, block, { left, width, top, tall }, tight) {
-    const { state, colours } = scene, { run } = this;
+    const { state, colours } = scene,
+      { run } = this;
     const born = state.state[block] !== UNBORN;
     if (!born) {
       pen.strokeStyle = colours.line;
@@ -297,13 +350,19 @@ class TreeMap {
     }
     if (Number.isFinite(state.value[block]) && tall > 8 && this.mode === "spans") {
       pen.fillStyle = colours.ink;
-      pen.fillRect(left, top + tall, width * Math.max(0, Math.min(1, state.value[block])), tall > 11 ? 2 : 1.25);
+      pen.fillRect(
+        left,
+        top + tall,
+        width * Math.max(0, Math.min(1, state.value[block])),
+        tall > 11 ? 2 : 1.25,
+      );
     }
     if (run.leaf[block]) this._ending(pen, scene, block, left + width, middle);
   }
 
   _inFrame(top, tall) {
-    const bottom = Math.min(top + tall, this.fittedHeight), from = Math.max(top, GUTTER.top);
+    const bottom = Math.min(top + tall, this.fittedHeight),
+      from = Math.max(top, GUTTER.top);
     return (from + bottom) / 2;
   }
 
@@ -317,7 +376,11 @@ class TreeMap {
     const parts = [
       [left, device, state.active[block] ? colours["on-active"] : colours["on-idle"]],
       [left + device, host, colours["on-host"]],
-      [left + device + host, width - device - host, state.state[block] === PRUNED ? colours.muted : colours.ink],
+      [
+        left + device + host,
+        width - device - host,
+        state.state[block] === PRUNED ? colours.muted : colours.ink,
+      ],
     ];
     pen.textAlign = "left";
     for (const [from, wide, colour] of parts) {
@@ -334,8 +397,10 @@ class TreeMap {
 
   /** What stands behind a leaf: what its path answers, and its value. */
   _ending(pen, scene, block, right, middle) {
-    const { state, colours } = scene, { run } = this;
-    const terminal = state.state[block] === TERMINAL || (state.state[block] === PRUNED && run.answers.has(block));
+    const { state, colours } = scene,
+      { run } = this;
+    const terminal =
+      state.state[block] === TERMINAL || (state.state[block] === PRUNED && run.answers.has(block));
     if (terminal) {
       pen.fillStyle = colours.ink;
       pen.fillRect(right + 1.5, middle - 6, 2.5, 12);
@@ -359,16 +424,23 @@ class TreeMap {
   }
 
   _drawLinks({ pen, width, height }, scene) {
-    const { run, view } = this, { colours, state } = scene;
+    const { run, view } = this,
+      { colours, state } = scene;
     const [first, last] = this._visible(height);
     pen.lineWidth = 1;
     for (let block = 0; block < run.count; block++) {
       const parent = run.parent[block];
-      if (parent < 0 || Math.max(run.row[block], run.row[parent]) < first || Math.min(run.row[block], run.row[parent]) > last) continue;
+      if (
+        parent < 0 ||
+        Math.max(run.row[block], run.row[parent]) < first ||
+        Math.min(run.row[block], run.row[parent]) > last
+      )
+        continue;
       const [x0, y0] = [this.sx(this.x1(parent)), this.sy(run.row[parent] + 0.5)];
       const [x1, y1] = [this.sx(this.x0(block)), this.sy(run.row[block] + 0.5)];
       pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
-      pen.strokeStyle = state.state[block] === UNBORN ? colours.line : state.active[block] ? colours.active : colours.muted;
+      pen.strokeStyle =
+        state.state[block] === UNBORN ? colours.line : state.active[block] ? colours.active : colours.muted;
       pen.lineWidth = state.active[block] ? 1.75 : 1;
       pen.beginPath();
       pen.moveTo(x0, y0);
@@ -378,7 +450,8 @@ class TreeMap {
     const radius = this._radius();
     for (let block = 0; block < run.count; block++) {
       if (run.row[block] < first || run.row[block] > last) continue;
-      const x = this.sx(this.x0(block)), y = this.sy(run.row[block] + 0.5);
+      const x = this.sx(this.x0(block)),
+        y = this.sy(run.row[block] + 0.5);
       if (x < -20 || x > width + 20) continue;
       pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
       this._disc(pen, scene, block, x, y, radius);
@@ -388,9 +461,11 @@ class TreeMap {
       const most = Math.floor(room / scene.glyph);
       pen.textAlign = "left";
       pen.fillStyle = colours.paper;
-      if (!run.leaf[block]) pen.fillRect(x + radius + 3, y - 7, Math.min(text.length, most) * scene.glyph + 4, 14);
+      if (!run.leaf[block])
+        pen.fillRect(x + radius + 3, y - 7, Math.min(text.length, most) * scene.glyph + 4, 14);
       pen.fillStyle = state.state[block] === PRUNED ? colours.muted : colours.ink;
-      if (most > 3) pen.fillText(text.length > most ? `${text.slice(0, most - 1)}…` : text, x + radius + 5, y + 0.5);
+      if (most > 3)
+        pen.fillText(text.length > most ? `${text.slice(0, most - 1)}…` : text, x + radius + 5, y + 0.5);
     }
     pen.globalAlpha = 1;
   }
@@ -409,8 +484,10 @@ class TreeMap {
       pen.stroke();
       return;
     }
-    const tokens = state.tokens[block] || 1, from = -Math.PI / 2;
-    const device = (2 * Math.PI * state.device[block]) / tokens, host = (2 * Math.PI * state.host[block]) / tokens;
+    const tokens = state.tokens[block] || 1,
+      from = -Math.PI / 2;
+    const device = (2 * Math.PI * state.device[block]) / tokens,
+      host = (2 * Math.PI * state.host[block]) / tokens;
     const wedge = (start, angle, fill) => {
       if (angle <= 0) return;
       pen.fillStyle = fill;
@@ -438,8 +515,10 @@ class TreeMap {
 
   /** Rows thinner than a few pixels: every pixel gets the mean colour of the tokens that fall on it. */
   _drawMean({ pen, width, height }, scene) {
-    const { run, view, mode } = this, { state, colours } = scene;
-    const wide = width, tall = height - GUTTER.top;
+    const { run, view, mode } = this,
+      { state, colours } = scene;
+    const wide = width,
+      tall = height - GUTTER.top;
     if (tall <= 0) return;
     const size = wide * tall;
     if (!this.counts || this.counts.length !== size * 5) {
@@ -455,8 +534,12 @@ class TreeMap {
     const thick = Math.max(1, Math.round(view.ky));
     if (mode === "links" && run.count <= MOST_LINES) this._lines(pen, colours);
     for (let block = 0; block < run.count; block++) {
-      let left = this.sx(this.x0(block)), right = this.sx(this.x1(block));
-      if (mode === "links") { left -= 3; right += 3; }
+      let left = this.sx(this.x0(block)),
+        right = this.sx(this.x1(block));
+      if (mode === "links") {
+        left -= 3;
+        right += 3;
+      }
       left = Math.round(left);
       right = Math.max(left + 1, Math.round(right));
       if (right <= 0 || left >= wide) continue;
@@ -466,12 +549,13 @@ class TreeMap {
         bottom = Math.max(top + 1, Math.round((run.bottom[block] - view.y) * view.ky));
       } else {
         // a trunk that many share must not vanish: it gets up to five pixels
-        const more = Math.min(4, Math.floor(Math.log2(1 + (run.bottom[block] - run.top[block]))) );
+        const more = Math.min(4, Math.floor(Math.log2(1 + (run.bottom[block] - run.top[block]))));
         top = Math.round((run.row[block] + 0.5 - view.y) * view.ky) - (more >> 1);
         bottom = top + thick + more;
       }
       if (bottom <= 0 || top >= tall) continue;
-      const born = state.state[block] !== UNBORN, tokens = state.tokens[block];
+      const born = state.state[block] !== UNBORN,
+        tokens = state.tokens[block];
       const full = right - left;
       const device = born && tokens ? Math.round((full * state.device[block]) / tokens) : 0;
       const host = born && tokens ? Math.round((full * state.host[block]) / tokens) : 0;
@@ -486,10 +570,20 @@ class TreeMap {
     }
     const pixels = new Uint32Array(image.data.buffer);
     for (let pixel = 0, at = 0; pixel < size; pixel++, at += 5) {
-      const a = counts[at], b = counts[at + 1], c = counts[at + 2], d = counts[at + 3], e = counts[at + 4];
-      let total = a + b + c + d + e;
-      if (!total) { pixels[pixel] = 0; continue; }
-      if (d) { pixels[pixel] = shade[3].word; continue; } // a running path stays visible whatever else falls there
+      const a = counts[at],
+        b = counts[at + 1],
+        c = counts[at + 2],
+        d = counts[at + 3],
+        e = counts[at + 4];
+      const total = a + b + c + d + e;
+      if (!total) {
+        pixels[pixel] = 0;
+        continue;
+      }
+      if (d) {
+        pixels[pixel] = shade[3].word;
+        continue;
+      } // a running path stays visible whatever else falls there
       const born = b + c + e;
       const red = (a * shade[0][0] + b * shade[1][0] + c * shade[2][0] + e * shade[4][0]) / total;
       const green = (a * shade[0][1] + b * shade[1][1] + c * shade[2][1] + e * shade[4][1]) / total;
@@ -518,7 +612,8 @@ class TreeMap {
 
   /** What lies over the tree: the answer's path, what the event is about, what is found, selected and pointed at. */
   _drawMarks({ pen, width }, scene) {
-    const { run } = this, { colours } = scene;
+    const { run } = this,
+      { colours } = scene;
     const outline = (block, colour, line, grow) => {
       pen.strokeStyle = colour;
       pen.lineWidth = line;
@@ -539,7 +634,8 @@ class TreeMap {
       }
     }
     if (scene.dimmed && this.view.ky < THIN) {
-      for (let block = 0; block < run.count; block++) if (scene.found[block]) outline(block, colours.mark, 1, 1);
+      for (let block = 0; block < run.count; block++)
+        if (scene.found[block]) outline(block, colours.mark, 1, 1);
     }
     for (const block of scene.touched) outline(block, colours.mark, 2, 2);
     if (scene.hover >= 0) outline(scene.hover, colours.ink, 1, 1.5);
@@ -552,7 +648,8 @@ class TreeMap {
   // Pointers: drag pans, two fingers and the wheel zoom, a click selects
 
   _pointers() {
-    const { canvas } = this, down = new Map();
+    const { canvas } = this,
+      down = new Map();
     let moved = 0;
     const place = (event) => {
       const box = canvas.getBoundingClientRect();
@@ -564,7 +661,8 @@ class TreeMap {
       if (down.size === 1) moved = 0;
     });
     canvas.addEventListener("pointermove", (event) => {
-      const [x, y] = place(event), from = down.get(event.pointerId);
+      const [x, y] = place(event),
+        from = down.get(event.pointerId);
       if (!from) {
         this.on.hover(this.hit(x, y), event.clientX, event.clientY);
         return;
@@ -573,7 +671,8 @@ class TreeMap {
       if (down.size === 2) {
         const [other] = [...down.entries()].filter(([id]) => id !== event.pointerId).map(([, at]) => at);
         const apart = Math.hypot(from[0] - other[0], from[1] - other[1]);
-        if (apart > 10) this.zoom(Math.hypot(x - other[0], y - other[1]) / apart, (x + other[0]) / 2, (y + other[1]) / 2);
+        if (apart > 10)
+          this.zoom(Math.hypot(x - other[0], y - other[1]) / apart, (x + other[0]) / 2, (y + other[1]) / 2);
       } else if (moved > 4) {
         this.view.x -= (x - from[0]) / this.view.kx;
         this.view.y -= (y - from[1]) / this.view.ky;
@@ -596,13 +695,17 @@ class TreeMap {
       this.fit(this.hit(...place(event)));
       this.on.moved();
     });
-    canvas.addEventListener("wheel", (event) => {
-      event.preventDefault();
-      const pixels = event.deltaMode === 1 ? event.deltaY * 16 : event.deltaY;
-      const axis = event.ctrlKey ? "both" : event.shiftKey ? "x" : "y"; // a pinch of a touchpad arrives with ctrl
-      this.zoom(Math.exp(-(pixels || event.deltaX) / 400), ...place(event), axis);
-      this.on.moved();
-    }, { passive: false });
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        event.preventDefault();
+        const pixels = event.deltaMode === 1 ? event.deltaY * 16 : event.deltaY;
+        const axis = event.ctrlKey ? "both" : event.shiftKey ? "x" : "y"; // a pinch of a touchpad arrives with ctrl
+        this.zoom(Math.exp(-(pixels || event.deltaX) / 400), ...place(event), axis);
+        this.on.moved();
+      },
+      { passive: false },
+    );
   }
 }
 

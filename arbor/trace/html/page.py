@@ -16,7 +16,15 @@ from arbor.trace.html.recording import Recording
 from arbor.trace.write import GZIP
 
 MOST_RUNS = 2  # one run, or two side by side
-SCRIPTS = ("fold.js", "describe.js", "map.js", "timeline.js", "panels.js", "viewer.js")
+SCRIPTS = (
+    "fold.js",
+    "describe.js",
+    "map.js",
+    "timeline.js",
+    "inspector.js",
+    "panels.js",
+    "viewer.js",
+)
 FRAME_HEIGHT = 720  # CSS pixels in a notebook
 
 

@@ -2,7 +2,8 @@
 // their own, because stacked on the device they would make the budget's line lie. Marks for what moved KV lie below.
 
 const EDGE = { left: 70, right: 16 };
-const HOST_TALL = 38, LANE_TALL = 10; // CSS pixels
+const HOST_TALL = 38,
+  LANE_TALL = 10; // CSS pixels
 const LANES = [
   ["pressure", "pressure", "budget"],
   ["evict", "evict", "muted"],
@@ -31,7 +32,10 @@ class Strip {
     const used = run.deviceAt.reduce((most, tokens) => Math.max(most, tokens), 1);
     const full = run.fullAt.reduce((most, tokens) => Math.max(most, tokens), 0);
     // a budget far above all use would flatten what there is to see
-    return { peak: run.budget > 3 * Math.max(used, full) ? Math.max(used, full) : Math.max(used, run.budget), full };
+    return {
+      peak: run.budget > 3 * Math.max(used, full) ? Math.max(used, full) : Math.max(used, run.budget),
+      full,
+    };
   }
 
   /** Sets the tokens at the top of the strip, for all strips the same; what all blocks would hold may leave it. */
@@ -75,7 +79,8 @@ class Strip {
     }
     pen.clearRect(0, 0, width, height);
     pen.drawImage(this.layer, 0, 0, width, height);
-    const x = this.x(scene.event), y = this._y(this.run.deviceAt[scene.event]);
+    const x = this.x(scene.event),
+      y = this._y(this.run.deviceAt[scene.event]);
     pen.strokeStyle = scene.colours.ink;
     pen.lineWidth = 1.5;
     pen.beginPath();
@@ -93,7 +98,8 @@ class Strip {
   _reading(pen, scene, x, y, width) {
     const text = count(this.run.deviceAt[scene.event]);
     pen.font = scene.bold;
-    const wide = pen.measureText(text).width + 10, left = x + wide + 10 > width ? x - wide - 7 : x + 7;
+    const wide = pen.measureText(text).width + 10,
+      left = x + wide + 10 > width ? x - wide - 7 : x + 7;
     const top = Math.min(Math.max(4, y - 9), this.tall - 18);
     pen.fillStyle = scene.colours.ink;
     pen.beginPath();
@@ -111,7 +117,9 @@ class Strip {
 
   /** For each pixel column the most of what is held, and how much of that is on running paths. */
   _columns(width) {
-    const { run } = this, from = EDGE.left, wide = Math.max(1, width - EDGE.left - EDGE.right);
+    const { run } = this,
+      from = EDGE.left,
+      wide = Math.max(1, width - EDGE.left - EDGE.right);
     const columns = [];
     let event = 0;
     for (let pixel = 0; pixel < wide; pixel++) {
@@ -124,21 +132,28 @@ class Strip {
       }
       const last = Math.max(0, next - 1);
       if (next === event && pixel > 0) top = last;
-      columns.push({ x: from + pixel, top, last, ended: next >= run.events && run.axes[this.axis][run.events - 1] < (pixel / wide) * this.axisEnd });
+      columns.push({
+        x: from + pixel,
+        top,
+        last,
+        ended: next >= run.events && run.axes[this.axis][run.events - 1] < (pixel / wide) * this.axisEnd,
+      });
       event = Math.max(event, last);
     }
     return columns;
   }
 
   _paint(pen, width, scene) {
-    const { run } = this, { colours } = scene;
+    const { run } = this,
+      { colours } = scene;
     pen.font = scene.small;
     pen.textBaseline = "middle";
     const columns = this._columns(width);
     const base = this.tall;
     for (const { x, top, ended } of columns) {
       if (ended) break;
-      const held = this._y(run.deviceAt[top]), running = this._y(run.activeAt[top]);
+      const held = this._y(run.deviceAt[top]),
+        running = this._y(run.activeAt[top]);
       pen.fillStyle = colours.idle;
       pen.fillRect(x, held, 1, base - held);
       pen.fillStyle = colours.active;
@@ -186,7 +201,14 @@ class Strip {
     pen.moveTo(EDGE.left, y);
     pen.lineTo(width - EDGE.right, y);
     pen.stroke();
-    this._tag(pen, `budget ${count(run.budget)}`, EDGE.left + 4, y - 8 < 4 ? y + 9 : y - 8, colours.budget, colours);
+    this._tag(
+      pen,
+      `budget ${count(run.budget)}`,
+      EDGE.left + 4,
+      y - 8 < 4 ? y + 9 : y - 8,
+      colours.budget,
+      colours,
+    );
   }
 
   /** What keeping every block would hold; where it leaves the strip, an arrow and its end. */
@@ -196,10 +218,14 @@ class Strip {
     pen.setLineDash([5, 3]);
     pen.lineWidth = 1.5;
     pen.beginPath();
-    let pen_down = false, leaves = null;
+    let pen_down = false,
+      leaves = null;
     for (const { x, last, ended } of columns) {
       if (ended) break;
-      if (run.fullAt[last] > this.most) { leaves = x; break; }
+      if (run.fullAt[last] > this.most) {
+        leaves = x;
+        break;
+      }
       const y = this._y(run.fullAt[last]);
       if (pen_down) pen.lineTo(x, y);
       else pen.moveTo(x, y);
@@ -208,7 +234,8 @@ class Strip {
     if (leaves !== null) pen.lineTo(leaves, 2);
     pen.stroke();
     pen.setLineDash([]);
-    const text = leaves === null ? `all kept ${count(this.needs.full)}` : `all kept: up to ${count(this.needs.full)} ↑`;
+    const text =
+      leaves === null ? `all kept ${count(this.needs.full)}` : `all kept: up to ${count(this.needs.full)} ↑`;
     const wide = pen.measureText(text).width + 8;
     const right = width - EDGE.right - wide;
     const at = leaves === null ? right : Math.min(leaves + 6, right);
@@ -227,12 +254,16 @@ class Strip {
   }
 
   _hostStrip(pen, width, colours, columns, top) {
-    const { run } = this, tall = HOST_TALL - 8, base = top + tall;
+    const { run } = this,
+      tall = HOST_TALL - 8,
+      base = top + tall;
     let most = 1;
-    for (let event = 0; event < run.events; event++) most = Math.max(most, run.hostAt[event] + run.compressedAt[event]);
+    for (let event = 0; event < run.events; event++)
+      most = Math.max(most, run.hostAt[event] + run.compressedAt[event]);
     for (const { x, last, ended } of columns) {
       if (ended) break;
-      const both = (tall * (run.hostAt[last] + run.compressedAt[last])) / most, packed = (tall * run.compressedAt[last]) / most;
+      const both = (tall * (run.hostAt[last] + run.compressedAt[last])) / most,
+        packed = (tall * run.compressedAt[last]) / most;
       pen.fillStyle = colours.host;
       pen.fillRect(x, base - both, 1, both);
       pen.fillStyle = colours.muted;
@@ -320,7 +351,10 @@ class Strip {
       if (held) this.on.seek(at(event));
       this.on.hover(at(event), event.clientX, event.clientY);
     });
-    for (const end of ["pointerup", "pointercancel"]) canvas.addEventListener(end, () => { held = false; });
+    for (const end of ["pointerup", "pointercancel"])
+      canvas.addEventListener(end, () => {
+        held = false;
+      });
     canvas.addEventListener("pointerleave", () => this.on.hover(-1, 0, 0));
   }
 }

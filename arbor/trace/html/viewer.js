@@ -1,12 +1,25 @@
 // viewer.js: one view over one or two runs: where it stands, what moves it, and what is drawn when it moved.
 
 const KEYS = [
-  ["space", "play, pause"], ["← →", "one event; with shift fifty"], ["Home End", "first, last event"],
-  ["p P", "next, previous pressure"], ["r R", "next, previous rehydration"], ["b B", "next, previous backtrack"],
-  ["h l", "parent, first child"], ["j k", "next, previous sibling"], ["a", "the answer's block"],
-  ["n N", "next, previous block found"], ["/", "find blocks: #12, words, v>0.7, pruned, running, tier:gone"],
-  ["m", "spans, icicle, links"], ["f", "show the whole tree"], ["+ −", "zoom"], ["x", "axis: events, seconds, blocks"],
-  ["c", "the other run, where two are compared"], ["1 … 7", "panels"], ["d", "light, dark"], ["?", "this list"],
+  ["space", "play, pause"],
+  ["← →", "one event; with shift fifty"],
+  ["Home End", "first, last event"],
+  ["p P", "next, previous pressure"],
+  ["r R", "next, previous rehydration"],
+  ["b B", "next, previous backtrack"],
+  ["h l", "parent, first child"],
+  ["j k", "next, previous sibling"],
+  ["a", "the answer's block"],
+  ["n N", "next, previous block found"],
+  ["/", "find blocks: #12, words, v>0.7, pruned, running, tier:gone"],
+  ["m", "spans, icicle, links"],
+  ["f", "show the whole tree"],
+  ["+ −", "zoom"],
+  ["x", "axis: events, seconds, blocks"],
+  ["c", "the other run, where two are compared"],
+  ["1 … 7", "panels"],
+  ["d", "light, dark"],
+  ["?", "this list"],
 ];
 const MODES = ["spans", "icicle", "links"];
 const AXES = ["event", "time", "blocks"];
@@ -23,7 +36,14 @@ class View {
     this.hover = -1;
     this.hosted = runs.some((run) => run.hostAt.some((tokens) => tokens > 0));
     this.panes = runs.map((run, place) => this._pane(run, place));
-    this.panels = [new BlockPanel(this), new EventPanel(this), new RegretPanel(this), new AnswerPanel(this), new TablePanel(this), new RunPanel(this)];
+    this.panels = [
+      new BlockPanel(this),
+      new EventPanel(this),
+      new RegretPanel(this),
+      new AnswerPanel(this),
+      new TablePanel(this),
+      new RunPanel(this),
+    ];
     if (this.both) this.panels.push(new ComparePanel(this));
     this.panel = this.both ? this.panels.length - 1 : 0;
     this._head();
@@ -32,23 +52,37 @@ class View {
     this._pointersAndKeys();
     this.setAxis(this.axis);
     const needs = this.panes.map(({ strip }) => strip.needs);
-    for (const { strip } of this.panes) strip.setScale(Math.max(...needs.map(({ peak }) => peak)), Math.max(...needs.map(({ full }) => full)));
+    for (const { strip } of this.panes)
+      strip.setScale(Math.max(...needs.map(({ peak }) => peak)), Math.max(...needs.map(({ full }) => full)));
     this.setTheme(document.documentElement.dataset.theme, false);
     for (const pane of this.panes) pane.run.seek(pane.state, pane.event);
     this.readHash();
   }
 
   _pane(run, place) {
-    const pane = { run, place, event: run.events - 1, state: new State(run.count), selected: -1, found: null };
+    const pane = {
+      run,
+      place,
+      event: run.events - 1,
+      state: new State(run.count),
+      selected: -1,
+      found: null,
+    };
     const answer = run.answer ? run.blockOf(run.answer.node) : -1;
     pane.selected = answer >= 0 ? answer : run.count ? 0 : -1;
     pane.map = new TreeMap(run, {
-      select: (block) => { this.activate(place); this.select(block, true); },
+      select: (block) => {
+        this.activate(place);
+        this.select(block, true);
+      },
       hover: (block, x, y) => this._hoverBlock(pane, block, x, y),
       moved: () => this.invalidate(),
     });
     pane.strip = new Strip(run, this.both ? 64 : 92, {
-      seek: (event) => { this.pause(); this.seek(event, place); },
+      seek: (event) => {
+        this.pause();
+        this.seek(event, place);
+      },
       hover: (event, x, y) => this._hoverEvent(pane, event, x, y),
     });
     return pane;
@@ -82,7 +116,9 @@ class View {
   _touched(pane) {
     const record = pane.run.records[pane.event];
     if (record.e === "answer") return [];
-    const blocks = [...new Set(named(record))].map((id) => pane.run.blockOf(id)).filter((block) => block >= 0);
+    const blocks = [...new Set(named(record))]
+      .map((id) => pane.run.blockOf(id))
+      .filter((block) => block >= 0);
     return blocks.length > 400 ? [] : blocks;
   }
 
@@ -95,7 +131,8 @@ class View {
     const at = pane.run.axes[this.axis][pane.event];
     for (const other of this.panes) {
       if (other === pane) continue;
-      other.event = pane.event === pane.run.events - 1 ? other.run.events - 1 : other.run.eventAt(this.axis, at);
+      other.event =
+        pane.event === pane.run.events - 1 ? other.run.events - 1 : other.run.eventAt(this.axis, at);
       other.run.seek(other.state, other.event);
     }
     this._findAgain(/[:v<>=]|running|open|closed|terminal|pruned/.test(this.filter));
@@ -122,7 +159,12 @@ class View {
     if (selected < 0) return this.select(run.count ? 0 : -1);
     const family = run.parent[selected] < 0 ? [selected] : run.children[run.parent[selected]];
     const place = family.indexOf(selected);
-    const to = { h: run.parent[selected], l: run.children[selected][0] ?? -1, j: family[place + 1] ?? -1, k: family[place - 1] ?? -1 }[key];
+    const to = {
+      h: run.parent[selected],
+      l: run.children[selected][0] ?? -1,
+      j: family[place + 1] ?? -1,
+      k: family[place - 1] ?? -1,
+    }[key];
     return this.select(to);
   }
 
@@ -147,7 +189,8 @@ class View {
     const end = run.axes[this.axis][run.events - 1] || 1;
     const step = (now) => {
       if (!this.playing) return;
-      const speed = Number(find("speed").value), pace = Math.max(end / WHOLE_RUN_S, (FEWEST_A_SECOND * end) / run.events);
+      const speed = Number(find("speed").value),
+        pace = Math.max(end / WHOLE_RUN_S, (FEWEST_A_SECOND * end) / run.events);
       place += ((now - then) / 1000) * pace * speed;
       then = now;
       if (this.current.run !== run || place >= end) {
@@ -178,7 +221,12 @@ class View {
 
   setTheme(theme, keep = true) {
     this.theme = document.documentElement.dataset.theme = theme;
-    if (keep) try { localStorage.setItem("arbor-theme", theme); } catch (blocked) { /* a frame without an origin */ }
+    if (keep)
+      try {
+        localStorage.setItem("arbor-theme", theme);
+      } catch {
+        /* a frame without an origin */
+      }
     this.colours = palette();
     const pen = document.createElement("canvas").getContext("2d");
     this.hatch = hatch(pen, this.colours);
@@ -190,7 +238,8 @@ class View {
   setMode(mode) {
     this.mode = mode;
     for (const pane of this.panes) pane.map.setMode(mode);
-    for (const button of document.querySelectorAll("[data-mode]")) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
+    for (const button of document.querySelectorAll("[data-mode]"))
+      button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
     this.invalidate();
   }
 
@@ -209,7 +258,9 @@ class View {
       tab.setAttribute("aria-selected", String(place === panel));
       tab.tabIndex = place === panel ? 0 : -1;
     });
-    this.panels.forEach((each, place) => { each.body.hidden = place !== panel; });
+    this.panels.forEach((each, place) => {
+      each.body.hidden = place !== panel;
+    });
     this.invalidate();
   }
 
@@ -241,43 +292,95 @@ class View {
   // Building
 
   _head() {
-    const [{ run }] = this.panes, { header } = run;
+    const [{ run }] = this.panes,
+      { header } = run;
     const name = (spec) => (spec && typeof spec === "object" ? spec.name : spec);
     const config = header.config || {};
     const problem = line(header.problem) || run.name;
     document.title = `${problem} · arbor`;
     find("problem").textContent = problem;
-    const facts = [header.task, (header.model || {}).id, name(config.controller), name(config.verifier)].filter(Boolean).map(String);
+    const facts = [header.task, (header.model || {}).id, name(config.controller), name(config.verifier)]
+      .filter(Boolean)
+      .map(String);
     if (!this.both) facts.push(...this._cost(run));
     find("facts").replaceChildren(...facts.map((each) => make("span", {}, each)));
     const { answer } = run;
-    find("outcome").replaceChildren(...(answer && answer.text ? [make("span", { class: "answer" }, String(answer.text)), answer.correct === true ? make("span", { class: "verdict" }, "✓ correct") : answer.correct === false ? make("span", { class: "verdict wrong" }, "✗ wrong") : ""] : [make("span", { class: "verdict wrong" }, run.end ? "no answer" : "not finished")]));
-    const banners = this.panes.filter((pane) => pane.run.banner).map((pane) => `${this.both ? `${pane.run.name}: ` : ""}${pane.run.banner}`);
+    find("outcome").replaceChildren(
+      ...(answer && answer.text
+        ? [
+            make("span", { class: "answer" }, String(answer.text)),
+            answer.correct === true
+              ? make("span", { class: "verdict" }, "✓ correct")
+              : answer.correct === false
+                ? make("span", { class: "verdict wrong" }, "✗ wrong")
+                : "",
+          ]
+        : [make("span", { class: "verdict wrong" }, run.end ? "no answer" : "not finished")]),
+    );
+    const banners = this.panes
+      .filter((pane) => pane.run.banner)
+      .map((pane) => `${this.both ? `${pane.run.name}: ` : ""}${pane.run.banner}`);
     find("banner").textContent = banners.join(" · ");
     find("banner").hidden = !banners.length;
     this.panes.forEach((pane, place) => {
-      const title = this.both ? make("p", { class: "pane-title" }, make("b", {}, "AB"[place]), ` ${pane.run.name}`, make("small", {}, this._cost(pane.run).join(" · "))) : null;
-      pane.frame = make("div", { class: `frame ${place === 0 ? "active" : ""}` }, ...(title ? [title] : []), pane.map.pane);
+      const title = this.both
+        ? make(
+            "p",
+            { class: "pane-title" },
+            make("b", {}, "AB"[place]),
+            ` ${pane.run.name}`,
+            make("small", {}, this._cost(pane.run).join(" · ")),
+          )
+        : null;
+      pane.frame = make(
+        "div",
+        { class: `frame ${place === 0 ? "active" : ""}` },
+        ...(title ? [title] : []),
+        pane.map.pane,
+      );
       find("maps").append(pane.frame);
       if (this.both) pane.strip.pane.prepend(make("b", { class: "strip-title" }, "AB"[place]));
       find("times").append(pane.strip.pane);
     });
     const entry = (kind, text) => make("li", { class: kind }, make("i", { "aria-hidden": "true" }), text);
-    find("legend").replaceChildren(entry("active", "running"), entry("idle", "on device"), ...(this.hosted ? [entry("host", "on host")] : []), entry("gone", "gone"), entry("value", "value"), entry("path", "answer"));
+    find("legend").replaceChildren(
+      entry("active", "running"),
+      entry("idle", "on device"),
+      ...(this.hosted ? [entry("host", "on host")] : []),
+      entry("gone", "gone"),
+      entry("value", "value"),
+      entry("path", "answer"),
+    );
     find("keys").replaceChildren(
       make("h2", {}, "Keys"),
-      make("dl", {}, ...KEYS.map(([keys, what]) => [make("dt", {}, ...keys.split(" ").map((key) => make("kbd", {}, key))), make("dd", {}, what)]).flat()),
-      make("p", { class: "hint" }, "The wheel zooms rows, with shift tokens, a pinch both; a drag pans, a click selects, a double click shows one subtree. The address keeps event and block: copy it to share what you see."),
-      make("form", { method: "dialog" }, make("button", {}, "close")));
+      make(
+        "dl",
+        {},
+        ...KEYS.map(([keys, what]) => [
+          make("dt", {}, ...keys.split(" ").map((key) => make("kbd", {}, key))),
+          make("dd", {}, what),
+        ]).flat(),
+      ),
+      make(
+        "p",
+        { class: "hint" },
+        "The wheel zooms rows, with shift tokens, a pinch both; a drag pans, a click selects, a double click shows one subtree. The address keeps event and block: copy it to share what you see.",
+      ),
+      make("form", { method: "dialog" }, make("button", {}, "close")),
+    );
   }
 
   /** What a run had to spend and spent, in a few words. */
   _cost(run) {
-    const metrics = (run.end && run.end.metrics) || {}, parts = [];
+    const metrics = (run.end && run.end.metrics) || {},
+      parts = [];
     if (run.budget) parts.push(`budget ${plural(run.budget, "token")}`);
     parts.push(plural(Math.max(0, run.count - 1), "block"));
     if (Number.isFinite(metrics.wall_s)) parts.push(seconds(metrics.wall_s));
-    if (metrics.rehydrations) parts.push(`${plural(metrics.rehydrations, "rehydration")}, ${plural(metrics.tokens_recomputed, "token")} recomputed`);
+    if (metrics.rehydrations)
+      parts.push(
+        `${plural(metrics.rehydrations, "rehydration")}, ${plural(metrics.tokens_recomputed, "token")} recomputed`,
+      );
     return parts;
   }
 
@@ -287,7 +390,17 @@ class View {
       panel.body.setAttribute("role", "tabpanel");
       panel.body.setAttribute("aria-labelledby", `tab-${place}`);
       find("panels").append(panel.body);
-      return make("button", { type: "button", role: "tab", id: `tab-${place}`, "aria-controls": `panel-${place}`, on: { click: () => this.show(place) } }, panel.name);
+      return make(
+        "button",
+        {
+          type: "button",
+          role: "tab",
+          id: `tab-${place}`,
+          "aria-controls": `panel-${place}`,
+          on: { click: () => this.show(place) },
+        },
+        panel.name,
+      );
     });
     find("tabs").replaceChildren(...this.tabs);
     find("tabs").addEventListener("keydown", (event) => {
@@ -303,17 +416,49 @@ class View {
 
   _jumps() {
     const { run } = this.current;
-    const kinds = [["pressure", "p", run.ofType("pressure")], ["rehydrate", "r", run.ofType("rehydrate")], ["backtrack", "b", run.backtracks]];
-    find("jumps").replaceChildren(...kinds.map(([name, key, events]) => make("span", { class: "jump" },
-      make("button", { type: "button", title: `Previous ${name} (${key.toUpperCase()})`, "aria-label": `Previous ${name}`, disabled: !events.length, on: { click: () => this.jump(events, true) } }, "‹"),
-      make("span", {}, name, make("small", {}, count(events.length))),
-      make("button", { type: "button", title: `Next ${name} (${key})`, "aria-label": `Next ${name}`, disabled: !events.length, on: { click: () => this.jump(events, false) } }, "›"))));
+    const kinds = [
+      ["pressure", "p", run.ofType("pressure")],
+      ["rehydrate", "r", run.ofType("rehydrate")],
+      ["backtrack", "b", run.backtracks],
+    ];
+    find("jumps").replaceChildren(
+      ...kinds.map(([name, key, events]) =>
+        make(
+          "span",
+          { class: "jump" },
+          make(
+            "button",
+            {
+              type: "button",
+              title: `Previous ${name} (${key.toUpperCase()})`,
+              "aria-label": `Previous ${name}`,
+              disabled: !events.length,
+              on: { click: () => this.jump(events, true) },
+            },
+            "‹",
+          ),
+          make("span", {}, name, make("small", {}, count(events.length))),
+          make(
+            "button",
+            {
+              type: "button",
+              title: `Next ${name} (${key})`,
+              "aria-label": `Next ${name}`,
+              disabled: !events.length,
+              on: { click: () => this.jump(events, false) },
+            },
+            "›",
+          ),
+        ),
+      ),
+    );
   }
 
   _bars() {
     this._jumps();
     const on = (id, action) => find(id).addEventListener("click", action);
-    for (const button of document.querySelectorAll("[data-mode]")) button.addEventListener("click", () => this.setMode(button.dataset.mode));
+    for (const button of document.querySelectorAll("[data-mode]"))
+      button.addEventListener("click", () => this.setMode(button.dataset.mode));
     on("fit", () => this.fit());
     on("first", () => this.seek(0));
     on("last", () => this.seek(this.current.run.events - 1));
@@ -322,7 +467,10 @@ class View {
     on("play", () => this.play());
     on("theme", () => this.setTheme(this.theme === "dark" ? "light" : "dark"));
     on("help", () => find("keys").showModal());
-    on("skip", (event) => { event.preventDefault(); find("side").focus(); });
+    on("skip", (event) => {
+      event.preventDefault();
+      find("side").focus();
+    });
     find("axis").addEventListener("change", (event) => this.setAxis(event.target.value));
     find("filter").addEventListener("input", (event) => this.setFilter(event.target.value));
     find("slider").addEventListener("input", (event) => {
@@ -347,7 +495,8 @@ class View {
       this.draw();
     });
     addEventListener("afterprint", () => this.setTheme(asked, false));
-    if (typeof ResizeObserver === "function") new ResizeObserver(() => this.invalidate()).observe(find("maps"));
+    if (typeof ResizeObserver === "function")
+      new ResizeObserver(() => this.invalidate()).observe(find("maps"));
   }
 
   _key(event) {
@@ -370,21 +519,33 @@ class View {
       ArrowLeft: () => this.seek(this.current.event - (event.shiftKey ? 50 : 1)),
       Home: () => this.seek(0),
       End: () => this.seek(run.events - 1),
-      h: () => this.walk("h"), j: () => this.walk("j"), k: () => this.walk("k"), l: () => this.walk("l"),
-      p: () => this.jump(run.ofType("pressure"), false), P: () => this.jump(run.ofType("pressure"), true),
-      r: () => this.jump(run.ofType("rehydrate"), false), R: () => this.jump(run.ofType("rehydrate"), true),
-      b: () => this.jump(run.backtracks, false), B: () => this.jump(run.backtracks, true),
+      h: () => this.walk("h"),
+      j: () => this.walk("j"),
+      k: () => this.walk("k"),
+      l: () => this.walk("l"),
+      p: () => this.jump(run.ofType("pressure"), false),
+      P: () => this.jump(run.ofType("pressure"), true),
+      r: () => this.jump(run.ofType("rehydrate"), false),
+      R: () => this.jump(run.ofType("rehydrate"), true),
+      b: () => this.jump(run.backtracks, false),
+      B: () => this.jump(run.backtracks, true),
       a: () => this.select(run.answer ? run.blockOf(run.answer.node) : -1),
-      n: () => this.nextFound(false), N: () => this.nextFound(true),
+      n: () => this.nextFound(false),
+      N: () => this.nextFound(true),
       f: () => this.fit(),
       m: () => this.setMode(MODES[(MODES.indexOf(this.mode) + 1) % MODES.length]),
       x: () => this.setAxis(AXES[(AXES.indexOf(this.axis) + 1) % AXES.length]),
       c: () => this.activate((this.active + 1) % this.panes.length),
       d: () => this.setTheme(this.theme === "dark" ? "light" : "dark"),
-      "+": () => this._zoom(1.3), "=": () => this._zoom(1.3), "-": () => this._zoom(1 / 1.3),
+      "+": () => this._zoom(1.3),
+      "=": () => this._zoom(1.3),
+      "-": () => this._zoom(1 / 1.3),
       "/": () => find("filter").focus(),
       "?": () => find("keys").showModal(),
-      Escape: () => { find("filter").value = ""; this.setFilter(""); },
+      Escape: () => {
+        find("filter").value = "";
+        this.setFilter("");
+      },
     };
     const action = actions[key] || (/^[1-7]$/.test(key) ? () => this.show(Number(key) - 1) : null);
     if (!action) return;
@@ -394,7 +555,8 @@ class View {
   }
 
   _zoom(factor) {
-    const { map } = this.current, box = map.canvas.getBoundingClientRect();
+    const { map } = this.current,
+      box = map.canvas.getBoundingClientRect();
     map.zoom(factor, box.width / 2, box.height / 2);
     this.invalidate();
   }
@@ -406,19 +568,41 @@ class View {
     this.hover = block;
     this.hovered = pane;
     const { run, state } = pane;
-    this._tip(block < 0 ? null : [
-      make("b", {}, `#${run.id[block]} `), line(run.text(block)).slice(0, 160),
-      make("div", {}, `${count(state.device[block])} of ${count(state.tokens[block])} tokens on the device${Number.isFinite(state.value[block]) ? `, value ${fixed(state.value[block])}` : ""}, ${STATES[state.state[block]]}`),
-    ], x, y);
+    this._tip(
+      block < 0
+        ? null
+        : [
+            make("b", {}, `#${run.id[block]} `),
+            line(run.text(block)).slice(0, 160),
+            make(
+              "div",
+              {},
+              `${count(state.device[block])} of ${count(state.tokens[block])} tokens on the device${Number.isFinite(state.value[block]) ? `, value ${fixed(state.value[block])}` : ""}, ${STATES[state.state[block]]}`,
+            ),
+          ],
+      x,
+      y,
+    );
     this.invalidate();
   }
 
   _hoverEvent(pane, event, x, y) {
     const { run } = pane;
-    this._tip(event < 0 ? null : [
-      make("b", {}, `event ${count(event)} · ${run.records[event].e} `), make("div", {}, sentence(run.records[event]).slice(0, 200)),
-      make("div", {}, `device ${count(run.deviceAt[event])} (${count(run.activeAt[event])} running), ${seconds(run.axes.time[event])}`),
-    ], x, y);
+    this._tip(
+      event < 0
+        ? null
+        : [
+            make("b", {}, `event ${count(event)} · ${run.records[event].e} `),
+            make("div", {}, sentence(run.records[event]).slice(0, 200)),
+            make(
+              "div",
+              {},
+              `device ${count(run.deviceAt[event])} (${count(run.activeAt[event])} running), ${seconds(run.axes.time[event])}`,
+            ),
+          ],
+      x,
+      y,
+    );
   }
 
   _tip(inside, x, y) {
@@ -434,8 +618,10 @@ class View {
   // The address
 
   readHash() {
-    const asked = new URLSearchParams(location.hash.slice(1)), number = (key) => (/^\d+$/.test(asked.get(key) || "") ? Number(asked.get(key)) : -1);
-    if (/^(light|dark)$/.test(asked.get("theme") || "") && asked.get("theme") !== this.theme) this.setTheme(asked.get("theme"), false);
+    const asked = new URLSearchParams(location.hash.slice(1)),
+      number = (key) => (/^\d+$/.test(asked.get(key) || "") ? Number(asked.get(key)) : -1);
+    if (/^(light|dark)$/.test(asked.get("theme") || "") && asked.get("theme") !== this.theme)
+      this.setTheme(asked.get("theme"), false);
     if (MODES.includes(asked.get("m")) && asked.get("m") !== this.mode) this.setMode(asked.get("m"));
     if (AXES.includes(asked.get("x")) && asked.get("x") !== this.axis) this.setAxis(asked.get("x"));
     if (number("t") >= 0) this.activate(number("t"));
@@ -457,7 +643,11 @@ class View {
     // browsers refuse addresses that change at every frame
     clearTimeout(this.hashTimer);
     this.hashTimer = setTimeout(() => {
-      try { history.replaceState(null, "", hash); } catch (blocked) { /* a frame without an address */ }
+      try {
+        history.replaceState(null, "", hash);
+      } catch {
+        /* a frame without an address */
+      }
     }, 300);
   }
 
@@ -479,17 +669,28 @@ class View {
       pane.strip.draw(scene);
       if (!this.playing) {
         const held = pane.run.deviceAt[pane.event];
-        pane.map.canvas.setAttribute("aria-label", `Tree of ${plural(pane.run.count, "block")} at event ${pane.event} of ${pane.run.events - 1}; the Table panel has it as text`);
-        pane.strip.canvas.setAttribute("aria-label", `KV over the run: ${count(held)}${pane.run.budget ? ` of ${count(pane.run.budget)}` : ""} tokens on the device at event ${pane.event}`);
+        pane.map.canvas.setAttribute(
+          "aria-label",
+          `Tree of ${plural(pane.run.count, "block")} at event ${pane.event} of ${pane.run.events - 1}; the Table panel has it as text`,
+        );
+        pane.strip.canvas.setAttribute(
+          "aria-label",
+          `KV over the run: ${count(held)}${pane.run.budget ? ` of ${count(pane.run.budget)}` : ""} tokens on the device at event ${pane.event}`,
+        );
       }
     }
-    const { run, event } = this.current, record = run.records[event];
+    const { run, event } = this.current,
+      record = run.records[event];
     this.panels[this.panel].show(this.scene());
     const slider = find("slider");
     slider.value = String(run.axes[this.axis][event] / this.axisEnd);
     slider.setAttribute("aria-valuetext", `event ${event} of ${run.events - 1}, ${record.e}`);
-    find("now").replaceChildren(make("b", {}, count(event)), make("span", { class: "of" }, ` / ${count(run.events - 1)} · ${seconds(run.axes.time[event])} `),
-      make("b", { class: `type ${kindOf(record)}` }, record.e), ` ${sentence(record)}`);
+    find("now").replaceChildren(
+      make("b", {}, count(event)),
+      make("span", { class: "of" }, ` / ${count(run.events - 1)} · ${seconds(run.axes.time[event])} `),
+      make("b", { class: `type ${kindOf(record)}` }, record.e),
+      ` ${sentence(record)}`,
+    );
     find("now").setAttribute("aria-live", this.playing ? "off" : "polite");
     this._writeHash();
   }
@@ -501,11 +702,21 @@ class View {
     for (let block = 0; block < run.count; block++) {
       if (state.state[block] === UNBORN) continue;
       blocks.push({
-        id: run.id[block], tokens: state.tokens[block], device: state.device[block], state: STATES[state.state[block]],
+        id: run.id[block],
+        tokens: state.tokens[block],
+        device: state.device[block],
+        state: STATES[state.state[block]],
         value: Number.isFinite(state.value[block]) ? state.value[block] : 0,
       });
     }
-    return { event, blocks, running: run.running(event), device: run.deviceAt[event], host: run.hostAt[event], compressed: run.compressedAt[event] };
+    return {
+      event,
+      blocks,
+      running: run.running(event),
+      device: run.deviceAt[event],
+      host: run.hostAt[event],
+      compressed: run.compressedAt[event],
+    };
   }
 }
 
