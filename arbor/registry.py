@@ -128,6 +128,11 @@ def names(kind: str) -> tuple[str, ...]:
     return (*sorted(builtin), *sorted(_plugins(kind)), *sorted(register.of(kind)))
 
 
+def plugins(kind: str) -> dict[str, str]:
+    """Names that other distributions added, and the dotted paths they stand for; imports none of them."""
+    return {name: point.value for name, point in sorted(_plugins(kind).items())}
+
+
 def resolve(kind: str, name: str) -> type[Any]:
     """The class a name stands for.
 

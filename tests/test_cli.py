@@ -543,9 +543,14 @@ def test_list_without_a_kind_lists_every_kind(
     assert [line for line in lines if line in document] == [*kinds, "models"]
 
 
-def test_doctor_is_one_document(command: Arbor) -> None:
+def test_doctor_is_one_document(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBOR_PLUGINS", "off")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     document = command("doctor", "--json").document
 
     assert document["arbor"] == arbor.__version__
     assert document["packages"]["torch"]
-    assert "arbor" in command("doctor").out
+    assert set(document["plugins"]) == set(document["names"]) == set(registry.KINDS)
+    assert document["settings"]["ARBOR_PLUGINS"] == "off"
+    ran = command("doctor")
+    assert "arbor" in ran.out and "hf_secret" not in f"{ran.out}{document}"

@@ -218,6 +218,7 @@ def test_commands_options_and_names_complete() -> None:
     assert "--max-tokens" in complete("arbor", "solve", "--max")
     assert complete("arbor", "solve", "--controller", "b", heavy="torch rich") == ["beam"]
     assert complete("arbor", "solve", "--task", "game") == ["game24"]
+    assert complete("arbor", "solve", "--policy", "arb") == ["arborkv"]
     assert complete("arbor", "trace", "conv") == ["convert"]
     assert complete("arbor", "list", "contr") == [registry.plural("controller")]
 

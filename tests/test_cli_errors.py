@@ -150,6 +150,12 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         "unknown-controller",
         ("'bem'", "Did you mean 'beam'", "Known: beam, chain, "),
     ),
+    (
+        ["solve", PUZZLE, "--policy", "arbokv"],
+        2,
+        "unknown-policy",
+        ("Did you mean 'arborkv'", "Known: arborkv, belady, "),
+    ),
     (["solve", PUZZLE, "--task", "gam24"], 2, "unknown-task", ("Did you mean 'game24'",)),
     (["solve", PUZZLE, "--model", "builtin:x"], 2, "unknown-model", ("builtin:sapling",)),
     (

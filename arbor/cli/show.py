@@ -252,6 +252,8 @@ def _report() -> dict[str, Any]:
             name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
         },
         "names": {kind: list(registry.names(kind)) for kind in registry.KINDS},
+        "plugins": {kind: registry.plugins(kind) for kind in registry.KINDS},
+        "settings": {name: os.environ[name] for name in sorted(os.environ) if _steers(name)},
         "terminal": {
             "stdout": sys.stdout.isatty(),
             "stderr": sys.stderr.isatty(),
@@ -260,6 +262,12 @@ def _report() -> dict[str, Any]:
             "TERM": os.environ.get("TERM"),
         },
     }
+
+
+def _steers(variable: str) -> bool:
+    """Whether a variable of the environment changes what arbor does; none of them is a secret."""
+    known = ("NO_COLOR", "FORCE_COLOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    return variable.startswith("ARBOR_") or variable in known
 
 
 def _version(package: str) -> str | None:
