@@ -150,6 +150,36 @@ def test_the_log_is_shown_as_asked_and_written_whole(
     assert set(rows[0]) == {"time", "level", "logger", "message"}
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "shown"),
+    [
+        ("ARBOR_LOG_LEVEL", "info", ["info", "warning"]),
+        ("ARBOR_LIST_LOG_LEVEL", "error", []),
+        ("ARBOR_QUIET", "1", []),
+        ("ARBOR_VERBOSE", "1", ["info", "warning"]),
+    ],
+)
+def test_the_environment_sets_what_every_command_shares(
+    command: Arbor,
+    log: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    shown: list[str],
+) -> None:
+    def work(kind: str) -> list[object]:
+        for level in ("debug", "info", "warning"):
+            getattr(logging.getLogger("arbor.engine"), level)("at %s", level)
+        return []
+
+    monkeypatch.setattr("arbor.cli.show._components", work)
+    monkeypatch.setenv(variable, value)
+
+    assert command("list", "tasks").err.splitlines() == [
+        f"arbor: {level}: at {level}" for level in shown
+    ]
+
+
 # Commands, help and completion
 
 
