@@ -328,7 +328,7 @@ class Trees:
         """A word problem with at most so many steps; some states are asked about, some lines spoiled for that."""
         few = Chains(distractors=min(4, most))
         while True:
-            problem = few.draw(rng, 2 + int((most - 1) * rng.random() ** 1.5))
+            problem = few.draw(rng, 2 + int((most - 1) * rng.random()))
             if split_of(problem.id) == "train":
                 break
         return self._path(self.words, problem, self.words.solution(problem), rng, "chains")
@@ -469,7 +469,7 @@ class Mix:
     words: int = 6
     recall_share: float = 0.15
     facts_share: float = 0.65  # at the start; a third of it later
-    long_every: int = 3
+    long_every: int = 2
 
 
 def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterator[list[Batch]]:

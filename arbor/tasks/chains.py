@@ -10,7 +10,7 @@
 The first thought may be a plan (the chain backwards); every later line restates one fact and computes with it; the
 last is the answer. ``more``, ``fewer`` and ``times`` look one line back. ``as many as X and Y together`` looks back one
 line (X) and ``recall`` lines (Y): the controlled recall distance. Distractors are chains of their own and people who
-depend on the chain but lead nowhere. All quantities are from 1 to 999.
+depend on the chain but lead nowhere. All quantities are from 1 to 99.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = (
     "Max", "Ned", "Oli", "Pam", "Ray", "Sue", "Tom", "Una", "Val", "Wes", "Zoe", "Abe",
 )
 # fmt: on
-LARGEST = 999
+LARGEST = 99
 _NAME = "([A-Z][a-z]{1,11})"
 _FACT = re.compile(
     rf"{_NAME} has (?:([0-9]{{1,3}})|([0-9]{{1,3}}) (more|fewer) than {_NAME}"
@@ -135,7 +135,7 @@ def _new_fact(
     last = chain[-1]
     while True:
         kind = rng.choices(
-            ("more", "fewer", "times", "sum"), (4, 3, 2, 2 if len(chain) > recall else 0)
+            ("more", "fewer", "times", "sum"), (3, 3, 2, 4 if len(chain) > recall else 0)
         )[0]
         if kind == "sum":
             fact = Fact(who, "sum", 0, (last, chain[-1 - recall]))
@@ -144,7 +144,7 @@ def _new_fact(
         else:
             fact = Fact(who, kind, rng.randint(1, 20), (last,))
         result = fact.work(known)[1]
-        if 1 <= result <= (LARGEST if kind != "times" else 200):
+        if 1 <= result <= LARGEST:
             known[who] = result
             return fact
 
