@@ -127,12 +127,13 @@ class TraceWriter:
         now = self._clock()
         if self._start is None:
             self._start = now
-        record = {name: getattr(event, name) for name in _FIELDS[type(event)]}
+        record = {"e": event.name, "i": self.events, "t": round(now - self._start, 6)}
+        for name in _FIELDS[type(event)]:
+            record[name] = getattr(event, name)
         if self.text == "none":
             record = without_words(record)
-        head = {"e": event.name, "i": self.events, "t": round(now - self._start, 6)}
         self.events += 1
-        self._write(to_line(head | record) + b"\n")
+        self._write(to_line(record) + b"\n")
 
     def __enter__(self) -> Self:
         return self
