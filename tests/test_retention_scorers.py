@@ -242,6 +242,25 @@ def test_blocks_that_grow_keep_what_is_known(sizes: list[int], seed: int) -> Non
         assert found.tolist() == pytest.approx(expected)
 
 
+def test_tokens_beyond_the_room_of_their_block_are_not_their_neighbours() -> None:
+    statistics = TokenStatistics()
+    statistics.open(0, 0, 2)
+    statistics.open(1, 2, 2)
+    statistics.observe(np.array([1]), np.array([2]), np.ones(1, np.float32), np.ones(1, np.int64))
+
+    assert statistics.view(0, np.arange(4)).mass.tolist() == [0, 0, 0, 0]
+
+
+def test_more_blocks_change_nothing_about_earlier_ones() -> None:
+    statistics = TokenStatistics()
+    for node_id in range(200):
+        statistics.open(node_id, 0, 1)
+        one = np.ones(1, np.int64)
+        statistics.observe(np.array([node_id]), np.array([0]), one * np.float32(0.5), 2 * one)
+
+    assert statistics.block_attention(np.arange(200)).tolist() == [0.25] * 200
+
+
 def test_observing_two_thousand_tokens_takes_less_than_a_tenth_of_a_millisecond() -> None:
     statistics = TokenStatistics()
     for node_id in range(200):
