@@ -218,7 +218,8 @@ class Session:
         A child of this round is read for certain while it waits for its verification by the model; a leaf of the
         frontier as likely as the controller says it will be grown.
         """
-        assert self._search is not None
+        if self._search is None:  # the prompt is being read
+            return {}
         likely = dict(self._search.prospects())
         if self.verifier.needs_model and not self._asked:
             for node in tree.nodes[self._new :]:
