@@ -5,9 +5,9 @@ jumps between branches, within a quarter of what all blocks need, so that KV is 
 
     python scripts/bench_view.py --nodes 193 1281 10001 --loads 5 --seeks 200
 
-`ready` is from the start of the navigation to the end of the first drawing, and the processor time of the page's main
+Every load is in a new tab of a browser that runs. `ready` is from the start of the navigation to the end of the first drawing, and the processor time of the page's main
 thread until the frame after it; `seek` is the time of one jump to a random event with its drawing, `frame` the time until
-the frame after it was put on the screen.
+the frame after it was put on the screen. `empty` is `ready` of a page that does nothing.
 """
 
 from __future__ import annotations
@@ -243,6 +243,15 @@ SEEK = """(async (count, seed) => {
 })"""
 
 
+# a page that does nothing: what the browser itself takes for a tab and a file
+EMPTY = """<!doctype html><title>empty</title>
+<script>document.documentElement.dataset.ready = Math.round(performance.now())</script>"""
+
+
+def ready_ms(page: Page) -> float:
+    return float(page.evaluate("Number(document.documentElement.dataset.ready)"))
+
+
 def measure(page: Page, html: Path, seeks: int) -> dict[str, Any]:
     page.send("Performance.enable", timeDomain="threadTicks")
     page.open(html)
@@ -250,7 +259,7 @@ def measure(page: Page, html: Path, seeks: int) -> dict[str, Any]:
     metrics = {m["name"]: m["value"] for m in page.send("Performance.getMetrics")["metrics"]}
     done = page.evaluate(f"{SEEK}({seeks}, 7)")
     return {
-        "ready_ms": float(page.evaluate("Number(document.documentElement.dataset.ready)")),
+        "ready_ms": ready_ms(page),
         "ready_cpu_ms": 1000 * metrics["TaskDuration"],
         "heap_mb": page.evaluate("performance.memory.usedJSHeapSize / 1e6"),
         **done,
@@ -268,15 +277,19 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.keep or Path(scratch)
+        empty = folder / "empty.html"
+        empty.write_text(EMPTY, encoding="utf-8")
         for nodes in given.nodes:
             trace = write_trace(folder / f"synthetic-{nodes}.arbor.jsonl", nodes)
             began = time.perf_counter()
             recording = read_recording(trace)
             html = write_page(trace.with_suffix(".html"), recording)
             built = time.perf_counter() - began
-            loads = []
-            for _ in range(given.loads):
-                with chromium("--enable-precise-memory-info") as browser:
+            loads, empties = [], []
+            with chromium("--enable-precise-memory-info") as browser:
+                browser.page().open(empty)  # starts what a browser that is in use has running
+                for _ in range(given.loads):
+                    empties.append(ready_ms(browser.page().open(empty)))
                     page = browser.page()
                     loads.append(measure(page, html, given.seeks))
                     assert not page.errors, page.errors
@@ -287,6 +300,7 @@ def main() -> None:
                 "events": len(recording.records),
                 "html_bytes": html.stat().st_size,
                 "build_s": round(built, 2),
+                "empty_ms": sorted(empties),
                 "ready_ms": sorted(load["ready_ms"] for load in loads),
                 "ready_cpu_ms": sorted(round(load["ready_cpu_ms"]) for load in loads),
                 "seek_p50_ms": round(statistics.median(seeks), 1),

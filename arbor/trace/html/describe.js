@@ -1,7 +1,6 @@
 // describe.js: events, blocks and numbers in words. Everything a trace says reaches the page as text, never as markup.
 
-const COUNT = new Intl.NumberFormat("en");
-const count = (value) => (Number.isFinite(value) ? COUNT.format(value) : "–");
+const count = (value) => (Number.isFinite(value) ? String(value).replace(/\B(?=(\d{3})+(?!\d))/g, ",") : "–"); // only whole numbers come here
 const fixed = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
 const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
 const sum = (rows) => rows.reduce((total, row) => total + row[1], 0);
@@ -134,7 +133,7 @@ function factsAbout(record, id) {
       ]);
     else if (key !== "nodes" && place >= 0 && value.length === order.length)
       facts.push([key, brief(value[place])]);
-    else if (!NAMING.has(key)) facts.push([key, brief(value)]);
+    else if (!GENERIC.includes(key)) facts.push([key, brief(value)]);
   }
   return facts;
 }

@@ -433,7 +433,7 @@ class Run {
       const blocks = [],
         events = [];
       this.records.forEach((record, event) => {
-        for (const id of new Set(named(record))) {
+        for (const id of named(record)) {
           const block = this.blockOf(id);
           if (block < 0) continue;
           starts[block + 1]++;
@@ -517,19 +517,39 @@ function before(sorted, value) {
 
 /** Ids of the blocks that an event is about, whatever its type. */
 function named(record) {
-  const found = isCount(record.node) ? [record.node] : [];
-  for (const key of Object.keys(record)) {
-    if (key === "ids" || !Array.isArray(record[key]) || !NAMING.has(key)) continue;
-    for (const item of record[key]) {
+  const fields = NAMED[record.e] || GENERIC;
+  const found = fields.includes("node") && isCount(record.node) ? [record.node] : [];
+  for (const field of fields) {
+    for (const item of list(record[field])) {
       if (isCount(item)) found.push(item);
       else if (Array.isArray(item) && isCount(item[0])) found.push(item[0]);
       else if (item && isCount(item.node)) found.push(item.node);
     }
   }
-  return found;
+  return found.length > 1 ? [...new Set(found)] : found;
 }
 
-const NAMING = new Set([
+// where events name blocks; those of other types may anywhere
+const NAMED = {
+  __proto__: null,
+  header: [],
+  node: ["node"],
+  boundary: ["node"],
+  terminal: ["node"],
+  select: ["leaves"],
+  transition: ["leaves"],
+  pressure: [],
+  forward: [],
+  evict: ["nodes"],
+  rehydrate: ["nodes"],
+  verify: ["nodes"],
+  prune: ["nodes"],
+  allocate: ["nodes"],
+  answer: ["node", "path"],
+  end: [],
+};
+const GENERIC = [
+  "node",
   "nodes",
   "leaves",
   "path",
@@ -540,4 +560,4 @@ const NAMING = new Set([
   "candidates",
   "src",
   "dst",
-]);
+];

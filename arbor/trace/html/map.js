@@ -520,9 +520,8 @@ class TreeMap {
     const wide = width,
       tall = height - GUTTER.top;
     if (tall <= 0) return;
-    const size = wide * tall;
-    if (!this.counts || this.counts.length !== size * 5) {
-      this.counts = new Uint16Array(size * 5);
+    if (!this.sheet || this.sheet.width !== wide || this.sheet.height !== tall) {
+      this.counts = new Float64Array(wide * tall);
       this.sheet = document.createElement("canvas");
       this.sheet.width = wide;
       this.sheet.height = tall;
@@ -530,9 +529,8 @@ class TreeMap {
     }
     const { counts, image } = this;
     counts.fill(0);
-    const shade = [colours.line, colours.edge, colours.idle, colours.active, colours.host].map(rgb);
-    const thick = Math.max(1, Math.round(view.ky));
     if (mode === "links" && run.count <= MOST_LINES) this._lines(pen, colours);
+    const thick = Math.max(1, Math.round(view.ky));
     for (let block = 0; block < run.count; block++) {
       let left = this.sx(this.x0(block)),
         right = this.sx(this.x1(block));
@@ -555,41 +553,30 @@ class TreeMap {
       }
       if (bottom <= 0 || top >= tall) continue;
       const born = state.state[block] !== UNBORN,
-        tokens = state.tokens[block];
-      const full = right - left;
-      const device = born && tokens ? Math.round((full * state.device[block]) / tokens) : 0;
-      const host = born && tokens ? Math.round((full * state.host[block]) / tokens) : 0;
-      const held = state.active[block] ? 3 : 2;
+        tokens = born ? state.tokens[block] : 0;
+      // left [ device ) held [ host ) kept [ gone ) right; all of it is gone while its tokens are not counted
+      const held = left + (tokens ? Math.round(((right - left) * state.device[block]) / tokens) : 0);
+      const kept = held + (tokens ? Math.round(((right - left) * state.host[block]) / tokens) : 0);
+      const device = state.active[block] ? RUNNING : IDLE,
+        gone = born ? GONE : GHOST;
+      const from = Math.max(0, left),
+        to = Math.min(wide, right);
       for (let y = Math.max(0, top); y < Math.min(tall, bottom); y++) {
-        for (let x = Math.max(0, left); x < Math.min(wide, right); x++) {
-          const at = x - left;
-          const kind = !born ? 0 : at < device ? held : at < device + host ? 4 : 1;
-          counts[(y * wide + x) * 5 + kind]++;
-        }
+        const row = y * wide;
+        for (let x = from; x < to; x++) counts[row + x] += x < held ? device : x < kept ? ONHOST : gone;
       }
     }
+    const shades = [colours.line, colours.edge, colours.idle, colours.host, colours.active].map(rgb);
     const pixels = new Uint32Array(image.data.buffer);
-    for (let pixel = 0, at = 0; pixel < size; pixel++, at += 5) {
-      const a = counts[at],
-        b = counts[at + 1],
-        c = counts[at + 2],
-        d = counts[at + 3],
-        e = counts[at + 4];
-      const total = a + b + c + d + e;
-      if (!total) {
-        pixels[pixel] = 0;
-        continue;
+    let last = 0,
+      word = 0;
+    for (let pixel = 0; pixel < pixels.length; pixel++) {
+      // neighbours mostly show the same
+      if (counts[pixel] !== last) {
+        last = counts[pixel];
+        word = mean(last, shades);
       }
-      if (d) {
-        pixels[pixel] = shade[3].word;
-        continue;
-      } // a running path stays visible whatever else falls there
-      const born = b + c + e;
-      const red = (a * shade[0][0] + b * shade[1][0] + c * shade[2][0] + e * shade[4][0]) / total;
-      const green = (a * shade[0][1] + b * shade[1][1] + c * shade[2][1] + e * shade[4][1]) / total;
-      const blue = (a * shade[0][2] + b * shade[1][2] + c * shade[2][2] + e * shade[4][2]) / total;
-      const alpha = born ? 255 : 150;
-      pixels[pixel] = (alpha << 24) | (blue << 16) | (green << 8) | red;
+      pixels[pixel] = word;
     }
     this.sheet.getContext("2d").putImageData(image, 0, 0);
     pen.drawImage(this.sheet, 0, GUTTER.top, wide, tall);
@@ -707,6 +694,34 @@ class TreeMap {
       { passive: false },
     );
   }
+}
+
+// How many blocks of each kind fall on a pixel, in one number: ten bits a kind.
+const GHOST = 1,
+  GONE = 2 ** 10,
+  IDLE = 2 ** 20,
+  ONHOST = 2 ** 30,
+  RUNNING = 2 ** 40;
+
+/** The mean colour of what falls on a pixel, as the word that a pixel is. */
+function mean(counts, shades) {
+  if (counts === 0) return 0;
+  if (counts >= RUNNING) return shades[4].word; // a running path stays visible whatever else falls there
+  const born = counts >= GONE;
+  let total = 0,
+    red = 0,
+    green = 0,
+    blue = 0;
+  for (const shade of shades) {
+    const here = counts % 1024;
+    counts = (counts - here) / 1024;
+    total += here;
+    red += here * shade[0];
+    green += here * shade[1];
+    blue += here * shade[2];
+  }
+  const alpha = born ? 255 : 150;
+  return ((alpha << 24) | ((blue / total) << 16) | ((green / total) << 8) | (red / total)) >>> 0;
 }
 
 /** "#rrggbb" as numbers, and as the word that a pixel of it is. */

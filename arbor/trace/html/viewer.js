@@ -116,7 +116,7 @@ class View {
   _touched(pane) {
     const record = pane.run.records[pane.event];
     if (record.e === "answer") return [];
-    const blocks = [...new Set(named(record))]
+    const blocks = named(record)
       .map((id) => pane.run.blockOf(id))
       .filter((block) => block >= 0);
     return blocks.length > 400 ? [] : blocks;
@@ -657,12 +657,12 @@ class View {
     if (this.waiting || !this.colours) return;
     this.waiting = true;
     requestAnimationFrame(() => {
-      this.waiting = false;
-      this.draw();
+      if (this.waiting) this.draw();
     });
   }
 
   draw() {
+    this.waiting = false;
     for (const pane of this.panes) {
       const scene = this.scene(pane);
       pane.map.draw(scene);
