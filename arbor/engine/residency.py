@@ -63,6 +63,7 @@ class Residency:
         self.operation = 0
         self._upcoming: list[list[Node]] = []
         self._clock = 0
+        self._names: dict[int, int] = {}
 
     @property
     def kv(self) -> KV:
@@ -297,7 +298,10 @@ class Residency:
                         break
             protected |= position >= oldest[ids][block]
         seen = self.statistics.view(ids[block], offset)
-        key = np.array([_name(node) for node in nodes], np.uint64)
+        for node in nodes:
+            if node.id not in self._names:
+                self._names[node.id] = _name(node)
+        key = np.array([self._names[node.id] for node in nodes], np.uint64)
         with np.errstate(over="ignore"):
             names = key[block] + offset.astype(np.uint64) * GOLDEN
         return Tokens(
