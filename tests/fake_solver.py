@@ -118,7 +118,7 @@ class FakeSolver:
     def describe(self) -> Any:
         return types.SimpleNamespace(parameters=10**9)
 
-    def plan(self, problem: str) -> Plan:
+    def plan(self, problem: str | None = None) -> Plan:
         return self._budget.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
 
     def stream(

@@ -63,7 +63,7 @@ def info(voice: Voice, /, **given: Any) -> int:
         note = model.reason
         if model.supported:
             try:
-                plan = solver.plan(_example(solver.task))
+                plan = solver.plan()
             except ArborError as error:
                 note = str(error)
     rows = [] if plan is None else _budgets(plan, given["budget"])
@@ -89,11 +89,6 @@ def info(voice: Voice, /, **given: Any) -> int:
         voice.print("")
         voice.table(_budget_table(rows, plan))
     return 0
-
-
-def _example(task: Any) -> Any:
-    """A problem whose prompt stands for all of a task's."""
-    return getattr(task, "example", None) or next(iter(task.problems("validation", 1)))
 
 
 def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:
