@@ -76,7 +76,11 @@ def _plain(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(
-    ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+    ensure_ascii=False,
+    check_circular=False,  # events hold no circles
+    allow_nan=False,
+    separators=(",", ":"),
+    default=_plain,
 )
 _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in EVENTS}
 
