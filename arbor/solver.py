@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast, get_args
+from typing import Any, Literal, Self, Unpack, cast
 
 import torch
 
@@ -46,6 +45,7 @@ from arbor.request import Options, Request
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
+from arbor.settings import boundary_of, device_of, dtype_name, msve_of, regime_of
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
@@ -140,16 +140,16 @@ class Solver:
         self.verifier = cast(Verifier, registry.build("verifier", verifier))
         self.budget = Budget.parse(budget)
         self.policy = cast(Policy, registry.build("policy", policy))
-        self.mode, self.rehydrate = _regime(mode, rehydrate)
+        self.mode, self.rehydrate = regime_of(mode, rehydrate)
         self._sampling = sampling
         if isinstance(sampling, Mapping):
             Sampling(**sampling)  # type: ignore[arg-type]  # refuses what cannot be meant before anything loads
-        self.boundary = _boundary(self.task.boundary, max_depth, step_tokens)
+        self.boundary = boundary_of(self.task.boundary, max_depth, step_tokens)
         if max_expansions is not None and max_expansions < 1:
             raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
         self.max_expansions = max_expansions
         self.dtype = dtype
-        self.device = _device(device)
+        self.device = device_of(device)
         self.seed = seed
         self.deterministic = deterministic
         self.listeners = tuple(listeners)
@@ -163,7 +163,7 @@ class Solver:
         if self._given is not None and tokenizer is None:
             raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
         self._tokenizer = tokenizer
-        self.msve = _msve(msve, self._source)
+        self.msve = msve_of(msve, self._source)
         self._parts: _Parts | None = None
         self._session: Session | None = None
         self._busy = threading.Lock()
@@ -279,7 +279,7 @@ class Solver:
         if self._parts is None:
             config = load_config(self._source) if self._given is None else self._given.config
             tokenizer = self._tokenizer or load_tokenizer(self._source)
-            dtype = self.dtype if self._given is None else _name(self._given.dtype)
+            dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
             info = describe_config(config, self._source, dtype=dtype)
             generation = (
                 load_generation_config(self._source)
@@ -311,7 +311,7 @@ class Solver:
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
         parsed = self._parse(self.task.example if problem is None else problem)
-        boundary = _boundary(self.boundary, max_depth, step_tokens)
+        boundary = boundary_of(self.boundary, max_depth, step_tokens)
         return self._plan(parsed, len(self._encode(parsed)), budget, boundary)
 
     def _parse(self, problem: str | Problem) -> Problem:
@@ -579,59 +579,3 @@ class Solver:
             config=config,
             trace_path=trace,
         )
-
-
-def _msve(given: MSVE | str | os.PathLike[str] | None, source: Source) -> MSVE:
-    """The block values that were given, or those that lie beside the weights."""
-    if isinstance(given, MSVE):
-        return given
-    if given is not None:
-        return MSVE.parse(os.fspath(given))
-    beside = Path(source.path, "msve.json")
-    return MSVE.load(beside) if source.path and beside.is_file() else MSVE()
-
-
-def _regime(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
-    """Mode and rehydration, checked together."""
-    if mode not in get_args(Mode):
-        raise UsageError(
-            "mode", f"there is no mode '{mode}'.", f"Known: {', '.join(get_args(Mode))}."
-        )
-    chosen = rehydrate or ("off" if mode == "lossy" else "selective")
-    if chosen not in get_args(Rehydrate):
-        known = ", ".join(get_args(Rehydrate))
-        raise UsageError("rehydrate", f"there is no rehydration '{chosen}'.", f"Known: {known}.")
-    if mode == "lossless" and chosen == "off":
-        raise UsageError(
-            "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
-        )
-    return cast(Mode, mode), cast(Rehydrate, chosen)
-
-
-def _boundary(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:
-    for name, value in (("max_depth", max_depth), ("step_tokens", step_tokens)):
-        if value is not None and value < 1:
-            raise UsageError("limit", f"{name} is {value}.", "It is 1 or more.")
-    return dataclasses.replace(
-        boundary,
-        max_depth=boundary.max_depth if max_depth is None else max_depth,
-        max_tokens=boundary.max_tokens if step_tokens is None else step_tokens,
-    )
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(
-            "device", f"--device {device} is no device.", "Use auto, cpu or cuda."
-        ) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
-    return chosen
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,87 @@
+"""What a solver's settings mean, checked before anything loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import cast, get_args
+
+import torch
+
+from arbor.engine.engine import Mode, Rehydrate
+from arbor.engine.loading import Source
+from arbor.errors import UsageError
+from arbor.retention.msve import MSVE
+from arbor.tasks.base import Boundary
+
+
+def msve_of(given: MSVE | str | os.PathLike[str] | None, source: Source) -> MSVE:
+    """The block values that were given, or those that lie beside the weights."""
+    if isinstance(given, MSVE):
+        return given
+    if given is not None:
+        return MSVE.parse(os.fspath(given))
+    beside = Path(source.path, "msve.json")
+    return MSVE.load(beside) if source.path and beside.is_file() else MSVE()
+
+
+def regime_of(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
+    """Mode and rehydration, checked together.
+
+    Raises:
+        UsageError: an unknown one, or two that do not go together.
+    """
+    if mode not in get_args(Mode):
+        raise UsageError(
+            "mode", f"there is no mode '{mode}'.", f"Known: {', '.join(get_args(Mode))}."
+        )
+    chosen = rehydrate or ("off" if mode == "lossy" else "selective")
+    if chosen not in get_args(Rehydrate):
+        known = ", ".join(get_args(Rehydrate))
+        raise UsageError("rehydrate", f"there is no rehydration '{chosen}'.", f"Known: {known}.")
+    if mode == "lossless" and chosen == "off":
+        raise UsageError(
+            "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
+        )
+    return cast(Mode, mode), cast(Rehydrate, chosen)
+
+
+def boundary_of(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:
+    """A task's boundary with other limits.
+
+    Raises:
+        UsageError: a limit below 1.
+    """
+    for name, value in (("max_depth", max_depth), ("step_tokens", step_tokens)):
+        if value is not None and value < 1:
+            raise UsageError("limit", f"{name} is {value}.", "It is 1 or more.")
+    return dataclasses.replace(
+        boundary,
+        max_depth=boundary.max_depth if max_depth is None else max_depth,
+        max_tokens=boundary.max_tokens if step_tokens is None else step_tokens,
+    )
+
+
+def device_of(device: str) -> torch.device:
+    """The device a user means; ``auto`` is CUDA where there is one.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(
+            "device", f"--device {device} is no device.", "Use auto, cpu or cuda."
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
+    return chosen
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
