@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.tasks.chains import Chains, generate
+from arbor.tasks.chains import NAMES, Chains, generate
 from arbor.tasks.countdown import Countdown, Step, can_reach, legal_steps
 from arbor.tasks.game24 import Game24, is_classic
 from arbor.tasks.recall import Recall
@@ -53,7 +53,7 @@ LARGEST_RESULT = 200
 MASTERED = 0.96  # share of right tokens at which word problems get longer, first of all in looking facts up
 JUDGE_WEIGHT = 3.0  # verdicts are few among the tokens, and search stands on them
 TREE = 256  # tokens in a row of countdown trees
-SHORT, MIDDLE, LONG = 128, 256, 512  # tokens in a row of word problems, as they grow
+SHORT, MIDDLE, LONG = 128, 256, 640  # tokens in a row of word problems, as they grow
 
 # Every alternative ends at a newline or before it: a text that ends in a newline is a prefix in tokens as well.
 PIECES = "|".join(
@@ -61,7 +61,7 @@ PIECES = "|".join(
         r"\)\n",
         r" \(left:",
         r" [-+*/=]",
-        r" [A-Z][a-z]* (?:has|is)",
+        r" [A-Z][a-z]* (?:has|is|=)",
         r" [A-Z]:",
         r" (?:times )?as many as",
         r" (?:more|fewer) than",
@@ -123,6 +123,22 @@ def build_tokenizer(out: Path) -> None:
         padding_side="left",
     )
     fast.save_pretrained(out)
+
+
+def extend_tokenizer(file: Path) -> None:
+    """Lets an older tokenizer read today's `PIECES`: a subject with its verb that is two tokens becomes one more token."""
+    from tokenizers import Tokenizer
+
+    document = json.loads(file.read_text())
+    document["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": PIECES}
+    vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
+    known = Tokenizer.from_str(json.dumps(document))
+    words = [f" {name} {verb}" for name in NAMES for verb in ("has", "=")]
+    for pair in (known.encode(word, add_special_tokens=False).tokens for word in words):
+        if len(pair) == 2:
+            vocabulary["".join(pair)] = len(vocabulary)
+            merges.append(pair)
+    file.write_text(json.dumps(document, ensure_ascii=False, indent=2))
 
 
 @dataclass
@@ -345,7 +361,7 @@ class Trees:
         rng.shuffle(facts)
         kind = KINDS.index("facts")
         for fact in facts:
-            ids = self.tokens(f"Then {fact.text}\n")
+            ids = self.tokens(f"Then {fact.text}:")
             weights = [0.0] * 2 + [2.0] * (len(ids) - 2)  # which name comes next is chance
             node = document.add(node, ids, weights, [kind] * len(ids))
         return document
@@ -795,6 +811,9 @@ def load_weights(model: Model, directory: Path) -> None:
     from safetensors.torch import load_file
 
     state = load_file(str(directory / "model.safetensors"))
+    old, new = state["model.embed_tokens.weight"], model.embed_tokens.weight.detach().clone()
+    new[: len(old)] = old
+    state["model.embed_tokens.weight"] = new
     model.load_state_dict(
         {k.removeprefix("model."): v for k, v in state.items() if k != "lm_head.weight"}
     )
@@ -860,6 +879,9 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs=2, default=(3, 7), help="rows: countdown, words")
     parser.add_argument(
+        "--level", type=float, default=0.0, help="where word problems begin, 0 to 1; for --init"
+    )
+    parser.add_argument(
         "--evaluate", action="store_true", help="run eval_sapling.py --quick after each export"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="sizes of the model")
@@ -874,6 +896,7 @@ def main() -> None:
             tokens.mkdir(exist_ok=True)
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 (tokens / file).write_bytes((args.init / file).read_bytes())
+            extend_tokenizer(tokens / "tokenizer.json")
         else:
             build_tokenizer(tokens)
     vocabulary = json.loads((tokens / "tokenizer.json").read_text())["model"]["vocab"]
@@ -898,7 +921,7 @@ def main() -> None:
         Muon(matrices, lr=args.muon),
         torch.optim.AdamW(others, lr=args.adam, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
-    step, spent, seen, reached = 0, 0.0, 0, 0.0
+    step, spent, seen, reached = 0, 0.0, 0, args.level
     if saved:
         step, spent, seen = saved["step"], saved["spent_s"], saved["tokens"]
         reached = saved.get("level", 0.0)

@@ -21,6 +21,7 @@ TEXT = (
     "Facts: Tom has 4 more than Amy. Bob has 7. Amy has 3. Sue has 2 times as many as Tom. "
     "How many does Sue have?"
 )
+AMY = "Then Amy has 3: Amy = 3\n"
 ROOMS = "Rooms: K has B R. B has M. M is empty. R has T D. T is empty. D is empty. Find D from K"
 
 
@@ -33,9 +34,9 @@ def test_the_solution_of_the_example_is_the_one_in_the_docstring() -> None:
     assert CHAINS.prompt(problem) == TEXT + "\n"
     assert CHAINS.solution(problem) == [
         "Plan: Sue Tom Amy\n",
-        "Then Amy has 3\n",
-        "Then Tom has 4 more than Amy: 3 + 4 = 7\n",
-        "Then Sue has 2 times as many as Tom: 7 * 2 = 14\n",
+        "Then Amy has 3: Amy = 3\n",
+        "Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 7, Tom = 7\n",
+        "Then Sue has 2 times as many as Tom: Tom = 7, 7 * 2 = 14, Sue = 14\n",
         "Answer: 14\n",
     ]
     assert problem.expected == "14"
@@ -114,14 +115,15 @@ def test_recall_distance_is_the_number_of_lines_back() -> None:
 @pytest.mark.parametrize(
     "thoughts",
     [
-        ["Then Amy has 4\n"],  # not what was told
-        ["Then Tom has 4 more than Amy: 3 + 4 = 7\n"],  # Amy is not known yet
-        ["Then Amy has 3\n", "Then Tom has 4 more than Amy: 3 + 4 = 8\n"],
-        ["Then Amy has 3\n", "Then Tom has 4 more than Amy: 2 + 5 = 7\n"],
-        ["Then Amy has 3\n", "Then Tom has 4 more than Amy\n"],
+        ["Then Amy has 4: Amy = 4\n"],  # not what was told
+        ["Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 7, Tom = 7\n"],  # Amy is not known yet
+        [AMY, "Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 8, Tom = 8\n"],
+        [AMY, "Then Tom has 4 more than Amy: Amy = 2, 2 + 5 = 7, Tom = 7\n"],
+        [AMY, "Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 7, Tom = 8\n"],
+        [AMY, "Then Tom has 4 more than Amy\n"],
         ["Answer: 14\n"],  # not worked out
         ["Plan: Sue Amy\n"],
-        ["Then Amy has 3\n", "Plan: Sue Tom Amy\n"],
+        [AMY, "Plan: Sue Tom Amy\n"],
         ["Amy has 3\n"],
         [""],
     ],
@@ -131,7 +133,7 @@ def test_a_wrong_line_is_worth_nothing(thoughts: list[str]) -> None:
 
 
 def test_a_true_line_that_leads_nowhere_is_no_mistake() -> None:
-    assert CHAINS.value(CHAINS.parse(TEXT), ["Then Bob has 7\n", "Then Amy has 3\n"]) == 1.0
+    assert CHAINS.value(CHAINS.parse(TEXT), ["Then Bob has 7: Bob = 7\n", AMY]) == 1.0
 
 
 def test_the_wrong_room_is_worth_nothing() -> None:

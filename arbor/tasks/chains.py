@@ -2,13 +2,13 @@
 
     Facts: Tom has 4 more than Amy. Bob has 7. Amy has 3. Sue has 2 times as many as Tom. How many does Sue have?
     Plan: Sue Tom Amy
-    Then Amy has 3
-    Then Tom has 4 more than Amy: 3 + 4 = 7
-    Then Sue has 2 times as many as Tom: 7 * 2 = 14
+    Then Amy has 3: Amy = 3
+    Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 7, Tom = 7
+    Then Sue has 2 times as many as Tom: Tom = 7, 7 * 2 = 14, Sue = 14
     Answer: 14
 
-The first thought may be a plan (the chain backwards); every later line restates one fact and computes with it; the
-last is the answer. ``more``, ``fewer`` and ``times`` look one line back. ``as many as X and Y together`` looks back one
+The first thought may be a plan (the chain backwards); every later line restates one fact, says what it
+needs of earlier lines, computes, and says what the person has; the last is the answer. ``more``, ``fewer`` and ``times`` look one line back. ``as many as X and Y together`` looks back one
 line (X) and ``recall`` lines (Y): the controlled recall distance. Distractors are chains of their own and people who
 depend on the chain but lead nowhere. All quantities are from 1 to 99.
 """
@@ -38,7 +38,7 @@ _FACT = re.compile(
     rf"{_NAME} has (?:([0-9]{{1,3}})|([0-9]{{1,3}}) (more|fewer) than {_NAME}"
     rf"|([0-9]) times as many as {_NAME}|as many as {_NAME} and {_NAME} together)"
 )
-_LINE = re.compile(r"Then (.+?)(?:: ([0-9]{1,3}) ([-+*]) ([0-9]{1,3}) = ([0-9]{1,4}))?\n?")
+_LINE = re.compile(r"Then ([^:\n]+): .+\n?")
 _ASKS = re.compile(rf"How many does {_NAME} have\?")
 _ANSWER = re.compile(r"Answer: ([0-9]{1,4})\n?")
 
@@ -71,19 +71,20 @@ class Fact:
         return f"{self.who} has {self.amount} {self.kind} than {self.needs[0]}"
 
     def work(self, known: Mapping[str, int]) -> tuple[str, int]:
-        """The calculation as text (empty for ``is``) and the person's quantity."""
+        """The calculation as text (empty for ``is``), what it needs before it, and the person's quantity."""
         if self.kind == "is":
             return "", self.amount
         first = known[self.needs[0]]
         second = known[self.needs[1]] if self.kind == "sum" else self.amount
         sign = {"more": "+", "fewer": "-", "times": "*", "sum": "+"}[self.kind]
         result = {"+": first + second, "-": first - second, "*": first * second}[sign]
-        return f"{first} {sign} {second} = {result}", result
+        needs = "".join(f"{name} = {known[name]}, " for name in self.needs)
+        return f"{needs}{first} {sign} {second} = {result}, ", result
 
     def line(self, known: Mapping[str, int]) -> str:
         """The thought that uses this fact."""
-        work, _ = self.work(known)
-        return f"Then {self.text}: {work}\n" if work else f"Then {self.text}\n"
+        work, result = self.work(known)
+        return f"Then {self.text}: {work}{self.who} = {result}\n"
 
 
 def parse_fact(text: str) -> Fact | None:
