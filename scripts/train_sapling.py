@@ -758,7 +758,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def export(model: Model, tokens: Path, out: Path) -> None:
-    """Writes the model as Hugging Face files, each by rename, weights last.
+    """Writes the model as Hugging Face files, each by rename, weights last; numbers are rounded to bfloat16.
 
     Args:
         tokens: directory with the tokenizer's files.
@@ -794,7 +794,9 @@ def export(model: Model, tokens: Path, out: Path) -> None:
     )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
-        twin.save_pretrained(name)
+        twin.bfloat16().save_pretrained(name)  # half the bytes; read as float32, which the config says
+        config_file = Path(name, "config.json")
+        config_file.write_text(config_file.read_text().replace("bfloat16", "float32"))
         for file in ("tokenizer.json", "tokenizer_config.json"):
             text = (tokens / file).read_text()
             (Path(name) / file).write_text(
@@ -811,6 +813,7 @@ def load_weights(model: Model, directory: Path) -> None:
     from safetensors.torch import load_file
 
     state = load_file(str(directory / "model.safetensors"))
+    state = {name: weight.float() for name, weight in state.items()}
     old, new = state["model.embed_tokens.weight"], model.embed_tokens.weight.detach().clone()
     new[: len(old)] = old
     state["model.embed_tokens.weight"] = new
