@@ -182,6 +182,19 @@ class Browser:
         target = self.send(
             "Target.createTarget", {"url": "about:blank", "browserContextId": context}
         )["targetId"]
+        return self._attach(target)
+
+    def frame(self) -> Page:
+        """The one frame that has a process of its own, as sandboxed frames have; waits until it is there."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for target in self.send("Target.getTargets", {})["targetInfos"]:
+                if target["type"] == "iframe":
+                    return self._attach(target["targetId"])
+            time.sleep(0.02)
+        raise AssertionError("there is no frame")
+
+    def _attach(self, target: str) -> Page:
         attached = self.send("Target.attachToTarget", {"targetId": target, "flatten": True})
         session = attached["sessionId"]
         page = Page(self, session)

@@ -300,7 +300,9 @@ def test_no_event_of_a_later_version_breaks_it(page: Page, trace: Path, seed: in
     assert page.evaluate("window.hit") is None
 
 
-def test_a_notebook_frame_shows_it(page: Page, trace: Path, tmp_path: Path) -> None:
+def test_a_notebook_frame_shows_it_and_is_shut_off(
+    browser: Browser, page: Page, trace: Path, tmp_path: Path
+) -> None:
     outer = tmp_path / "notebook.html"
     frame = notebook_frame(html_page(read_recording(trace)))
     outer.write_text(
@@ -308,10 +310,13 @@ def test_a_notebook_frame_shows_it(page: Page, trace: Path, tmp_path: Path) -> N
     )
 
     page.open(outer)
-    page.send("DOM.enable")
-    page.settle()
 
-    assert page.errors == []
+    inside = browser.frame()
+    inside.wait("window.arbor !== undefined")
+    assert inside.errors == page.errors == []
+    assert text(inside, "#problem") == "4 5 6 10"
+    assert inside.evaluate("(arbor.setTheme('dark'), arbor.theme)") == "dark", "without a storage"
+    assert inside.evaluate("window.origin") == "null"
 
 
 # What moves it
