@@ -60,7 +60,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Attempts:
                 return type("Plan", (), {"smallest_tokens": 100})
 
             def solve(self, problem: str, *, seed: int, trace: Path) -> Found:
-                assert self.settings["budget"] == "120tok"
+                assert self.settings["budget"] == "100tok"
                 return outcomes[seed]
 
         monkeypatch.setattr(arbor.solver, "Solver", Scripted)

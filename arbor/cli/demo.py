@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 PROBLEM = "4 5 6 10"
 PAGE = Path("arbor-demo.html")
-ROOM = (
-    1.2  # budget over the smallest that works: little enough that KV has to leave and to come back
-)
 ATTEMPTS = 4  # seeds; the first that finds an answer and had to bring KV back is shown
 ENOUGH_S = 10.0  # after this long no further attempt begins
 FIRST_SEED = 1
@@ -57,7 +54,7 @@ Open it in a browser and look at
 def demo(voice: Voice, output: Path, show: bool, seed: int) -> int:
     """Watch a search in about ten seconds: offline, on a CPU, with the built-in model.
 
-    It solves one Game of 24 with little more KV than one path needs, and writes the search as a page.
+    It solves one Game of 24 with the smallest KV budget that works, and writes the search as a page.
 
     \b
       arbor demo
@@ -114,8 +111,8 @@ def search(voice: Voice, folder: Path, seed: int) -> Solution:
     controller = ToT(strategy="dfs", width=6, stop_value=0.9)
     with Solver(controller=controller) as planner:
         use_threads(None, planner.describe())
-        smallest = planner.plan(PROBLEM).smallest_tokens
-    budget = f"{round(ROOM * smallest)}tok"
+        # as little as works: KV has to leave and to come back
+        budget = f"{planner.plan(PROBLEM).smallest_tokens}tok"
     best: Solution | None = None
     with Solver(controller=controller, budget=budget) as solver:
         for attempt in range(seed, seed + ATTEMPTS):
