@@ -2,11 +2,13 @@
 
     python scripts/eval_policies.py lossless --n 100 --json lossless.json     # recorded once, replayed for every policy
     python scripts/eval_policies.py lossy --task chains --n 500 --json lossy.json
+    python scripts/eval_policies.py largest --n 20 --json largest.json        # how far a cap reaches
     python scripts/eval_policies.py same --n 500 --json same.json             # tokens and answers equal at every budget
 
 Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
 tokens per generated token (of sums), the ratio to the clairvoyant policy, peak over budget (must be at most 1).
-`lossy` runs one greedy chain per problem and reports the share of right answers, paired with full retention.
+`lossy` runs one greedy chain per problem (chains: 6 to 16 steps) and reports the share of right answers, paired with full
+retention.
 Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
 """
 
@@ -27,7 +29,7 @@ from eval_sapling import share
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Event, Opened, Pruned, Verified
+from arbor.events import Boundary, Event, Forwarded, Opened, Pruned, Verified
 from arbor.registry import build
 from arbor.replay import Recording, replay
 from arbor.retention.policy import POLICIES, Protect
@@ -142,10 +144,15 @@ def replayed(
 
 def unshared_peak(events: Sequence[Event]) -> int:
     """Most tokens held if every leaf the search had not given up held its whole path by itself."""
+    return max(unshared_rounds(events), default=0)
+
+
+def unshared_rounds(events: Sequence[Event]) -> list[int]:
+    """The same after each verification."""
     parent: dict[int, int] = {}
     end: dict[int, int] = {}
     leaves: set[int] = set()
-    most = 0
+    held: list[int] = []
     for event in events:
         match event:
             case Opened(node=node, parent=None, tokens=tokens):
@@ -157,12 +164,62 @@ def unshared_peak(events: Sequence[Event]) -> int:
                 end[node] = end[parent[node]] + len(ids)
             case Verified():
                 leaves -= set(parent.values())
-                most = max(most, sum(end.get(node, 0) for node in leaves))
+                held.append(sum(end.get(node, 0) for node in leaves))
             case Pruned(nodes=nodes):
                 leaves -= set(nodes)
             case _:
                 pass
-    return most
+    return held
+
+
+def largest(args: argparse.Namespace) -> dict[str, Any]:
+    """Leaves a depth-first search grows before a cap is reached: unshared, shared, and within the cap by rehydration."""
+    rows: list[dict[str, Any]] = []
+    search = {"name": "tot", "strategy": "dfs", "width": 8, "max_per_state": 8, "max_visited": 200}
+    events: list[Event] = []
+    records: list[tuple[list[int], list[int], Recording]] = []
+    with Solver(
+        args.model, task=args.task, controller=search, listeners=(events.append,)
+    ) as solver:
+        for problem in problems_of(
+            solver.task, "hard" if args.task == "game24" else "test", args.n
+        ):
+            events.clear()
+            solver.solve(problem)
+            shared, peak = [], 0
+            for event in events:
+                peak = max(peak, event.kv.device) if isinstance(event, Forwarded) else peak
+                if isinstance(event, Verified):
+                    shared.append(peak)
+            records.append((unshared_rounds(events), shared, Recording.of(list(events))))
+        tokenizer = solver._read().tokenizer
+    for cap in (128, 256, 512, 1024):
+        ours, cost = [], []
+        for _, shared, record in records:
+            try:
+                metrics = replay(record, tokenizer, policy="reentry", slots=cap)
+            except BudgetInfeasible:
+                ours.append(0)
+                continue
+            ours.append(len(shared))
+            cost.append(metrics.tokens_recomputed / max(1, metrics.tokens_generated))
+        rows.append(
+            {
+                "cap_tokens": cap,
+                "n": len(records),
+                "unshared": float(np.mean([within(held, cap) for held, _, _ in records])),
+                "shared": float(np.mean([within(held, cap) for _, held, _ in records])),
+                "arbor": float(np.mean(ours)),
+                "recomputed_per_generated": float(np.mean(cost)) if cost else None,
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return {"search": search, "rows": rows}
+
+
+def within(held: Sequence[int], cap: int) -> int:
+    """Rounds before more than the cap is held."""
+    return next((place for place, tokens in enumerate(held) if tokens > cap), len(held))
 
 
 def ratio_of(top: np.ndarray, bottom: np.ndarray) -> dict[str, float]:
@@ -177,9 +234,17 @@ def ratio_of(top: np.ndarray, bottom: np.ndarray) -> dict[str, float]:
 
 def lossy(args: argparse.Namespace) -> dict[str, Any]:
     """Share of right answers of one greedy chain by policy, budget and whether eviction can be undone."""
-    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
+    greedy: dict[str, Any] = {
+        "task": {"name": "chains", "fewest": 6} if args.task == "chains" else args.task,
+        "controller": "chain",
+        "verifier": "exact",
+        "sampling": {"temperature": 0.0},
+        "step_tokens": 36
+        if args.task == "chains"
+        else None,  # the longest line, so that little has to stay free
+    }
     rows: list[dict[str, Any]] = []
-    with Solver(args.model, task=args.task, **greedy) as solver:
+    with Solver(args.model, **greedy) as solver:
         task = solver.task
         chosen = problems_of(task, "test", args.n)
         full = [solver.solve(problem) for problem in chosen]
@@ -190,7 +255,7 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
     for policy, rehydrate in itertools.product(args.policies or LOSSY, args.rehydrate):
         ready = build("policy", policy, protect=PROTECT)
         with Solver(
-            args.model, task=args.task, policy=ready, mode="lossy", rehydrate=rehydrate, **greedy
+            args.model, policy=ready, mode="lossy", rehydrate=rehydrate, **greedy
         ) as solver:
             for ratio in args.budgets:
                 runs = [
@@ -286,7 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("lossless", "lossy", "same"))
+    parser.add_argument("what", choices=("lossless", "lossy", "same", "largest"))
     parser.add_argument("--model", default="builtin:sapling")
     parser.add_argument("--task", default="game24")
     parser.add_argument("--n", type=int, default=100)
@@ -300,7 +365,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"lossless": lossless, "lossy": lossy, "same": same}[args.what](args)
+    result = {"lossless": lossless, "lossy": lossy, "same": same, "largest": largest}[args.what](
+        args
+    )
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

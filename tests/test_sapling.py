@@ -99,7 +99,21 @@ def test_each_verdict_is_one_token(tokenizer: Any) -> None:
 
 def test_digits_are_single_tokens_and_frequent_pieces_are_too(tokenizer: Any) -> None:
     assert len(tokenizer("1234567890", add_special_tokens=False).input_ids) == 10
-    for piece in (" * ", " + ", " - ", " / ", " = ", " (left: ", ")\n", "Target", " Amy", " has"):
+    pieces = (
+        " *",
+        " +",
+        " -",
+        " /",
+        " =",
+        " (left:",
+        ")\n",
+        "Target",
+        " 4",
+        " Amy",
+        " Amy has",
+        " Amy =",
+    )
+    for piece in pieces:
         assert len(tokenizer(piece, add_special_tokens=False).input_ids) == 1, piece
 
 
