@@ -689,7 +689,10 @@ class Model(nn.Module):
         first["o_proj"].weight *= 0.3  # the other heads drown neither the token itself nor this
         first["o_proj"].weight[:, :size] = 0.3 * written
         slow = torch.cat((torch.arange(half // 2, half), torch.arange(half + half // 2, size)))
-        for weight, reads in ((second["q_proj"].weight, seen), (second["k_proj"].weight, written.T)):
+        for weight, reads in (
+            (second["q_proj"].weight, seen),
+            (second["k_proj"].weight, written.T),
+        ):
             weight[:size] = 0.0
             weight[slow] = 3.0 * reads[: len(slow)]
         second["o_proj"].weight[:, :size] = 2 * second["v_proj"].weight[:size].T
@@ -794,7 +797,9 @@ def export(model: Model, tokens: Path, out: Path) -> None:
     )
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as name:
-        twin.bfloat16().save_pretrained(name)  # half the bytes; read as float32, which the config says
+        twin.bfloat16().save_pretrained(
+            name
+        )  # half the bytes; read as float32, which the config says
         config_file = Path(name, "config.json")
         config_file.write_text(config_file.read_text().replace("bfloat16", "float32"))
         for file in ("tokenizer.json", "tokenizer_config.json"):

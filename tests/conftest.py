@@ -10,13 +10,15 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from arbor.registry import register
 
 torch.set_num_threads(1)
 
@@ -37,6 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-golden", action="store_true", help="write tests/golden instead of comparing"
     )
+
+
+@pytest.fixture(autouse=True)
+def names_are_given_back() -> Iterator[None]:
+    """What a test names with `register` is unknown to the next one."""
+    before = {kind: dict(named) for kind, named in register._named.items()}
+    yield
+    register._named.clear()
+    register._named.update(before)
 
 
 def difference(kept: Any, made: Any, where: str = "") -> str | None:

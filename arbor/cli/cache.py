@@ -10,11 +10,11 @@ MOST_NAMED = 8
 
 def cached_models() -> list[tuple[str, str]]:
     """Name and size of every cached model, by name."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     models = sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda r: r.repo_id)
