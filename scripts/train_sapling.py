@@ -52,6 +52,7 @@ KINDS = ("choice", "result", "judge", "chains", "chains-judge", "recall", "facts
 LARGEST_RESULT = 200
 MASTERED = 0.96  # share of right tokens at which word problems get longer, first of all in looking facts up
 JUDGE_WEIGHT = 3.0  # verdicts are few among the tokens, and search stands on them
+EMBEDDING = 0.1  # standard deviation; as large as what a head of the first layer adds
 TREE = 256  # tokens in a row of countdown trees
 SHORT, MIDDLE, LONG = 128, 256, 640  # tokens in a row of word problems, as they grow
 
@@ -547,9 +548,6 @@ def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue:
 import torch  # noqa: E402  (the data process does not need the parts below)
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-
-
-EMBEDDING = 0.1  # standard deviation; as large as what a head of the first layer adds
 
 
 @dataclass(frozen=True)
