@@ -595,3 +595,19 @@ def test_a_path_without_tokens_ranks_below_any_with_some() -> None:
 
     assert mean_logprob(silent) == float("-inf")
     assert [leaf.key for leaf in finished(tree)] == [(1,), (0,)]
+
+
+def test_depth_first_says_what_it_will_come_back_to_and_the_others_nothing() -> None:
+    tree = ThoughtTree([1, 2])
+    search = ToT(strategy="dfs", width=3, stop_value=None).start(tree, 4)
+    children = [tree.fork(tree.root) for _ in range(3)]
+    for child, value in zip(children, (0.2, 0.9, 0.5), strict=True):
+        child.state, child.value, child.text = NodeState.CLOSED, value, str(value)
+    assert search.prospects() == {}
+    search.tell(children)
+
+    (running,) = (expansion.leaf for expansion in search.ask(8))
+    assert running is children[1]
+    assert search.prospects() == {children[2].id: 0.5, children[0].id: 0.25}
+    for quiet in (ToT(), Beam(), Chain()):
+        assert quiet.start(ThoughtTree([1]), 4).prospects() == {}

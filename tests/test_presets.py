@@ -1,0 +1,81 @@
+"""Named search shapes, lossy budgets, and when a recorded run reads a block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from arbor import Solver
+from arbor.budget import Budget, Footprint
+from arbor.cli.solve import solve as command
+from arbor.errors import BudgetInfeasible, UnknownName
+from arbor.events import Opened, Selected, Verified
+from arbor.presets import PRESETS, preset
+from arbor.retention.base import NEVER
+from arbor.retention.uses import Uses
+from arbor.solver import DEFAULT_POLICY
+
+SHAPES = {"config-s": (3, 6, 64), "config-l": (5, 8, 256)}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_papers_configuration(name: str) -> None:
+    width, depth, expansions = SHAPES[name]
+    config = Solver(**preset(name)).config
+
+    assert config["controller"]["width"] == width
+    assert (config["max_depth"], config["max_expansions"]) == (depth, expansions)
+    assert config["step_tokens"] == 128
+    assert (config["sampling"]["temperature"], config["sampling"]["top_p"]) == (0.7, 0.9)
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(UnknownName, match="config-s"):
+        preset("config-x")
+
+
+def test_the_command_and_the_solver_have_the_same_defaults() -> None:
+    given = {option.name: option.default for option in command.params}
+    solver = Solver()
+    assert given["policy"] == DEFAULT_POLICY == solver.policy.name
+    assert given["mode"] == solver.mode
+
+
+def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small() -> None:
+    whole = Footprint(200, 16, 6, 100, 4)
+    lossy = Footprint(200, 16, 6, 100, 4, protected_tokens=12)
+    assert (whole.smallest_tokens, lossy.smallest_tokens) == (300, 32)
+    Budget.parse("32tok").plan(lossy, 64)
+    with pytest.raises(BudgetInfeasible, match="12 protected") as caught:
+        Budget.parse("31tok").plan(lossy, 64)
+    assert caught.value.needed == 32
+
+
+def test_the_smallest_lossy_budget_runs() -> None:
+    with Solver(mode="lossy", policy="streaming", verifier="exact") as solver:
+        smallest = solver.plan("4 5 6 10").smallest_tokens
+        metrics = solver.solve("4 5 6 10", budget=f"{smallest}tok").metrics
+    assert 0 < metrics.peak_tokens <= smallest
+    assert metrics.tokens_recomputed == 0
+
+
+def test_uses_say_which_operation_reads_a_block_next() -> None:
+    def opened(node: int, parent: int | None) -> Opened:
+        return Opened(node=node, parent=parent, index=0, depth=0, tokens=1, text="")
+
+    uses = Uses.of(
+        [
+            opened(0, None),
+            Selected(((0, 2),)),  # operation 1
+            opened(1, 0),
+            opened(2, 0),
+            Verified("self", (1, 2), (0.5, 0.5), 2, 0.0),  # 2
+            Selected(((2, 1),)),  # 3
+            opened(3, 2),
+            Verified("exact", (3,), (1.0,), 0, 0.0),  # asks nothing
+        ]
+    )
+    ids = np.arange(4)
+    assert uses.after(0, ids).tolist() == [1, 2, 2, NEVER]
+    assert uses.after(2, ids).tolist() == [3, NEVER, 3, NEVER]
+    assert uses.after(3, ids).tolist() == [NEVER] * 4
