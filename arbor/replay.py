@@ -33,7 +33,7 @@ from arbor.retention.uses import Uses
 from arbor.session import Limits, Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.read import Trace
-from arbor.tree import Node
+from arbor.tree import Node, NodeState
 from arbor.verifiers.base import Asker, Verdict, Verifier
 
 
@@ -171,6 +171,8 @@ class _Player(Engine):
             row.node.confidence = self._record.blocks[row.node.id].confidence
 
     def _boundary(self, node: Node, stop: Stop) -> None:
+        if node.state is NodeState.PRUNED:  # cut short, as the recorded one was not
+            return super()._boundary(node, stop)
         block = self._record.blocks[node.id]
         node.text, node.logprob, node.top1 = block.text, block.logprob, block.top1
         self.emit(block)

@@ -10,6 +10,7 @@ from typing import Literal
 from arbor import registry
 from arbor.controllers.base import Controller, Expansion, Search
 from arbor.engine.engine import Engine, Growth
+from arbor.errors import BudgetInfeasible
 from arbor.events import (
     Answered,
     Event,
@@ -116,6 +117,10 @@ class Session:
         Args:
             prompt: token ids of the root.
             text: the same as text.
+
+        Raises:
+            BudgetInfeasible: the prompt does not fit, or the policy gives up less than the search needs. Then the round in
+                progress is given up, the best so far is told as the answer, and the error's data hold it.
         """
         if self.limits.timeout_s is not None:
             self._deadline = time.monotonic() + self.limits.timeout_s
@@ -125,13 +130,18 @@ class Session:
         self.emit(Opened(node=0, parent=None, index=0, depth=0, tokens=len(prompt), text=text))
         self.engine.extend(tree.root)
         search = self._search = self.controller.start(tree, self.limits.max_depth)
-        while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
-            self._new, self._asked = len(tree), False
-            children = self._grow(tree, expansions)
-            self._verify(children)
-            self._asked = True
-            search.tell(children)
+        try:
+            while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
+                self._new, self._asked = len(tree), False
+                children = self._grow(tree, expansions)
+                self._verify(children)
+                self._asked = True
+                search.tell(children)
+                self._prune(tree)
+        except BudgetInfeasible as error:
             self._prune(tree)
+            error.data["answer"] = self._finish(tree, search.best()).answer
+            raise
         return self._finish(tree, search.best())
 
     def stop(self, status: Status) -> None:

@@ -94,6 +94,11 @@ class Span:
             self._depth = np.concatenate([self._depth, np.zeros(extra, np.int16)])
         self._length = needed
 
+    def pop(self) -> None:
+        """Remove the last token, which holds no KV."""
+        assert self._length and not self.resident[-1], "there is no last token, or it holds KV"
+        self._length -= 1
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -208,6 +213,12 @@ class ThoughtTree:
         assert node.state is NodeState.OPEN, f"block {node.id} is {node.state}, not open"
         node.tokens.append(token)
         node.span.grow(1)
+
+    def take_back(self, node: Node) -> None:
+        """Undo the last `append`, whose token was never computed."""
+        assert node.state is NodeState.OPEN, f"block {node.id} is {node.state}, not open"
+        node.span.pop()
+        node.tokens.pop()
 
     def paths(self, leaves: Iterable[Node]) -> list[Node]:
         """Path*: the union of the leaves' paths, each block once, parents before children."""

@@ -13,6 +13,7 @@ from arbor.errors import BudgetInfeasible, TraceError
 from arbor.events import Event, Rehydrated, Selected
 from arbor.metrics import Metrics
 from arbor.replay import Recording, replay
+from arbor.trace.replay import Replay
 
 TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
 SEARCHES = (
@@ -98,6 +99,18 @@ def test_a_replay_tells_its_events(tokenizer: object) -> None:
 
     assert any(isinstance(event, Rehydrated) for event in told)
     assert any(isinstance(event, Selected) for event in told)
+
+
+def test_a_replay_that_runs_out_of_budget_leaves_no_contradiction(tokenizer: object) -> None:
+    record = Recording.of(live(SEARCHES[1])[1])
+    fold = Replay()
+    with pytest.raises(BudgetInfeasible) as caught:
+        replay(record, tokenizer, policy="full", slots=tight(record, tokenizer), listen=fold)
+
+    assert fold.problems == []
+    assert fold.open_blocks == 0
+    assert fold.answered is not None
+    assert "answer" in caught.value.data
 
 
 def test_what_cannot_be_replayed_is_said(tokenizer: object) -> None:

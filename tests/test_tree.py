@@ -1,4 +1,4 @@
-"""The tree: structure, geometry, and spans that only grow."""
+"""The tree: structure, geometry, and spans that grow."""
 
 from __future__ import annotations
 
@@ -61,6 +61,18 @@ def test_only_open_blocks_take_tokens(tree: ThoughtTree) -> None:
 
     with pytest.raises(AssertionError, match="block 1 is closed, not open"):
         tree.append(tree[1], 5)
+
+
+def test_a_token_without_kv_can_be_taken_back(tree: ThoughtTree) -> None:
+    tree.take_back(tree[3])
+
+    assert (tree[3].tokens, len(tree[3].span), tree[3].span.slot.tolist()) == ([0, 1], 2, [-1, -1])
+    tree[3].span.slot[1] = 5
+    with pytest.raises(AssertionError, match="holds KV"):
+        tree.take_back(tree[3])
+    tree[3].state = NodeState.CLOSED
+    with pytest.raises(AssertionError, match="not open"):
+        tree.take_back(tree[3])
 
 
 def test_paths_are_united_with_parents_first(tree: ThoughtTree) -> None:

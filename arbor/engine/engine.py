@@ -239,18 +239,23 @@ class Engine:
             growth: how.
 
         Raises:
-            BudgetInfeasible: a single child does not fit beside its path.
+            BudgetInfeasible: a single child does not fit beside its path; or the policy gives up less than it takes, and
+                then all of the children are PRUNED and hold nothing, those that were finished included.
         """
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
         self.residency.changed(children)
-        for wave in self._waves(parents, [longest] * len(order)):
-            if self._interrupted():
-                self._cut([order[i] for i in wave])
-            else:
-                self._decode([order[i] for i in wave], growth)
+        try:
+            for wave in self._waves(parents, [longest] * len(order)):
+                if self._interrupted():
+                    self._cut([order[i] for i in wave])
+                else:
+                    self._decode([order[i] for i in wave], growth)
+        except BudgetInfeasible:
+            self._give_up(children)
+            raise
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits after `path + question`, for each pair; leaves the tree as it was.
@@ -417,7 +422,12 @@ class Engine:
         piece = max(1, min(PIECE, self.memory.slots // 4))
         for begin in range(0, root.end, piece):
             end = min(root.end, begin + piece)
-            self.residency.fit(end - begin, [root], "transition")
+            try:
+                self.residency.fit(end - begin, [root], "transition")
+            except BudgetInfeasible:
+                self.memory.release([root])
+                self.residency.changed([root])
+                raise
             exact = bool(root.span.exact[:begin].all())
             offsets = np.arange(begin, end)
             context = tuple(self._head(root, begin))
@@ -694,7 +704,10 @@ class Engine:
         kept = self.tree.paths(nodes) if not self._lossy else nodes
         pinned = sum(int(np.count_nonzero(node.span.resident)) for node in kept)
         most = self.memory.slots - pinned
-        self.residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+        try:
+            self.residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+        except BudgetInfeasible:  # the policy gives up less than that
+            self.residency.fit(len(rows), nodes, "pressure")
         if self._lossy:
             self._look_back(rows)
         return self._lossy
@@ -705,6 +718,8 @@ class Engine:
             row.next_slot = 1 + self.memory.append(
                 row.node, row.next_slot, exact=row.exact, depth=self.runner.layer_count
             )
+            row.node.logprob += row.logprob
+            row.node.top1 += row.top1
 
     def _choose(self, rows: Sequence[_Row], logits: Tensor, growth: Growth) -> None:
         """Sample one token per row, and see whether it ends the block."""
@@ -717,8 +732,7 @@ class Engine:
             rows, drawn.tokens, drawn.logprob, drawn.top1, strict=True
         ):
             self.tree.append(row.node, token)
-            row.node.logprob += logprob
-            row.node.top1 += top1
+            row.logprob, row.top1 = logprob, top1
             row.stop = growth.stop.after(row.node.tokens)
 
     def _close(self, rows: Sequence[_Row], logits: Tensor) -> None:
@@ -735,6 +749,17 @@ class Engine:
         for node in nodes:
             node.state = NodeState.PRUNED
             self._boundary(node, "limit")
+
+    def _give_up(self, children: Sequence[Node]) -> None:
+        """An operation that cannot be finished: its blocks hold nothing any more, and none of them is open."""
+        begun = [child for child in children if child.state is NodeState.OPEN]
+        for child in begun:
+            if child.tokens and not child.span.resident[-1]:  # chosen, and never run
+                self.tree.take_back(child)
+        self._cut(begun)
+        for child in children:
+            child.state = NodeState.PRUNED
+        self.forget(children)
 
     def _boundary(self, node: Node, stop: Stop) -> None:
         node.top1 /= max(1, len(node.tokens))
@@ -817,7 +842,8 @@ class _Fill:
 
 @dataclass(slots=True)
 class _Row:
-    """One block while it decodes: what it reads before itself (`context`), whether that is whole and `exact`."""
+    """One block while it decodes: what it reads before itself (`context`), whether that is whole and `exact`; of its last
+    token the log probability and the highest probability there was (0 if the token was given)."""
 
     node: Node
     leaf: Node
@@ -826,6 +852,8 @@ class _Row:
     context: tuple[Piece, ...] = ()
     exact: bool = True
     stop: Stop | None = None
+    logprob: float = 0.0
+    top1: float = 0.0
 
     def segment(self) -> Segment:
         """Its last token, after everything before it."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Allocated, Cause, Event, Evicted, Pressure
 from arbor.memory import KVMemory
 from arbor.retention.base import NEVER, Blocks, Tokens
@@ -118,6 +119,9 @@ class Residency:
             leaves: ends of the running paths.
             cause: the event that asks.
             spare: the running paths stay as they are; by default unless lossy.
+
+        Raises:
+            BudgetInfeasible: the policy will not give up as much; nothing has left.
         """
         memory = self.memory
         if needed <= memory.free:
@@ -133,10 +137,19 @@ class Residency:
         return True
 
     def counts(self, blocks: Blocks, room: int) -> NDArray[np.int64]:
-        """What the policy answers, checked. Floors that do not fit together are given up (K_min, then all)."""
+        """What the policy answers, checked. Floors that do not fit together are given up (K_min, then all).
+
+        Raises:
+            BudgetInfeasible: the policy will not give up as much.
+        """
         if int(blocks.floor.sum()) > room:
             blocks = dataclasses.replace(blocks, floor=np.zeros_like(blocks.floor))
-        counts = self.policy.allocator.counts(blocks, room, self.policy.scorer)
+        try:
+            counts = self.policy.allocator.counts(blocks, room, self.policy.scorer)
+        except BudgetInfeasible as error:  # it knows its room, not what the rest takes
+            slots, more = self.memory.slots, error.needed - error.budget
+            what = f"the policy '{self.policy.name}', at this point of the search,"
+            raise BudgetInfeasible(slots + more, slots, what, error.hint) from error
         assert len(counts) == len(blocks), "one count per block"
         assert (counts >= 0).all() and (counts <= blocks.resident).all(), "0 <= k <= resident"
         assert int(counts.sum()) <= room, "the policy keeps more than there is room for"
