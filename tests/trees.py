@@ -94,6 +94,22 @@ def grown(lab: Lab, slots: int = 4096) -> tuple[ThoughtTree, Tensor]:
     return tree, lab.ask(nodes, list(QUESTIONS) * len(ends))
 
 
+def planted_again(model: Any, tree: ThoughtTree) -> Lab:
+    """A lab that holds the KV of the same blocks, computed path by path under full retention."""
+    again = ThoughtTree(tree.root.tokens)
+    for node in tree.nodes[1:]:
+        assert node.parent is not None
+        child = again.fork(again[node.parent.id])
+        for token in node.tokens:
+            again.append(child, token)
+        child.state = node.state
+    lab = Lab(model)
+    lab.open(again, 4096)
+    for leaf in leaves_of(again):
+        lab.extend(leaf)
+    return lab
+
+
 def is_greedy(node: Node) -> bool:
     """Whether `grown` decoded the block greedily."""
     return node.depth == 2 and node.key[0] != 1

@@ -1,0 +1,59 @@
+"""What a session tells the engine while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from arbor import Solver
+from arbor.events import Boundary, Event, Opened, Selected, Verified
+
+
+class Outlooks:
+    """Listens to a solver's runs, and asks at every event what the search will come back to.
+
+    Attributes:
+        round: ids of the blocks opened since leaves were last chosen.
+        stack: what a depth-first search will grow, the next one last.
+        asked: (event, outlook, `round` and `stack` at that time).
+    """
+
+    def __init__(self, solver: Solver) -> None:
+        self.solver = solver
+        self.asked: list[tuple[Event, dict[int, float], list[int], list[int]]] = []
+        self.round: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        session: Any = self.solver._session
+        if isinstance(event, Selected):
+            self.round = []
+        elif isinstance(event, Opened):
+            self.round.append(event.node)
+        if session._search is None:
+            return
+        outlook = dict(session.engine.residency.outlook())
+        stack = [node.id for node in session._search._stack]
+        self.asked.append((event, outlook, list(self.round), stack))
+
+
+@pytest.mark.parametrize("verifier", ["self", "exact"])
+def test_the_outlook_is_what_waits_for_the_verifier_and_what_the_controller_may_grow(
+    verifier: str,
+) -> None:
+    search = {"name": "tot", "strategy": "dfs", "width": 3, "max_visited": 5, "threshold": -1.0}
+    with Solver(controller=search, verifier=verifier) as solver:
+        heard = Outlooks(solver)
+        solver.listeners = (heard,)
+        solver.solve("4 5 6 10")
+
+    decoding = [each for each in heard.asked if isinstance(each[0], Boundary)]
+    chosen = [each for each in heard.asked if isinstance(each[0], Selected)]
+    assert max(len(stack) for _, _, _, stack in decoding) > 3
+    for _, outlook, children, stack in decoding:
+        waiting = children if verifier == "self" else []
+        later = {node: 0.5**place for place, node in enumerate(reversed(stack[:-1]), 1)}
+        assert outlook == later | dict.fromkeys(waiting, 1.0)
+    for _, outlook, _, stack in chosen[1:]:  # what has its verdict waits no more
+        assert outlook.keys() == set(stack[:-1])
+    assert any(isinstance(event, Verified) for event, *_ in heard.asked)
