@@ -20,7 +20,7 @@ from arbor.events import KV, Boundary, Ended, Event, Evicted, Forwarded, Opened,
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, TraceWriter, canonical, read_trace
 from arbor.trace.read import NO_TOKEN
-from arbor.trace.write import to_line, to_record
+from arbor.trace.write import SYNC_EVERY, to_line, to_record
 from arbor.tree import NodeState
 
 
@@ -66,6 +66,23 @@ def test_each_event_is_on_disk_before_the_next(tmp_path: Path, run: list[Event])
         writer(event)
         assert len(path.read_bytes().splitlines()) == count
     writer.close()
+
+
+def test_a_compressed_trace_that_is_not_closed_lacks_a_handful_of_events(tmp_path: Path) -> None:
+    run = list(fake_run(seed=1, rounds=80))
+    path = tmp_path / "run.jsonl.gz"
+    writer = TraceWriter(path)
+    writer(run[0])
+    assert read_trace(path).header is not None
+
+    for event in run[1:]:
+        writer(event)
+
+    events = read_trace(path).events
+    assert len(run) - SYNC_EVERY < len(events) < len(run), "it takes several together"
+    assert list(events) == run[: len(events)]
+    writer.close()
+    assert list(read_trace(path).events) == run
 
 
 def test_a_compressed_trace_is_the_same_bytes_twice(tmp_path: Path, run: list[Event]) -> None:

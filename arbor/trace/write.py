@@ -28,7 +28,8 @@ PRIVATE = ("problem", "expected", "text", "ids", "answer")
 
 GZIP = 31  # zlib's window bits for a gzip stream
 LEVEL = 5  # of compression; 9 takes nearly three times as long for 3 % less
-SYNC_EVERY = 20  # lines between flushes of a gzip stream; each costs a few bytes, and a cut file keeps what came before
+# events that a gzip stream takes together: one by one, in the midst of a search, each costs twice as much
+SYNC_EVERY = 64
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,8 @@ _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kin
 class TraceWriter:
     """A listener that appends each event to a file as it happens.
 
-    A line is on its way to disk before the next event (every `SYNC_EVERY` lines in a gzip stream), so a killed run
-    leaves a readable trace. A disk that fills up stops the trace, never the search.
+    A line is on its way to disk before the next event (`SYNC_EVERY` together in a gzip stream, after the header), so a
+    killed run leaves a readable trace. A disk that fills up stops the trace, never the search.
 
     Args:
         path: written anew; compressed if it ends in ``.gz``.
@@ -113,7 +114,8 @@ class TraceWriter:
         self._clock = clock
         self._start: float | None = None
         self._packer = zlib.compressobj(LEVEL, wbits=GZIP) if self.path.suffix == ".gz" else None
-        self._waiting = bytearray()  # lines since the last flush of the packer
+        self._together = 1 if self._packer is None else SYNC_EVERY
+        self._waiting: list[tuple[Event, float]] = []  # with their seconds; not yet written
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
@@ -131,13 +133,10 @@ class TraceWriter:
         now = self._clock()
         if self._start is None:
             self._start = now
-        record = {"e": event.name, "i": self.events, "t": round(now - self._start, 6)}
-        for name in _FIELDS[type(event)]:
-            record[name] = getattr(event, name)
-        if self.text == "none":
-            record = without_words(record)
+        self._waiting.append((event, now - self._start))
         self.events += 1
-        self._write(to_line(record) + b"\n")
+        if self.events % self._together == 1 % self._together:
+            self._write()
 
     def __enter__(self) -> Self:
         return self
@@ -154,21 +153,26 @@ class TraceWriter:
         """Completes the file; closing twice is harmless."""
         if self._file.closed:
             return
-        if self._packer is not None and not self.stopped:
-            self._put(self._packer.compress(self._waiting) + self._packer.flush())
+        if not self.stopped:
+            self._write(last=True)
         self._file.close()
 
-    def _write(self, data: bytes) -> None:
-        if self._packer is None:
-            self._put(data)
-            return
-        self._waiting += data
-        if self.events % SYNC_EVERY == 1:
-            packed = self._packer.compress(self._waiting)
-            self._waiting.clear()
-            self._put(packed + self._packer.flush(zlib.Z_SYNC_FLUSH))
+    def _write(self, last: bool = False) -> None:
+        """Writes what waits; `last` ends a gzip stream."""
+        first = self.events - len(self._waiting)
+        lines = bytearray()
+        for number, (event, seconds) in enumerate(self._waiting, first):
+            record = {"e": event.name, "i": number, "t": round(seconds, 6)}
+            for name in _FIELDS[type(event)]:
+                record[name] = getattr(event, name)
+            lines += to_line(without_words(record) if self.text == "none" else record) + b"\n"
+        self._waiting.clear()
+        if self._packer is not None:
+            packed = self._packer.compress(lines)
+            lines[:] = packed + self._packer.flush(zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH)
+        self._put(lines)
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytearray) -> None:
         try:
             rest = memoryview(data)
             while rest:
