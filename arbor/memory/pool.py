@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arbor.kernels.hugepages import on_huge_pages
+
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
@@ -28,8 +30,8 @@ class LayerKV:
 class KVPool:
     """K and V of every layer with page size 1, plus one trash slot for rows whose K/V nobody keeps.
 
-    k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised (the system commits pages on first
-    use). Slot `trash` is the last one; no key list ever names it.
+    k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised, in one
+    allocation (on a CPU the system commits pages on first use, large ones where it has them). Slot `trash` is the last one; no key list ever names it.
     """
 
     def __init__(
@@ -39,11 +41,17 @@ class KVPool:
         self.slots = slots
         self.dtype = dtype
         self.device = device
-        self.k = [self._zeros(layer.num_kv_heads, layer.head_dim_qk) for layer in layers]
-        self.v = [self._zeros(layer.num_kv_heads, layer.head_dim_vo) for layer in layers]
-
-    def _zeros(self, heads: int, width: int) -> Tensor:
-        return torch.zeros(self.slots + 1, heads, width, dtype=self.dtype, device=self.device)
+        widths = [(layer.num_kv_heads, layer.head_dim_qk) for layer in layers]
+        widths += [(layer.num_kv_heads, layer.head_dim_vo) for layer in layers]
+        sizes = [(slots + 1) * heads * width for heads, width in widths]
+        store = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        if store.is_cpu:
+            on_huge_pages(store.data_ptr(), store.nbytes, filled=False)
+        parts = [
+            part.view(slots + 1, *width)
+            for part, width in zip(store.split(sizes), widths, strict=True)
+        ]
+        self.k, self.v = parts[: len(layers)], parts[len(layers) :]
 
     @property
     def trash(self) -> int:

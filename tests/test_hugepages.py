@@ -1,0 +1,85 @@
+"""Large pages: contents stay, and the system's own books say what it gave."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from arbor.kernels import hugepages
+from arbor.kernels.hugepages import HUGE, on_huge_pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+offered = pytest.mark.skipif(
+    not SETTING.exists() or "[never]" in SETTING.read_text(), reason="no large pages here"
+)
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes on large pages in the mapping that holds an address, by the kernel's account."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            first, last = (int(bound, 16) for bound in head.split("-"))
+            inside = first <= address < last
+        elif inside and head == "AnonHugePages:":
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@offered
+def test_filled_memory_moves_to_large_pages_and_keeps_its_contents() -> None:
+    tensor = torch.arange(8 * HUGE // 8)
+    before = tensor.clone()
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    gained = on_huge_pages(tensor.data_ptr(), tensor.nbytes, filled=True)
+    assert torch.equal(tensor, before)
+    assert gained <= tensor.nbytes + 2 * HUGE
+    if gained:  # the machine may have no free large page, or be older than Linux 6.1
+        assert huge_bytes(middle) >= gained - 2 * HUGE > 0
+
+
+@offered
+def test_untouched_memory_comes_on_large_pages_when_it_is_written_to() -> None:
+    tensor = torch.empty(8 * HUGE, dtype=torch.uint8)
+    assert on_huge_pages(tensor.data_ptr(), tensor.nbytes, filled=False) == tensor.nbytes
+    tensor.fill_(7)
+    assert bool((tensor == 7).all())
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_a_little_memory_is_left_alone(filled: bool) -> None:
+    tensor = torch.arange(1000)
+    assert on_huge_pages(tensor.data_ptr(), tensor.nbytes, filled=filled) == 0
+
+
+def test_where_nothing_is_offered_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(address: int, size: int, advice: int) -> int:
+        asked.append(advice)
+        return -1
+
+    monkeypatch.setattr(hugepages, "_madvise", lambda: refuse)
+    assert on_huge_pages(1 << 30, 8 * HUGE, filled=True) == 0
+    assert asked == [hugepages.MADV_HUGEPAGE]  # and the pages are not joined one by one
+    monkeypatch.setattr(hugepages, "_madvise", lambda: None)
+    assert on_huge_pages(1 << 30, 8 * HUGE, filled=True) == 0
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_not_asked(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    def fail(name: object) -> object:
+        raise AssertionError(f"loaded {name}")
+
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    hugepages._madvise.cache_clear()
+    try:
+        assert on_huge_pages(1 << 30, 8 * HUGE, filled=True) == 0
+    finally:
+        hugepages._madvise.cache_clear()
