@@ -40,7 +40,7 @@ def check_policy(
     An allocator answers with as many whole numbers as there are blocks, keeps every floor, no token that is not there and
     no more than there is room for, gives the same answer twice, and treats blocks by their figures, not by their ids:
     where no figures are equal, the same blocks in another order keep as many tokens, but for one where rounding ties. A scorer answers with one finite
-    number a token, the same twice and in any order of blocks, and says with `observes` whether it reads attention. Neither
+    number a token, the same twice, in any order of blocks and whatever other tokens are shown, and says with `observes` whether it reads attention. Neither
     writes into what it is shown. A policy's settings survive the way through a trace.
 
     Args:
@@ -119,7 +119,7 @@ def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
         scheduled=moment(),
         reentry=part(size),
         next_use=moment(),
-        see=lambda: tokens,
+        see=tokens.only,
     )
     _freeze(tokens)
     _freeze(blocks)
@@ -219,6 +219,11 @@ def _check_scorer(scorer: Scorer, blocks: Blocks, draw: Generator) -> None:
     assert np.allclose(moved, scores[_places(blocks, order)], rtol=1e-12, atol=0), (
         f"{name}: other scores for the same blocks in another order"
     )
+    part = np.flatnonzero(draw.random(len(blocks)) < 0.5)
+    some = scorer.scores(blocks.see(part))
+    assert np.allclose(some, scores[np.isin(tokens.block, part)], rtol=1e-12, atol=0), (
+        f"{name}: other scores for the same tokens when only some blocks are looked at"
+    )
     if not scorer.observes:
         unseen = {each: np.zeros_like(getattr(tokens, each)) for each in ATTENTION}
         same = scorer.scores(dataclasses.replace(tokens, **unseen))
@@ -248,7 +253,7 @@ def reordered(blocks: Blocks, order: Ints) -> Blocks:
         for f in dataclasses.fields(Blocks)
         if f.name not in ("ids", "see")
     }
-    again = Blocks(ids=blocks.ids, **figures, see=lambda: moved)
+    again = Blocks(ids=blocks.ids, **figures, see=moved.only)
     _freeze(moved)
     _freeze(again)
     return again

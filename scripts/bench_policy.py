@@ -7,7 +7,8 @@ policy shared it out while other leaves ran. Then the search moves on, and an ex
 
     view     read the blocks that changed, paths, distances, re-entry, MSVE: everything the allocator is given
     counts   the allocator
-    kept     which tokens of each block stay (the token view is there)
+    kept     which tokens of each block stay, the token view of the blocks that lose some included
+    tokens   the token view of all blocks, for allocators that rank all tokens; counts is given it
     loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token less, again
 
 The loop is given what it lacks in the paper: a priority (the utility a block loses with the token, w ln(k / (k - 1))), an
@@ -18,7 +19,6 @@ Thread CPU time of one thread; median and quartiles.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.retention.base import NEVER, Blocks, Ints, Tokens
-from arbor.retention.keep import kept
+from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
+from arbor.retention.keep import kept, shared_out, without
 from arbor.retention.kkt import KKT
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy
-from arbor.retention.statistics import TokenStatistics
+from arbor.retention.statistics import Seen, TokenStatistics
 from arbor.retention.table import BlockTable
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -125,15 +125,19 @@ class Search:
             scheduled=np.full(len(ids), NEVER),
             reentry=likely[ids],
             next_use=self.next_use[ids],
-            see=lambda: self.tokens(policy, ids, held),
+            see=lambda indices: self.tokens(policy, ids, held, indices),
         )
 
-    def tokens(self, policy: Policy, ids: Ints, held: Ints) -> Tokens:
-        """Token view of the last `held` tokens of each block."""
-        block = np.repeat(np.arange(len(ids)), held)
-        place = np.arange(len(block)) - np.repeat(np.cumsum(held) - held, held)
+    def tokens(self, policy: Policy, ids: Ints, held: Ints, indices: Ints) -> Tokens:
+        """Token view of the last `held` tokens of some blocks."""
+        sizes = held[indices]
+        block = np.repeat(indices, sizes)
+        place = np.arange(len(block)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         offset = (self.table.length[ids] - held)[block] + place
-        seen = self.statistics.view(ids[block], offset)
+        nothing = np.zeros(len(block), np.int64)
+        seen = Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+        if policy.observes:
+            seen = self.statistics.view(ids[block], offset)
         return Tokens(
             block=block,
             offset=offset,
@@ -203,10 +207,21 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
     blocks, room, leaves = event(search, policy, share)
     resident = np.zeros(len(search.table), np.int64)
     resident[blocks.ids] = blocks.resident
-    tokens = blocks.tokens
-    blocks = dataclasses.replace(blocks, see=lambda: tokens)
     allocator, scorer = policy.allocator, policy.scorer
-    counts = allocator.counts(blocks, room, scorer)
+    counts, _ = shared_out(blocks, room, allocator, scorer)
+    every = np.arange(len(blocks))
+
+    def choose() -> Any:
+        if isinstance(allocator, TokenAllocator):
+            return without(blocks, gone)
+        return kept(blocks, counts, scorer)
+
+    def ask() -> Any:
+        if isinstance(allocator, TokenAllocator):
+            return allocator.leaving(blocks, room, scorer)
+        return allocator.counts(blocks, room, scorer)
+
+    gone = ask()
     row: dict[str, Any] = {
         "blocks": len(search.table),
         "policy": policy.name,
@@ -214,9 +229,13 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
         "tokens": int(blocks.resident.sum()),
         "taken": int(blocks.resident.sum() - counts.sum()),
         "view_us": timed(lambda: search.view(policy, leaves, resident), rounds),
-        "counts_us": timed(lambda: allocator.counts(blocks, room, scorer), rounds),
-        "kept_us": timed(lambda: kept(blocks, counts, scorer), max(5, rounds // 5)),
+        "counts_us": timed(ask, rounds),
+        "kept_us": timed(choose, rounds),
     }
+    if isinstance(allocator, TokenAllocator):
+        row["tokens_us"] = timed(lambda: blocks.see(every), max(5, rounds // 5))
+    parts = (row["view_us"], row["counts_us"], row["kept_us"])
+    row["event_us"] = round(sum(part["median"] for part in parts), 1)
     if isinstance(allocator, KKT):
         assert (blocks.floor >= 1).all(), "the loop is defined from one token up"
         weight = blocks.score**allocator.gamma

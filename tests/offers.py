@@ -101,7 +101,7 @@ def offer(seed: int, size: int | None = None, *, ties: bool = True, longest: int
         scheduled=sometimes(numbers(3)),
         reentry=figures(1.0),
         next_use=sometimes(numbers(9)),
-        see=lambda: tokens,
+        see=tokens.only,
     )
 
 
@@ -125,7 +125,7 @@ def evict(blocks: Blocks, chosen: list[np.ndarray]) -> Blocks:
     after = Tokens(**{f.name: getattr(tokens, f.name)[stays] for f in dataclasses.fields(Tokens)})
     resident = np.bincount(after.block, minlength=len(blocks))
     floor = np.minimum(blocks.floor, resident)
-    return dataclasses.replace(blocks, resident=resident, floor=floor, see=lambda: after)
+    return dataclasses.replace(blocks, resident=resident, floor=floor, see=after.only)
 
 
 def permuted(blocks: Blocks, order: np.ndarray) -> Blocks:
@@ -142,4 +142,4 @@ def permuted(blocks: Blocks, order: np.ndarray) -> Blocks:
         for f in dataclasses.fields(Blocks)
         if f.name not in ("ids", "see")
     }
-    return Blocks(ids=blocks.ids, **columns, see=lambda: moved)
+    return Blocks(ids=blocks.ids, **columns, see=moved.only)

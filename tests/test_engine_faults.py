@@ -91,29 +91,30 @@ def test_an_interruption_gives_up_blocks_in_progress_and_waves_not_begun() -> No
 
 
 @pytest.mark.parametrize(
-    ("slots", "width"),
+    ("slots", "length"),
     [
-        (28, 2),  # one wave, cut off in the middle of its blocks
-        (32, 3),  # the first wave has ended when the second does not fit
+        (28, 5),  # one wave, cut off in the middle of its blocks
+        (25, 2),  # the first wave has ended when the second does not fit
     ],
 )
 def test_where_a_policy_gives_up_nothing_a_failed_growth_leaves_nothing_behind(
-    slots: int, width: int
+    slots: int, length: int
 ) -> None:
     lab = Lab(build("llama"), policy="full", debug=True)
     tree = lab.plant(slots)
-    first, second = lab.sprout([(tree.root, 2)])
+    (first,) = lab.sprout([(tree.root, 1)])
+    (second,) = lab.sprout([(tree.root, 1)], length=length)
     held = lab.memory.used
     before = lab.ask([first], [(7,)])
 
     with pytest.raises(BudgetInfeasible, match="needs") as caught:
-        lab.sprout([(first, width)])
+        lab.sprout([(first, 2)])
 
     assert caught.value.budget == slots
-    assert slots < caught.value.needed <= held + 5 * width
+    assert slots < caught.value.needed <= held + 5 * 2
     lab.memory.check()
     assert lab.memory.used == held
-    assert [child.state for child in first.children] == [NodeState.PRUNED] * width
+    assert [child.state for child in first.children] == [NodeState.PRUNED] * 2
     told = [event for event in lab.events if isinstance(event, Boundary)][2:]
     for child, event in zip(first.children, told, strict=True):
         assert event.node == child.id
@@ -130,8 +131,8 @@ def test_where_a_policy_gives_up_nothing_a_failed_growth_leaves_nothing_behind(
 
 def test_a_prompt_that_a_policy_cannot_squeeze_in_leaves_nothing_behind() -> None:
     lab = Lab(build("llama"), policy="full", mode="lossy", rehydrate="off", debug=True)
-    with pytest.raises(BudgetInfeasible):
-        lab.plant(8)
+    with pytest.raises(BudgetInfeasible, match="policy 'full'"):
+        lab.plant(14, tuple(range(3, 33)))
 
     assert lab.memory.used == 0
 

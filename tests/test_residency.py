@@ -22,10 +22,11 @@ from trees import (
 )
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Growth
+from arbor.engine.engine import Growth, Mode
 from arbor.engine.plan import Piece, Segment, visibility
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Evicted, Forwarded, Rehydrated
+from arbor.retention.base import Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.tasks.base import Boundary
 
@@ -189,6 +190,38 @@ def test_no_policy_ever_holds_more_than_the_budget(slots: int, policy: str, rehy
 
     assert lab.memory.peak <= slots
     assert all(event.kv.device <= slots for event in lab.events if hasattr(event, "kv"))
+
+
+@pytest.mark.parametrize("mode", ("lossless", "lossy"))
+@pytest.mark.parametrize("name", ("arborkv", "lru", "h2o"))
+def test_floors_and_parts_of_the_view_are_those_of_all_tokens(name: str, mode: Mode) -> None:
+    protect = Protect(sinks=14, recent=7, tail=3 if name == "arborkv" else 0, floor=2)
+    policy = dataclasses.replace(POLICIES[name], protect=protect)
+    lab = Lab(build("llama"), policy=policy, mode=mode, debug=True)
+    tree = lab.plant(4096)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    (deep,) = lab.sprout([(first, 1)])
+    lab.memory.evict(second, np.array([0, 3]))
+    lab.memory.evict(third, np.array([4]))
+    lab.residency.changed([second, third])
+    limits = set()
+    for leaves in ([deep], [deep, second], [tree.root]):
+        for spare in (True, False):
+            for ids in (None, np.array([0, first.id, third.id])):
+                blocks = lab.residency.offered(leaves, ids, spare=spare, whole=ids is not None)
+                tokens = blocks.tokens
+                guarded = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
+                kept = np.minimum(blocks.resident, protect.floor)
+                # without a tail, blocks off the running paths have no protected tokens
+                slow = np.maximum(kept, guarded) if protect.tail or not spare else kept
+                assert blocks.floor.tolist() == slow.tolist()
+                limits.update(blocks.floor.tolist())
+                part = np.arange(0, len(blocks), 2)
+                some, here = blocks.see(part), np.isin(tokens.block, part)
+                for field in dataclasses.fields(Tokens):
+                    got, want = getattr(some, field.name), getattr(tokens, field.name)
+                    assert got.tolist() == want[here].tolist()
+    assert len(limits) > 2
 
 
 def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:

@@ -13,8 +13,9 @@ from offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.registry import BUILTIN, build, spec_of
-from arbor.retention.base import Allocator, Blocks, Floats, Scorer, Tokens
-from arbor.retention.keep import kept
+from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
+from arbor.retention.keep import kept, shared_out
+from arbor.retention.ordering import first, order
 from arbor.retention.policy import POLICIES, Policy, Protect
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
@@ -24,7 +25,7 @@ SHARES = st.floats(0, 1)
 def unseen(blocks: Blocks) -> Blocks:
     """The same offer, whose token view must not be asked for."""
 
-    def see() -> Tokens:
+    def see(indices: Ints) -> Tokens:
         raise AssertionError("nobody needs the tokens")
 
     return dataclasses.replace(blocks, see=see)
@@ -147,7 +148,7 @@ def test_at_their_floors_blocks_stay_as_they_are(policy: Policy, seed: int) -> N
 def test_pressure_ends_at_once_where_every_block_is_at_its_minimum(policy: Policy) -> None:
     """The paper's loop decrements the block of least priority down to K_min, and then the same block for ever."""
     blocks = offer(3, 2000, longest=40)
-    least = dataclasses.replace(blocks, resident=blocks.floor, see=lambda: evict_to_floor(blocks))
+    least = dataclasses.replace(blocks, resident=blocks.floor, see=evict_to_floor(blocks).only)
     began = time.thread_time()
 
     for room in (int(least.floor.sum()), int(least.floor.sum()) + 1):
@@ -217,13 +218,21 @@ def test_protected_tokens_stay_whatever_the_scores(
 
 
 @given(
-    seed=SEEDS, share=SHARES, scorer=st.sampled_from([policy.scorer for policy in EVERY.values()])
+    seed=SEEDS,
+    share=SHARES,
+    longest=st.sampled_from([3, 12, 70]),
+    ties=st.booleans(),
+    scorer=st.sampled_from([policy.scorer for policy in EVERY.values()]),
 )
-def test_a_block_keeps_its_best_tokens(seed: int, share: float, scorer: Scorer) -> None:
+def test_a_block_keeps_its_best_tokens(
+    seed: int, share: float, longest: int, ties: bool, scorer: Scorer
+) -> None:
     """By hand: protected ones, then the higher score, then the later position; also where not all protected ones fit."""
-    blocks = offer(seed)
+    blocks = offer(seed, ties=ties, longest=longest)
     tokens, scores = blocks.tokens, scorer.scores(blocks.tokens)
     counts = np.floor(blocks.resident * share).astype(np.int64)
+    one = np.random.default_rng(seed).random(len(blocks)) < 0.5  # half of them lose one token
+    counts = np.where(one, np.maximum(blocks.resident - 1, 0), counts)
 
     chosen = kept(blocks, counts, scorer)
 
@@ -233,6 +242,43 @@ def test_a_block_keeps_its_best_tokens(seed: int, share: float, scorer: Scorer) 
             here, key=lambda i: (not tokens.protected[i], -scores[i], -tokens.offset[i])
         )
         assert sorted(tokens.offset[ranked[: counts[index]]]) == offsets.tolist()
+
+
+@every_policy
+@given(seed=SEEDS, share=SHARES, ties=st.booleans())
+def test_what_an_allocator_of_tokens_gives_up_is_what_kept_sets_lack(
+    policy: Policy, seed: int, share: float, ties: bool
+) -> None:
+    blocks = offer(seed, ties=ties)
+    room = room_for(blocks, share)
+
+    counts, chosen = shared_out(blocks, room, policy.allocator, policy.scorer)
+
+    assert (counts == policy.allocator.counts(blocks, room, policy.scorer)).all()
+    again = kept(blocks, counts, policy.scorer)
+    assert [each.tolist() for each in chosen] == [each.tolist() for each in again]
+
+
+@given(seed=SEEDS)
+def test_the_view_of_some_blocks_is_a_part_of_the_view_of_all(seed: int) -> None:
+    blocks = offer(seed)
+    part = np.flatnonzero(np.random.default_rng(seed).random(len(blocks)) < 0.5)
+    here = np.isin(blocks.tokens.block, part)
+
+    some = blocks.see(part)
+
+    for field in dataclasses.fields(Tokens):
+        assert (getattr(some, field.name) == getattr(blocks.tokens, field.name)[here]).all()
+
+
+@given(
+    keys=st.lists(st.sampled_from([-1.0, -0.0, 0.0, 0.5, 3.0]), max_size=12),
+    count=st.integers(0, 12),
+)
+def test_the_first_of_an_order_are_found_without_it(keys: list[float], count: int) -> None:
+    key = np.array(keys)
+
+    assert sorted(first(key, count)) == sorted(order(key)[:count])
 
 
 @given(seed=SEEDS, share=SHARES)

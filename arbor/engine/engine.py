@@ -37,7 +37,6 @@ from arbor.events import (
     Rehydrated,
 )
 from arbor.memory import KVMemory
-from arbor.retention.keep import kept
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.retention.uses import Uses
@@ -477,8 +476,7 @@ class Engine:
         ids = np.array(sorted(node.id for node in path), np.int64)
         blocks = residency.offered(leaves, ids, spare=False, whole=True)
         room = self.memory.slots - reserve
-        counts = residency.counts(blocks, room)
-        chosen = kept(blocks, counts, self.policy.scorer)
+        counts, chosen = residency.decide(blocks, room)
         residency.keep(blocks, chosen, counts, room, "transition", began)
         holes = {}
         for index, node_id in enumerate(ids):

@@ -14,10 +14,10 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Allocated, Cause, Event, Evicted, Pressure
 from arbor.memory import KVMemory
 from arbor.retention.base import NEVER, Blocks, Tokens
-from arbor.retention.keep import kept
+from arbor.retention.keep import shared_out
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.retention.statistics import TokenStatistics
+from arbor.retention.statistics import Seen, TokenStatistics
 from arbor.retention.table import BlockTable
 from arbor.retention.uses import Uses
 from arbor.tree import Node, ThoughtTree
@@ -58,7 +58,7 @@ class Residency:
         self.lossy = lossy
         self.uses = uses
         self.emit = emit
-        self.table = BlockTable()
+        self.table = BlockTable(policy.protect.tail)
         self.statistics = TokenStatistics(threshold=policy.protect.threshold)
         self.outlook: Callable[[], Mapping[int, float]] = dict
         self.operation = 0
@@ -131,13 +131,16 @@ class Residency:
         blocks = self.offered(leaves, spare=not self.lossy if spare is None else spare)
         room = memory.free + int(blocks.resident.sum()) - needed
         assert room >= 0, "more was planned than fits"
-        counts = self.counts(blocks, room)
-        self.keep(blocks, kept(blocks, counts, self.policy.scorer), counts, room, cause, began)
+        counts, chosen = self.decide(blocks, room)
+        self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
         return True
 
-    def counts(self, blocks: Blocks, room: int) -> NDArray[np.int64]:
-        """What the policy answers, checked. Floors that do not fit together are given up (K_min, then all).
+    def decide(
+        self, blocks: Blocks, room: int
+    ) -> tuple[NDArray[np.int64], Sequence[NDArray[np.int64]]]:
+        """How many tokens each block keeps, and which: what the policy answers, checked. Floors that do not fit together
+        are given up.
 
         Raises:
             BudgetInfeasible: the policy will not give up as much.
@@ -145,7 +148,7 @@ class Residency:
         if int(blocks.floor.sum()) > room:
             blocks = dataclasses.replace(blocks, floor=np.zeros_like(blocks.floor))
         try:
-            counts = self.policy.allocator.counts(blocks, room, self.policy.scorer)
+            counts, chosen = shared_out(blocks, room, self.policy.allocator, self.policy.scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = self.memory.slots, error.needed - error.budget
             what = f"the policy '{self.policy.name}', at this point of the search,"
@@ -153,7 +156,7 @@ class Residency:
         assert len(counts) == len(blocks), "one count per block"
         assert (counts >= 0).all() and (counts <= blocks.resident).all(), "0 <= k <= resident"
         assert int(counts.sum()) <= room, "the policy keeps more than there is room for"
-        return counts
+        return counts, chosen
 
     def keep(
         self,
@@ -222,19 +225,14 @@ class Residency:
         attention = self.statistics.block_attention(ids) if reads else np.zeros(len(ids))
         value, sure = table.value[ids], table.confidence[ids]
 
-        tokens: list[Tokens] = []
+        def see(indices: NDArray[np.int64]) -> Tokens:
+            return self._tokens(ids, indices, leaves, whole)
 
-        def see() -> Tokens:
-            if not tokens:
-                tokens.append(self._tokens(ids, leaves, whole))
-            return tokens[0]
-
-        floor = self._floor(ids, resident, see, spare)
         return Blocks(
             ids=ids,
             length=table.length[ids],
             resident=resident,
-            floor=floor,
+            floor=self._floor(ids, resident, see, leaves, spare, whole),
             depth=table.depth[ids],
             distance=table.distances(running)[ids],
             active=active[ids],
@@ -255,19 +253,40 @@ class Residency:
         self,
         ids: NDArray[np.int64],
         resident: NDArray[np.int64],
-        see: Callable[[], Tokens],
+        see: Callable[[NDArray[np.int64]], Tokens],
+        leaves: Sequence[Node],
         spare: bool,
+        whole: bool,
     ) -> NDArray[np.int64]:
-        """What each block keeps in any case: its protected tokens, and K_min. Sinks and what is recent lie on running
-        paths."""
+        """What each block keeps in any case: its protected tokens, and K_min. Sinks and what is recent lie in few blocks,
+        and only there tokens are looked at; what there is of tails is counted in the table."""
         protect = self.policy.protect
         floor = np.minimum(resident, protect.floor)
-        if protect.tail or (not spare and (protect.sinks or protect.recent)):
-            tokens = see()
-            floor = np.maximum(
-                floor, np.bincount(tokens.block[tokens.protected], minlength=len(ids))
-            )
+        if protect.tail:
+            tail = np.minimum(resident, protect.tail) if whole else self.table.tail[ids]
+            floor = np.maximum(floor, tail)
+        if protect.tail or not spare:
+            start = self.table.start[ids]
+            ends = start + self.table.length[ids]
+            few = np.flatnonzero((start < protect.sinks) | (ends > self._oldest(leaves)[ids]))
+            if len(few):
+                tokens = see(few)
+                guarded = np.bincount(tokens.block[tokens.protected], minlength=len(ids))
+                floor = np.maximum(floor, guarded)
         return floor
+
+    def _oldest(self, leaves: Sequence[Node]) -> NDArray[np.int64]:
+        """Where in each block the window of recent tokens begins, int64 by node id; `NEVER` where it does not reach."""
+        oldest = np.full(len(self.table), NEVER)
+        recent = self.policy.protect.recent
+        for leaf in leaves if recent else ():
+            # the window of a block several leaves share begins where the shortest one's does
+            begin = leaf.end - recent
+            for node in reversed(leaf.path):
+                oldest[node.id] = min(oldest[node.id], begin)
+                if node.start <= begin:
+                    break
+        return oldest
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         wait = np.full(len(self.table), NEVER)
@@ -283,40 +302,41 @@ class Residency:
         chance = np.fromiter(likely.values(), np.float64, len(likely))
         return np.minimum(1.0, self.table.reentry(leaves, chance)[ids])
 
-    def _tokens(self, ids: NDArray[np.int64], leaves: Sequence[Node], whole: bool) -> Tokens:
-        nodes = [self.tree[int(i)] for i in ids]
+    def _tokens(
+        self,
+        ids: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        leaves: Sequence[Node],
+        whole: bool,
+    ) -> Tokens:
+        nodes = [self.tree[node_id] for node_id in ids[indices].tolist()]
         offsets = [
             np.arange(len(node.tokens)) if whole else np.flatnonzero(node.span.resident)
             for node in nodes
         ]
         sizes = np.array([len(o) for o in offsets], np.int64)
-        block = np.repeat(np.arange(len(nodes)), sizes)
+        row = np.repeat(np.arange(len(nodes)), sizes)
+        block = indices[row]
         offset = np.concatenate(offsets) if nodes else np.empty(0, np.int64)
         starts = np.array([node.start for node in nodes], np.int64)
         ends = np.array([len(node.tokens) for node in nodes], np.int64)
-        position = starts[block] + offset
+        position = starts[row] + offset
         protect = self.policy.protect
         protected = position < protect.sinks
         if protect.tail:
-            protected |= offset >= ends[block] - protect.tail
+            protected |= offset >= ends[row] - protect.tail
         if protect.recent and leaves:
-            oldest = np.full(len(self.table), np.iinfo(np.int64).max)
-            for leaf in (
-                leaves
-            ):  # the window of a block several leaves share begins where the shortest one's does
-                begin = leaf.end - protect.recent
-                for node in reversed(leaf.path):
-                    oldest[node.id] = min(oldest[node.id], begin)
-                    if node.start <= begin:
-                        break
-            protected |= position >= oldest[ids][block]
-        seen = self.statistics.view(ids[block], offset)
+            protected |= position >= self._oldest(leaves)[ids][block]
+        nothing = np.zeros(len(block), np.int64)
+        seen = Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+        if self.policy.observes:
+            seen = self.statistics.view(ids[block], offset)
         for node in nodes:
             if node.id not in self._names:
                 self._names[node.id] = _name(node)
         key = np.array([self._names[node.id] for node in nodes], np.uint64)
         with np.errstate(over="ignore"):
-            names = key[block] + offset.astype(np.uint64) * GOLDEN
+            names = key[row] + offset.astype(np.uint64) * GOLDEN
         return Tokens(
             block=block,
             offset=offset,

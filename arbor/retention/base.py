@@ -7,7 +7,7 @@ touches the pool. What is protected, when a policy is asked and how age is count
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -46,6 +46,17 @@ class Tokens:
     key: NDArray[np.uint64]
     protected: Bools
 
+    def only(self, indices: Ints) -> Tokens:
+        """The tokens of these blocks, given by index in `Blocks`, increasing."""
+        if len(self.block) == 0:
+            return self
+        asked = np.zeros(int(self.block[-1]) + 1, np.bool_)
+        asked[indices[: np.searchsorted(indices, len(asked))]] = True
+        here = asked[self.block]
+        if here.all():
+            return self
+        return Tokens(**{each.name: getattr(self, each.name)[here] for each in fields(self)})
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -67,7 +78,8 @@ class Blocks:
         scheduled: int64 [M], waves of the operation in progress until the block is needed again; `NEVER` if none needs it.
         reentry: float64 [M], probability that a later round reads the block, in [0, 1].
         next_use: int64 [M], when a recorded run reads it next; `NEVER` if not again or nothing is recorded.
-        see: makes the token view; policies read `tokens`, which calls it once.
+        see: makes the token view of some blocks, given by their indices, int64, increasing. Policies that rank the tokens
+            of all blocks read `tokens`.
     """
 
     ids: Ints
@@ -85,15 +97,15 @@ class Blocks:
     scheduled: Ints
     reentry: Floats
     next_use: Ints
-    see: Callable[[], Tokens]
+    see: Callable[[Ints], Tokens]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @cached_property
     def tokens(self) -> Tokens:
-        """Token view, made on first use."""
-        return self.see()
+        """Token view of all blocks, made on first use."""
+        return self.see(np.arange(len(self)))
 
 
 NEVER = int(np.iinfo(np.int64).max)
@@ -101,7 +113,10 @@ NEVER = int(np.iinfo(np.int64).max)
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Which tokens matter: higher is kept; equal scores are broken by recency (the larger position is kept)."""
+    """Which tokens matter: higher is kept; equal scores are broken by recency (the larger position is kept).
+
+    A token's score follows from its own figures, so that it is the same whatever else is looked at.
+    """
 
     @property
     def observes(self) -> bool:
@@ -127,5 +142,19 @@ class Allocator(Protocol):
 
         Returns:
             int64 [M], floor <= k <= resident; the sum is at most `room`.
+        """
+        ...
+
+
+@runtime_checkable
+class TokenAllocator(Allocator, Protocol):
+    """An allocator that ranks the tokens of all blocks, and therefore knows which ones leave."""
+
+    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """The tokens that leave.
+
+        Returns:
+            int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them. Of each block they are those
+            that `arbor.retention.keep.kept` would not keep.
         """
         ...

@@ -7,8 +7,16 @@ from typing import overload
 
 import numpy as np
 
-from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.ordering import order
+from arbor.retention.base import (
+    Allocator,
+    Blocks,
+    Bools,
+    Floats,
+    Ints,
+    Scorer,
+    TokenAllocator,
+    Tokens,
+)
 
 
 class Kept(Sequence[Ints]):
@@ -17,19 +25,17 @@ class Kept(Sequence[Ints]):
     Args:
         blocks: what was offered.
         counts: int64 [M], how many each keeps.
-        row: int64 [M], where the block stands among those that keep a part of what they have; -1 elsewhere.
-        starts: int64 [P + 1], where the offsets of each of these begin.
-        offsets: int64, theirs, one block after the other.
+        tokens: T tokens, of at least the blocks that keep a part of what they have; None if there are none.
+        stays: bool [T], which of them stay.
     """
 
     def __init__(
-        self, blocks: Blocks, counts: Ints, row: Ints, starts: Ints, offsets: Ints
+        self, blocks: Blocks, counts: Ints, tokens: Tokens | None = None, stays: Bools | None = None
     ) -> None:
         self._blocks = blocks
         self._counts = counts
-        self._row = row
-        self._starts = starts
-        self._offsets = offsets
+        self._tokens = tokens
+        self._stays = stays
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -41,20 +47,21 @@ class Kept(Sequence[Ints]):
     def __getitem__(self, index: int | slice) -> Ints | list[Ints]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
-        row, count = int(self._row[index]), int(self._counts[index])
-        if row >= 0:
-            return self._offsets[self._starts[row] : self._starts[row + 1]]
+        index = range(len(self))[index]
+        count = int(self._counts[index])
         if count in (0, self._blocks.length[index]):
             return np.arange(count)
-        tokens = self._blocks.tokens  # all it has, and that has gaps
-        begin, end = np.searchsorted(tokens.block, [index % len(self), index % len(self) + 1])
-        return tokens.offset[begin:end]
+        if count == self._blocks.resident[index]:  # all it has, and that has gaps
+            return self._blocks.see(np.array([index])).offset
+        assert self._tokens is not None and self._stays is not None
+        begin, end = np.searchsorted(self._tokens.block, [index, index + 1])
+        return self._tokens.offset[begin:end][self._stays[begin:end]]
 
 
 def kept(blocks: Blocks, counts: Ints, scorer: Scorer) -> Kept:
     """Tokens each block keeps on the device.
 
-    The token view is made only if some block keeps a part of what it has, and only their tokens are ranked, in one sort.
+    Tokens are looked at only in blocks that keep a part of what they have.
 
     Args:
         blocks: what was offered.
@@ -62,17 +69,33 @@ def kept(blocks: Blocks, counts: Ints, scorer: Scorer) -> Kept:
         scorer: which tokens matter.
     """
     parted = np.flatnonzero((counts > 0) & (counts < blocks.resident))
-    row = np.full(len(blocks), -1, np.int64)
-    row[parted] = np.arange(len(parted))
-    starts = np.zeros(len(parted) + 1, np.int64)
-    np.cumsum(counts[parted], out=starts[1:])
     if len(parted) == 0:
-        return Kept(blocks, counts, row, starts, np.empty(0, np.int64))
+        return Kept(blocks, counts)
+    tokens = blocks.see(parted)
+    stays = best(tokens.protected, scored(scorer, tokens), blocks.resident[parted], counts[parted])
+    return Kept(blocks, counts, tokens, stays)
+
+
+def shared_out(
+    blocks: Blocks, room: int, allocator: Allocator, scorer: Scorer
+) -> tuple[Ints, Kept]:
+    """How many tokens each block keeps, int64 [M], and which. An allocator that ranks tokens is not made to do so twice."""
+    if isinstance(allocator, TokenAllocator):
+        return without(blocks, allocator.leaving(blocks, room, scorer))
+    counts = allocator.counts(blocks, room, scorer)
+    return counts, kept(blocks, counts, scorer)
+
+
+def without(blocks: Blocks, gone: Ints) -> tuple[Ints, Kept]:
+    """What is left when some tokens leave, given by index in `blocks.tokens`: how many of each block, and which."""
+    if len(gone) == 0:
+        counts = blocks.resident.copy()
+        return counts, Kept(blocks, counts)
     tokens = blocks.tokens
-    asked = np.flatnonzero(row[tokens.block] >= 0)
-    group = row[tokens.block[asked]]
-    chosen = best(tokens, scored(scorer, tokens), asked, group, counts[parted])
-    return Kept(blocks, counts, row, starts, tokens.offset[asked[chosen]])
+    stays = np.ones(len(tokens.block), np.bool_)
+    stays[gone] = False
+    counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
+    return counts, Kept(blocks, counts, tokens, stays)
 
 
 def scored(scorer: Scorer, tokens: Tokens) -> Floats:
@@ -83,30 +106,76 @@ def scored(scorer: Scorer, tokens: Tokens) -> Floats:
     return scores
 
 
-def best(tokens: Tokens, scores: Floats, asked: Ints, group: Ints, counts: Ints) -> Bools:
+def best(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> Bools:
     """The best tokens of each block: protected ones first, then the higher score, then the later position.
 
     Args:
-        asked: int64 [S], indices of the tokens to choose from, increasing.
-        group: int64 [S], 0 ... P - 1, not decreasing: their block.
+        protected: bool [S], block after block.
+        scores: float64 [S], finite.
+        sizes: int64 [P], how many tokens of each block these are; summing to S.
         counts: int64 [P], how many to choose; no more than there are.
 
     Returns:
         bool [S], summing to sum(counts).
     """
-    protected = tokens.protected[asked]
-    left = counts - np.bincount(group[protected], minlength=len(counts))
-    fits = left >= 0
-    # where all protected ones fit, the others compete for what is left; elsewhere the protected ones compete
-    competes = np.where(protected, ~fits[group], left[group] > 0)
-    chosen = protected & fits[group]
-    # backwards, because equals go by index and the later position is to come first
-    rivals = np.flatnonzero(competes)[::-1]
-    group = group[rivals]
-    ranked = order(group, -scores[asked[rivals]])
-    # `ranked` runs group by group, the best token first:  | best ... worst of 0 | best ... worst of 1 | ...
-    sizes = np.bincount(group, minlength=len(counts))
-    place = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    wanted = np.where(fits, left, counts)
-    chosen[rivals[ranked[place < np.repeat(wanted, sizes)]]] = True
-    return chosen
+    if protected.any():
+        safe = _sums(protected, sizes)
+        tight = np.repeat(safe > counts, sizes)  # not even the protected ones fit: they compete
+        scores = np.where(protected & ~tight, np.inf, scores)
+        scores[tight & ~protected] = -np.inf
+    return ~_worst(scores, sizes, sizes - counts)
+
+
+def _worst(scores: Floats, sizes: Ints, lose: Ints) -> Bools:
+    """The lowest scores of each block, as many as it loses; of equals the earlier one.
+
+    Each block has a score up to which tokens go, so no order of all tokens is needed.
+
+    Args:
+        scores: float64 [S].
+        sizes: int64 [P].
+        lose: int64 [P], how many; 0 <= lose <= sizes.
+
+    Returns:
+        bool [S].
+    """
+    most = _nth_lowest(scores, sizes, lose)
+    limit = np.repeat(most, sizes)
+    gone = scores < limit
+    # of those at the limit the first ones go, until there are enough
+    level = np.flatnonzero(scores == limit)
+    block = np.searchsorted(np.cumsum(sizes), level, side="right")
+    begins = np.searchsorted(block, np.arange(len(sizes)))
+    wanted = lose - _sums(gone, sizes)
+    gone[level[np.arange(len(level)) - begins[block] < wanted[block]]] = True
+    return gone
+
+
+def _nth_lowest(scores: Floats, sizes: Ints, nth: Ints) -> Floats:
+    """The nth lowest score of each block, float64 [P]; -inf where n is 0."""
+    result = np.full(len(sizes), -np.inf)
+    begins = np.cumsum(sizes) - sizes
+    some = np.flatnonzero(sizes > 0)
+    if len(some):
+        result[some] = np.minimum.reduceat(scores, begins[some])
+    result[nth == 0] = -np.inf
+    left = np.flatnonzero(nth > 1)
+    # blocks of about the same size are sorted together, as the rows of a matrix
+    width = np.int64(1) << np.ceil(np.log2(sizes[left])).astype(np.int64)
+    for columns in np.unique(width).tolist():
+        rows = left[width == columns]
+        place = np.arange(columns)
+        inside = place < sizes[rows, None]
+        at = np.where(inside, begins[rows, None] + place, 0)
+        table = np.where(inside, scores[at], np.inf)
+        table.sort(axis=1)
+        result[rows] = table[np.arange(len(rows)), nth[rows] - 1]
+    return result
+
+
+def _sums(flags: Bools, sizes: Ints) -> Ints:
+    """How many flags of each block are set, int64 [P]."""
+    total = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
+    ends = np.cumsum(sizes)
+    counts: Ints = total[ends] - total[ends - sizes]
+    return counts

@@ -42,6 +42,15 @@ def order(*keys: NDArray[Any]) -> Ints:
     return packed % count
 
 
+def first(key: NDArray[Any], count: int) -> Ints:
+    """Indices of the `count` lowest numbers of a key [N], in no order; of equal ones those that come first."""
+    if not 0 < count < len(key):
+        return np.arange(min(max(count, 0), len(key)))
+    most = np.sort(key)[count - 1]  # a partition is slower where many are equal
+    below, level = np.flatnonzero(key < most), np.flatnonzero(key == most)
+    return np.concatenate([below, level[: count - len(below)]])
+
+
 def ranks(key: NDArray[Any]) -> tuple[Ints, int]:
     """Dense ranks [N] of a key, equal values equal ranks, and how many there are."""
     by_value = np.argsort(key)

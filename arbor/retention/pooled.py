@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.keep import best, scored
+from arbor.retention.keep import best, scored, without
 from arbor.retention.ordering import order
 
 _SAMPLE = 2048
@@ -22,9 +22,13 @@ class Pooled:
     """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return without(blocks, self.leaving(blocks, room, scorer))[0]
+
+    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """Indices of the tokens that leave, int64, distinct."""
         excess = int(blocks.resident.sum()) - room
         if excess <= 0:
-            return blocks.resident.copy()
+            return np.empty(0, np.int64)
         floors = int(blocks.floor.sum())
         assert floors <= room, f"the floors take {floors} tokens, there is room for {room}"
         tokens = blocks.tokens
@@ -32,13 +36,10 @@ class Pooled:
         free = ~_in_floors(blocks, tokens, scores)
         plain = np.flatnonzero(free & ~tokens.protected)
         if len(plain) >= excess:
-            gone = _oldest_worst(tokens, scores, plain, excess)
-        else:
-            guarded = np.flatnonzero(free & tokens.protected)
-            more = _oldest_worst(tokens, scores, guarded, excess - len(plain))
-            gone = np.concatenate([plain, more])
-        counts: Ints = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
-        return counts
+            return _oldest_worst(tokens, scores, plain, excess)
+        guarded = np.flatnonzero(free & tokens.protected)
+        more = _oldest_worst(tokens, scores, guarded, excess - len(plain))
+        return np.concatenate([plain, more])
 
 
 def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
@@ -48,11 +49,10 @@ def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
     paid = tokens.protected.copy()  # where the floor is what is protected, nothing needs ranking
     ranked = np.flatnonzero(protected != blocks.floor)
     if len(ranked):
-        row = np.full(size, -1, np.int64)
-        row[ranked] = np.arange(len(ranked))
-        asked = np.flatnonzero(row[tokens.block] >= 0)
-        group = row[tokens.block[asked]]
-        paid[asked] = best(tokens, scores, asked, group, blocks.floor[ranked])
+        unpaid = protected != blocks.floor
+        asked = np.flatnonzero(unpaid[tokens.block])
+        sizes, floor = blocks.resident[ranked], blocks.floor[ranked]
+        paid[asked] = best(tokens.protected[asked], scores[asked], sizes, floor)
     return paid
 
 

@@ -157,7 +157,10 @@ class TokenStatistics:
         known = owner <= last
         owner = np.minimum(owner, last)
         known &= offsets < self._capacity[owner]
-        at = np.where(known, self._base[owner] + offsets, 0)
+        at = self._base[owner] + offsets
+        if known.all():
+            return Seen(self._mass[at], self._latest[at], self._queries[at], self._activated[at])
+        at[~known] = 0
         return Seen(
             np.where(known, self._mass[at], 0.0),
             np.where(known, self._latest[at], 0.0),

@@ -15,7 +15,7 @@ NO_PARENT = -1
 FAR = int(np.iinfo(np.int64).max) // 2  # twice as far is still a number
 _ABSENT = -2  # as a parent: no such block is known
 
-_INTS = ("parent", "depth", "start", "length", "resident", "last_used")
+_INTS = ("parent", "depth", "start", "length", "resident", "last_used", "tail")
 _FLOATS = ("value", "confidence")
 IntsLike = Sequence[int] | NDArray[np.integer]
 FloatsLike = Sequence[float] | NDArray[np.floating]
@@ -32,15 +32,20 @@ class BlockTable:
     length: int64 [N], tokens.
     resident: int64 [N], of these, tokens on the device.
     last_used: int64 [N], clock of the last forward that read the block, 0 = none; written by `use` alone.
+    tail: int64 [N], of the last tokens of the block that a policy protects, how many are on the device.
     value: float64 [N], the search's opinion.
     confidence: float64 [N], 1 - H / ln|V| at the boundary.
     open: bool [N], still being decoded.
 
     Node ids that were never touched, nor any block below them, have no tokens and are far from everything.
     Geometry passes over the tree level by level: O(N) numbers in O(depth) calls of numpy.
+
+    Args:
+        protected_tail: how many last tokens of each block `tail` counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protected_tail: int = 0) -> None:
+        self._protected_tail = protected_tail
         self._size = 0
         self._ints = np.zeros((len(_INTS), 0), np.int64)
         self._floats = np.zeros((len(_FLOATS), 0))
@@ -76,6 +81,10 @@ class BlockTable:
         return self._ints[5, : self._size]
 
     @property
+    def tail(self) -> Ints:
+        return self._ints[6, : self._size]
+
+    @property
     def value(self) -> Floats:
         return self._floats[0, : self._size]
 
@@ -102,7 +111,10 @@ class BlockTable:
         grown = self._reach(max(self._touched, default=-1) + 1)
         for at, node in self._touched.items():
             self._ints[3, at] = len(node.tokens)
-            self._ints[4, at] = np.count_nonzero(node.span.resident)
+            resident = node.span.resident
+            self._ints[4, at] = np.count_nonzero(resident)
+            if self._protected_tail:
+                self._ints[6, at] = np.count_nonzero(resident[-self._protected_tail :])
             self._floats[:, at] = node.value, node.confidence
             self._open[at] = node.state is NodeState.OPEN
         self._touched.clear()

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Floats, Ints
-from arbor.retention.ordering import order
+from arbor.retention.ordering import first as lowest
 
 # e^-600: a weight that is less than this part of the largest counts as this, so that no product overflows
 _FAINTEST = -600.0
@@ -42,9 +42,13 @@ def waterfill(
     turns = np.sort(np.concatenate([rises, ends]))
     # the sum at turns[first] is within the room, at turns[last] above it
     first, last = 0, len(turns) - 1
+    shares = np.empty_like(weight)
     while last - first > 1:
         middle = (first + last) // 2
-        if np.minimum(np.maximum(turns[middle] * weight, low), high).sum() <= room:
+        np.multiply(turns[middle], weight, out=shares)
+        np.maximum(shares, low, out=shares)
+        np.minimum(shares, high, out=shares)
+        if shares.sum() <= room:
             first = middle
         else:
             last = middle
@@ -79,5 +83,5 @@ def rounded(shares: Floats, floor: Ints, cap: Ints, room: int) -> Ints:
     if left > 0:
         # to a billionth: shares that are equal on paper differ in their last bits
         remainder = np.where(counts < cap, np.round(shares - counts, 9), -1.0)
-        counts[order(-remainder)[:left]] += 1
+        counts[lowest(-remainder, left)] += 1
     return np.minimum(counts, cap)
