@@ -51,6 +51,20 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from error
 
 
+def refuse_trust(config: Mapping[str, Any], where: str) -> None:
+    """A configuration comes from anywhere, so it does not decide that a model's code may run.
+
+    Raises:
+        UsageError: it tries to.
+    """
+    if "trust_remote_code" in config:
+        raise UsageError(
+            "trust",
+            f"{where} asks to trust a model's code, which only whoever runs it can.",
+            "Take trust_remote_code out of it; if you trust the model, add --trust-remote-code.",
+        )
+
+
 def _lines(table: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[str]:
     """Plain settings first: in TOML what follows a table's name belongs to it."""
     given = {key: value for key, value in table.items() if value is not None}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast, get_args
 
 import torch
 
+from arbor import registry
 from arbor.engine.engine import Mode, Rehydrate
 from arbor.engine.loading import Source
-from arbor.errors import UsageError
+from arbor.errors import UnknownName, UsageError
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Boundary
+
+FLASHINFER = "flashinfer"  # both the backend and its package
 
 
 def msve_of(given: MSVE | str | os.PathLike[str] | None, source: Source) -> MSVE:
@@ -80,6 +84,31 @@ def device_of(device: str) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
     return chosen
+
+
+def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
+    """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends on the model.
+
+    Raises:
+        UnknownName: no such backend.
+        UsageError: one that does not go with the other settings, or that cannot run here.
+    """
+    known = ("auto", FLASHINFER, *registry.names("backend"))
+    if backend not in known and ":" not in backend:
+        raise UnknownName("backend", backend, known)
+    if deterministic and backend not in ("auto", "rowwise"):
+        raise UsageError(
+            "backend",
+            f"--deterministic attends row by row, which --attn {backend} does not.",
+            "Leave one of them out, or use --attn rowwise.",
+        )
+    if backend == FLASHINFER and (device.type != "cuda" or find_spec(FLASHINFER) is None):
+        raise UsageError(
+            "backend",
+            "--attn flashinfer needs a GPU and the package flashinfer.",
+            "Use --attn torch, or install arbor-search[cuda] on a machine with a GPU.",
+        )
+    return backend
 
 
 def dtype_name(dtype: torch.dtype) -> str:

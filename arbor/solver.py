@@ -19,7 +19,7 @@ import arbor
 from arbor import registry
 from arbor.budget import Budget, Footprint, Plan
 from arbor.callbacks import StopSearch
-from arbor.config import read_config
+from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
 from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
@@ -32,6 +32,7 @@ from arbor.engine.loading import (
     load_model,
     load_tokenizer,
     locate,
+    no_revision,
     sampling_defaults,
 )
 from arbor.engine.runner import ModelRunner
@@ -45,7 +46,15 @@ from arbor.request import Options, Request
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
-from arbor.settings import boundary_of, device_of, dtype_name, msve_of, regime_of
+from arbor.settings import (
+    FLASHINFER,
+    backend_of,
+    boundary_of,
+    device_of,
+    dtype_name,
+    msve_of,
+    regime_of,
+)
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
@@ -87,6 +96,9 @@ class Solver:
         model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too; its
             attention is switched to arbor's, in place).
         tokenizer: for a ready model.
+        revision: branch, tag or commit of a model of the Hub; by default its main branch.
+        trust_remote_code: run the Python code that lies beside a model's weights; it is in no configuration, so that
+            nobody trusts by accident.
         task, controller, verifier: a name or a ready component.
         budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``; ``full``.
         policy: what blocks off the running paths keep on the device: a name or a ready policy.
@@ -100,6 +112,8 @@ class Solver:
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
         max_expansions: leaves grown in all.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one.
+        backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``, ``reference``, a plugin.
+            ``auto`` is FlashInfer where it is installed and has kernels for the model, else torch.
         seed: of every random stream.
         deterministic: linears in fixed row chunks and one attention request per row, so that results do not depend on
             what else is in the batch (CPU; slower).
@@ -116,6 +130,8 @@ class Solver:
         model: str | os.PathLike[str] | Any = "builtin:sapling",
         *,
         tokenizer: Any = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
         task: str | Task = "game24",
         controller: str | Controller = "tot",
         verifier: str | Verifier = "self",
@@ -130,6 +146,7 @@ class Solver:
         max_expansions: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        backend: str = "auto",
         seed: int = 0,
         deterministic: bool = False,
         listeners: Sequence[Listener] = (),
@@ -152,16 +169,19 @@ class Solver:
         self.device = device_of(device)
         self.seed = seed
         self.deterministic = deterministic
+        self.backend = backend_of(backend, self.device, deterministic)
         self.listeners = tuple(listeners)
         self.debug = debug
         self._given = None if isinstance(model, str | os.PathLike) else model
         self._source = (
-            locate(model)
+            locate(model, revision, trust_remote_code)
             if self._given is None
             else Source(getattr(model, "name_or_path", "") or type(model).__name__, "")
         )
         if self._given is not None and tokenizer is None:
             raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
+        if self._given is not None and revision is not None:
+            raise no_revision(revision, "the model is loaded already")
         self._tokenizer = tokenizer
         self.msve = msve_of(msve, self._source)
         self._parts: _Parts | None = None
@@ -175,8 +195,12 @@ class Solver:
         """The solver that a trace header's or a solution's `config` describes, or a TOML file of ``arbor trace config``.
 
         A problem in it, and its answer key, are for `solve` and left aside.
+
+        Raises:
+            UsageError: the configuration itself asks for trust in a model's code; pass ``trust_remote_code=True`` beside it.
         """
         read = read_config(config) if isinstance(config, str | os.PathLike) else config
+        refuse_trust(read, "the configuration")
         settings = {**read, **overrides}
         for name in ("problem", "expected"):
             settings.pop(name, None)
@@ -256,19 +280,32 @@ class Solver:
         return self._read().eos
 
     def _backend_name(self, info: ModelInfo, dtype: torch.dtype) -> str:
-        """One row at a time if deterministic; FlashInfer where it has kernels; torch everywhere else."""
+        """What was asked for; ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
+        everywhere else.
+
+        Raises:
+            UsageError: FlashInfer was asked for and has no kernel for this model.
+        """
         if self.deterministic:
             return "rowwise"
-        if self.device.type == "cuda" and find_spec("flashinfer") is not None:
+        if self.backend not in ("auto", FLASHINFER):
+            return self.backend
+        if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
             from arbor.kernels.flashinfer_cascade import DTYPES, HEAD_DIMS
 
             if dtype in DTYPES and info.head_dim in HEAD_DIMS:
-                return "flashinfer"
+                return FLASHINFER
+            if self.backend == FLASHINFER:
+                raise UsageError(
+                    "backend",
+                    f"--attn flashinfer: no kernels for {dtype_name(dtype)} and heads of {info.head_dim}.",
+                    "Use --attn torch, or --dtype bfloat16 if it is the dtype.",
+                )
         return "torch"
 
     def _backend(self, info: ModelInfo, dtype: torch.dtype) -> AttentionBackend:
         name = self._backend_name(info, dtype)
-        if name == "flashinfer":
+        if name == FLASHINFER:
             from arbor.kernels.flashinfer_cascade import FlashInferCascade
 
             return FlashInferCascade(self.device, dtype)
@@ -531,6 +568,7 @@ class Solver:
         """Every setting, resolved; enough to build this solver again."""
         return {
             "model": self._source.name,
+            "revision": self._source.revision,
             "task": registry.spec_of(self.task),
             "controller": registry.spec_of(self.controller),
             "verifier": registry.spec_of(self.verifier),
@@ -544,6 +582,7 @@ class Solver:
             "step_tokens": self.boundary.max_tokens,
             "max_expansions": self.max_expansions,
             "dtype": self.dtype,
+            "backend": self.backend,
             "seed": self.seed,
             "deterministic": self.deterministic,
         }

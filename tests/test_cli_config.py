@@ -183,6 +183,14 @@ def test_the_environment_sets_what_every_command_shares(
     ]
 
 
+def test_a_variable_gives_several_settings(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARBOR_SOLVE_SET", "width=3 top_k=5")
+
+    config = saved(command)
+
+    assert (config["controller"]["width"], config["sampling"]["top_k"]) == (3, 5)
+
+
 # Commands, help and completion
 
 
@@ -221,6 +229,14 @@ def test_help_is_a_sentence_three_examples_and_short_options(
         if isinstance(parameter, click.Option):
             assert parameter.help and parameter.help.endswith("."), parameter.name
             assert len(parameter.help) <= 100, parameter.name
+
+
+@pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))
+def test_every_flag_is_a_variable_of_its_name(name: str, found: click.Command) -> None:
+    for option in found.params:
+        if isinstance(option, click.Option):
+            flag = max(option.opts, key=len).removeprefix("--")
+            assert option.name == flag.replace("-", "_"), "click names the variable after it"
 
 
 def complete(*words: str, heavy: str = "torch transformers") -> list[str]:

@@ -43,6 +43,8 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
     flags = {name: given[name] for name in SAMPLING if given.get(name) is not None}
     return Solver(
         given["model"],
+        revision=given["revision"],
+        trust_remote_code=given["trust_remote_code"],
         task=task,
         controller=controller,
         verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
@@ -57,6 +59,7 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         max_expansions=given.get("max_expansions"),
         dtype=given["dtype"],
         device=given["device"],
+        backend=given["attn"],
         seed=given.get("seed", 0),
         deterministic=given.get("deterministic", False),
     )
@@ -69,7 +72,7 @@ def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         UsageError: not KEY=VALUE, or a key that no part has, or that several have.
     """
     parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-    for setting in given["settings"]:
+    for setting in given["set"]:
         key, equals, value = setting.partition("=")
         part, dot, name = key.strip().rpartition(".")
         if not equals or not name or (dot and part not in parts):

@@ -11,12 +11,12 @@ from typing import Any
 import click
 
 from arbor.cli.build import PARTS
-from arbor.config import read_config
+from arbor.config import read_config, refuse_trust
 from arbor.errors import UsageError
 from arbor.presets import preset
 
 # what a solver calls it -> what the option is called
-OPTIONS = {"max_depth": "depth", "set": "settings"}
+OPTIONS = {"max_depth": "depth", "backend": "attn"}
 SETTINGS = "arbor.settings"  # where the command keeps a file's settings, by part
 
 
@@ -33,6 +33,7 @@ def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None
 
 
 def _fall_back(ctx: click.Context, config: Mapping[str, Any], path: Path) -> None:
+    refuse_trust(config, str(path))
     known = {each.name for each in ctx.command.params if each.name}
     defaults: dict[str, Any] = {}
     settings: dict[str, tuple[str, list[str]]] = {}
@@ -47,7 +48,9 @@ def _fall_back(ctx: click.Context, config: Mapping[str, Any], path: Path) -> Non
         elif name in known and not isinstance(value, Mapping):
             defaults[name] = value
         else:
-            raise _unknown(path, key, sorted({*known, *PARTS} - {"config", "settings"}))
+            raise _unknown(
+                path, key, sorted({*known, *PARTS} - {"config", "set", "trust_remote_code"})
+            )
     ctx.default_map = defaults
     ctx.meta[SETTINGS] = settings
 
@@ -62,7 +65,7 @@ def all_settings(given: Mapping[str, Any]) -> tuple[str, ...]:
         if not chosen or given.get(part) == chosen
         for each in rows
     ]
-    return (*kept, *given["settings"])
+    return (*kept, *given["set"])
 
 
 def _text(value: Any) -> str:

@@ -40,7 +40,7 @@ Open it in a browser and look at
     heading="Page",
     help="Where the page goes.",
 )
-@option("--open", "show", is_flag=True, heading="Page", help="Open it in the browser.")
+@option("--open", is_flag=True, heading="Page", help="Open it in the browser.")
 @option(
     "--seed",
     type=click.IntRange(0),
@@ -51,7 +51,7 @@ Open it in a browser and look at
 )
 @voice_options
 @click.pass_obj
-def demo(voice: Voice, output: Path, show: bool, seed: int) -> int:
+def demo(voice: Voice, output: Path, open: bool, seed: int) -> int:
     """Watch a search in about ten seconds: offline, on a CPU, with the built-in model.
 
     It solves one Game of 24 with the smallest KV budget that works, and writes the search as a page.
@@ -96,7 +96,7 @@ def demo(voice: Voice, output: Path, show: bool, seed: int) -> int:
         if not voice.quiet:
             voice.print("")
             voice.print(LOOK)
-    if show:
+    if open:
         open_page(voice, page)
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 

@@ -236,7 +236,6 @@ search_options = together(
     ),
     option(
         "--set",
-        "settings",
         multiple=True,
         metavar="KEY=VALUE",
         heading="Search",
@@ -277,6 +276,12 @@ search_options = together(
         help="Block values, from 'arbor calibrate msve'; by default those of the model.",
     ),
     option(
+        "--revision",
+        metavar="NAME",
+        heading="Model",
+        help="Branch, tag or commit on the Hub; by default its main branch.",
+    ),
+    option(
         "--dtype",
         default="auto",
         metavar="NAME",
@@ -289,5 +294,19 @@ search_options = together(
         metavar="NAME",
         heading="Model",
         help="auto is CUDA where there is one.",
+    ),
+    option(
+        "--attn",
+        default="auto",
+        metavar="NAME",
+        heading="Model",
+        shell_complete=names_of("backend"),
+        help="What computes attention: auto, flashinfer, torch, rowwise, reference.",
+    ),
+    option(
+        "--trust-remote-code",
+        is_flag=True,
+        heading="Model",
+        help="Run Python code that lies beside the weights; only if you have read it.",
     ),
 )

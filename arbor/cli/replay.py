@@ -19,7 +19,6 @@ from arbor.errors import BudgetInfeasible
 @click.argument("trace", type=click.Path(path_type=Path))
 @option(
     "--policy",
-    "policies",
     multiple=True,
     metavar="NAME",
     heading="KV budget",
@@ -28,7 +27,6 @@ from arbor.errors import BudgetInfeasible
 )
 @option(
     "--budget",
-    "budgets",
     multiple=True,
     metavar="X",
     heading="KV budget",
@@ -47,8 +45,8 @@ def replay(
     voice: Voice,
     /,
     trace: Path,
-    policies: tuple[str, ...],
-    budgets: tuple[str, ...],
+    policy: tuple[str, ...],
+    budget: tuple[str, ...],
     rehydrate: Any,
 ) -> int:
     """What other policies and budgets would have cost, from a trace, without running the model.
@@ -58,11 +56,11 @@ def replay(
       arbor replay run.arbor.jsonl --policy lru --policy reentry --budget 0.25
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
-    chosen = policies or ("lru", "arborkv", "reentry", "belady")
+    chosen = policy or ("lru", "arborkv", "reentry", "belady")
     for name in chosen:
         if ":" not in name:
             registry.resolve("policy", name)
-    parts = [Budget.parse(text) for text in budgets or ("0.5", "0.25", "0.125")]
+    parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.trace.read import read_trace
 
@@ -105,7 +103,8 @@ def _rows(
     for event in trace.events:
         fold(event)
     peak = fold.metrics().peak_tokens
-    tokenizer = load_tokenizer(locate(record.header.config["model"]))
+    config = record.header.config
+    tokenizer = load_tokenizer(locate(config["model"], config.get("revision")))
     for budget in budgets:
         slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
         for policy in policies:

@@ -140,7 +140,7 @@ _options = together(
         heading="Output",
         help="Write the search as one HTML file.",
     ),
-    option("--open", "open_", is_flag=True, heading="Output", help="Open it; needs --html."),
+    option("--open", is_flag=True, heading="Output", help="Open it; needs --html."),
     option(
         "--config",
         type=click.Path(path_type=Path),
@@ -173,8 +173,8 @@ def solve(voice: Voice, /, **given: Any) -> int:
       arbor solve "4 5 6 10" --budget 0.5 --trace run.arbor.jsonl
       echo "4 5 6 10" | arbor solve - --controller beam --json
     """
-    given["settings"] = all_settings(given)
-    if given["open_"] and given["html"] is None:
+    given["set"] = all_settings(given)
+    if given["open"] and given["html"] is None:
         raise UsageError("usage", "--open has no page to open.", "Add --html run.html.")
     if given["print_config"] and given["problem"] is None and given["file"] is None:
         problem = None
@@ -212,7 +212,7 @@ def solve(voice: Voice, /, **given: Any) -> int:
     if solution.trace_path is not None:
         voice.say(f"trace {solution.trace_path}")
     if given["html"] is not None:
-        show_page(voice, given["html"], events, given["open_"])
+        show_page(voice, given["html"], events, given["open"])
     if stop.signal is not None:
         return EXIT_SIGNAL + stop.signal
     return 0 if solution.answer is not None else EXIT_NO_ANSWER

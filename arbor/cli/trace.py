@@ -146,7 +146,6 @@ def check(voice: Voice, file: Path) -> int:
 @_file
 @option(
     "--type",
-    "types",
     multiple=True,
     type=click.Choice([kind.name for kind in EVENTS]),
     heading="Selection",
@@ -157,7 +156,7 @@ def check(voice: Voice, file: Path) -> int:
 )
 @voice_options
 @click.pass_obj
-def events(voice: Voice, file: Path, types: tuple[str, ...], limit: int | None) -> int:
+def events(voice: Voice, file: Path, type: tuple[str, ...], limit: int | None) -> int:
     """The events, one a line.
 
     \b
@@ -169,7 +168,7 @@ def events(voice: Voice, file: Path, types: tuple[str, ...], limit: int | None) 
     rows = [
         (number, seconds, event)
         for number, seconds, event in zip(read.sequence, read.times, read.events, strict=True)
-        if not types or event.name in types
+        if not type or event.name in type
     ][:limit]
     if voice.json:
         voice.document(

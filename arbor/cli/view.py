@@ -27,7 +27,7 @@ STDOUT = "-"
     heading="Page",
     help="Where the page goes; '-' is stdout, default the trace's name with .html.",
 )
-@option("--open", "show", is_flag=True, heading="Page", help="Open it in the browser.")
+@option("--open", is_flag=True, heading="Page", help="Open it in the browser.")
 @option("--term", is_flag=True, heading="Terminal", help="Print the tree instead.")
 @option(
     "--event",
@@ -42,7 +42,7 @@ def view(
     voice: Voice,
     traces: tuple[Path, ...],
     output: str | None,
-    show: bool,
+    open: bool,
     term: bool,
     event: int | None,
 ) -> int:
@@ -60,7 +60,7 @@ def view(
             "arbor view TRACE [TRACE2]",
         )
     if term:
-        if len(traces) > 1 or output is not None or show or voice.json:
+        if len(traces) > 1 or output is not None or open or voice.json:
             raise UsageError(
                 "usage",
                 "--term prints one trace and takes no -o, --open or --json.",
@@ -69,7 +69,7 @@ def view(
         return print_tree(voice, traces[0], event)
     if event is not None:
         raise UsageError("usage", "--event belongs to --term.", "A page shows every event.")
-    return make_page(voice, traces, output, show)
+    return make_page(voice, traces, output, open)
 
 
 def make_page(voice: Voice, traces: tuple[Path, ...], output: str | None, show: bool) -> int:

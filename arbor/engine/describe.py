@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from arbor.engine.attention import IMPLEMENTATION, LayerSpec, probe
 from arbor.engine.context import context_limit
-from arbor.engine.loading import Source, load_config, locate
+from arbor.engine.loading import Source, commit_of, load_config, locate, remote_code, wants_trust
 from arbor.engine.runner import check_layer_types, checked
 from arbor.errors import ModelError
 from arbor.memory.pool import LayerKV, bytes_per_token
@@ -23,6 +23,7 @@ class ModelInfo:
 
     Attributes:
         id: what the user wrote.
+        revision: commit of a model of the Hub; None for others.
         architecture: class name, e.g. ``LlamaForCausalLM``.
         model_type: as in the config.
         supported: whether arbor runs it exactly.
@@ -38,6 +39,7 @@ class ModelInfo:
     """
 
     id: str
+    revision: str | None
     architecture: str
     model_type: str
     supported: bool
@@ -58,13 +60,23 @@ class ModelInfo:
         return asdict(self)
 
 
-def describe(model: str | os.PathLike[str], *, dtype: str = "auto") -> ModelInfo:
+def describe(
+    model: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelInfo:
     """Everything a plan needs, from the config: the decoder is built without weights and probed with one token.
 
+    Args:
+        model, revision, trust_remote_code: as in `locate`.
+        dtype: as in `resolve_dtype`.
+
     Raises:
-        ModelError: the model is not there. An unsupported one is described, not refused.
+        ModelError: the model is not there, or needs code of its own. An unsupported one is described, not refused.
     """
-    source = locate(model)
+    source = locate(model, revision, trust_remote_code)
     config = load_config(source)
     return describe_config(config, source, dtype=dtype)
 
@@ -76,8 +88,10 @@ def describe_config(config: Any, source: Source, *, dtype: str = "auto") -> Mode
     reason, parameters = "", 0
     specs: tuple[LayerSpec, ...] = ()
     try:
-        specs, parameters = _probe_without_weights(config)
+        specs, parameters = _probe_without_weights(config, source)
     except ModelError as error:
+        if error.code != "arch-unsupported":
+            raise
         reason = error.message
     windows = [spec.shape.window for spec in specs if spec.shape.window is not None]
     layers = [
@@ -86,6 +100,7 @@ def describe_config(config: Any, source: Source, *, dtype: str = "auto") -> Mode
     first = specs[0].shape if specs else None
     return ModelInfo(
         id=source.name,
+        revision=commit_of(source),
         architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
         model_type=config.model_type,
         supported=not reason,
@@ -103,12 +118,18 @@ def describe_config(config: Any, source: Source, *, dtype: str = "auto") -> Mode
     )
 
 
-def _probe_without_weights(config: Any) -> tuple[tuple[LayerSpec, ...], int]:
+def _probe_without_weights(config: Any, source: Source) -> tuple[tuple[LayerSpec, ...], int]:
     check_layer_types(config.get_text_config())
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=IMPLEMENTATION,
+                trust_remote_code=source.trust_remote_code,
+            )
     except (ValueError, KeyError, ImportError) as error:
+        if wants_trust(error):
+            raise remote_code(source.label) from error
         raise ModelError(
             "arch-unsupported",
             f"model_type '{config.model_type}': transformers cannot build it with arbor's "

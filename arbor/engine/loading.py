@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,31 +11,75 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from arbor.engine.sampling import Sampling
-from arbor.errors import ModelError, UnknownName
+from arbor.errors import ModelError, UnknownName, UsageError
 
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model lies: `name` as the user wrote it, `path` what transformers loads from."""
+    """Where a model lies.
+
+    Attributes:
+        name: as the user wrote it.
+        path: what transformers loads from.
+        revision: branch, tag or commit on the Hub; None = its main branch, and always None for a directory.
+        trust_remote_code: whether Python files that lie beside the weights may run.
+    """
 
     name: str
     path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name and revision, for people."""
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What every loader of transformers is told beside the path. Trust is always told: asked for nothing,
+        transformers asks the terminal."""
+        version = {} if self.revision is None else {"revision": self.revision}
+        return {**version, "trust_remote_code": self.trust_remote_code}
 
 
-def locate(model: str | os.PathLike[str]) -> Source:
+def locate(
+    model: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False
+) -> Source:
     """Find a model without reading its weights.
+
+    Args:
+        model, revision, trust_remote_code: as in `Source`.
 
     Raises:
         ModelError: no such directory, or a directory without config or weights.
         UnknownName: an unknown ``builtin:`` model.
+        UsageError: a revision of what has none.
     """
-    name = os.fspath(model)
+    found = _locate(os.fspath(model))
+    if revision is not None and Path(found.path).is_dir():
+        raise no_revision(revision, f"{found.name} is a directory")
+    return dataclasses.replace(found, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def no_revision(revision: str, what: str) -> UsageError:
+    """Why a revision cannot be meant."""
+    return UsageError(
+        "revision",
+        f"--revision {revision}: {what}, and only a model of the Hub has revisions.",
+        "Leave --revision out, or name a Hub id, as in Qwen/Qwen2.5-7B-Instruct.",
+        revision=revision,
+    )
+
+
+def _locate(name: str) -> Source:
     if name.startswith("builtin:"):
         builtin = name.removeprefix("builtin:")
         if builtin not in BUILTIN:
@@ -92,9 +137,17 @@ def load_config(source: Source) -> Any:
         ModelError: unreadable, or a model_type transformers does not know.
     """
     try:
-        return AutoConfig.from_pretrained(source.path)
+        return AutoConfig.from_pretrained(source.path, **source.loading)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(source, error) from error
+
+
+def commit_of(source: Source) -> str | None:
+    """The commit that a Hub model's config was read from; None for a directory, and for a config not read yet."""
+    if Path(source.path).is_dir():
+        return None
+    found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -104,9 +157,9 @@ def load_tokenizer(source: Source) -> Any:
         ModelError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(source.path)
+        return AutoTokenizer.from_pretrained(source.path, **source.loading)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if Path(source.path).is_dir():
+        if Path(source.path).is_dir() and not wants_trust(error):
             raise ModelError(
                 "model-incomplete",
                 f"{source.name} has no readable tokenizer ({_first_line(error)}).",
@@ -125,7 +178,7 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=dtype, output_loading_info=True
+                source.path, dtype=dtype, output_loading_info=True, **source.loading
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise _unreadable(source, error) from error
@@ -157,7 +210,24 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def wants_trust(error: Exception) -> bool:
+    """Whether transformers refused to run a model's own code."""
+    return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
+
+
+def remote_code(name: str) -> ModelError:
+    """A model that runs only with code of its own, which nobody has allowed."""
+    return ModelError(
+        "remote-code",
+        f"{name} needs Python code that lies beside its weights, and that code may do anything.",
+        "Read it; if you trust it, add --trust-remote-code.",
+        model=name,
+    )
+
+
 def _unreadable(source: Source, error: Exception) -> ModelError:
+    if wants_trust(error):
+        return remote_code(source.label)
     if Path(source.path).is_dir():
         return ModelError(
             "model-incomplete",
@@ -168,13 +238,13 @@ def _unreadable(source: Source, error: Exception) -> ModelError:
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         return ModelError(
             "offline",
-            f"{source.name} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
+            f"{source.label} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
             "Download it first, or use --model builtin:sapling.",
             model=source.name,
         )
     return ModelError(
         "model-not-found",
-        f"{source.name} is neither a directory nor a model the Hub gave us: {_first_line(error)}",
+        f"{source.label} is neither a directory nor a model the Hub gave us: {_first_line(error)}",
         "A Hub id looks like Qwen/Qwen2.5-7B-Instruct.",
         model=source.name,
     )
@@ -188,7 +258,7 @@ def _first_line(error: Exception) -> str:
 def load_generation_config(source: Source) -> Any:
     """The model's generation config; None if it has none."""
     try:
-        return GenerationConfig.from_pretrained(source.path)
+        return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
     except OSError:
         return None
 

@@ -1,0 +1,213 @@
+"""Which version of a model is loaded, whose code may run for it, and what computes its attention."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from run_cli import Arbor, in_process
+
+import arbor.solver
+from arbor import Solver
+from arbor.engine.describe import describe
+from arbor.engine.loading import BUILTIN
+from arbor.errors import UsageError
+from arbor.kernels.rowwise import RowwiseAttention
+from arbor.kernels.torch_cascade import TorchCascade
+
+OLD, NEW = "1" * 40, "2" * 40
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path("it_ran").touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Arbor:
+    """``arbor`` with its real solver, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return in_process(capsys)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache with the built-in model as ``Some/Model``: its tag v1 has a shorter context than its main branch."""
+    cache = tmp_path / "hub"
+    model = cache / "models--Some--Model"
+    for commit, context in ((OLD, 512), (NEW, 1024)):
+        copy_of_sapling(model / "snapshots" / commit, max_position_embeddings=context)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(NEW, encoding="utf-8")
+    (model / "refs" / "v1").write_text(OLD, encoding="utf-8")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return cache
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """The built-in model as one whose config and model are code that lies beside it, and leaves a file when it runs."""
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    path = copy_of_sapling(tmp_path / "own", model_type="own", auto_map=names)
+    (path / "own.py").write_text(CODE, encoding="utf-8")
+    return path
+
+
+def copy_of_sapling(path: Path, **changes: Any) -> Path:
+    shutil.copytree(BUILTIN["sapling"], path, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    config = json.loads((path / "config.json").read_text("utf-8")) | changes
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+# Revisions
+
+
+def test_a_revision_is_the_version_that_is_loaded(hub: Path) -> None:
+    assert (describe("Some/Model").revision, describe("Some/Model").context) == (NEW, 1024)
+    old = describe("Some/Model", revision="v1")
+    assert (old.revision, old.context) == (OLD, 512)
+
+    with Solver("Some/Model", revision="v1", max_expansions=1) as solver:
+        assert solver.solve("4 5 6 10").config["revision"] == "v1"
+        assert solver.engine.runner.config.max_position_embeddings == 512
+
+
+def test_a_run_of_a_revision_is_repeated_with_it(command: Arbor, hub: Path) -> None:
+    asked = ("--model", "Some/Model", "--revision", "v1")
+    text = command("solve", "4 5 6 10", *asked, "--print-config").out
+    Path("run.toml").write_text(text, encoding="utf-8")
+
+    assert command("solve", "--config", "run.toml", "--print-config").out == text
+    assert 'revision = "v1"' in text
+    told = command("info", "Some/Model", "--revision", "v1", "--json").document["model"]
+    assert told["revision"] == OLD
+
+
+def test_a_revision_that_is_not_cached_is_named(command: Arbor, hub: Path) -> None:
+    ran = command("solve", "4 5 6 10", "--model", "Some/Model", "--revision", "v9")
+
+    assert (ran.code, ran.out) == (5, "")
+    assert "[offline] Some/Model@v9 is not in HF_HOME=" in ran.err
+
+
+def test_a_ready_model_has_no_revision() -> None:
+    with pytest.raises(UsageError, match="the model is loaded already"):
+        Solver(torch.nn.Linear(1, 1), tokenizer=object(), revision="v1")
+
+
+# Code of a model's own
+
+
+def test_code_beside_the_weights_runs_only_if_it_is_trusted(command: Arbor, own: Path) -> None:
+    asked = ("solve", "4 5 6 10", "--model", str(own), "--max-expansions", "1")
+
+    refused = command(*asked)
+
+    assert (refused.code, refused.out) == (5, "")
+    assert refused.err.startswith(f"arbor: error: [remote-code] {own} needs Python code")
+    assert "add --trust-remote-code" in refused.err and "Traceback" not in refused.err
+    assert not Path("it_ran").exists()
+
+    assert command(*asked, "--trust-remote-code").code in (0, 3)
+    assert Path("it_ran").exists()
+
+
+def test_trust_is_in_no_configuration(command: Arbor, own: Path) -> None:
+    printed = command("solve", "--model", str(own), "--trust-remote-code", "--print-config").out
+    assert "controller" in printed and "trust_remote" not in printed
+    Path("run.toml").write_text("trust_remote_code = true\n", encoding="utf-8")
+
+    ran = command("solve", "4 5 6 10", "--model", str(own), "--config", "run.toml")
+
+    assert (ran.code, ran.out) == (2, "")
+    assert "[trust] run.toml asks to trust a model's code" in ran.err
+    with pytest.raises(UsageError, match="trust"):
+        Solver.from_config("run.toml")
+
+
+# Attention backends
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, TorchCascade),
+        ({"backend": "torch"}, TorchCascade),
+        ({"backend": "rowwise"}, RowwiseAttention),
+        ({"deterministic": True}, RowwiseAttention),
+        ({"deterministic": True, "backend": "rowwise"}, RowwiseAttention),
+    ],
+)
+def test_the_backend_is_the_one_that_was_asked_for(
+    settings: dict[str, Any], kind: type[Any], tmp_path: Path
+) -> None:
+    with Solver(device="cpu", max_expansions=1, **settings) as solver:
+        assert isinstance(solver.engine.runner.backend, kind)
+        assert Solver.from_config(solver.config).config == solver.config
+
+
+@pytest.mark.parametrize("backend", ["torch", "rowwise", "reference"])
+def test_a_backend_changes_no_thought(backend: str) -> None:
+    texts = []
+    for chosen in ("auto", backend):
+        with Solver(device="cpu", max_expansions=2, backend=chosen) as solver:
+            texts.append([step.text for step in solver.solve("4 5 6 10", seed=3).steps])
+
+    assert texts[0] == texts[1]
+
+
+def test_flashinfer_without_a_kernel_for_the_model_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("arbor.settings.find_spec", lambda name: object())
+    monkeypatch.setattr("arbor.solver.find_spec", lambda name: object())
+    monkeypatch.setattr(arbor.solver, "device_of", lambda device: torch.device("cuda"))
+
+    solver = Solver(backend="flashinfer")
+
+    with pytest.raises(UsageError, match="no kernels for float32 and heads of 64"):
+        solver._backend_name(solver.describe(), torch.float32)
+    assert solver._backend_name(solver.describe(), torch.bfloat16) == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--attn", "rowise"], "unknown-backend", "Did you mean 'rowwise'? Known: auto, flash"),
+        (["--attn", "torch", "--deterministic"], "backend", "or use --attn rowwise"),
+        (["--attn", "flashinfer", "--device", "cpu"], "backend", "Use --attn torch"),
+        (["--revision", "v1"], "revision", "Leave --revision out, or name a Hub id"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_loads(
+    command: Arbor,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: str,
+    words: str,
+) -> None:
+    def load(*arguments: object) -> None:
+        raise AssertionError("something was loaded")
+
+    monkeypatch.setattr("arbor.solver.load_config", load)
+
+    ran = command("solve", "4 5 6 10", *arguments)
+
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"arbor: error: [{code}] ") and words in ran.err
