@@ -153,7 +153,8 @@ ForwardKind = Literal["prefill", "decode", "verify", "rehydrate"]
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Forward passes of one kind since the last such event (one per prefill, rehydration, question and decoded wave).
+    """Forward passes of one kind since the last such event (one per prefill, rehydration, question and decoded wave; one
+    per decoding step in detail ``steps`` and ``tokens``).
 
     Attributes:
         kind: what for; a question's forward also recomputes what its paths miss.
@@ -172,6 +173,20 @@ class Forwarded:
     kv: KV
     peak: int  # most device slots allocated at any instant of the run so far
     elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token was chosen for each block that decodes; only in detail ``tokens``. Between them lies one forward pass."""
+
+    name: ClassVar[str] = "sample"
+    nodes: tuple[int, ...]
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+# how much is told of decoding: a wave in one `Forwarded`; each of its steps in one; and the tokens of each, in `Sampled`
+Detail = Literal["events", "steps", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +251,7 @@ Event = (
     | Evicted
     | Rehydrated
     | Forwarded
+    | Sampled
     | Verified
     | Pruned
     | Terminal
@@ -256,6 +272,7 @@ EVENTS: tuple[type[Event], ...] = (
     Evicted,
     Rehydrated,
     Forwarded,
+    Sampled,
     Verified,
     Pruned,
     Terminal,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, get_args
 
 from arbor.budget import Budget
 from arbor.errors import UsageError
+from arbor.events import Detail
 from arbor.retention.uses import Uses
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
@@ -22,6 +23,7 @@ class Options(TypedDict, total=False):
     timeout: float | None
     max_tokens: int | None
     trace: str | os.PathLike[str] | TraceWriter | None
+    trace_level: Detail
     recorded: str | os.PathLike[str] | Uses | None
 
 
@@ -35,6 +37,8 @@ class Request:
         timeout: wall seconds; then the best so far is the answer.
         max_tokens: tokens of closed blocks; then the best so far is the answer.
         trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
+        trace_level: how much trace and listeners are told of decoding: a line for a wave (``events``), for each of its steps
+            (``steps``), and the tokens of each step too (``tokens``).
         recorded: the trace of an earlier run of the same search, for the clairvoyant policy, or its uses.
 
     Raises:
@@ -47,6 +51,7 @@ class Request:
     timeout: float | None = None
     max_tokens: int | None = None
     trace: str | os.PathLike[str] | TraceWriter | None = None
+    trace_level: Detail = "events"
     recorded: str | os.PathLike[str] | Uses | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +61,11 @@ class Request:
             raise UsageError("limit", f"timeout is {self.timeout}.", "It is 0 seconds or more.")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError("limit", f"max_tokens is {self.max_tokens}.", "It is 1 or more.")
+        if self.trace_level not in get_args(Detail):
+            known = ", ".join(get_args(Detail))
+            raise UsageError(
+                "trace-level", f"there is no trace level '{self.trace_level}'.", f"Known: {known}."
+            )
 
     def writer(self) -> TraceWriter | None:
         """What writes the trace, if one is asked for.

@@ -407,7 +407,8 @@ class Solver:
 
         Args:
             problem: as a user types it, or parsed.
-            options: what `Request` holds: ``expected``, ``budget``, ``seed``, ``timeout``, ``max_tokens``, ``trace``.
+            options: what `Request` holds: ``expected``, ``budget``, ``seed``, ``timeout``, ``max_tokens``, ``trace``,
+                ``trace_level``.
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
@@ -511,6 +512,7 @@ class Solver:
                     session.stop("limit")
 
             parts.engine.emit = emit
+            parts.engine.detail = request.trace_level
             stop = StopRule(parts.tokenizer, self.boundary, parts.eos)
             session = self._session = Session(
                 parts.engine,

@@ -129,10 +129,12 @@ class FakeSolver:
         timeout: float | None = None,
         max_tokens: int | None = None,
         trace: TraceWriter | None = None,
+        trace_level: str = "events",
     ) -> FakeStream:
         self.config["expected"] = expected
         self.config["timeout"] = timeout
         self.config["max_tokens"] = max_tokens
+        self.config["trace_level"] = trace_level
         self.config["problem"] = problem
         return FakeStream(self, problem, trace)
 

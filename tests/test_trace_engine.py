@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from arbor import Solver
 from arbor.controllers.beam import Beam
 from arbor.controllers.tot import ToT
-from arbor.events import KV, Event
+from arbor.errors import UsageError
+from arbor.events import KV, Boundary, Detail, Event, Forwarded, Sampled
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, read_trace
 from arbor.tree import NodeState
@@ -82,6 +84,7 @@ def solver() -> Iterator[Solver]:
     share=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
     seed=st.integers(0, 50),
     words=st.booleans(),
+    level=st.sampled_from(["events", "steps", "tokens"]),
 )
 def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
     solver: Solver,
@@ -90,6 +93,7 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
     share: float,
     seed: int,
     words: bool,
+    level: Detail,
 ) -> None:
     solver.controller = CONTROLLERS[controller]
     plan = solver.plan("4 5 6 10", budget="full")
@@ -98,7 +102,9 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
     watch = Watch(solver)
     solver.listeners = (watch,)
 
-    solution = solver.solve("4 5 6 10", budget=f"{tokens}tok", seed=seed, trace=path)
+    solution = solver.solve(
+        "4 5 6 10", budget=f"{tokens}tok", seed=seed, trace=path, trace_level=level
+    )
 
     trace = read_trace(path)
     replay = Replay()
@@ -115,3 +121,43 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
     assert replay.problems == []
     assert math.isclose(replay.metrics().wall_s, solution.metrics.wall_s)
     assert replay.metrics().peak_tokens == watch.seen[-1].peak <= tokens
+
+
+def test_a_finer_level_tells_the_same_run_step_by_step_and_token_by_token(
+    solver: Solver, tmp_path: Path
+) -> None:
+    solver.controller, solver.listeners = CONTROLLERS["dfs"], ()
+    budget = f"{solver.plan('4 5 6 10', budget='full').smallest_tokens}tok"
+    runs = {}
+    for level in get_args(Detail):
+        path = tmp_path / f"{level}.arbor.jsonl"
+        solver.solve("4 5 6 10", budget=budget, trace=path, trace_level=level)
+        runs[level] = read_trace(path).events
+        assert Replay.of(read_trace(path)).problems == []
+
+    blocks = [[e for e in events if isinstance(e, Boundary)] for events in runs.values()]
+    assert blocks[0] == blocks[1] == blocks[2]
+    counted = []
+    for level, events in runs.items():
+        decodes = [e for e in events if isinstance(e, Forwarded) and e.kind == "decode"]
+        assert (max(e.steps for e in decodes) == 1) == (level != "events")
+        counted.append([sum(getattr(e, n) for e in decodes) for n in ("rows", "steps")])
+    assert counted[0] == counted[1] == counted[2]
+
+    chosen: dict[int, list[int]] = {}
+    logprob: dict[int, float] = {}
+    sampled = [e for e in runs["tokens"] if isinstance(e, Sampled)]
+    for event in sampled:
+        for node, token, value in zip(event.nodes, event.ids, event.logprobs, strict=True):
+            chosen.setdefault(node, []).append(token)
+            logprob[node] = logprob.get(node, 0.0) + value
+    closed = [e for e in runs["tokens"] if isinstance(e, Boundary)]
+    assert {e.node: tuple(chosen[e.node]) for e in closed} == {e.node: e.ids for e in closed}
+    assert logprob == pytest.approx({e.node: e.logprob for e in closed})
+    assert len(sampled) == counted[0][1], "one a step"
+    assert not any(isinstance(e, Sampled) for e in (*runs["events"], *runs["steps"]))
+
+
+def test_there_are_three_levels(solver: Solver) -> None:
+    with pytest.raises(UsageError, match="Known: events, steps, tokens"):
+        solver.solve("4 5 6 10", trace_level="token")

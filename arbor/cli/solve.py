@@ -9,7 +9,7 @@ import time
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -21,6 +21,7 @@ from arbor.cli.stop import EXIT_SIGNAL, Stop
 from arbor.cli.voice import Voice
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
+from arbor.events import Detail
 from arbor.metrics import Metrics
 from arbor.trace.numbers import human_bytes
 from arbor.trace.write import TraceWriter
@@ -127,6 +128,13 @@ _options = together(
         help="Write every event to FILE (.arbor.jsonl, or .gz); off writes none.",
     ),
     option(
+        "--trace-level",
+        type=click.Choice(get_args(Detail)),
+        default="events",
+        heading="Output",
+        help="Of decoding: a line for all steps at once, one for each, and each one's tokens too.",
+    ),
+    option(
         "--trace-text",
         type=click.Choice(["full", "none"]),
         default="full",
@@ -199,6 +207,7 @@ def solve(voice: Voice, /, **given: Any) -> int:
             timeout=given["timeout"],
             max_tokens=given["max_tokens"],
             trace=writer,
+            trace_level=given["trace_level"],
         )
         solution, events = watch(voice, stream, stop, given["html"] is not None)
     if voice.json:

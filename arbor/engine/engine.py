@@ -29,12 +29,14 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import (
     KV,
     Boundary,
+    Detail,
     Event,
     Evicted,
     Forwarded,
     ForwardKind,
     Opened,
     Rehydrated,
+    Sampled,
 )
 from arbor.memory import KVMemory
 from arbor.retention.msve import MSVE
@@ -82,6 +84,7 @@ class Engine:
             block that misses one (ArborKV section 4); ``off`` (lossy only), nothing: eviction cannot be undone.
         msve: block values for policies that read them.
         emit: listener for everything that happens.
+        detail: how much it is told of decoding.
         min_saved_reads: see `plan_forward`.
         debug: poison freed slots and check all invariants after every change.
     """
@@ -96,12 +99,14 @@ class Engine:
         rehydrate: Rehydrate = "selective",
         msve: MSVE | None = None,
         emit: Callable[[Event], None] = lambda event: None,
+        detail: Detail = "events",
         min_saved_reads: int = 0,
         debug: bool = False,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
         self.emit = emit
+        self.detail = detail
         self.policy = policy
         self.mode = mode
         self.rehydrate = rehydrate
@@ -672,6 +677,9 @@ class Engine:
             shared = plan.shared
             steps, ran = steps + 1, ran + len(rows)
             read, unique = read + plan.read_tokens, unique + plan.unique_read_tokens
+            if self.detail != "events":
+                self._account("decode", ran, steps, read, unique, time.perf_counter() - began)
+                began, steps, ran, read, unique = time.perf_counter(), 0, 0, 0, 0
             done = [i for i, row in enumerate(rows) if row.stop is not None]
             if done:
                 self._close([rows[i] for i in done], logits[done])
@@ -684,7 +692,8 @@ class Engine:
                 self._choose(rows, logits, growth)
         self.residency.used(self.tree.paths(children))
         self._computed.update(child.id for child in children)
-        self._account("decode", ran, steps, read, unique, time.perf_counter() - began)
+        if steps:
+            self._account("decode", ran, steps, read, unique, time.perf_counter() - began)
 
     def _look_back(self, rows: Sequence[_Row]) -> None:
         """What each row reads before its own block, and whether that is whole and exact."""
@@ -732,6 +741,9 @@ class Engine:
             self.tree.append(row.node, token)
             row.logprob, row.top1 = logprob, top1
             row.stop = growth.stop.after(row.node.tokens)
+        if self.detail == "tokens":
+            nodes = tuple(row.node.id for row in rows)
+            self.emit(Sampled(nodes, tuple(drawn.tokens), tuple(drawn.logprob)))
 
     def _close(self, rows: Sequence[_Row], logits: Tensor) -> None:
         self._remember([row.node.id for row in rows], logits)

@@ -64,6 +64,7 @@ const SENTENCES = {
     )}`,
   forward: (record) =>
     `${record.kind}: ${plural(record.rows, "row")} in ${plural(record.steps, "step")}, ${seconds(record.elapsed_s)}`,
+  sample: (record) => `a token for ${some(list(record.nodes))}`,
   verify: (record) =>
     `${record.verifier}: ${list(record.nodes)
       .slice(0, 4)

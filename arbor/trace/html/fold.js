@@ -540,6 +540,7 @@ const NAMED = {
   transition: ["leaves"],
   pressure: [],
   forward: [],
+  sample: ["nodes"],
   evict: ["nodes"],
   rehydrate: ["nodes"],
   verify: ["nodes"],
