@@ -203,13 +203,19 @@ def test_floors_and_parts_of_the_view_are_those_of_all_tokens(name: str, mode: M
     (deep,) = lab.sprout([(first, 1)])
     lab.memory.evict(second, np.array([0, 3]))
     lab.memory.evict(third, np.array([4]))
-    lab.residency.changed([second, third])
+    lab.memory.evict(deep, np.array([4]))
+    lab.residency.changed([second, third, deep])
     limits = set()
     for leaves in ([deep], [deep, second], [tree.root]):
         for spare in (True, False):
             for ids in (None, np.array([0, first.id, third.id])):
                 blocks = lab.residency.offered(leaves, ids, spare=spare, whole=ids is not None)
                 tokens = blocks.tokens
+                for index, node in enumerate(tree[int(i)] for i in blocks.ids):
+                    held = node.span.resident | (ids is not None)
+                    here = tokens.offset[tokens.block == index]
+                    assert here.tolist() == np.flatnonzero(held).tolist()
+                    assert (tokens.position[tokens.block == index] == node.start + here).all()
                 guarded = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
                 kept = np.minimum(blocks.resident, protect.floor)
                 # without a tail, blocks off the running paths have no protected tokens

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offers import SEEDS
 
+from arbor.retention.held import HeldTokens
 from arbor.retention.table import FAR, NO_PARENT, BlockTable, _Levels
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -238,3 +239,24 @@ def test_ten_thousand_blocks_take_less_than_a_millisecond() -> None:
         times.append(time.thread_time() - began)
 
     assert min(times) < 0.001
+
+
+@given(
+    notes=st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.booleans(), max_size=9)), min_size=1, max_size=12
+    )
+)
+def test_what_blocks_hold_is_what_was_last_read_of_each(
+    notes: list[tuple[int, list[bool]]],
+) -> None:
+    held, last = HeldTokens(), dict[int, list[bool]]()
+    for node, resident in notes:
+        assert held.read(node, np.array(resident, np.bool_)) == sum(resident)
+        last[node] = resident
+    ids = sorted(last)
+
+    counts, offsets = held.of(np.array(ids))
+
+    assert counts.tolist() == [sum(last[node]) for node in ids]
+    want = [offset for node in ids for offset, there in enumerate(last[node]) if there]
+    assert offsets.tolist() == want

@@ -64,7 +64,7 @@ class Residency:
         self.operation = 0
         self._upcoming: list[list[Node]] = []
         self._clock = 0
-        self._names: dict[int, int] = {}
+        self._names = np.zeros(0, np.uint64)  # by node id; 0 = not made yet
 
     @property
     def kv(self) -> KV:
@@ -309,34 +309,26 @@ class Residency:
         leaves: Sequence[Node],
         whole: bool,
     ) -> Tokens:
-        nodes = [self.tree[node_id] for node_id in ids[indices].tolist()]
-        offsets = [
-            np.arange(len(node.tokens)) if whole else np.flatnonzero(node.span.resident)
-            for node in nodes
-        ]
-        sizes = np.array([len(o) for o in offsets], np.int64)
-        row = np.repeat(np.arange(len(nodes)), sizes)
-        block = indices[row]
-        offset = np.concatenate(offsets) if nodes else np.empty(0, np.int64)
-        starts = np.array([node.start for node in nodes], np.int64)
-        ends = np.array([len(node.tokens) for node in nodes], np.int64)
-        position = starts[row] + offset
-        protect = self.policy.protect
+        nodes = ids[indices]
+        table, protect = self.table, self.policy.protect
+        if whole:
+            sizes = table.length[nodes]
+            offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        else:
+            sizes, offset = table.held.of(nodes)
+        block, owner = np.repeat(indices, sizes), np.repeat(nodes, sizes)
+        position = np.repeat(table.start[nodes], sizes) + offset
         protected = position < protect.sinks
         if protect.tail:
-            protected |= offset >= ends[row] - protect.tail
+            protected |= offset >= np.repeat(table.length[nodes] - protect.tail, sizes)
         if protect.recent and leaves:
-            protected |= position >= self._oldest(leaves)[ids][block]
-        nothing = np.zeros(len(block), np.int64)
-        seen = Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+            protected |= position >= self._oldest(leaves)[owner]
+        nothing = np.broadcast_to(np.int64(0), len(block))
+        seen = Seen(np.zeros(len(block)), np.zeros(len(block)), nothing, nothing)
         if self.policy.observes:
-            seen = self.statistics.view(ids[block], offset)
-        for node in nodes:
-            if node.id not in self._names:
-                self._names[node.id] = _name(node)
-        key = np.array([self._names[node.id] for node in nodes], np.uint64)
+            seen = self.statistics.view(owner, offset)
         with np.errstate(over="ignore"):
-            names = key[row] + offset.astype(np.uint64) * GOLDEN
+            names = np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
         return Tokens(
             block=block,
             offset=offset,
@@ -348,6 +340,15 @@ class Residency:
             key=names,
             protected=protected,
         )
+
+    def _named(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Names of blocks, which do not depend on the order of the search."""
+        if len(self._names) < len(self.table):
+            more = max(len(self.table), 2 * len(self._names)) - len(self._names)
+            self._names = np.concatenate([self._names, np.zeros(more, np.uint64)])
+        for node_id in ids[self._names[ids] == 0].tolist():
+            self._names[node_id] = _name(self.tree[node_id])
+        return self._names[ids]
 
 
 def _name(node: Node) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Bools, Floats, Ints
+from arbor.retention.held import HeldTokens
 from arbor.tree import Node, NodeState
 
 NO_PARENT = -1
@@ -36,6 +37,7 @@ class BlockTable:
     value: float64 [N], the search's opinion.
     confidence: float64 [N], 1 - H / ln|V| at the boundary.
     open: bool [N], still being decoded.
+    held: which tokens these are that are on the device.
 
     Node ids that were never touched, nor any block below them, have no tokens and are far from everything.
     Geometry passes over the tree level by level: O(N) numbers in O(depth) calls of numpy.
@@ -46,6 +48,7 @@ class BlockTable:
 
     def __init__(self, protected_tail: int = 0) -> None:
         self._protected_tail = protected_tail
+        self.held = HeldTokens()
         self._size = 0
         self._ints = np.zeros((len(_INTS), 0), np.int64)
         self._floats = np.zeros((len(_FLOATS), 0))
@@ -112,7 +115,7 @@ class BlockTable:
         for at, node in self._touched.items():
             self._ints[3, at] = len(node.tokens)
             resident = node.span.resident
-            self._ints[4, at] = np.count_nonzero(resident)
+            self._ints[4, at] = self.held.read(at, resident)
             if self._protected_tail:
                 self._ints[6, at] = np.count_nonzero(resident[-self._protected_tail :])
             self._floats[:, at] = node.value, node.confidence
