@@ -22,6 +22,7 @@ from arbor.engine.plan import (
     plan_forward,
     visibility,
 )
+from arbor.engine.ranges import phase
 from arbor.engine.residency import Residency
 from arbor.engine.runner import ForwardResult, ModelRunner
 from arbor.engine.sampling import Sampling, confidence, sample, stream
@@ -29,6 +30,7 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import (
     KV,
     Boundary,
+    Cause,
     Detail,
     Event,
     Evicted,
@@ -256,7 +258,8 @@ class Engine:
                 if self._interrupted():
                     self._cut([order[i] for i in wave])
                 else:
-                    self._decode([order[i] for i in wave], growth)
+                    with phase("decode"):
+                        self._decode([order[i] for i in wave], growth)
         except BudgetInfeasible:
             self._give_up(children)
             raise
@@ -311,6 +314,13 @@ class Engine:
             self._hidden, self._next_logits = frozenset(), known
 
     # Planning
+
+    def _fit(
+        self, needed: int, leaves: Sequence[Node], cause: Cause, *, spare: bool | None = None
+    ) -> None:
+        """`Residency.fit`, as a phase."""
+        with phase("policy"):
+            self.residency.fit(needed, leaves, cause, spare=spare)
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
         """Raise unless each node's path (in lossy mode: what is protected of it) and its extra tokens fit the budget."""
@@ -427,7 +437,7 @@ class Engine:
         for begin in range(0, root.end, piece):
             end = min(root.end, begin + piece)
             try:
-                self.residency.fit(end - begin, [root], "transition")
+                self._fit(end - begin, [root], "transition")
             except BudgetInfeasible:
                 self.memory.release([root])
                 self.residency.changed([root])
@@ -459,7 +469,7 @@ class Engine:
         if self._lossy and self.rehydrate == "off":
             never = [node for node in path if node.id not in self._computed]
             new = sum(int((~node.span.resident).sum()) for node in never)
-            self.residency.fit(new + reserve, leaves, "transition")
+            self._fit(new + reserve, leaves, "transition")
             holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
             return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
         if self._lossy and not whole:
@@ -516,7 +526,7 @@ class Engine:
             node.id: holes[node.id][node.span.slot[holes[node.id]] == NO_SLOT] for node in ordered
         }
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
-        self.residency.fit(needed, leaves, "transition", spare=True)
+        self._fit(needed, leaves, "transition", spare=True)
         back: list[tuple[int, int]] = []
         repeated = 0
         clean: dict[int, bool] = {}
@@ -712,9 +722,9 @@ class Engine:
         pinned = sum(int(np.count_nonzero(node.span.resident)) for node in kept)
         most = self.memory.slots - pinned
         try:
-            self.residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+            self._fit(min(MARGIN * len(rows), most), nodes, "pressure")
         except BudgetInfeasible:  # the policy gives up less than that
-            self.residency.fit(len(rows), nodes, "pressure")
+            self._fit(len(rows), nodes, "pressure")
         if self._lossy:
             self._look_back(rows)
         return self._lossy
@@ -805,7 +815,10 @@ class Engine:
     def _forward(self, kind: ForwardKind, segments: Sequence[Segment]) -> ForwardResult:
         began = time.perf_counter()
         plan: ForwardPlan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        result = self._run(plan, observe=kind != "rehydrate")  # these queries were counted before
+        with phase(kind):
+            result = self._run(
+                plan, observe=kind != "rehydrate"
+            )  # these queries were counted before
         self._account(
             kind,
             plan.rows,
