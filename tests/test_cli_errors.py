@@ -191,6 +191,12 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
     ),
     (broken_config, 2, "unknown-setting", ("run.toml: there is no setting 'budgte'", "'budget'")),
     (["solve", PUZZLE, "--config", "x.toml"], 4, "config-unreadable", ("--print-config",)),
+    (
+        ["solve", PUZZLE, "--controller", "chain", "--set", "samples=100000000", "--depth", "20"],
+        6,
+        "oom",
+        ("cpu: the KV of ", " GiB are free. About ", "tokens fit: try --budget "),
+    ),
     (["solve", PUZZLE, "--open"], 2, "usage", ("--html run.html",)),
     (["solve", PUZZLE, "--log-file", "no/log"], 2, "log-unwritable", ("may be written",)),
     (["solve", PUZZLE, "--device", "tpu"], 2, "device", ("auto, cpu or cuda",)),
