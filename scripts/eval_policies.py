@@ -7,7 +7,7 @@
 
 Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
 tokens per generated token (of sums), the ratio to the clairvoyant policy, peak over budget (must be at most 1).
-`lossy` runs one greedy chain per problem (chains: 6 to 16 steps) and reports the share of right answers, paired with full
+`lossy` runs one greedy chain per problem (chains: `--steps`, 6 to 16) and reports the share of right answers, paired with full
 retention.
 Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
 """
@@ -235,7 +235,9 @@ def ratio_of(top: np.ndarray, bottom: np.ndarray) -> dict[str, float]:
 def lossy(args: argparse.Namespace) -> dict[str, Any]:
     """Share of right answers of one greedy chain by policy, budget and whether eviction can be undone."""
     greedy: dict[str, Any] = {
-        "task": {"name": "chains", "fewest": 6} if args.task == "chains" else args.task,
+        "task": {"name": "chains", "fewest": args.steps[0], "most": args.steps[1]}
+        if args.task == "chains"
+        else args.task,
         "controller": "chain",
         "verifier": "exact",
         "sampling": {"temperature": 0.0},
@@ -359,6 +361,9 @@ def main() -> None:
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
     parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES))
     parser.add_argument("--rehydrate", nargs="+", default=("off", "selective"))
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=(6, 16), help="lossy, chains: fewest and most steps"
+    )
     parser.add_argument(
         "--deterministic", action="store_true", help="same: also with deterministic=True"
     )

@@ -1,7 +1,7 @@
 """Trains Sapling, the embedded model: data, tokenizer, training, export; one command from nothing to the files.
 
-    python scripts/train_sapling.py --minutes 90 --work build/sapling --out arbor/sapling
-    python scripts/train_sapling.py --resume --minutes 90 --work build/sapling      # go on after an interruption
+    python scripts/train_sapling.py --minutes 80 --work build/sapling --out arbor/sapling
+    python scripts/train_sapling.py --resume --minutes 80 --work build/sapling      # go on after an interruption
     python scripts/train_sapling.py --init arbor/sapling --minutes 30              # warm start from saved weights
     python scripts/train_sapling.py --export-only --work build/sapling              # the last checkpoint as files
 
@@ -480,10 +480,14 @@ def pack(documents: Sequence[Document], rows: int, length: int) -> tuple[Batch, 
 
 @dataclass(frozen=True)
 class Mix:
-    """What one optimiser step sees: rows of `TREE` tokens of countdown, and as many tokens as in so many rows of words."""
+    """What one optimiser step sees: rows of `TREE` tokens of countdown, and as many tokens as in so many rows of words.
 
-    countdown: int = 4
-    words: int = 6
+    Word problems come first, since looking facts up takes the longest to learn; once they have their full length,
+    countdown takes most of the rows.
+    """
+
+    growing: tuple[int, int] = (3, 7)  # countdown, words
+    grown: tuple[int, int] = (7, 3)
     recall_share: float = 0.15
     facts_share: float = 0.65  # at the start; a third of it later
     long_every: int = 2
@@ -499,10 +503,11 @@ def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterat
     while True:
         rng = random.Random(f"{seed} {step}")
         grown = level.value
-        game = [trees.countdown(rng) for _ in range(int(mix.countdown * TREE / 122))]
+        countdown_rows, word_rows = mix.grown if grown >= 1 else mix.growing
+        game = [trees.countdown(rng) for _ in range(int(countdown_rows * TREE / 122))]
         long = grown > 0.45 and step % mix.long_every == 0
         length = LONG if long else SHORT if grown < 0.15 else MIDDLE
-        rows = max(1, mix.words * MIDDLE // length)
+        rows = max(1, word_rows * MIDDLE // length)
         room = rows * length
         words: list[Document] = []
         while room > 0:
@@ -516,7 +521,7 @@ def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterat
             if len(document) <= length:
                 words.append(document)
                 room -= len(document)
-        yield [pack(game, mix.countdown, TREE)[0], pack(words, rows, length)[0]]
+        yield [pack(game, countdown_rows, TREE)[0], pack(words, rows, length)[0]]
         step += 1
 
 
@@ -856,7 +861,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--minutes", type=float, default=90, help="wall-clock budget of the whole schedule"
+        "--minutes", type=float, default=80, help="wall-clock budget of the whole schedule"
     )
     parser.add_argument(
         "--work", type=Path, default=Path("build/sapling"), help="checkpoints, log, evaluation"
@@ -883,7 +888,7 @@ def main() -> None:
     parser.add_argument(
         "--adam", type=float, default=2e-3, help="learning rate of embedding and norms"
     )
-    parser.add_argument("--rows", type=int, nargs=2, default=(3, 7), help="rows: countdown, words")
+    parser.add_argument("--rows", type=int, nargs=2, help="rows all along: countdown, words")
     parser.add_argument(
         "--level", type=float, default=0.0, help="where word problems begin, 0 to 1; for --init"
     )
@@ -939,7 +944,7 @@ def main() -> None:
     budget = args.minutes * 60
     level = context.Value("d", reached)
     queue = context.Queue(maxsize=24)
-    mix = Mix(countdown=args.rows[0], words=args.rows[1])
+    mix = Mix(growing=tuple(args.rows), grown=tuple(args.rows)) if args.rows else Mix()
     producer = context.Process(
         target=_produce, args=(str(tokens), mix, args.seed, step, level, queue), daemon=True
     )
