@@ -63,16 +63,18 @@ class UnknownName(UsageError):
         kind: what was looked for, e.g. ``controller``.
         name: what was asked.
         known: every name there is.
+        note: what else bears on the names, in brackets after them.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: str, known: Iterable[str], note: str = "") -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         guess = f"Did you mean '{near[0]}'? " if near else ""
+        more = f" ({note})" if note else ""
         super().__init__(
             f"unknown-{kind}",
             f"'{name}' is no known {kind}.",
-            f"{guess}Known: {', '.join(names) or 'none'}.",
+            f"{guess}Known: {', '.join(names) or 'none'}{more}.",
             name=name,
             known=names,
         )

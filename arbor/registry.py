@@ -31,7 +31,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -155,7 +155,22 @@ def resolve(kind: str, name: str) -> type[Any]:
         return _load(plugin.value, kind, name, plugin=True)
     if ":" in name:
         return _load(name, kind, name, plugin=True)
-    raise UnknownName(kind, name, names(kind))
+    raise unknown(kind, name)
+
+
+def unknown(kind: str, name: str, more: Iterable[str] = ()) -> UnknownName:
+    """The error for a name that no table holds: every name there is, and which of them are plugins'.
+
+    Args:
+        kind: one of `KINDS`.
+        name: what was asked.
+        more: names that mean something there though they stand for no class.
+    """
+    allowed = _allowed()
+    note = f"plugins loaded: {', '.join(plugins(kind)) or 'none'}"
+    if allowed:
+        note += f"; ARBOR_PLUGINS={allowed}"
+    return UnknownName(kind, name, {*more, *names(kind)}, note)
 
 
 def build(kind: str, spec: Any, /, **fields: Any) -> Any:
@@ -220,7 +235,11 @@ def _builtin(kind: str) -> Mapping[str, str]:
 
 
 def _plugins(kind: str) -> Mapping[str, metadata.EntryPoint]:
-    return _installed(kind, os.environ.get("ARBOR_PLUGINS", "").strip())
+    return _installed(kind, _allowed())
+
+
+def _allowed() -> str:
+    return os.environ.get("ARBOR_PLUGINS", "").strip()
 
 
 @functools.cache

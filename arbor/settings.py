@@ -13,7 +13,7 @@ import torch
 from arbor import registry
 from arbor.engine.engine import Mode, Rehydrate
 from arbor.engine.loading import Source
-from arbor.errors import UnknownName, UsageError
+from arbor.errors import UsageError
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Boundary
 
@@ -93,9 +93,9 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
         UnknownName: no such backend.
         UsageError: one that does not go with the other settings, or that cannot run here.
     """
-    known = ("auto", FLASHINFER, *registry.names("backend"))
-    if backend not in known and ":" not in backend:
-        raise UnknownName("backend", backend, known)
+    special = ("auto", FLASHINFER)
+    if backend not in (*special, *registry.names("backend")) and ":" not in backend:
+        raise registry.unknown("backend", backend, special)
     if deterministic and backend not in ("auto", "rowwise"):
         raise UsageError(
             "backend",

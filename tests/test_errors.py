@@ -43,6 +43,12 @@ def test_an_unknown_name_says_the_nearest_and_all(name: str, guess: str) -> None
     assert error.data == {"name": name, "known": ["beam", "chain", "tot"]}
 
 
+def test_an_unknown_name_may_say_what_bears_on_the_names() -> None:
+    error = UnknownName("policy", "x", ["lru"], "plugins loaded: none")
+
+    assert error.hint == "Known: lru (plugins loaded: none)."
+
+
 def test_an_unknown_name_where_there_is_none() -> None:
     assert UnknownName("controller", "tot", []).hint == "Known: none."
 

@@ -306,6 +306,32 @@ def test_a_plugin_is_named_without_being_imported(
     assert "extra_b_boom" not in sys.modules
 
 
+def test_an_unknown_name_says_which_plugins_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(kind: str, name: str) -> str:
+        with pytest.raises(UnknownName) as caught:
+            resolve(kind, name)
+        return str(caught.value)
+
+    assert said("policy", "lruu").endswith(", uniform (plugins loaded: none).")
+    points = "[arbor.policies]\nmine = extra_g:Mine\nother = extra_g:Mine\n"
+    install(tmp_path, "plug", points, {"extra_g": EXTRA})
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._installed.cache_clear()
+
+    assert said("policy", "mein").endswith("(plugins loaded: mine, other).")
+    assert "Did you mean 'mine'? " in said("policy", "mein")
+    assert said("task", "x").endswith("(plugins loaded: none).")
+    monkeypatch.setenv("ARBOR_PLUGINS", "mine")
+    assert said("policy", "othr").endswith("(plugins loaded: mine; ARBOR_PLUGINS=mine).")
+    monkeypatch.setenv("ARBOR_PLUGINS", "off")
+    assert said("policy", "mien").endswith("(plugins loaded: none; ARBOR_PLUGINS=off).")
+    with pytest.raises(UnknownName) as caught:
+        names("polcy")
+    assert "plugins" not in str(caught.value), "no plugin adds a kind"
+
+
 def test_a_plugin_that_cannot_be_imported_fails_only_who_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
