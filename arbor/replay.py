@@ -148,6 +148,7 @@ class _Player(Engine):
             layer_count=1,
             dtype=torch.float32,
             device=torch.device("cpu"),
+            weight_bytes=0,
         )
         super().__init__(runner, tokenizer, policy=policy, rehydrate=rehydrate, emit=emit)
         self._record = record

@@ -10,7 +10,7 @@ from typing import Literal
 from arbor import registry
 from arbor.controllers.base import Controller, Expansion, Search
 from arbor.engine.engine import Engine, Growth
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import (
     Answered,
     Event,
@@ -119,8 +119,10 @@ class Session:
             text: the same as text.
 
         Raises:
-            BudgetInfeasible: the prompt does not fit, or the policy gives up less than the search needs. Then the round in
-                progress is given up, the best so far is told as the answer, and the error's data hold it.
+            BudgetInfeasible: the prompt does not fit, or the policy gives up less than the search needs.
+            OutOfMemory: the machine holds less than KV and forward need.
+                In the middle of a search the round in progress is given up, the best so far is told as the answer, and the
+                error's data hold it.
         """
         if self.limits.timeout_s is not None:
             self._deadline = time.monotonic() + self.limits.timeout_s
@@ -138,7 +140,7 @@ class Session:
                 self._asked = True
                 search.tell(children)
                 self._prune(tree)
-        except BudgetInfeasible as error:
+        except (BudgetInfeasible, OutOfMemory) as error:
             self._prune(tree)
             error.data["answer"] = self._finish(tree, search.best()).answer
             raise

@@ -412,8 +412,8 @@ class Solver:
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
-            BudgetInfeasible: where the policy gives up too little (``full``), also in its middle; its data hold the best
-                answer until then.
+            BudgetInfeasible, OutOfMemory: also in its middle, where the policy gives up too little (``full``) or the machine
+                runs out of memory; the error's data hold the best answer until then.
             Exception: whatever a listener raises; `StopSearch` only ends the search.
         """
         return self._solve(self._parse(problem), Request(**options), ())

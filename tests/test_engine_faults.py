@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import build
 from trees import Lab
 
 from arbor import Solver
 from arbor.engine.runner import ModelRunner
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import Answered, Boundary, Evicted
+from arbor.memory.pool import KVPool
+from arbor.session import Session
 from arbor.trace import read_trace
 from arbor.trace.replay import Replay
 from arbor.tree import NodeState
@@ -22,7 +26,9 @@ class Failure(RuntimeError):
     """Stands for an out-of-memory error in the middle of a forward."""
 
 
-def fail_after(monkeypatch: pytest.MonkeyPatch, forwards: int) -> None:
+def fail_after(
+    monkeypatch: pytest.MonkeyPatch, forwards: int, failure: type[Exception] = Failure
+) -> None:
     """Let so many forwards through, then fail one, then work again."""
     right = ModelRunner.forward
     count = 0
@@ -31,7 +37,7 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, forwards: int) -> None:
         nonlocal count
         count += 1
         if count == forwards + 1:
-            raise Failure
+            raise failure
         return right(self, *args, **kwargs)
 
     monkeypatch.setattr(ModelRunner, "forward", forward)
@@ -53,6 +59,75 @@ def test_a_failed_forward_leaves_no_token_that_claims_kv_it_never_got(
     assert lab.memory.used == held + 3 * forwards
     for child in tree.root.children:
         assert child.span.exact.sum() == forwards
+
+
+class CUDAFailure(torch.OutOfMemoryError):
+    """What torch raises where a GPU has no more memory."""
+
+    def __str__(self) -> str:
+        return "CUDA out of memory. Tried to allocate 4096.00 GiB. GPU 0 has a total of 24 GiB"
+
+
+@pytest.mark.parametrize("forwards", [0, 3])
+def test_where_a_forward_does_not_fit_into_memory_a_growth_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, forwards: int
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    held = lab.memory.used
+    before = lab.ask([tree.root], [(7,)])
+    fail_after(monkeypatch, forwards, CUDAFailure)
+
+    with pytest.raises(OutOfMemory, match=r"wanted 4,096.0 GiB with .* in decode of 3 tokens"):
+        lab.sprout([(tree.root, 3)])
+
+    lab.memory.check()
+    assert lab.memory.used == held
+    children = tree.root.children
+    assert [child.state for child in children] == [NodeState.PRUNED] * 3
+    assert [len(child.tokens) for child in children] == [forwards] * 3
+    for child, event in zip(
+        children, [e for e in lab.events if isinstance(e, Boundary)], strict=True
+    ):
+        assert (event.ids, event.logprob) == (tuple(child.tokens), child.logprob)
+        assert (child.logprob < 0) == (forwards > 0), "of the tokens it has, and of no other"
+    again = lab.sprout([(tree.root, 3)])  # the search may go on
+    assert [child.state for child in again] == [NodeState.CLOSED] * 3
+    assert float((lab.ask([tree.root], [(7,)]) - before).abs().max()) < 1e-5
+
+
+def test_where_a_question_does_not_fit_into_memory_the_tree_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    held = lab.memory.used
+    right = lab.ask([tree.root], [(7, 8)])
+    fail_after(monkeypatch, 0, CUDAFailure)
+
+    with pytest.raises(OutOfMemory, match="in verify of 2 tokens"):
+        lab.ask([tree.root], [(7, 8)])
+
+    lab.memory.check()
+    assert lab.memory.used == held
+    assert float((lab.ask([tree.root], [(7, 8)]) - right).abs().max()) < 1e-5
+
+
+def test_a_second_pool_is_made_after_the_first_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(build("llama"))
+    lab.plant(slots=40)
+    first = weakref.ref(lab.memory.pool)
+    there: list[bool] = []
+    right = KVPool.__init__
+
+    def init(self: KVPool, *args: Any, **kwargs: Any) -> None:
+        there.append(first() is not None)
+        right(self, *args, **kwargs)
+
+    monkeypatch.setattr(KVPool, "__init__", init)
+    lab.plant(slots=50)
+
+    assert there == [False]
 
 
 def test_a_failed_rehydration_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,17 +212,36 @@ def test_a_prompt_that_a_policy_cannot_squeeze_in_leaves_nothing_behind() -> Non
     assert lab.memory.used == 0
 
 
-def test_a_search_whose_budget_runs_out_tells_the_best_answer_until_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def failing_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`Session._verify`; the first forward after a path has ended does not fit into memory."""
+    right = Session._verify
+
+    def verify(self: Session, children: list[Any]) -> None:
+        right(self, children)
+        if any(child.state is NodeState.TERMINAL for child in children):
+            fail_after(monkeypatch, 1, CUDAFailure)
+
+    return verify
+
+
+@pytest.mark.parametrize("lacking", ["budget", "memory"])
+def test_a_search_that_runs_out_of_room_tells_the_best_answer_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     path = tmp_path / "run.arbor.jsonl"
     search = {"name": "tot", "strategy": "dfs", "width": 4, "max_visited": 12, "stop_value": None}
-    with Solver(controller=search, policy="full", budget="188tok") as solver:
+    budget = "188tok" if lacking == "budget" else "full"
+    kind = BudgetInfeasible if lacking == "budget" else OutOfMemory
+    with Solver(controller=search, policy="full", budget=budget, debug=True) as solver:
+        if lacking == "memory":
+            solver.load()
+            monkeypatch.setattr(Session, "_verify", failing_after_an_answer(monkeypatch))
         monkeypatch.setattr(
             type(solver.task), "answer", lambda self, problem, thoughts: thoughts[-1]
         )
-        with pytest.raises(BudgetInfeasible) as caught:
+        with pytest.raises(kind) as caught:
             solver.solve("4 5 6 10", trace=path)
+        solver.engine.memory.check()
 
     trace = read_trace(path)
     replay = Replay.of(trace)
@@ -156,8 +250,10 @@ def test_a_search_whose_budget_runs_out_tells_the_best_answer_until_then(
     assert replay.ended is not None and replay.ended.status == "error"
     assert NodeState.OPEN not in {block.state for block in replay.blocks.values()}
     assert answered.node is not None and answered.text == replay.blocks[answered.node].text
-    assert caught.value.data == {
-        "budget": 188,
-        "needed": caught.value.needed,
-        "answer": answered.text,
-    }
+    assert caught.value.data["answer"] == answered.text
+    if isinstance(caught.value, BudgetInfeasible):
+        assert caught.value.data == {
+            "budget": 188,
+            "needed": caught.value.needed,
+            "answer": answered.text,
+        }

@@ -26,7 +26,7 @@ from arbor.engine.ranges import phase
 from arbor.engine.residency import Residency
 from arbor.engine.runner import ForwardResult, ModelRunner
 from arbor.engine.sampling import Sampling, confidence, sample, stream
-from arbor.errors import BudgetInfeasible
+from arbor.errors import ArborError, BudgetInfeasible, OutOfMemory
 from arbor.events import (
     KV,
     Boundary,
@@ -41,6 +41,7 @@ from arbor.events import (
     Sampled,
 )
 from arbor.memory import KVMemory
+from arbor.memory.shortage import forward_too_large, is_shortage
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.retention.uses import Uses
@@ -71,7 +72,8 @@ class Engine:
     """Runs the model over one tree at a time. Knows no search.
 
     Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then compute. It succeeds,
-    or raises `BudgetInfeasible` with the smallest budget that would do and leaves the tree as it was.
+    or raises `BudgetInfeasible` with the smallest budget that would do and leaves the tree as it was. So it does where the
+    machine runs out of memory (`OutOfMemory`), with a budget that leaves room for the forward.
 
     Two modes. ``lossless``: every running path is complete and exact before anything is computed after it, so that the
     budget changes time and nothing else; what does not fit together runs one after another. ``lossy``: tokens of running
@@ -141,13 +143,18 @@ class Engine:
             slots: tokens of KV.
             interrupted: asked after every decode step whether to give up the blocks in progress.
             uses: of a recorded run of the same search, for the clairvoyant policy.
+
+        Raises:
+            OutOfMemory: the machine has less memory than that.
         """
         if self._memory is None or self._memory.slots != slots:
+            self._memory = self._residency = None  # two pools at once may be too much
             self._memory = KVMemory(
                 self.runner.layer_kv,
                 slots,
                 self.runner.dtype,
                 self.runner.device,
+                weight_bytes=self.runner.weight_bytes,
                 debug=self._debug,
             )
         self._memory.attach(tree)
@@ -194,7 +201,8 @@ class Engine:
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
         self._require([node], [0])
-        self._complete([node], reserve=0, need_logits=True)
+        with self._naming_a_shortage("prefill"):
+            self._complete([node], reserve=0, need_logits=True)
 
     def room(self, leaf_tokens: int) -> int:
         """Blocks of up to `leaf_tokens` tokens that may decode at once beside the longest path, at least 1."""
@@ -245,8 +253,9 @@ class Engine:
             growth: how.
 
         Raises:
-            BudgetInfeasible: a single child does not fit beside its path; or the policy gives up less than it takes, and
-                then all of the children are PRUNED and hold nothing, those that were finished included.
+            BudgetInfeasible: a single child does not fit beside its path; or the policy gives up less than it takes.
+            OutOfMemory: a forward does not fit beside weights and KV.
+                Where it failed half-way, all of the children are PRUNED and hold nothing, those that were finished included.
         """
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
@@ -258,9 +267,9 @@ class Engine:
                 if self._interrupted():
                     self._cut([order[i] for i in wave])
                 else:
-                    with phase("decode"):
+                    with phase("decode"), self._naming_a_shortage("decode"):
                         self._decode([order[i] for i in wave], growth)
-        except BudgetInfeasible:
+        except (BudgetInfeasible, OutOfMemory):
             self._give_up(children)
             raise
 
@@ -283,7 +292,8 @@ class Engine:
         lengths = [len(questions[i]) for i in order]
         for wave in self._waves([nodes[i] for i in order], lengths):
             chosen = [order[i] for i in wave]
-            logits = self._ask([nodes[i] for i in chosen], [questions[i] for i in chosen])
+            with self._naming_a_shortage("verify"):
+                logits = self._ask([nodes[i] for i in chosen], [questions[i] for i in chosen])
             for row, index in enumerate(chosen):
                 answers[index] = logits[row]
         return torch.stack(answers) if answers else torch.empty(0, 0)
@@ -599,6 +609,24 @@ class Engine:
             self.residency.changed([node for node, _ in filled])
             raise
 
+    @contextmanager
+    def _naming_a_shortage(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:
+        """If the machine runs out of memory within, say what held it and what budget would leave room."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, ArborError) or not is_shortage(error):
+                raise
+            raise forward_too_large(
+                error,
+                self.runner.device,
+                f"{kind} of {rows:,} tokens" if rows else kind,
+                weights=self.runner.weight_bytes,
+                slots=self.memory.slots,
+                bytes_per_token=self.memory.bytes_per_token,
+                least=max(node.end for node in self.tree) + max(rows, 1),
+            ) from error
+
     def _context(self, node: Node | None) -> list[Piece]:
         """The pieces of the path that ends with `node`, resident tokens of what is not hidden."""
         if node is None:
@@ -682,8 +710,11 @@ class Engine:
                 shared=shared,
             )
             written = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
-            with self._undone_on_error(written):
+            with self._undone_on_error(written), self._naming_a_shortage("decode", plan.rows):
                 logits = self._run(plan).logits
+            for row in rows:
+                row.node.logprob += row.logprob
+                row.node.top1 += row.top1
             shared = plan.shared
             steps, ran = steps + 1, ran + len(rows)
             read, unique = read + plan.read_tokens, unique + plan.unique_read_tokens
@@ -735,8 +766,6 @@ class Engine:
             row.next_slot = 1 + self.memory.append(
                 row.node, row.next_slot, exact=row.exact, depth=self.runner.layer_count
             )
-            row.node.logprob += row.logprob
-            row.node.top1 += row.top1
 
     def _choose(self, rows: Sequence[_Row], logits: Tensor, growth: Growth) -> None:
         """Sample one token per row, and see whether it ends the block."""
@@ -815,7 +844,7 @@ class Engine:
     def _forward(self, kind: ForwardKind, segments: Sequence[Segment]) -> ForwardResult:
         began = time.perf_counter()
         plan: ForwardPlan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        with phase(kind):
+        with phase(kind), self._naming_a_shortage(kind, plan.rows):
             result = self._run(
                 plan, observe=kind != "rehydrate"
             )  # these queries were counted before

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from arbor.engine.sampling import Sampling
 from arbor.errors import ModelError, UnknownName, UsageError
+from arbor.memory.shortage import is_shortage, weights_too_large
 
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
 
@@ -174,6 +175,7 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
 
     Raises:
         ModelError: weights that cannot be read or do not fit the config.
+        OutOfMemory: they do not fit into memory.
     """
     try:
         with _no_progress_bar():
@@ -181,6 +183,8 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
                 source.path, dtype=dtype, output_loading_info=True, **source.loading
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if is_shortage(error):
+            raise weights_too_large(torch.device("cpu"), None) from error
         raise _unreadable(source, error) from error
     except Exception as error:
         if type(error).__name__ == "SafetensorError":
@@ -195,7 +199,13 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
             "Copy every *.safetensors file there.",
             model=source.name,
         )
-    return model.to(device)
+    weights = sum(each.nbytes for each in model.parameters())
+    try:
+        return model.to(device)
+    except RuntimeError as error:
+        if not is_shortage(error):
+            raise
+        raise weights_too_large(device, weights) from error
 
 
 @contextmanager

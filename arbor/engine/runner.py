@@ -66,6 +66,7 @@ class ModelRunner:
         self.specs = checked(probe(model, self.layer_count), self.config)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self.weight_bytes = sum(each.nbytes for each in model.parameters())
 
     @property
     def layer_kv(self) -> tuple[LayerKV, ...]:

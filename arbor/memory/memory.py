@@ -22,6 +22,7 @@ class KVMemory:
         layers: what each layer stores per token.
         slots: the budget.
         dtype, device: of the pool.
+        weight_bytes: see `KVPool`.
         debug: poison freed slots with NaN and check every invariant after every change.
     """
 
@@ -32,9 +33,10 @@ class KVMemory:
         dtype: torch.dtype,
         device: torch.device,
         *,
+        weight_bytes: int = 0,
         debug: bool = False,
     ) -> None:
-        self.pool = KVPool(layers, slots, dtype, device)
+        self.pool = KVPool(layers, slots, dtype, device, weight_bytes=weight_bytes)
         self.table = SlotTable(slots)
         self.debug = debug
         self.tree: ThoughtTree | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.errors import OutOfMemory
 from arbor.kernels.hugepages import on_huge_pages
+from arbor.memory.shortage import is_shortage, kv_too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,24 @@ class KVPool:
     k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised, in one
     allocation (on a CPU the system commits pages on first use, large ones where it has them). Slot `trash` is the last one; no key list ever names it.
 
+    Args:
+        layers: what each layer stores per token.
+        slots: without the trash slot.
+        dtype, device: of the tensors.
+        weight_bytes: of the model beside it, which the error names; 0 = not known.
+
     Raises:
         OutOfMemory: the machine has less memory than that; names what would fit.
     """
 
     def __init__(
-        self, layers: Sequence[LayerKV], slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[LayerKV],
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        weight_bytes: int = 0,
     ) -> None:
         self.layers = tuple(layers)
         self.slots = slots
@@ -49,7 +60,7 @@ class KVPool:
         widths = [(layer.num_kv_heads, layer.head_dim_qk) for layer in layers]
         widths += [(layer.num_kv_heads, layer.head_dim_vo) for layer in layers]
         sizes = [(slots + 1) * heads * width for heads, width in widths]
-        store = self._allocate(sum(sizes))
+        store = self._allocate(sum(sizes), weight_bytes)
         if store.is_cpu:
             on_huge_pages(store.data_ptr(), store.nbytes, filled=False)
         parts = [
@@ -58,22 +69,14 @@ class KVPool:
         ]
         self.k, self.v = parts[: len(layers)], parts[len(layers) :]
 
-    def _allocate(self, numbers: int) -> Tensor:
+    def _allocate(self, numbers: int, weight_bytes: int) -> Tensor:
         try:
             return torch.zeros(numbers, dtype=self.dtype, device=self.device)
-        except RuntimeError as error:  # torch's own OutOfMemoryError is one too
-            if not any(word in str(error) for word in ("out of memory", "allocate", "overflow")):
+        except RuntimeError as error:
+            if not is_shortage(error):
                 raise
-            wanted, free = numbers * self.dtype.itemsize, free_bytes(self.device)
-            fits = free * 9 // 10 // self.bytes_per_token
-            raise OutOfMemory(
-                "oom",
-                f"{self.device}: the KV of {self.slots:,} tokens takes {wanted / 2**30:,.1f} GiB, "
-                f"and {free / 2**30:,.1f} GiB are free.",
-                f"About {fits:,} tokens fit: try --budget {fits}tok, or a smaller search.",
-                wanted_bytes=wanted,
-                free_bytes=free,
-                fitting_tokens=fits,
+            raise kv_too_large(
+                self.device, self.slots, self.bytes_per_token, weight_bytes
             ) from error
 
     @property
@@ -109,10 +112,3 @@ class KVPool:
 def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
     """KV bytes of one token over all layers."""
     return sum(layer.numbers for layer in layers) * dtype.itemsize
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory nobody holds on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
