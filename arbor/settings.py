@@ -14,6 +14,7 @@ from arbor import registry
 from arbor.engine.engine import Mode, Rehydrate
 from arbor.engine.loading import Source
 from arbor.errors import UsageError
+from arbor.kept import msve_file
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Boundary
 
@@ -21,13 +22,19 @@ FLASHINFER = "flashinfer"  # both the backend and its package
 
 
 def msve_of(given: MSVE | str | os.PathLike[str] | None, source: Source) -> MSVE:
-    """The block values that were given, or those that lie beside the weights."""
+    """The block values that were given, or those that were fitted to the model: beside its weights in a directory, in
+    `kept_folder` for a model of the Hub."""
     if isinstance(given, MSVE):
         return given
     if given is not None:
         return MSVE.parse(os.fspath(given))
-    beside = Path(source.path, "msve.json")
-    return MSVE.load(beside) if source.path and beside.is_file() else MSVE()
+    if not source.path:  # a ready model
+        return MSVE()
+    folder = Path(source.path)
+    fitted = folder / "msve.json"
+    if not folder.is_dir():
+        fitted = msve_file(source.path, source.revision)
+    return MSVE.load(fitted) if fitted.is_file() else MSVE()
 
 
 def regime_of(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:

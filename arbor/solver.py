@@ -106,7 +106,7 @@ class Solver:
         rehydrate: ``selective`` (missing tokens come back), ``span`` (whole blocks do), ``off`` (nothing does; the default
             and only where lossy).
         msve: block values for the policies that read them: an `MSVE`, its four numbers, or a file of ``arbor calibrate``; by default the
-            model directory's ``msve.json``, or `MSVE()`.
+            model directory's ``msve.json``, what ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
         sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of the model's
             `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "arbor"
 
 # Bottom first. A unit is a module or a folder of arbor; it may import itself and the units of lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "kept"),
     ("registry",),
     ("budget", "config", "events", "kernels", "sapling", "tasks", "tree"),
     ("callbacks", "memory", "metrics", "retention"),
@@ -35,6 +35,7 @@ ONLY = {"controllers": {"controllers", "errors", "tree"}}
 
 TORCH_FREE = (
     "errors",
+    "kept",
     "registry",
     "tree",
     "events",

@@ -19,12 +19,13 @@ from arbor.engine.loading import BUILTIN
 from arbor.errors import UsageError
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.retention.msve import MSVE
 
 OLD, NEW = "1" * 40, "2" * 40
 
 CODE = """
 from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 Path("it_ran").touch()
 
@@ -33,6 +34,9 @@ class OwnConfig(LlamaConfig):
 
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
 """
 
 
@@ -64,7 +68,8 @@ def own(tmp_path: Path) -> Path:
     """The built-in model as one whose config and model are code that lies beside it, and leaves a file when it runs."""
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     path = copy_of_sapling(tmp_path / "own", model_type="own", auto_map=names)
-    (path / "own.py").write_text(CODE, encoding="utf-8")
+    # transformers runs the same text once per process
+    (path / "own.py").write_text(f"{CODE}\n# {path}\n", encoding="utf-8")
     return path
 
 
@@ -139,6 +144,100 @@ def test_trust_is_in_no_configuration(command: Arbor, own: Path) -> None:
     assert "[trust] run.toml asks to trust a model's code" in ran.err
     with pytest.raises(UsageError, match="trust"):
         Solver.from_config("run.toml")
+
+
+def test_a_replay_trusts_the_code_it_is_told_to(command: Arbor, own: Path) -> None:
+    asked = ("--model", str(own), "--max-expansions", "1", "--trust-remote-code")
+    command("solve", "4 5 6 10", *asked, "--trace", "run.jsonl")
+    settings = json.loads((own / "tokenizer_config.json").read_text("utf-8"))
+    settings |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    }
+    (own / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+    refused = command("replay", "run.jsonl", "--policy", "lru")
+    assert (refused.code, refused.out) == (5, "") and "[remote-code]" in refused.err
+    trusted = command("replay", "run.jsonl", "--policy", "lru", "--trust-remote-code")
+    assert trusted.code == 0 and "lru" in trusted.out
+
+
+# Block values
+
+
+@pytest.fixture
+def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
+    """``arbor calibrate`` fits made-up losses and keeps its solvers here; what it keeps lies in ``kept``."""
+    import arbor.calibrate
+    from arbor.calibrate import Example
+
+    solvers: list[Solver] = []
+
+    def losses(solver: Solver, problems: list[Any]) -> list[Example]:
+        solvers.append(solver)
+        solver.describe()
+        return [
+            Example(problem, block / 6, 0.5, block / 6, float(block > 3))
+            for problem in range(10)
+            for block in range(6)
+        ]
+
+    monkeypatch.setattr(arbor.calibrate, "collect", losses)
+    monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "kept"))
+    return solvers
+
+
+def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
+    command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
+) -> None:
+    ran = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
+
+    assert ran.code == 0, ran.err
+    out = Path(ran.out.strip())
+    assert out.is_relative_to(tmp_path / "kept") and MSVE.provenance(out)["revision"] == "v1"
+    assert [each.config["revision"] for each in fitted] == ["v1"]
+    assert Solver("Some/Model", revision="v1").msve == MSVE.load(out) != MSVE()
+    assert Solver("Some/Model").msve == Solver("Some/Model", revision="v2").msve == MSVE()
+    assert Solver("Some/Other", revision="v1").msve == MSVE()
+
+    out.write_text("broken", encoding="utf-8")
+    with pytest.raises(UsageError, match="msve-unreadable"):
+        Solver("Some/Model", revision="v1")
+    again = command("calibrate", "msve", "--model", "Some/Model", "--revision", "v1", "--n", "8")
+    assert again.code == 0 and Solver("Some/Model", revision="v1").msve == MSVE.load(out)
+
+
+def test_values_fitted_to_a_directory_go_where_one_is(
+    command: Arbor, fitted: list[Solver], tmp_path: Path
+) -> None:
+    assert command("calibrate", "msve", "--n", "8").out == "msve.json\n"
+
+    assert MSVE.load(Path("msve.json")) != MSVE()
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_folder_that_cannot_keep_anything_is_told_before_anything_is_solved(
+    command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
+) -> None:
+    (tmp_path / "kept").write_text("a file", encoding="utf-8")
+
+    ran = command("calibrate", "msve", "--model", "Some/Model")
+
+    assert (ran.code, ran.out, fitted) == (2, "", [])
+    assert "[output-unwritable]" in ran.err and "ARBOR_CACHE" in ran.err
+
+
+def test_calibration_trusts_the_code_it_is_told_to(
+    command: Arbor, own: Path, fitted: list[Solver]
+) -> None:
+    asked = ("calibrate", "msve", "--model", str(own), "--n", "8")
+
+    refused = command(*asked)
+    assert (refused.code, refused.out) == (5, "") and "[remote-code]" in refused.err
+    assert not Path("it_ran").exists()
+
+    assert command(*asked, "--trust-remote-code").code == 0
+    assert Path("it_ran").exists()
 
 
 # Attention backends

@@ -9,9 +9,17 @@ from typing import Any
 
 import click
 
-from arbor.cli.options import Command, Group, option, voice_options
+from arbor.cli.options import (
+    Command,
+    Group,
+    option,
+    revision_option,
+    trust_option,
+    voice_options,
+)
 from arbor.cli.voice import Voice
 from arbor.errors import UsageError
+from arbor.kept import msve_file
 
 
 @click.group(cls=Group)
@@ -29,6 +37,8 @@ def calibrate() -> None:
 @option(
     "--model", default="builtin:sapling", metavar="NAME|DIR", heading="Model", help="Whose values."
 )
+@revision_option
+@trust_option
 @option("--task", default="chains", metavar="NAME", heading="Search", help="Its training problems.")
 @option(
     "--n",
@@ -41,14 +51,22 @@ def calibrate() -> None:
 @option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("msve.json"),
     metavar="FILE",
     heading="Output",
-    help="What --msve reads.",
+    help="What --msve reads; msve.json, or for a Hub model where solve finds it.",
 )
 @voice_options
 @click.pass_obj
-def msve(voice: Voice, /, model: str, task: str, n: int, out: Path) -> int:
+def msve(
+    voice: Voice,
+    /,
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    task: str,
+    n: int,
+    out: Path | None,
+) -> int:
     """Solve problems with everything kept, lose each block in turn, fit the block values (ArborKV's MSVE).
 
     \b
@@ -56,20 +74,34 @@ def msve(voice: Voice, /, model: str, task: str, n: int, out: Path) -> int:
       arbor calibrate msve --task chains --n 200 --out msve.json
       arbor calibrate msve --model ./model --task reasoning
     """
-    from arbor.calibrate import calibrate as fitted
-    from arbor.calibrate import collect
-    from arbor.solver import Solver
-
-    if not out.resolve().parent.is_dir():
+    if out is not None and not out.resolve().parent.is_dir():
         raise UsageError(
             "usage", f"{out} cannot be written: no such directory.", "Name one that is."
         )
-    with Solver(model, task=task, controller="chain", policy="arborkv") as solver:
+
+    from arbor.calibrate import calibrate as fitted
+    from arbor.calibrate import collect
+    from arbor.engine.loading import locate
+    from arbor.retention.msve import MSVE
+    from arbor.solver import Solver
+
+    source = locate(model, revision)
+    out = out or _place(source.path, revision)
+    with Solver(
+        model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        task=task,
+        controller="chain",
+        policy="arborkv",
+        msve=MSVE(),  # what was fitted before has no say
+    ) as solver:
         problems = list(itertools.islice(solver.task.problems("train"), n))
         voice.say(f"solving {len(problems)} problems of {task}, then losing each block in turn")
         result = fitted(collect(solver, problems))
     figures: dict[str, Any] = {
         "model": model,
+        "revision": revision,
         "task": task,
         "created": datetime.now(UTC).date().isoformat(),
         "problems": result.problems,
@@ -92,3 +124,24 @@ def msve(voice: Voice, /, model: str, task: str, n: int, out: Path) -> int:
             f"{result.correlation:.2f} (the guess: {result.default_correlation:.2f})"
         )
     return 0
+
+
+def _place(model: str, revision: str | None) -> Path:
+    """Where the values go that nobody named a file for.
+
+    Raises:
+        UsageError: the folder for what is kept cannot be made.
+    """
+    if Path(model).is_dir():
+        return Path("msve.json")
+    file = msve_file(model, revision)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            "output-unwritable",
+            f"{file.parent} cannot be made: {error.strerror}.",
+            "Name another folder with ARBOR_CACHE, or a file with --out.",
+            path=str(file),
+        ) from error
+    return file

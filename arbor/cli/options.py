@@ -186,6 +186,19 @@ voice_options = together(
     option("--debug", is_flag=True, help="Python's traceback with every error.", **_SHARED),
 )
 
+revision_option = option(
+    "--revision",
+    metavar="NAME",
+    heading="Model",
+    help="Branch, tag or commit on the Hub; by default its main branch.",
+)
+trust_option = option(
+    "--trust-remote-code",
+    is_flag=True,
+    heading="Model",
+    help="Run Python code that lies beside the weights; only if you have read it.",
+)
+
 search_options = together(
     option(
         "--preset",
@@ -275,12 +288,7 @@ search_options = together(
         heading="KV budget",
         help="Block values, from 'arbor calibrate msve'; by default those of the model.",
     ),
-    option(
-        "--revision",
-        metavar="NAME",
-        heading="Model",
-        help="Branch, tag or commit on the Hub; by default its main branch.",
-    ),
+    revision_option,
     option(
         "--dtype",
         default="auto",
@@ -303,10 +311,5 @@ search_options = together(
         shell_complete=names_of("backend"),
         help="What computes attention: auto, flashinfer, torch, rowwise, reference.",
     ),
-    option(
-        "--trust-remote-code",
-        is_flag=True,
-        heading="Model",
-        help="Run Python code that lies beside the weights; only if you have read it.",
-    ),
+    trust_option,
 )

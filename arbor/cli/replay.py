@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from arbor import registry
 from arbor.budget import Budget
-from arbor.cli.options import Command, names_of, option, voice_options
+from arbor.cli.options import Command, names_of, option, trust_option, voice_options
 from arbor.cli.voice import Voice
 from arbor.errors import BudgetInfeasible
+
+if TYPE_CHECKING:
+    from arbor.events import Event
+    from arbor.replay import Recording
 
 
 @click.command(cls=Command)
@@ -39,6 +43,7 @@ from arbor.errors import BudgetInfeasible
     heading="KV budget",
     help="What comes back: missing tokens, or whole blocks.",
 )
+@trust_option
 @voice_options
 @click.pass_obj
 def replay(
@@ -48,6 +53,7 @@ def replay(
     policy: tuple[str, ...],
     budget: tuple[str, ...],
     rehydrate: Any,
+    trust_remote_code: bool,
 ) -> int:
     """What other policies and budgets would have cost, from a trace, without running the model.
 
@@ -62,10 +68,15 @@ def replay(
             registry.resolve("policy", name)
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
+    from arbor.engine.loading import load_tokenizer, locate
+    from arbor.replay import Recording
     from arbor.trace.read import read_trace
 
     read = read_trace(trace)
-    rows = list(_rows(read, chosen, parts, rehydrate))
+    record = Recording.of(read.events)
+    config = record.header.config
+    source = locate(config["model"], config.get("revision"), trust_remote_code)
+    rows = list(_rows(record, read.events, load_tokenizer(source), chosen, parts, rehydrate))
     if voice.json:
         voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0
@@ -90,21 +101,21 @@ def replay(
 
 
 def _rows(
-    trace: Any, policies: tuple[str, ...], budgets: list[Budget], rehydrate: Any
+    record: Recording,
+    events: Sequence[Event],
+    tokenizer: Any,
+    policies: tuple[str, ...],
+    budgets: list[Budget],
+    rehydrate: Any,
 ) -> Iterator[dict[str, Any]]:
     """One row for each budget and policy; a budget that does not work says which would."""
-    from arbor.engine.loading import load_tokenizer, locate
     from arbor.metrics import MetricsFold
-    from arbor.replay import Recording
     from arbor.replay import replay as again
 
-    record = Recording.of(trace.events)
     fold = MetricsFold()
-    for event in trace.events:
+    for event in events:
         fold(event)
     peak = fold.metrics().peak_tokens
-    config = record.header.config
-    tokenizer = load_tokenizer(locate(config["model"], config.get("revision")))
     for budget in budgets:
         slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
         for policy in policies:

@@ -21,6 +21,7 @@ from arbor.cli.cache import cached_models
 from arbor.cli.options import Command, search_options, voice_options
 from arbor.cli.voice import Voice
 from arbor.errors import ArborError
+from arbor.kept import kept_folder
 from arbor.trace.numbers import human_bytes
 
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
@@ -246,6 +247,7 @@ def _report() -> dict[str, Any]:
         "hub": {
             name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
         },
+        "cache": str(kept_folder()),
         "names": {kind: list(registry.names(kind)) for kind in registry.KINDS},
         "plugins": {kind: registry.plugins(kind) for kind in registry.KINDS},
         "settings": {name: os.environ[name] for name in sorted(os.environ) if _steers(name)},
