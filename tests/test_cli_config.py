@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+import webbrowser
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
+import huggingface_hub.constants
 import pytest
 from fake_run import fake_run, tick
 from run_cli import FAKE, Arbor, environment, in_process
 
-from arbor import registry
+import arbor.calibrate
+import arbor.cli.demo
+from arbor import Solution, Solver, registry
+from arbor.calibrate import Example
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.options import COMPLETION, Group
+from arbor.engine.loading import BUILTIN
+from arbor.retention.msve import MSVE
 from arbor.trace import TraceWriter
 
 
@@ -282,38 +290,46 @@ def test_a_shell_gets_a_script(command: Arbor, shell: str) -> None:
         assert subprocess.run(["/bin/bash", "-n"], input=ran.out, text=True).returncode == 0
 
 
-def examples() -> list[str]:
-    """Every example of every help page that needs neither a real model nor another program."""
-    elsewhere = ("jq", "vizviewer", "~/", "--open", "./my-model", "Qwen/")
-    found = []
-    for name, command in commands(cli):
-        if name.split()[0] not in ("solve", "list", "trace", "completion"):
-            continue  # the others load a model or write pages; their own tests run them
-        for line in (command.help or "").splitlines():
-            text = line.strip().partition("  ")[0]
-            if text.startswith(("arbor ", "echo ")) and not any(e in text for e in elsewhere):
-                found.append(text)
-    return found
+# The examples of the help pages
+
+
+def examples(of: Iterable[str] = COMMANDS) -> list[str]:
+    """The examples of some commands' help pages and of those below them, each once."""
+    pages = [(name, cli.get_command(click.Context(cli), name)) for name in of]
+    texts = [found.help for _, found in pages if found is not None]
+    texts += [each.help for name, each in commands(cli) if name.split()[0] in of]
+    lines = (
+        line.strip().partition("  ")[0] for text in texts for line in (text or "").splitlines()
+    )
+    return list(dict.fromkeys(line for line in lines if line.startswith(("arbor ", "echo "))))
+
+
+LIGHT = ("solve", "list", "trace", "completion", "view")
+HEAVY = tuple(name for name in COMMANDS if name not in LIGHT)
+STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browser": "exit 0"}
 
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder with the traces that help pages name, and an `arbor` whose solver solves nothing."""
+    """A home with the traces that help pages name, an `arbor` whose solver solves nothing, and the programs beside it."""
     folder = tmp_path_factory.mktemp("examples")
-    for name in ("run", "full", "small", "a", "b"):
+    for name in ("run", "full", "small", "tenth", "a", "b"):
         for suffix in ("", ".gz"):
             with TraceWriter(folder / f"{name}.arbor.jsonl{suffix}", clock=tick()) as writer:
                 for event in fake_run(seed=1):
                     writer(event)
-    program = folder / "bin" / "arbor"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{FAKE}" "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
-    path = os.pathsep.join((str(program.parent), os.environ["PATH"]))
-    return folder, environment(PATH=path, HF_HUB_CACHE=str(folder / "hub"))
+    (folder / ".config" / "fish" / "completions").mkdir(parents=True)
+    (folder / "bin").mkdir()
+    for name, text in {"arbor": f'exec "{sys.executable}" -c "{FAKE}" "$@"', **STUBS}.items():
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        program.chmod(0o755)
+    path = os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))
+    own = {"PATH": path, "HOME": str(folder), "BROWSER": "browser %s"}
+    return folder, environment(HF_HUB_CACHE=str(folder / "hub"), **own)
 
 
-@pytest.mark.parametrize("example", examples())
+@pytest.mark.parametrize("example", examples(LIGHT))
 def test_every_example_of_a_help_page_runs(
     example: str, shell: tuple[Path, dict[str, str]]
 ) -> None:
@@ -328,4 +344,59 @@ def test_every_example_of_a_help_page_runs(
         timeout=120,
     )
 
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
+    """A folder with a real run, the models that help pages name, and a Hub cache with one more; the run's solution."""
+    folder = tmp_path_factory.mktemp("desk")
+    hub = folder / "hub" / "models--Qwen--Qwen2.5-7B-Instruct"
+    for place in (folder / "model", folder / "my-model", hub / "snapshots" / "abc"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(BUILTIN["sapling"], target_is_directory=True)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("abc", encoding="utf-8")
+    MSVE().save(folder / "msve.json")
+    with Solver(controller="beam", verifier="exact", max_expansions=2) as solver:
+        return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")
+
+
+@pytest.mark.parametrize("example", examples(HEAVY))
+def test_every_example_of_a_help_page_that_needs_a_model_runs(
+    example: str,
+    desk: tuple[Path, Solution],
+    command: Arbor,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    folder, solution = desk
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(webbrowser, "open", lambda address: True)
+    # what takes long: searches, whose own tests run them
+    monkeypatch.setattr(arbor.cli.demo, "search", lambda voice, folder, seed: solution)
+    monkeypatch.setattr(arbor.calibrate, "collect", lambda solver, problems: made_up_losses())
+
+    program, *arguments = shlex.split(example)
+    ran = command(*arguments)
+
+    solved = solution.answer is not None or arguments[0] != "demo"
+    assert (program, ran.code) == ("arbor", 0 if solved else 3), ran.err
+    assert ran.out
+
+
+def made_up_losses() -> list[Example]:
+    """Blocks that cost the answer where the model attended to them."""
+    return [
+        Example(problem, block / 6, 0.5, block / 6, float(block > 3))
+        for problem in range(10)
+        for block in range(6)
+    ]
+
+
+def test_every_command_has_its_examples_run() -> None:
+    assert set(examples()) == {*examples(LIGHT), *examples(HEAVY)}
+    for name in COMMANDS:
+        assert [line for line in examples() if f"arbor {name}" in line], name

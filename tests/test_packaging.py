@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -24,8 +25,8 @@ def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The files of the wheel built from a copy of the sources."""
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel built from a copy of the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     ignore = shutil.ignore_patterns(*NOT_PACKAGED)
@@ -34,7 +35,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     command += ["--wheel-dir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+    shutil.rmtree(source)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> list[str]:
+    """The files in the wheel."""
+    with zipfile.ZipFile(wheel_file) as archive:
         return archive.namelist()
 
 
@@ -72,6 +80,45 @@ def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
     assets |= {f"arbor/trace/html/{path.name}" for path in folder.glob("*.js")}
 
     assert len(assets) > 5 and assets <= set(wheel)
+
+
+CUT_OFF = """
+import socket
+
+def cut_off(*args, **kwargs):
+    raise OSError("the network is cut off")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = cut_off
+"""
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_the_wheel_without_a_network(wheel_file: Path, tmp_path: Path) -> None:
+    """A pure wheel is installed by unpacking it, so no installer is needed."""
+    site, away = tmp_path / "site", tmp_path / "away"
+    away.mkdir()
+    with zipfile.ZipFile(wheel_file) as archive:
+        archive.extractall(site)
+    (site / "sitecustomize.py").write_text(CUT_OFF, encoding="utf-8")
+    steering = ("HF_", "TRANSFORMERS_", "ARBOR_", "XDG_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    settings = kept | {"PYTHONPATH": str(site), "HOME": str(away)}
+
+    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(command, cwd=away, env=settings, capture_output=True, text=True)
+
+    where = run("import arbor; print(arbor.__file__)")
+    assert Path(where.stdout.strip()) == site / "arbor/__init__.py"
+    asked = run("import socket; socket.create_connection(('127.0.0.1', 9))")
+    assert "the network is cut off" in asked.stderr
+
+    done = run("import sys; from arbor.cli import main; sys.exit(main())", "demo")
+
+    assert (done.returncode in (0, 3), done.stderr) == (True, ""), "an answer, or none"
+    assert "arbor-demo.html" in done.stdout
+    page = (away / "arbor-demo.html").read_text(encoding="utf-8")
+    assert page.lstrip().startswith("<!doctype html>") and len(page) > 100_000
 
 
 @pytest.mark.parametrize("folder", LINKED)

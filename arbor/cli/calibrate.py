@@ -72,7 +72,7 @@ def msve(
     \b
       arbor calibrate msve
       arbor calibrate msve --task chains --n 200 --out msve.json
-      arbor calibrate msve --model ./model --task reasoning
+      arbor calibrate msve --model ./model --task game24
     """
     if out is not None and not out.resolve().parent.is_dir():
         raise UsageError(

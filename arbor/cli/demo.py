@@ -59,7 +59,7 @@ def demo(voice: Voice, output: Path, open: bool, seed: int) -> int:
     \b
       arbor demo
       arbor demo --open
-      arbor demo --seed 7 -o /tmp/demo.html
+      arbor demo --seed 7 -o demo.html
     """
     from arbor.cli.solve import EXIT_NO_ANSWER
     from arbor.cli.view import open_page
