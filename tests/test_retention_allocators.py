@@ -544,6 +544,28 @@ def test_pooled_keeps_the_best_tokens_wherever_they_lie(seed: int, share: float)
     assert counts.tolist() == np.bincount(tokens.block[taken], minlength=len(blocks)).tolist()
 
 
+def test_of_tokens_equal_in_all_the_earlier_block_keeps_its_own() -> None:
+    blocks = blocks_of(3)
+    every = np.arange(30)
+    zeros, none = np.zeros(30), np.zeros(30, np.int64)
+    tokens = Tokens(
+        block=every // 10,
+        offset=every % 10,
+        position=every % 10,
+        mass=zeros,
+        latest=zeros,
+        queries=none,
+        activated=none,
+        key=every.astype(np.uint64),
+        protected=np.zeros(30, np.bool_),
+    )
+    blocks = dataclasses.replace(blocks, see=tokens.only)
+
+    # places 0 and 1 of all three blocks are gone, and two of place 2
+    assert Pooled().counts(blocks, 22, ANY).tolist() == [8, 7, 7]
+    assert Pooled().counts(blocks, 23, ANY).tolist() == [8, 8, 7]
+
+
 @given(seed=SEEDS, share=SHARES, values=st.sampled_from([2, 50, 10**6]))
 def test_many_tokens_are_told_apart_as_few_are(seed: int, share: float, values: int) -> None:
     """Where a sample narrows the search, the same tokens leave: the lowest scores, of equals the earlier positions."""

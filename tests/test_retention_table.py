@@ -95,6 +95,21 @@ def test_a_table_that_is_told_what_changed_is_one_made_anew(seed: int) -> None:
     assert (table.on_paths(leaves) == anew.on_paths(leaves)).all()
 
 
+def test_the_tail_is_what_is_on_the_device_of_the_last_tokens() -> None:
+    tree = ThoughtTree([1, 2, 3, 4, 5])
+    short = tree.fork(tree.root)
+    for node, resident in ((tree.root, [1, 1, 0, 0, 1]), (short, [1])):
+        node.tokens[:] = [7] * len(resident)
+        node.span.grow(len(resident) - len(node.span))
+        node.span.slot[:] = np.where(resident, 1, -1)
+    table = BlockTable(protected_tail=3)
+    for node in tree:
+        table.touch(node)
+    table.refresh()
+
+    assert table.tail.tolist() == [1, 1]  # the first three of the root would be two
+
+
 def test_what_is_not_touched_is_not_read() -> None:
     tree = random_tree(1, 9)
     table = table_of(tree)
