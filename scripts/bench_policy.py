@@ -9,6 +9,9 @@ policy shared it out while other leaves ran. Then the search moves on, and an ex
     counts   the allocator
     kept     which tokens of each block stay, the token view of the blocks that lose some included
     tokens   the token view of all blocks, for allocators that rank all tokens; counts is given it
+    engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots that the policy brought
+             down to its quarter itself: offer and decision, the blocks of the running paths read again before; without
+             moving anything
     loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token less, again
 
 The loop is given what it lacks in the paper: a priority (the utility a block loses with the token, w ln(k / (k - 1))), an
@@ -26,8 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from arbor.engine.residency import Residency
+from arbor.memory import KVMemory
+from arbor.memory.pool import LayerKV
 from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
 from arbor.retention.keep import kept, shared_out, without
 from arbor.retention.kkt import KKT
@@ -35,7 +42,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy
 from arbor.retention.statistics import Seen, TokenStatistics
 from arbor.retention.table import BlockTable
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, NodeState, Span, ThoughtTree
 
 BLOCK = 128  # tokens, as in the paper
 PROMPT = 512
@@ -171,6 +178,40 @@ def event(search: Search, policy: Policy, share: float) -> tuple[Blocks, int, li
     return blocks, max(int(blocks.floor.sum()), budget - needed), leaves
 
 
+def engine_event(search: Search, policy: Policy, share: float) -> Callable[[], Any]:
+    """The same event in the engine: what to time, offer and decision."""
+    tree = search.tree
+    total = sum(len(node.tokens) for node in tree)
+    memory = KVMemory((LayerKV(1, 1, 1),), total, torch.float32, torch.device("cpu"))
+    for node in tree:
+        node.span = Span()
+        node.span.grow(len(node.tokens))
+    memory.attach(tree)
+    residency = Residency(
+        tree, memory, policy, msve=MSVE(), lossy=False, uses=None, emit=lambda event: None
+    )
+    residency.statistics = search.statistics
+    for node in tree:
+        memory.place(node, np.arange(len(node.tokens)), exact=True, depth=1)
+    for clock, node in enumerate(search.rng.permutation(np.array(tree.nodes, object))):
+        residency.table.use([node], clock)
+    residency.changed(tree.nodes)
+    likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
+    residency.outlook = lambda: likely
+    residency.fit(total - int(share * total), search.leaves(), "step")
+    leaves = search.leaves()
+    paths = tree.paths(leaves)
+    missing = sum(int((~node.span.resident).sum()) for node in paths)
+    taken = missing + RUNNING * BLOCK
+
+    def decide() -> Any:
+        residency.changed(paths)
+        blocks = residency.offered(leaves)
+        return residency.decide(blocks, int(blocks.resident.sum()) - taken)
+
+    return decide
+
+
 def pressure_loop(
     weight: NDArray[np.float64], floor: Ints, resident: Ints, room: int
 ) -> tuple[Ints, int]:
@@ -231,6 +272,7 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
         "view_us": timed(lambda: search.view(policy, leaves, resident), rounds),
         "counts_us": timed(ask, rounds),
         "kept_us": timed(choose, rounds),
+        "engine_us": timed(engine_event(search, policy, share), rounds),
     }
     if isinstance(allocator, TokenAllocator):
         row["tokens_us"] = timed(lambda: blocks.see(every), max(5, rounds // 5))

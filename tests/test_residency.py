@@ -216,6 +216,18 @@ def test_floors_and_parts_of_the_view_are_those_of_all_tokens(name: str, mode: M
                     here = tokens.offset[tokens.block == index]
                     assert here.tolist() == np.flatnonzero(held).tolist()
                     assert (tokens.position[tokens.block == index] == node.start + here).all()
+                    tail = len(node.tokens) - (protect.tail or -1)
+                    window = [leaf.end - protect.recent for leaf in leaves if node in leaf.path]
+                    safe = [
+                        node.start + t < protect.sinks
+                        or t >= tail
+                        or any(node.start + t >= begin for begin in window)
+                        for t in here.tolist()
+                    ]
+                    assert tokens.protected[tokens.block == index].tolist() == safe
+                    seen = lab.residency.statistics.view(node.id, here)
+                    mass = seen.mass if policy.observes else np.zeros(len(here))
+                    assert tokens.mass[tokens.block == index].tolist() == mass.tolist()
                 guarded = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
                 kept = np.minimum(blocks.resident, protect.floor)
                 # without a tail, blocks off the running paths have no protected tokens

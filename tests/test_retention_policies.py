@@ -353,6 +353,32 @@ def test_kept_sets_of_whole_and_empty_blocks_need_no_tokens() -> None:
     assert [each.tolist() for each in chosen] == [list(range(count)) for count in counts]
 
 
+# Columns
+
+
+def test_a_column_is_made_once_and_only_when_somebody_reads_it() -> None:
+    made = []
+
+    def depth() -> Ints:
+        made.append("depth")
+        return np.arange(3)
+
+    def distance() -> Ints:
+        raise AssertionError("nobody reads it")
+
+    whole = offer(1, 3)
+    later = {"depth": depth, "distance": distance}
+    now = {f.name: getattr(whole, f.name) for f in dataclasses.fields(Blocks)}
+    blocks = Blocks.when_read(later, **{k: v for k, v in now.items() if k not in later})
+
+    assert not made
+    assert blocks.depth.tolist() == blocks.depth.tolist() == [0, 1, 2]
+    assert made == ["depth"]
+    assert blocks.tokens.block.tolist() == whole.tokens.block.tolist()
+    with pytest.raises(AttributeError, match="Blocks has no column 'breadth'"):
+        blocks.breadth  # type: ignore[attr-defined]  # noqa: B018
+
+
 # Names
 
 

@@ -251,6 +251,24 @@ def test_tokens_beyond_the_room_of_their_block_are_not_their_neighbours() -> Non
     assert statistics.view(0, np.arange(4)).mass.tolist() == [0, 0, 0, 0]
 
 
+@given(seed=SEEDS)
+def test_a_column_made_on_demand_is_that_of_the_view(seed: int) -> None:
+    """Also for blocks nobody opened, and for tokens beyond the room of theirs."""
+    statistics = History(seed).statistics
+    rng = np.random.default_rng(seed)
+    for ids in (np.arange(int(rng.integers(0, 4))), np.sort(rng.permutation(90)[:9])):
+        held = [np.flatnonzero(rng.random(6) < 0.4) for _ in ids]
+        sizes = np.array([len(each) for each in held], np.int64)
+        offsets = np.concatenate([np.empty(0, np.int64), *held])
+
+        makers = statistics.makers(ids, sizes, offsets)
+
+        view = statistics.view(np.repeat(ids, sizes), offsets)
+        assert set(makers) == set(view._fields)
+        for name, make in makers.items():
+            assert make().tolist() == getattr(view, name).tolist()
+
+
 def test_more_blocks_change_nothing_about_earlier_ones() -> None:
     statistics = TokenStatistics()
     for node_id in range(200):

@@ -17,7 +17,7 @@ from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.keep import shared_out
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.retention.statistics import Seen, TokenStatistics
+from arbor.retention.statistics import TokenStatistics
 from arbor.retention.table import BlockTable
 from arbor.retention.uses import Uses
 from arbor.tree import Node, ThoughtTree
@@ -221,33 +221,35 @@ class Residency:
                 able &= ~active
             ids = np.flatnonzero(able)
         resident = table.length[ids] if whole else table.resident[ids]
-        reads = self.policy.observes
-        attention = self.statistics.block_attention(ids) if reads else np.zeros(len(ids))
-        value, sure = table.value[ids], table.confidence[ids]
 
         def see(indices: NDArray[np.int64]) -> Tokens:
             return self._tokens(ids, indices, leaves, whole)
 
-        return Blocks(
+        def score() -> NDArray[np.float64]:
+            return self.msve.scores(blocks.value, blocks.confidence, blocks.attention)
+
+        # most policies read a few of these only
+        blocks = Blocks.when_read(
+            {
+                "length": lambda: table.length[ids],
+                "depth": lambda: table.depth[ids],
+                "distance": lambda: table.distances(running)[ids],
+                "active": lambda: active[ids],
+                "value": lambda: table.value[ids],
+                "confidence": lambda: table.confidence[ids],
+                "attention": lambda: self._attention(ids),
+                "score": score,
+                "last_used": lambda: table.last_used[ids],
+                "scheduled": lambda: self._scheduled(ids),
+                "reentry": lambda: self._reentry(ids),
+                "next_use": lambda: self._next_use(ids),
+            },
             ids=ids,
-            length=table.length[ids],
             resident=resident,
             floor=self._floor(ids, resident, see, leaves, spare, whole),
-            depth=table.depth[ids],
-            distance=table.distances(running)[ids],
-            active=active[ids],
-            value=value,
-            confidence=sure,
-            attention=attention,
-            score=self.msve.scores(value, sure, attention),
-            last_used=table.last_used[ids],
-            scheduled=self._scheduled(ids),
-            reentry=self._reentry(ids),
-            next_use=self.uses.after(self.operation, ids)
-            if self.uses
-            else np.full(len(ids), NEVER),
             see=see,
         )
+        return blocks
 
     def _floor(
         self,
@@ -288,6 +290,16 @@ class Residency:
                     break
         return oldest
 
+    def _attention(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        if not self.policy.observes:
+            return np.zeros(len(ids))
+        return self.statistics.block_attention(ids)
+
+    def _next_use(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.uses is None:
+            return np.full(len(ids), NEVER)
+        return self.uses.after(self.operation, ids)
+
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         wait = np.full(len(self.table), NEVER)
         for distance in range(len(self._upcoming), 0, -1):
@@ -316,30 +328,43 @@ class Residency:
             offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         else:
             sizes, offset = table.held.of(nodes)
-        block, owner = np.repeat(indices, sizes), np.repeat(nodes, sizes)
-        position = np.repeat(table.start[nodes], sizes) + offset
-        protected = position < protect.sinks
-        if protect.tail:
-            protected |= offset >= np.repeat(table.length[nodes] - protect.tail, sizes)
-        if protect.recent and leaves:
-            protected |= position >= self._oldest(leaves)[owner]
-        nothing = np.broadcast_to(np.int64(0), len(block))
-        seen = Seen(np.zeros(len(block)), np.zeros(len(block)), nothing, nothing)
-        if self.policy.observes:
-            seen = self.statistics.view(owner, offset)
-        with np.errstate(over="ignore"):
-            names = np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
-        return Tokens(
-            block=block,
+        tokens: Tokens
+
+        def protected() -> NDArray[np.bool_]:
+            # places in the path from which tokens are protected, by block
+            since = self._oldest(leaves)[nodes]
+            if protect.tail:
+                since = np.minimum(since, table.start[nodes] + table.length[nodes] - protect.tail)
+            sinks = table.start[nodes] < protect.sinks
+            result = np.zeros(len(offset), np.bool_)
+            if (since < NEVER).any():
+                result = tokens.position >= np.repeat(since, sizes)
+            if sinks.any():
+                result |= tokens.position < protect.sinks
+            return result
+
+        def key() -> NDArray[np.uint64]:
+            with np.errstate(over="ignore"):
+                return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
+
+        nothing = {
+            "mass": lambda: np.zeros(len(offset)),
+            "latest": lambda: np.zeros(len(offset)),
+            "queries": lambda: np.zeros(len(offset), np.int64),
+            "activated": lambda: np.zeros(len(offset), np.int64),
+        }
+        observed = self.policy.observes
+        tokens = Tokens.when_read(
+            {
+                "block": lambda: np.repeat(indices, sizes),
+                "position": lambda: np.repeat(table.start[nodes], sizes) + offset,
+                "key": key,
+                "protected": protected,
+                **(self.statistics.makers(nodes, sizes, offset) if observed else nothing),
+            },
             offset=offset,
-            position=position,
-            mass=seen.mass,
-            latest=seen.latest,
-            queries=seen.queries,
-            activated=seen.activated,
-            key=names,
-            protected=protected,
         )
+        return tokens
 
     def _named(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Names of blocks, which do not depend on the order of the search."""

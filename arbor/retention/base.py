@@ -14,13 +14,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.retention.columns import Columns
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Tokens(Columns):
     """The tokens of the offered blocks that are on the device, block after block, each block's in order; T in all.
 
     Attributes:
@@ -59,7 +61,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Columns):
     """The blocks a policy may take tokens from, by node id; M in all.
 
     Attributes:

@@ -44,6 +44,8 @@ class Pooled:
 
 def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
     """The tokens that pay the floors, bool [T]: of each block its own best."""
+    if not blocks.floor.any() and not tokens.protected.any():
+        return tokens.protected
     size = len(blocks)
     protected = np.bincount(tokens.block[tokens.protected], minlength=size)
     paid = tokens.protected.copy()  # where the floor is what is protected, nothing needs ranking

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +45,8 @@ class TokenStatistics:
 
     def __init__(self, threshold: float = 1e-4) -> None:
         self.threshold = threshold
-        self._end = 0  # of the part of the token arrays in use
+        # of the part of the token arrays in use; the first token is nobody's and was never seen
+        self._end = 1
         self._mass = np.zeros(_FIRST)
         self._latest = np.zeros(_FIRST)
         self._queries = np.zeros(_FIRST, np.int64)
@@ -150,23 +153,46 @@ class TokenStatistics:
             offsets: int [T], places in the block.
         """
         owner = np.broadcast_to(np.asarray(node_id, np.int64), offsets.shape)
+        at = self._places(owner, np.asarray(offsets, np.int64))
+        return Seen(self._mass[at], self._latest[at], self._queries[at], self._activated[at])
+
+    def makers(
+        self, node_ids: Ints, sizes: Ints, offsets: Ints
+    ) -> dict[str, Callable[[], NDArray[Any]]]:
+        """What `view` gives, column by column, each made when it is called for.
+
+        Args:
+            node_ids: int64 [P].
+            sizes: int64 [P], how many tokens of each block are asked for; summing to T.
+            offsets: int64 [T], places in their blocks, block after block, increasing in each.
+        """
+
+        @functools.cache
+        def at() -> Ints:
+            ends = np.cumsum(sizes)
+            some = sizes > 0
+            known = node_ids < len(self._base)
+            if known.all() and (offsets[ends[some] - 1] < self._capacity[node_ids[some]]).all():
+                return np.repeat(self._base[node_ids], sizes) + offsets
+            return self._places(np.repeat(node_ids, sizes), offsets)
+
+        return {
+            "mass": lambda: self._mass[at()],
+            "latest": lambda: self._latest[at()],
+            "queries": lambda: self._queries[at()],
+            "activated": lambda: self._activated[at()],
+        }
+
+    def _places(self, owner: Ints, offsets: Ints) -> Ints:
+        """Where tokens lie, [T]; what nobody knows lies where nothing was seen."""
         last = len(self._base) - 1
         if last < 0:
-            nothing = np.zeros(len(offsets), np.int64)
-            return Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+            return np.zeros(len(offsets), np.int64)
         known = owner <= last
         owner = np.minimum(owner, last)
         known &= offsets < self._capacity[owner]
-        at = self._base[owner] + offsets
-        if known.all():
-            return Seen(self._mass[at], self._latest[at], self._queries[at], self._activated[at])
-        at[~known] = 0
-        return Seen(
-            np.where(known, self._mass[at], 0.0),
-            np.where(known, self._latest[at], 0.0),
-            np.where(known, self._queries[at], 0),
-            np.where(known, self._activated[at], 0),
-        )
+        at: Ints = np.where(known, self._base[owner] + offsets, 0)
+        return at
 
     def _place(self, node_id: int, start: int, capacity: int) -> None:
         base, self._end = self._end, self._end + capacity
