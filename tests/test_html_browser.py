@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import runpy
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from arbor.trace.write import to_line
 
 pytestmark = pytest.mark.skipif(program() is None, reason="there is no Chromium")
 
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror='window.hit=2'>\u2028\u2029<!--"
 
 
@@ -122,13 +124,10 @@ def test_it_opens_in_a_plain_headless_browser(trace: Path, tmp_path: Path) -> No
     assert f" / {len(types(trace)) - 1}" in done.stdout
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: int) -> None:
-    trace = written(tmp_path / "run.arbor.jsonl", fake_run(seed, rounds=25))
-    read = read_trace(trace)
-    chosen = random.Random(seed).sample(range(len(read.events)), 50)
+def states_of(trace: Path, chosen: list[int]) -> dict[int, dict[str, Any]]:
+    """The Python fold after some events, in the form of the page's own."""
     replay, states = Replay(), {}
-    for number, _ in enumerate(replay.steps(read)):
+    for number, _ in enumerate(replay.steps(read_trace(trace))):
         if number in chosen:
             states[number] = {
                 "event": number,
@@ -147,11 +146,43 @@ def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: 
                 "host": replay.kv.host,
                 "compressed": replay.kv.compressed,
             }
+    return states
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: int) -> None:
+    trace = written(tmp_path / "run.arbor.jsonl", fake_run(seed, rounds=25))
+    chosen = random.Random(seed).sample(range(len(types(trace))), 50)
+    states = states_of(trace, chosen)
 
     page.open(shown(trace))
 
     for number in chosen:  # in no order: forwards, backwards, across keyframes
         assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
+
+
+@pytest.mark.parametrize("nodes", [1281, pytest.param(10_001, marks=pytest.mark.slow)])
+def test_a_large_tree_opens_and_is_right_wherever_one_jumps(
+    page: Page, tmp_path: Path, nodes: int
+) -> None:
+    """How fast is for scripts/bench_view.py to say, whose search that never ran this is."""
+    simulated = runpy.run_path(str(SCRIPTS / "bench_view.py"))["Simulation"](nodes, seed=3)
+    trace = written(tmp_path / "run.arbor.jsonl", simulated.events())
+    last = len(types(trace)) - 1
+    chosen = [last, 0, *random.Random(nodes).sample(range(last), 4)]
+    states = states_of(trace, chosen)
+    assert len(states[last]["blocks"]) == nodes
+
+    page.open(shown(trace))
+    page.settle()
+
+    for number in chosen:
+        assert page.evaluate(f"arbor.seek({number}), arbor.draw(), arbor.state()") == states[number]
+    page.press("End")
+    assert cursor(page) == last
+    page.press("Home")
+    assert cursor(page) == 0
+    assert page.errors == []
 
 
 def test_the_fold_is_right_across_keyframes(page: Page, tmp_path: Path) -> None:
