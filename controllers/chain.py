@@ -1,4 +1,4 @@
-"""Chain of thought: one path, or several independent ones."""
+"""Chain of thought: one path, or several side by side."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Chain:
     with the highest value of its last thought, then the highest mean log probability, then the first.
 
     Args:
-        samples: N, independent chains; 1 is plain chain of thought (Wei et al., arXiv 2201.11903).
+        samples: N chains; 1 is plain chain of thought (Wei et al., arXiv 2201.11903). Each is a sample of the model; they
+            begin spread over its distribution (`Sampling.arithmetic`; false for independent ones).
 
-    Differs from the sources: no chain is stopped by its value on the way, and none is replaced, so that the chains stay
-    independent samples; a chain that reaches the depth limit without an answer is given up. Answers are not voted on.
+    Differs from the sources: no chain is stopped by its value on the way, and none is replaced; a chain that reaches the depth limit without an answer is given up. Answers are not voted on.
     """
 
     samples: int = 1

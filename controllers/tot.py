@@ -28,8 +28,8 @@ class ToT:
     Args:
         strategy: ``bfs`` (Algorithm 1) or ``dfs`` (Algorithm 2).
         beam: b, states kept of each level (bfs).
-        width: k, thoughts sampled of each state. The paper proposes about ten different ones in one completion; here they
-            are independent samples, of which repeats are left out.
+        width: k, thoughts sampled of each state. The paper proposes about ten different ones in one completion; here each
+            is a sample, spread so that they repeat each other little (`Sampling.arithmetic`); repeats are left out.
         select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value (bfs).
         threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default leaves out what a
             verifier refutes.

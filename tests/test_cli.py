@@ -147,11 +147,12 @@ def test_flags_reach_the_solver(command: Arbor) -> None:
 
 def test_set_goes_to_the_part_that_has_it(command: Arbor) -> None:
     arguments = ("--set", "width=3", "--set", "sampling.top_k=5", "--set", "temperature=0.25")
+    arguments += ("--set", "arithmetic=false")
 
     config = command("solve", "4 5 6 10", "--json", *arguments).document["config"]
 
     assert "width=3" in config["controller"]
-    assert config["sampling"] == repr({"top_k": 5, "temperature": 0.25})
+    assert config["sampling"] == repr({"top_k": 5, "temperature": 0.25, "arithmetic": False})
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,8 @@ def test_set_goes_to_the_part_that_has_it(command: Arbor) -> None:
         ("width", "setting", "KEY=VALUE"),
         ("engine.width=3", "setting", "PART is one of"),
         ("width=many", "setting-type", "width"),
-        ("top_k=many", "setting-type", "no number"),
+        ("top_k=many", "setting-type", "not a number"),
+        ("arithmetic=perhaps", "setting-type", "not true or false"),
     ],
 )
 def test_a_setting_that_cannot_be_meant(

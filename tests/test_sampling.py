@@ -16,13 +16,14 @@ from trees import SAMPLED, Lab, own_logits
 
 from arbor.engine.boundary import StopRule
 from arbor.engine.engine import Growth
-from arbor.engine.sampling import Sampling, confidence, sample, stream
+from arbor.engine.sampling import Code, Sampling, confidence, sample, stream
 from arbor.errors import UsageError
 from arbor.tasks.base import Boundary
 from arbor.tree import ThoughtTree
 
 ALMOST_ONE = 1 - 2.0**-53
 EVERYTHING = Sampling(temperature=1.0, top_p=1.0)
+ALONE = Sampling(temperature=1.0, top_p=1.0, arithmetic=False)
 
 
 def logits_of(seed: int, rows: int, vocabulary: int, scale: float = 2.0) -> torch.Tensor:
@@ -204,16 +205,129 @@ def test_a_stream_belongs_to_the_seed_and_the_blocks_place_in_the_tree() -> None
     assert all(other.random(4).tolist() != numbers for other in others)
 
 
-def test_each_token_reads_one_number_of_its_blocks_stream() -> None:
+def test_without_a_code_each_token_reads_one_number_of_its_blocks_stream() -> None:
+    own, lab = build("llama"), Lab(build("llama"))
+    tree = lab.plant()
+
+    children = lab.sprout([(tree.root, 3)], ALONE, length=6, seed=5)
+
+    for child in children:
+        random = stream(5, child)
+        for logits, token in zip(own_logits(own, tree)[child.id], child.tokens, strict=False):
+            assert sample(logits[None], [random.random()], ALONE).tokens == [token]
+
+
+def test_with_a_code_the_blocks_own_number_decides_every_token() -> None:
     own, lab = build("llama"), Lab(build("llama"))
     tree = lab.plant()
 
     children = lab.sprout([(tree.root, 3)], EVERYTHING, length=6, seed=5)
 
     for child in children:
-        random = stream(5, child)
+        code = Code(5, child, EVERYTHING)
         for logits, token in zip(own_logits(own, tree)[child.id], child.tokens, strict=False):
-            assert sample(logits[None], [random.random()], EVERYTHING).tokens == [token]
+            drawn = sample(logits[None], [code.number], EVERYTHING)
+            assert drawn.tokens == [token]
+            code.narrow(drawn.left[0], drawn.share[0])
+
+
+# Arithmetic sampling
+
+
+@given(
+    sampling=samplings,
+    seed=st.integers(0, 50),
+    vocabulary=st.sampled_from([3, 10, 400]),
+    uniform=st.floats(0, 1, exclude_max=True),
+)
+def test_what_is_left_of_a_number_and_its_tokens_share_give_the_number_back(
+    sampling: Sampling, seed: int, vocabulary: int, uniform: float
+) -> None:
+    logits = logits_of(seed, 1, vocabulary)
+    drawn = sample(logits, [uniform], sampling)
+    below = sample(logits.expand(512, -1), [(i + 0.5) / 512 for i in range(512)], sampling)
+
+    assert 0 <= drawn.left[0] < 1
+    assert drawn.share[0] == pytest.approx(allowed(logits[0], sampling)[drawn.tokens[0]])
+    start = uniform - drawn.left[0] * drawn.share[0]  # where the token's interval begins
+    for i, token in enumerate(below.tokens):
+        if token == drawn.tokens[0]:
+            assert start - 1e-9 <= (i + 0.5) / 512 <= start + drawn.share[0] + 1e-9
+
+
+def siblings(seed: int, count: int) -> list[Code]:
+    tree = ThoughtTree([1])
+    return [Code(seed, tree.fork(tree.root), EVERYTHING) for _ in range(count)]
+
+
+@given(seed=st.integers(0, 10_000), count=st.integers(2, 64))
+def test_siblings_are_spread_evenly(seed: int, count: int) -> None:
+    numbers = sorted(code.number for code in siblings(seed, count))
+    gaps = np.diff([*numbers, numbers[0] + 1])
+
+    assert gaps.max() < 2 / count
+    assert gaps.min() > 0.35 / count
+
+
+def test_siblings_repeat_each_other_less_than_draws_of_their_own() -> None:
+    lab = Lab(build("llama"))
+    distinct = {EVERYTHING: 0, ALONE: 0}
+    for sampling in distinct:
+        for seed in range(40):
+            tree = lab.plant()
+            children = lab.sprout([(tree.root, 10)], sampling, length=1, seed=seed)
+            distinct[sampling] += len({child.tokens[0] for child in children})
+
+    assert distinct[EVERYTHING] > 1.05 * distinct[ALONE]
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_child_alone_follows_the_models_distribution(index: int) -> None:
+    """Texts of three tokens, the second and third depending on the one before."""
+    logits = logits_of(9, 4, 4, 1.0)
+    probability = torch.softmax(logits.double(), -1)
+    draws = 4000
+    tree = ThoughtTree([1])
+    child = [tree.fork(tree.root) for _ in range(index + 1)][index]
+    codes = [Code(seed, child, EVERYTHING) for seed in range(draws)]
+    texts = [[0] for _ in range(draws)]
+    for _ in range(3):
+        rows = torch.stack([logits[text[-1]] for text in texts])
+        drawn = sample(rows, [code.number for code in codes], EVERYTHING)
+        for i, code in enumerate(codes):
+            texts[i].append(drawn.tokens[i])
+            code.narrow(drawn.left[i], drawn.share[i])
+
+    chi2 = 0.0
+    for a in range(4):
+        for b in range(4):
+            for c in range(4):
+                expected = draws * float(probability[0, a] * probability[a, b] * probability[b, c])
+                chi2 += (texts.count([0, a, b, c]) - expected) ** 2 / expected
+    assert chi2 < 63 + 4 * math.sqrt(2 * 63)
+
+
+def test_a_long_text_goes_on_with_its_own_stream() -> None:
+    """Once seven bits of a point are used, the next number is fresh, and so on for as long as the text is."""
+    tree = ThoughtTree([1])
+    child = tree.fork(tree.root)
+    code, own = Code(3, child, EVERYTHING), stream(3, child)
+    for _ in range(3):
+        for _ in range(7):
+            code.narrow(0.25, 0.5)
+            assert code.number == 0.25
+        code.narrow(0.25, 0.5)
+        assert code.number == own.random()
+
+
+def test_a_point_does_not_depend_on_how_many_siblings_there_are() -> None:
+    few, many = siblings(8, 3), siblings(8, 30)
+
+    assert [code.number for code in few] == [code.number for code in many[:3]]
+    tree = ThoughtTree([1])
+    first, second = tree.fork(tree.root), tree.fork(tree.root)
+    cousins = [Code(8, tree.fork(parent), EVERYTHING).number for parent in (first, second)]
+    assert len({*cousins, *(code.number for code in few)}) == 5
 
 
 def test_what_decodes_beside_a_block_does_not_change_it() -> None:

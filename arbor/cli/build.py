@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from arbor import registry
@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from arbor.solver import Solver
 
 PARTS = ("controller", "verifier", "task", "policy", "sampling")
-SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
+SWITCH = {"true": True, "false": False}
+SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
+    "temperature": (float, "a number"),
+    "top_p": (float, "a number"),
+    "top_k": (int, "a number"),
+    "arithmetic": (SWITCH.__getitem__, "true or false"),
+}
 
 
 def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver:
@@ -88,10 +94,12 @@ def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         if name not in SAMPLING:
             raise _unknown(name, {known: ["sampling"] for known in SAMPLING})
+        read, wanted = SAMPLING[name]
         try:
-            parts[part][name] = SAMPLING[name](value)
-        except ValueError as error:
-            raise UsageError("setting-type", f"--set {setting}: '{value}' is no number.") from error
+            parts[part][name] = read(value.strip().lower())
+        except (ValueError, KeyError) as error:
+            text = f"--set {setting}: '{value}' is not {wanted}."
+            raise UsageError("setting-type", text) from error
     return parts
 
 

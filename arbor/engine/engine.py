@@ -25,7 +25,7 @@ from arbor.engine.plan import (
 from arbor.engine.ranges import phase
 from arbor.engine.residency import Residency
 from arbor.engine.runner import ForwardResult, ModelRunner
-from arbor.engine.sampling import Sampling, confidence, sample, stream
+from arbor.engine.sampling import Code, Sampling, confidence, sample
 from arbor.errors import ArborError, BudgetInfeasible, OutOfMemory
 from arbor.events import (
     KV,
@@ -692,7 +692,7 @@ class Engine:
         logits = torch.stack(self._complete(leaves, reserve=len(children), need_logits=True))
         starts = self.memory.starts(longest, len(children))
         rows = [
-            _Row(child, leaf, stream(growth.seed, child), int(start))
+            _Row(child, leaf, Code(growth.seed, child, growth.sampling), int(start))
             for child, leaf, start in zip(children, leaves, starts, strict=True)
         ]
         self._look_back(rows)
@@ -771,14 +771,11 @@ class Engine:
         """Sample one token per row, and see whether it ends the block."""
         if not rows:
             return
-        greedy = growth.sampling.temperature == 0
-        uniforms = [0.0 if greedy else float(row.random.random()) for row in rows]
-        drawn = sample(logits, uniforms, growth.sampling)
-        for row, token, logprob, top1 in zip(
-            rows, drawn.tokens, drawn.logprob, drawn.top1, strict=True
-        ):
-            self.tree.append(row.node, token)
-            row.logprob, row.top1 = logprob, top1
+        drawn = sample(logits, [row.code.number for row in rows], growth.sampling)
+        for i, row in enumerate(rows):
+            self.tree.append(row.node, drawn.tokens[i])
+            row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
+            row.code.narrow(drawn.left[i], drawn.share[i])
             row.stop = growth.stop.after(row.node.tokens)
         if self.detail == "tokens":
             nodes = tuple(row.node.id for row in rows)
@@ -899,7 +896,7 @@ class _Row:
 
     node: Node
     leaf: Node
-    random: np.random.Generator
+    code: Code
     next_slot: int
     context: tuple[Piece, ...] = ()
     exact: bool = True

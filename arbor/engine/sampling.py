@@ -1,4 +1,4 @@
-"""Which token comes next: one uniform number per token, from a stream that belongs to the block."""
+"""Which token comes next: one number in [0, 1) per token, from a stream that belongs to the block."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ class Sampling:
         temperature: 0 takes the most probable token (greedy).
         top_p: nucleus: the smallest set of most probable tokens whose mass reaches it; 1 = off.
         top_k: only the k most probable tokens; 0 = off.
+        arithmetic: siblings are spread over the texts that may follow (see `Code`), each of them still drawn with exactly
+            the probabilities above; False draws every token by itself.
     """
 
     temperature: float = 0.7
     top_p: float = 0.9
     top_k: int = 0
+    arithmetic: bool = True
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -40,17 +43,72 @@ def stream(seed: int, node: Node) -> np.random.Generator:
 
     So the tree does not depend on which blocks decode together, on the order of siblings, or on the budget.
     """
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=node.key)))
+    return _generator(seed, node.key)
+
+
+def _generator(seed: int, key: tuple[int, ...]) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=key)))
+
+
+_GOLDEN = (5**0.5 - 1) / 2
+_SIBLINGS = 2**32 - 1  # in a key: no child, but all children of a block together
+_FINEST = (
+    2.0**-7
+)  # an interval so small holds one of some dozens of siblings, who need no spreading any more
+
+
+class Code:
+    """The numbers by which one block's tokens are chosen.
+
+    Arithmetic sampling (Vilnis et al., ICML 2023, arXiv 2210.15458): all texts that may follow a block lie side by side in
+    [0, 1), each as long as it is probable. A child is one point there; a token's interval holds the point, and the place
+    of the point within it, stretched to [0, 1) again, chooses the next token. The points of siblings are spread evenly,
+    so that they repeat each other as little as the distribution allows, while each alone is uniform: its text has
+    exactly the model's probability.
+
+    Differs from the paper: points are U + i x 0.618... modulo 1 (U of the parent, i the child's index) instead of (U + i)
+    / n, so that they do not depend on how many children there will be; and when a text's interval is shorter than 1/128,
+    the numbers that follow come from the block's own stream: siblings have parted by then, and every stretching also
+    stretches the rounding of the logits, which must not decide about tokens.
+    """
+
+    __slots__ = ("_fineness", "_own", "number")
+
+    def __init__(self, seed: int, node: Node, sampling: Sampling) -> None:
+        self._own = stream(seed, node)
+        self._fineness = 0.0
+        if sampling.arithmetic and sampling.temperature and node.parent is not None:
+            common = _generator(seed, (*node.parent.key, _SIBLINGS)).random()
+            self.number = float((common + node.index * _GOLDEN) % 1.0)
+            self._fineness = 1.0
+        else:
+            self.number = float(self._own.random())
+
+    def narrow(self, left: float, share: float) -> None:
+        """After a token: the next number.
+
+        Args:
+            left: where `number` lay in the token's interval, in [0, 1).
+            share: the length of that interval, the token's probability as it was drawn.
+        """
+        self._fineness *= share
+        if self._fineness < _FINEST:
+            self.number = float(self._own.random())
+            self._fineness = 0.0 if self._fineness == 0.0 else 1.0
+        else:
+            self.number = left
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """tokens: int [n]; logprob: float [n], of the token under the unmodified distribution; top1: float [n], its
-    largest probability."""
+    largest probability; left and share: float [n], see `Code.narrow` (0 and 1 for greedy ones)."""
 
     tokens: list[int]
     logprob: list[float]
     top1: list[float]
+    left: list[float]
+    share: list[float]
 
 
 _PREFIX = 256  # candidates tried before the whole vocabulary is sorted
@@ -68,18 +126,20 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled
     top = logprobs.max(dim=-1)
     if sampling.temperature == 0:
         tokens = top.indices
+        left, share = [0.0] * len(uniforms), [1.0] * len(uniforms)
     else:
         probability = torch.softmax(logits.double() / sampling.temperature, dim=-1)
         uniform = torch.tensor(uniforms, dtype=torch.float64, device=logits.device).unsqueeze(1)
         if sampling.top_k == 0 and sampling.top_p == 1:
-            tokens = _invert(probability, uniform)
+            tokens, place, length = _invert(probability, uniform)
         else:
-            tokens = _cut(probability, uniform, sampling)
+            tokens, place, length = _cut(probability, uniform, sampling)
+        left, share = place.tolist(), length.tolist()
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Sampled(tokens.tolist(), chosen.tolist(), top.values.exp().tolist())
+    return Sampled(tokens.tolist(), chosen.tolist(), top.values.exp().tolist(), left, share)
 
 
-def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
+def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
     """Sample from the most probable tokens only; sorts the whole vocabulary only when a nucleus is wide."""
     vocabulary = probability.shape[1]
     width = min(vocabulary, sampling.top_k or max(_PREFIX, 1))
@@ -94,17 +154,24 @@ def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
         width = vocabulary
     # a token stays if the mass before it has not reached top_p; the first one always does
     kept = (mass - best.values) < sampling.top_p * total
-    chosen = _invert(torch.where(kept, best.values, 0.0), uniform)
-    return best.indices.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    chosen, place, length = _invert(torch.where(kept, best.values, 0.0), uniform)
+    return best.indices.gather(1, chosen.unsqueeze(1)).squeeze(1), place, length
 
 
-def _invert(weight: Tensor, uniform: Tensor) -> Tensor:
-    """First index whose cumulative weight exceeds `uniform` times the total; [n] int64."""
+def _invert(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First index whose cumulative weight exceeds `uniform` times the total, int64; where the target lies between that
+    index's bounds, in [0, 1); and its part of the total; all [n]."""
     cumulative = weight.cumsum(dim=-1)
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
+    total = cumulative[:, -1:]
+    target = uniform * total
+    index = torch.searchsorted(cumulative, target, right=True)
     # rounding can put the target at or past the end; the last token with weight is meant
-    last = weight.shape[1] - 1 - (weight.flip(1) > 0).to(torch.int8).argmax(dim=1)
-    return torch.minimum(index, last)
+    last = weight.shape[1] - 1 - (weight.flip(1) > 0).to(torch.int8).argmax(dim=1, keepdim=True)
+    index = torch.minimum(index, last)
+    own = weight.gather(1, index)
+    place = (target - (cumulative.gather(1, index) - own)) / own
+    place = place.clamp(0.0, 1.0 - 2.0**-53)
+    return index.squeeze(1), place.squeeze(1), (own / total).squeeze(1)
 
 
 def confidence(logits: Tensor) -> list[float]:
