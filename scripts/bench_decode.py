@@ -31,6 +31,7 @@ from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.retention.policy import POLICIES
+from arbor.statistics import bootstrap
 from arbor.tree import Node, ThoughtTree
 
 PREFIX = 512
@@ -166,10 +167,7 @@ def timed(contestant: Any) -> float:
 
 def interval(ratios: np.ndarray[Any, Any]) -> tuple[float, float, float]:
     """Median and bootstrap 95 % interval (10,000 resamples)."""
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(ratios, (10_000, len(ratios))), axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+    return (float(np.median(ratios)), *bootstrap(ratios, "median"))
 
 
 def main() -> None:

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from arbor.statistics import clopper_pearson
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains
 from arbor.tasks.countdown import legal_steps, take
@@ -39,38 +39,11 @@ from arbor.tasks.game24 import Game24
 from arbor.tasks.recall import Recall
 
 
-def clopper_pearson(right: int, n: int, level: float = 0.95) -> list[float]:
-    """Exact interval of a share, by bisection on the binomial tail."""
-
-    def tail(p: float, first: int, last: int) -> float:
-        if p <= 0 or p >= 1:
-            return float((p <= 0 and first == 0) or (p >= 1 and last == n))
-        logs = math.log(p), math.log1p(-p)
-        top = math.lgamma(n + 1)
-        return sum(
-            math.exp(
-                top - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * logs[0] + (n - k) * logs[1]
-            )
-            for k in range(first, last + 1)
-        )
-
-    def solve(test: Callable[[float], bool]) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (middle, high) if test(middle) else (low, middle)
-        return round((low + high) / 2, 4)
-
-    half = (1 - level) / 2
-    lower = 0.0 if right == 0 else solve(lambda p: tail(p, right, n) < half)
-    upper = 1.0 if right == n else solve(lambda p: tail(p, 0, right) > half)
-    return [lower, upper]
-
-
 def share(results: Sequence[bool]) -> dict[str, Any]:
     """A share with its n and interval."""
     n, right = len(results), sum(results)
-    return {"share": round(right / max(n, 1), 4), "n": n, "interval": clopper_pearson(right, n)}
+    interval = [round(end, 4) for end in clopper_pearson(right, n)]
+    return {"share": round(right / max(n, 1), 4), "n": n, "interval": interval}
 
 
 def area(scores: Sequence[float], labels: Sequence[bool]) -> float:

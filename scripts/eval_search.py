@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from eval_sapling import clopper_pearson
 
 from arbor import Sampling, Solver
+from arbor.statistics import clopper_pearson, paired
 from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
 
@@ -33,14 +32,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "tot self": {"controller": "tot", "verifier": "self", "sampling": Sampling(1.0, 1.0)},
     "tot exact": {"controller": "tot", "verifier": "exact", "sampling": Sampling(1.0, 1.0)},
 }
-
-
-def mcnemar(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> float:
-    """Exact two-sided p-value for paired outcomes (bool [n] each)."""
-    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
-    total, least = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(total, k) for k in range(least + 1)) / 2**total if total else 1.0
-    return min(1.0, 2 * tail)
 
 
 def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[str, list[float]]:
@@ -60,22 +51,20 @@ def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[s
 
 def summarise(arms: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     """One row per arm, paired against the first."""
-    rng = np.random.default_rng(0)
-    baseline = np.array(next(iter(arms.values()))["solved"]) > 0
+    baseline = [outcome > 0 for outcome in next(iter(arms.values()))["solved"]]
     rows = []
     for name, seen in arms.items():
-        solved = np.array(seen["solved"]) > 0
-        difference = solved.astype(float) - baseline
-        resampled = rng.choice(difference, (10_000, len(difference))).mean(axis=1)
+        solved = [outcome > 0 for outcome in seen["solved"]]
+        against = paired(solved, baseline)
         rows.append(
             {
                 "arm": name,
                 "n": len(solved),
-                "solved": float(solved.mean()),
-                "interval": clopper_pearson(int(solved.sum()), len(solved)),
-                "difference": float(difference.mean()),
-                "difference_interval": [float(x) for x in np.percentile(resampled, [2.5, 97.5])],
-                "mcnemar_p": mcnemar(solved, baseline),
+                "solved": sum(solved) / len(solved),
+                "interval": [round(end, 4) for end in clopper_pearson(sum(solved), len(solved))],
+                "difference": against.difference,
+                "difference_interval": list(against.interval),
+                "mcnemar_p": against.p,
                 **{f"{key}_mean": float(np.mean(seen[key])) for key in seen if key != "solved"},
             }
         )
