@@ -81,6 +81,14 @@ class _Parts:
 
 
 DEFAULT_POLICY = "reentry"
+# what a configuration may hold beside a solver's settings: what one run asks for, and what ``arbor eval`` solves
+# fmt: off
+NOT_THE_SOLVERS = (
+    "problem", "expected", "timeout", "max_tokens",
+    "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id", "on_error",
+    "trace", "trace_level", "trace_text",
+)
+# fmt: on
 
 
 class Solver:
@@ -194,7 +202,7 @@ class Solver:
     ) -> Self:
         """The solver that a trace header's or a solution's `config` describes, or a TOML file of ``arbor trace config``.
 
-        A problem in it, and its answer key, are for `solve` and left aside.
+        What is for `solve` (a problem, its answer key, limits) or for ``arbor eval`` (a dataset) is left aside.
 
         Raises:
             UsageError: the configuration itself asks for trust in a model's code; pass ``trust_remote_code=True`` beside it.
@@ -202,7 +210,7 @@ class Solver:
         read = read_config(config) if isinstance(config, str | os.PathLike) else config
         refuse_trust(read, "the configuration")
         settings = {**read, **overrides}
-        for name in ("problem", "expected"):
+        for name in NOT_THE_SOLVERS:
             settings.pop(name, None)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):

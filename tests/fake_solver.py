@@ -12,10 +12,13 @@ from typing import Any
 from fake_run import fake_run
 
 from arbor.budget import Budget, Footprint, Plan
+from arbor.errors import InputError
 from arbor.events import Answered, Ended, Event
 from arbor.metrics import Metrics, MetricsFold
+from arbor.tasks.base import Problem
 from arbor.trace import TraceWriter
 
+SOLVERS: list[FakeSolver] = []  # every one that was built, for a test to look at
 STEP_TOKENS, DEPTH, BLOCKS, PROMPT = 8, 3, 30, 20
 
 
@@ -26,6 +29,7 @@ class FakeSolution:
     metrics: Metrics
     correct: bool | None = None
     trace_path: str | None = None
+    score: float = 0.75
     config: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -44,9 +48,15 @@ class FakeSolution:
 
 
 class FakeStream:
-    """Emits a fake run; problems in words steer it: ``endless`` until it is stopped, ``none`` without an answer."""
+    """Emits a fake run; problems in words steer it: ``endless`` until it is stopped, ``none`` without an answer.
 
-    def __init__(self, solver: FakeSolver, problem: str, trace: TraceWriter | None) -> None:
+    A `Problem` is solved if its key is the answer; one with the word ``unsolvable`` in it cannot be, and one with
+    ``endless`` takes until it is stopped.
+    """
+
+    def __init__(
+        self, solver: FakeSolver, problem: str | Problem, trace: TraceWriter | None
+    ) -> None:
         self._solver, self._problem, self._trace = solver, problem, trace
         self._stopped: str | None = None
         self._solution: FakeSolution | None = None
@@ -76,12 +86,22 @@ class FakeStream:
             answer,
             status,
             fold.metrics(),
+            correct=self._correct(answer),
             trace_path=str(writer.path) if writer else None,
             config=self._solver.config,
         )
 
+    def _correct(self, answer: str | None) -> bool | None:
+        problem = self._problem
+        return problem.expected == answer if isinstance(problem, Problem) and answer else None
+
     def _events(self) -> Iterator[Event]:
         words = self._solver.words
+        if isinstance(self._problem, Problem):
+            self._solver.solved.append(self._problem.id)
+            words = [*words, *self._problem.text.split()]
+        if "unsolvable" in words:
+            raise InputError("problem-too-long", "9,120 tokens; the context is 8,192.", "Shorter.")
         if "bug" in words:
             raise RuntimeError("a plank came loose")
         for event in fake_run(seed=1):
@@ -108,6 +128,8 @@ class FakeSolver:
         self.settings = settings
         self.words = settings["device"].split(",")
         self._budget = Budget.parse(settings["budget"])
+        self.solved: list[str] = []
+        SOLVERS.append(self)
 
     def __enter__(self) -> FakeSolver:
         return self
@@ -118,12 +140,15 @@ class FakeSolver:
     def describe(self) -> Any:
         return types.SimpleNamespace(parameters=10**9)
 
-    def plan(self, problem: str | None = None) -> Plan:
+    def load(self) -> None:
+        return None
+
+    def plan(self, problem: str | Problem | None = None) -> Plan:
         return self._budget.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
 
     def stream(
         self,
-        problem: str,
+        problem: str | Problem,
         *,
         expected: str | None = None,
         timeout: float | None = None,
@@ -147,10 +172,12 @@ def install() -> None:
 
 
 def install_light() -> None:
-    """Makes ``arbor solve`` use the fake without importing anything the real one needs."""
+    """Makes commands use the fake without importing anything the real one needs."""
+    import arbor.cli.eval
     import arbor.cli.solve
 
-    def build(given: dict[str, Any], problem: str) -> FakeSolver:
+    def build(given: dict[str, Any], problem: str | None = None) -> FakeSolver:
         return FakeSolver(given["model"], device=given["device"], budget=given["budget"])
 
     arbor.cli.solve.build_solver = build
+    arbor.cli.eval.build_solver = build

@@ -277,6 +277,7 @@ def test_commands_options_and_names_complete() -> None:
     assert complete("arbor", "solve", "--task", "game") == ["game24"]
     assert complete("arbor", "solve", "--policy", "arb") == ["arborkv"]
     assert complete("arbor", "trace", "conv") == ["convert"]
+    assert complete("arbor", "eval", "ga") == ["game24", "ga"]
     assert complete("arbor", "list", "contr") == [registry.plural("controller")]
 
 
@@ -304,14 +305,14 @@ def examples(of: Iterable[str] = COMMANDS) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith(("arbor ", "echo "))))
 
 
-LIGHT = ("solve", "list", "trace", "completion", "view")
+LIGHT = ("solve", "eval", "list", "trace", "completion", "view")
 HEAVY = tuple(name for name in COMMANDS if name not in LIGHT)
 STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browser": "exit 0"}
 
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A home with the traces that help pages name, an `arbor` whose solver solves nothing, and the programs beside it."""
+    """A home with the traces, the dataset and the run that help pages name, an `arbor` whose solver solves nothing, and the programs beside it."""
     folder = tmp_path_factory.mktemp("examples")
     for name in ("run", "full", "small", "tenth", "a", "b"):
         for suffix in ("", ".gz"):
@@ -326,7 +327,11 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
         program.chmod(0o755)
     path = os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))
     own = {"PATH": path, "HOME": str(folder), "BROWSER": "browser %s"}
-    return folder, environment(HF_HUB_CACHE=str(folder / "hub"), **own)
+    settings = environment(HF_HUB_CACHE=str(folder / "hub"), **own)
+    (folder / "problems.jsonl").write_text('{"problem": "one", "answer": "1"}\n', encoding="utf-8")
+    baseline = ["arbor", "eval", "game24", "--limit", "2", "--output", "runs/baseline"]
+    subprocess.run(baseline, cwd=folder, env=settings, check=True, capture_output=True)
+    return folder, settings
 
 
 @pytest.mark.parametrize("example", examples(LIGHT))

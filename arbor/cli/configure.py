@@ -17,6 +17,7 @@ from arbor.presets import preset
 
 # what a solver calls it -> what the option is called
 OPTIONS = {"max_depth": "depth", "backend": "attn"}
+NOTES = ("arbor",)  # what a file says of itself: the version that wrote it
 SETTINGS = "arbor.settings"  # where the command keeps a file's settings, by part
 
 
@@ -38,6 +39,8 @@ def _fall_back(ctx: click.Context, config: Mapping[str, Any], path: Path) -> Non
     defaults: dict[str, Any] = {}
     settings: dict[str, tuple[str, list[str]]] = {}
     for key, value in config.items():
+        if key in NOTES:
+            continue
         name = OPTIONS.get(key, key)
         if key in PARTS and isinstance(value, Mapping):
             rest = dict(value)

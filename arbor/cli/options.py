@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
 from arbor import registry
-from arbor.cli.configure import take_preset
+from arbor.cli.configure import take_defaults, take_preset
 from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
+from arbor.events import Detail
 from arbor.presets import PRESETS
 
 EXIT_CODES = """\b
@@ -199,7 +200,9 @@ trust_option = option(
     help="Run Python code that lies beside the weights; only if you have read it.",
 )
 
-search_options = together(
+# The groups that commands are made of; `arbor bench` takes several budgets and policies.
+
+search_shape_options = together(
     option(
         "--preset",
         type=click.Choice(sorted(PRESETS)),
@@ -254,21 +257,26 @@ search_options = together(
         heading="Search",
         help="A setting of controller, verifier, task, policy or sampling; may be repeated.",
     ),
-    option(
-        "--budget",
-        default="full",
-        metavar="X",
-        heading="KV budget",
-        help="The part of full retention's KV that is kept, in (0, 1]; or 8192tok, 6GiB.",
-    ),
-    option(
-        "--policy",
-        default="reentry",
-        metavar="NAME",
-        heading="KV budget",
-        shell_complete=names_of("policy"),
-        help="What blocks off the running paths keep; see 'arbor list policies'.",
-    ),
+)
+
+budget_option = option(
+    "--budget",
+    default="full",
+    metavar="X",
+    heading="KV budget",
+    help="The part of full retention's KV that is kept, in (0, 1]; or 8192tok, 6GiB.",
+)
+
+policy_option = option(
+    "--policy",
+    default="reentry",
+    metavar="NAME",
+    heading="KV budget",
+    shell_complete=names_of("policy"),
+    help="What blocks off the running paths keep; see 'arbor list policies'.",
+)
+
+retention_options = together(
     option(
         "--mode",
         type=click.Choice(["lossless", "lossy"]),
@@ -288,6 +296,9 @@ search_options = together(
         heading="KV budget",
         help="Block values, from 'arbor calibrate msve'; by default those of the model.",
     ),
+)
+
+loading_options = together(
     revision_option,
     option(
         "--dtype",
@@ -312,4 +323,107 @@ search_options = together(
         help="What computes attention: auto, flashinfer, torch, rowwise, reference.",
     ),
     trust_option,
+)
+
+search_options = together(
+    search_shape_options, budget_option, policy_option, retention_options, loading_options
+)
+
+model_option = option(
+    "--model",
+    default="builtin:sapling",
+    metavar="NAME|DIR",
+    heading="Model",
+    help="Built in, a directory, or a Hub id.",
+)
+
+sampling_options = together(
+    option(
+        "--temperature",
+        type=click.FloatRange(0),
+        metavar="X",
+        heading="Sampling",
+        help="0 is greedy.",
+    ),
+    option(
+        "--top-p",
+        type=click.FloatRange(0, 1, min_open=True),
+        metavar="X",
+        heading="Sampling",
+        help="Nucleus; 1 is off.",
+    ),
+    option("--top-k", type=click.IntRange(0), metavar="N", heading="Sampling", help="0 is off."),
+    option(
+        "--seed",
+        type=click.IntRange(0),
+        metavar="N",
+        default=0,
+        heading="Sampling",
+        help="Of every random stream.",
+    ),
+    option(
+        "--deterministic",
+        is_flag=True,
+        heading="Sampling",
+        help="Bitwise the same whatever else is in a batch (CPU; slower).",
+    ),
+)
+
+limit_options = together(
+    option(
+        "--max-expansions",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Limits",
+        help="Leaves grown.",
+    ),
+    option(
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        metavar="S",
+        heading="Limits",
+        help="Seconds; then the best so far.",
+    ),
+    option(
+        "--threads",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Limits",
+        help="Of torch on the CPU; one for small models.",
+    ),
+    option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        metavar="N",
+        heading="Limits",
+        help="Tokens of finished thoughts; then the best so far.",
+    ),
+)
+
+trace_detail_options = together(
+    option(
+        "--trace-level",
+        type=click.Choice(get_args(Detail)),
+        default="events",
+        heading="Output",
+        help="Of decoding: a line for all steps at once, one for each, and each one's tokens too.",
+    ),
+    option(
+        "--trace-text",
+        type=click.Choice(["full", "none"]),
+        default="full",
+        heading="Output",
+        help="none leaves the words of problem, thoughts and answer out of the trace.",
+    ),
+)
+
+config_option = option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    heading="Output",
+    is_eager=True,
+    expose_value=False,
+    callback=take_defaults,
+    help="Defaults from a TOML file; flags and the environment win.",
 )

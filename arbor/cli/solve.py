@@ -9,19 +9,30 @@ import time
 import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from arbor.budget import Plan
 from arbor.cli.build import build_solver
-from arbor.cli.configure import all_settings, take_defaults
-from arbor.cli.options import Command, option, search_options, together, voice_options
+from arbor.cli.configure import all_settings
+from arbor.cli.encoding import decoded
+from arbor.cli.options import (
+    Command,
+    config_option,
+    limit_options,
+    model_option,
+    option,
+    sampling_options,
+    search_options,
+    together,
+    trace_detail_options,
+    voice_options,
+)
 from arbor.cli.stop import EXIT_SIGNAL, Stop
 from arbor.cli.voice import Voice
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
-from arbor.events import Detail
 from arbor.metrics import Metrics
 from arbor.trace.numbers import human_bytes
 from arbor.trace.write import TraceWriter
@@ -55,70 +66,9 @@ _options = together(
     ),
     option("--expected", metavar="ANSWER", heading="Problem", help="Answer key; adds 'correct'."),
     search_options,
-    option(
-        "--model",
-        default="builtin:sapling",
-        metavar="NAME|DIR",
-        heading="Model",
-        help="Built in, a directory, or a Hub id.",
-    ),
-    option(
-        "--temperature",
-        type=click.FloatRange(0),
-        metavar="X",
-        heading="Sampling",
-        help="0 is greedy.",
-    ),
-    option(
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        metavar="X",
-        heading="Sampling",
-        help="Nucleus; 1 is off.",
-    ),
-    option("--top-k", type=click.IntRange(0), metavar="N", heading="Sampling", help="0 is off."),
-    option(
-        "--seed",
-        type=click.IntRange(0),
-        metavar="N",
-        default=0,
-        heading="Sampling",
-        help="Of every random stream.",
-    ),
-    option(
-        "--deterministic",
-        is_flag=True,
-        heading="Sampling",
-        help="Bitwise the same whatever else is in a batch (CPU; slower).",
-    ),
-    option(
-        "--max-expansions",
-        type=click.IntRange(1),
-        metavar="N",
-        heading="Limits",
-        help="Leaves grown.",
-    ),
-    option(
-        "--timeout",
-        type=click.FloatRange(0, min_open=True),
-        metavar="S",
-        heading="Limits",
-        help="Seconds; then the best so far.",
-    ),
-    option(
-        "--threads",
-        type=click.IntRange(1),
-        metavar="N",
-        heading="Limits",
-        help="Of torch on the CPU; one for small models.",
-    ),
-    option(
-        "--max-tokens",
-        type=click.IntRange(1),
-        metavar="N",
-        heading="Limits",
-        help="Tokens of finished thoughts; then the best so far.",
-    ),
+    model_option,
+    sampling_options,
+    limit_options,
     option("--dry-run", is_flag=True, heading="Limits", help="Only the plan; reads no weights."),
     option(
         "--trace",
@@ -127,20 +77,7 @@ _options = together(
         heading="Output",
         help="Write every event to FILE (.arbor.jsonl, or .gz); off writes none.",
     ),
-    option(
-        "--trace-level",
-        type=click.Choice(get_args(Detail)),
-        default="events",
-        heading="Output",
-        help="Of decoding: a line for all steps at once, one for each, and each one's tokens too.",
-    ),
-    option(
-        "--trace-text",
-        type=click.Choice(["full", "none"]),
-        default="full",
-        heading="Output",
-        help="none leaves the words of problem, thoughts and answer out of the trace.",
-    ),
+    trace_detail_options,
     option(
         "--html",
         type=click.Path(path_type=Path),
@@ -149,16 +86,7 @@ _options = together(
         help="Write the search as one HTML file.",
     ),
     option("--open", is_flag=True, heading="Output", help="Open it; needs --html."),
-    option(
-        "--config",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        heading="Output",
-        is_eager=True,
-        expose_value=False,
-        callback=take_defaults,
-        help="Defaults from a TOML file; flags and the environment win.",
-    ),
+    config_option,
     option(
         "--print-config",
         is_flag=True,
@@ -253,22 +181,7 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
         raise InputError(
             "problem-unreadable", f"{name} cannot be read: {error.strerror}.", path=name
         ) from error
-    try:
-        return data.decode(encoding).removeprefix("\ufeff")
-    except LookupError as error:
-        raise UsageError(
-            "encoding", f"--encoding {encoding} is no encoding.", "As in utf-8 or latin-1."
-        ) from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"not-{encoding.lower().replace('utf-8', 'utf8')}",
-            f"{name}: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line}).",
-            "It may be Latin-1: iconv -f latin1 -t utf8, or --encoding latin-1.",
-            path=name,
-            offset=error.start,
-            line=line,
-        ) from error
+    return decoded(data, encoding, name)
 
 
 def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:

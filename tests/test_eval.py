@@ -1,0 +1,603 @@
+"""``arbor eval``: what it reads, what it keeps, how it goes on, and what it adds up."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_solver
+import pytest
+from rich.console import Console
+from run_cli import Arbor, in_process, spawn
+
+from arbor.cli.tally import Tally
+from arbor.errors import UsageError
+from arbor.evaluation.dataset import window
+from arbor.evaluation.folder import RunFolder, digest
+from arbor.evaluation.page import index_page
+from arbor.evaluation.results import results
+from arbor.trace import Replay, read_trace
+
+RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
+FILES = {"run.toml", "samples.jsonl", "results.json", "index.html", "traces"}
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Arbor:
+    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+    return in_process(capsys)
+
+
+def dataset(*rows: dict[str, Any], name: str = "problems.jsonl") -> str:
+    """A file of rows; a row without a key has the fake solver's answer."""
+    lines = (json.dumps({"answer": RIGHT, **row}) + "\n" for row in rows)
+    Path(name).write_text("".join(lines), encoding="utf-8")
+    return name
+
+
+def three() -> str:
+    return dataset({"problem": "one"}, {"problem": "two", "answer": "2"}, {"problem": "three"})
+
+
+def run(command: Arbor, *arguments: str, output: str = "out") -> Any:
+    """``arbor eval`` of problems in words; its results as a document."""
+    return command("eval", *arguments, "--task", "reasoning", "--output", output, "--json")
+
+
+def rows(folder: str = "out") -> list[dict[str, Any]]:
+    lines = Path(folder, "samples.jsonl").read_bytes().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def solved() -> int:
+    """Searches of the last solver."""
+    return len(fake_solver.SOLVERS[-1].solved)
+
+
+# What is written
+
+
+def test_a_run_leaves_settings_samples_traces_results_and_a_page(command: Arbor) -> None:
+    ran = run(command, three())
+
+    assert ran.code == 0
+    assert {path.name for path in Path("out").iterdir()} == FILES
+    assert json.loads(Path("out/results.json").read_text("utf-8")) == ran.document
+    assert (ran.document["n"], ran.document["right"], ran.document["missing"]) == (3, 2, 0)
+    assert ran.document["accuracy"] == pytest.approx(2 / 3)
+    assert ran.document["interval"] == pytest.approx([0.0943, 0.9916], abs=1e-4)
+    assert [(row["problem"], row["correct"]) for row in rows()] == [
+        *(("one", True), ("two", False), ("three", True)),
+    ]
+    metrics = [row["metrics"] for row in rows()]
+    total = ran.document["tokens_generated"]["total"]
+    assert total == sum(each["tokens_generated"] for each in metrics) > 0
+    assert ran.document["peak_tokens"]["max"] == max(each["peak_tokens"] for each in metrics)
+    assert ran.document["cpu_s"]["total"] == pytest.approx(sum(row["cpu_s"] for row in rows()))
+    for row in rows():
+        assert Replay.of(read_trace(Path("out", row["trace"]))).problems == []
+
+
+def test_without_json_the_results_are_lines(command: Arbor) -> None:
+    ran = command("eval", three(), "--task", "reasoning", "--output", "out", "-q")
+
+    assert ran.out.splitlines()[0] == "accuracy    66.7 % (9.4 to 99.2), 2 of 3 right"
+    assert ran.out.splitlines()[-1] == "folder      out"
+    assert ran.err == ""
+
+
+def test_without_output_a_folder_is_named_after_time_and_dataset(command: Arbor) -> None:
+    assert command("eval", "game24", "--limit", "2").code == 0
+
+    (made,) = Path("runs").iterdir()
+    assert re.fullmatch(r"\d{8}T\d{6}Z_game24_[0-9a-f]{6}", made.name)
+    assert len(rows(str(made))) == 2
+
+
+def test_traces_are_left_out_when_they_are_off(command: Arbor) -> None:
+    run(command, three(), "--trace", "off")
+
+    assert list(Path("out/traces").iterdir()) == []
+    assert {row["trace"] for row in rows()} == {None}
+
+
+def test_a_trace_without_words_has_none(command: Arbor) -> None:
+    run(command, dataset({"problem": "one"}), "--trace-text", "none")
+
+    assert read_trace(Path("out", rows()[0]["trace"])).events[0].problem == ""
+
+
+def test_an_id_that_is_no_file_name_gets_one(command: Arbor) -> None:
+    names = ["../../etc/passwd", "a b", "a/b", ".", "é" * 200, "CON"]
+
+    assert run(command, dataset(*({"id": n, "problem": n} for n in names))).code == 0
+
+    traces = [row["trace"] for row in rows()]
+    assert len(set(traces)) == len(names)
+    for trace in traces:
+        assert re.fullmatch(r"traces/[A-Za-z0-9_~-]+\.arbor\.jsonl\.gz", trace)
+        assert Path("out", trace).is_file()
+    assert traces[-1] == "traces/CON.arbor.jsonl.gz"
+
+
+# Going on
+
+
+def test_the_same_command_again_solves_nothing_again(command: Arbor) -> None:
+    first = run(command, three())
+    assert solved() == 3
+    before = Path("out/samples.jsonl").read_bytes()
+
+    again = run(command, three())
+
+    assert solved() == 0
+    assert Path("out/samples.jsonl").read_bytes() == before
+    assert again.document == first.document
+
+
+def test_a_larger_limit_goes_on_where_the_smaller_one_ended(command: Arbor) -> None:
+    for limit, new, n in (("5", 5, 5), ("8", 3, 8), ("9-12", 4, 12)):
+        ran = command("eval", "game24", "--limit", limit, "--output", "out", "--json")
+
+        assert (solved(), ran.document["n"]) == (new, n)
+
+
+def test_the_order_of_a_file_is_nothing(command: Arbor) -> None:
+    run(command, dataset({"problem": "one"}, {"problem": "two"}))
+    run(command, dataset({"problem": "two"}, {"problem": "one"}, {"problem": "three"}))
+
+    assert solved() == 1
+    assert len({row["id"] for row in rows()}) == len(rows()) == 3
+
+
+def test_a_problem_that_changed_under_its_id_is_solved_again(command: Arbor) -> None:
+    run(command, dataset({"id": "a", "problem": "one"}, {"id": "b", "problem": "two"}))
+    ran = run(command, dataset({"id": "a", "problem": "uno"}, {"id": "b", "problem": "two"}))
+
+    assert (solved(), ran.document["n"]) == (1, 2)
+
+
+def test_other_settings_are_refused_and_named(command: Arbor) -> None:
+    run(command, three())
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+
+    ran = run(command, three(), "--seed", "7", "--timeout", "3")
+
+    assert (ran.code, ran.document["error"]["code"]) == (2, "run-differs")
+    assert ran.document["error"]["data"]["keys"] == ["seed", "timeout"]
+    assert "seed (0 there, 7 here), timeout (none there, 3.0 here)" in ran.err
+    assert "--fresh" in ran.err
+    assert {p: p.read_bytes() for p in Path("out").rglob("*") if p.is_file()} == before
+
+
+def test_what_only_says_which_samples_may_differ(command: Arbor) -> None:
+    run(command, three())
+
+    ran = run(command, three(), "--limit", "2", "--trace", "off", "--on-error", "continue")
+
+    assert ran.code == 0
+
+
+def test_fresh_starts_over(command: Arbor) -> None:
+    run(command, three())
+    old = Path("out/traces/old.arbor.jsonl.gz")
+    old.write_bytes(b"")
+
+    ran = run(command, three(), "--seed", "7", "--fresh", "--limit", "1")
+
+    assert (ran.code, solved(), len(rows())) == (0, 1, 1)
+    assert not old.exists()
+
+
+def test_half_a_line_and_a_broken_one_lose_no_other(command: Arbor) -> None:
+    run(command, three())
+    path = Path("out/samples.jsonl")
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b"{broken\n" + second + third[: len(third) // 2])
+
+    ran = run(command, three())
+
+    assert (ran.code, solved(), ran.document["n"]) == (0, 1, 3)
+    assert "1 unreadable line(s)" in ran.err
+    assert path.read_bytes().startswith(first + b"{broken\n" + second + b'{"schema"')
+
+
+def test_two_processes_do_not_write_to_one_folder(command: Arbor) -> None:
+    run(command, three())
+    config = {"budget": "other"}
+    Path("busy").mkdir()
+    folder = RunFolder(Path("busy"), config)
+    try:
+        ran = run(command, three(), output="busy")
+    finally:
+        folder.close()
+
+    assert (ran.code, ran.document["error"]["code"]) == (2, "run-busy")
+
+
+def test_a_folder_with_something_else_is_left_alone(command: Arbor) -> None:
+    Path("out").mkdir()
+    Path("out/thesis.tex").write_text("years of work", encoding="utf-8")
+
+    for more in ([], ["--fresh"]):
+        ran = run(command, three(), *more)
+        assert (ran.code, ran.document["error"]["code"]) == (2, "run-foreign")
+        assert "thesis.tex" in ran.err
+    assert [path.name for path in Path("out").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+def test_a_run_that_is_ended_keeps_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = dataset({"problem": "one"}, {"problem": "two"}, {"problem": "endless"})
+    out = tmp_path / "out put"
+    arguments = ("eval", name, "--task", "reasoning", "--output", str(out))
+    for _ in range(2):  # the second time, it begins where it was ended
+        with spawn(*arguments) as process:
+            assert process.stderr is not None
+            while process.stderr.readline() != b"running\n":
+                pass
+            process.send_signal(number)
+            said, err = process.communicate(timeout=60)
+
+        assert [row["problem"] for row in rows(str(out))] == ["one", "two"]
+        if number == signal.SIGINT:
+            assert process.returncode == 130
+            assert f"arbor eval --config '{out}/run.toml' --output '{out}'" in err.decode()
+            assert b"2 of 2 right" in said and b"missing     1" in said
+            assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
+
+
+# Samples that cannot be solved
+
+
+def unsolvable() -> str:
+    return dataset({"problem": "one"}, {"problem": "unsolvable two"}, {"problem": "three"})
+
+
+def test_a_sample_that_cannot_be_solved_stops_and_loses_nothing(command: Arbor) -> None:
+    ran = run(command, unsolvable())
+
+    assert (ran.code, ran.document["error"]["code"]) == (4, "problem-too-long")
+    assert ran.document["error"]["data"]["sample"]
+    assert "1 finished sample(s) kept; to go on: arbor eval --config out/run.toml" in ran.err
+    assert [row["problem"] for row in rows()] == ["one"]
+    assert json.loads(Path("out/results.json").read_text("utf-8"))["missing"] == 2
+
+
+def test_or_it_counts_as_wrong_and_is_tried_again(command: Arbor) -> None:
+    ran = run(command, unsolvable(), "--on-error", "continue")
+
+    assert (ran.code, ran.document["n"], ran.document["right"]) == (0, 3, 2)
+    assert (ran.document["errors"], ran.document["missing"]) == (1, 1)
+    assert rows()[1]["error"]["code"] == "problem-too-long"
+    assert rows()[1]["trace"] is None
+    assert len(list(Path("out/traces").iterdir())) == 2, "an empty trace is none"
+
+    run(command, unsolvable(), "--on-error", "continue")
+    assert solved() == 1
+
+
+def test_a_problem_the_task_cannot_read_is_an_error_of_its_line(command: Arbor) -> None:
+    name = dataset({"problem": "4 5 6 10"}, {"problem": "4 5"})
+
+    ran = command("eval", name, "--output", "out", "--json")
+    assert (ran.code, ran.document["error"]["code"]) == (4, "problem-invalid")
+    assert "problems.jsonl, line 2: " in ran.err and "Try: 4 5 6 10" in ran.err
+    assert not Path("out").exists(), "nothing was begun"
+
+    ran = command("eval", name, "--output", "out", "--json", "--on-error", "continue")
+    assert (ran.code, ran.document["n"], ran.document["errors"]) == (0, 2, 1)
+
+
+# Where samples come from
+
+
+def test_a_task_has_problems_of_its_own(command: Arbor) -> None:
+    ran = command("eval", "chains", "--limit", "3", "--output", "out", "--json")
+
+    assert (ran.code, ran.document["n"]) == (0, 3)
+    assert all(row["problem"].startswith("Facts: ") for row in rows())
+    assert "Chains(" in Path("out/run.toml").read_text("utf-8")
+
+
+def test_a_task_without_a_limit_gives_a_hundred(command: Arbor) -> None:
+    assert command("eval", "recall", "--output", "out", "--json").document["n"] == 100
+
+
+def test_columns_may_have_other_names_and_numbers_are_text(command: Arbor) -> None:
+    rows_ = [{"question": "How many?", "key": 72}, {"question": 5, "key": "x"}]
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows_)
+    Path("q.jsonl").write_text(f"\ufeff{lines}\n", encoding="utf-8")
+
+    ran = run(command, "q.jsonl", "--input-key", "question", "--target-key", "key")
+
+    assert ran.code == 0
+    assert [(r["problem"], r["expected"]) for r in rows()] == [("How many?", "72"), ("5", "x")]
+
+
+def test_a_separator_of_lines_within_a_problem_is_no_end_of_a_row(command: Arbor) -> None:
+    Path("u.jsonl").write_text(
+        '{"problem": "one\u2028two", "answer": "1"}\n', encoding="utf-8", newline=""
+    )
+
+    assert run(command, "u.jsonl").document["n"] == 1
+    assert rows()[0]["problem"] == "one\u2028two"
+
+
+def test_a_table_is_read(command: Arbor) -> None:
+    text = f'problem,answer,id\n"one, two\nthree",{RIGHT},a\nfour,"say ""5""",\n'
+    Path("t.csv").write_text(text, encoding="utf-8")
+
+    assert run(command, "t.csv").document["right"] == 1
+    assert [row["problem"] for row in rows()] == ["one, two\nthree", "four"]
+    assert rows()[0]["id"] == "a" and len(rows()[1]["id"]) == 16
+    assert rows()[1]["expected"] == 'say "5"'
+
+
+def test_a_row_that_is_there_twice_is_one_sample(command: Arbor) -> None:
+    same = {"problem": "one"}
+
+    assert run(command, dataset(same, {"problem": "two"}, same)).document["n"] == 2
+
+
+def test_a_key_of_the_tasks_own_is_enough(command: Arbor) -> None:
+    Path("k.jsonl").write_text('{"problem": "4 5 6 10"}\n', encoding="utf-8")
+
+    command("eval", "k.jsonl", "--output", "out")
+
+    assert rows()[0]["expected"] == "24"
+
+
+def test_stdin_is_a_dataset() -> None:
+    with spawn(
+        *("eval", "-", "--task", "reasoning", "--output", "/dev/null"), stdin=subprocess.PIPE
+    ) as process:
+        _, err = process.communicate(b"not JSON\n", timeout=60)
+    assert process.returncode == 4
+    assert b"[dataset-invalid] stdin: line 1 is no JSON" in err
+
+
+def test_only_some_samples_are_solved(command: Arbor) -> None:
+    name = dataset(*({"id": each, "problem": each} for each in ("a", "b", "c")))
+
+    run(command, name, "--sample-id", "c", "--sample-id", "a")
+
+    assert [row["id"] for row in rows()] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "part"), [("3", (0, 3)), ("1-3", (0, 3)), ("11-20", (10, 20)), ("7-7", (6, 7))]
+)
+def test_a_limit_is_a_number_or_a_range_with_both_ends(limit: str, part: tuple[int, int]) -> None:
+    assert window(limit) == part
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "3-1", "1.5", "all", "1-", "0-4", ""])
+def test_anything_else_is_no_limit(limit: str) -> None:
+    with pytest.raises(UsageError, match="101-200"):
+        window(limit)
+
+
+def broken(text: str | bytes, name: str = "x.jsonl") -> Any:
+    def write() -> list[str]:
+        Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return [name, "--task", "reasoning"]
+
+    return write
+
+
+ROWS = [
+    (["gsm8k"], 2, "unknown-dataset", ("Known: chains, countdown, game24, recall; or a file",)),
+    (["x.parquet"], 2, "dataset-format", ("neither a .jsonl nor a .csv", '{"problem": ')),
+    (["nowhere.jsonl"], 4, "dataset-unreadable", ("No such file",)),
+    (["reasoning"], 2, "no-problems", ("arbor eval problems.jsonl --task reasoning",)),
+    (["game24", "--task", "chains"], 2, "usage", ("Leave --task out",)),
+    (["game24", "--split", "tset"], 4, "split-unknown", ("train, validation, test, hard",)),
+    (["game24", "--limit", "many"], 2, "limit", ("100 for the first hundred",)),
+    (["game24", "--limit", "5000-5001"], 4, "dataset-empty", ("in 5000-5001", "smaller")),
+    (["game24", "--sample-id", "x"], 2, "unknown-sample", ("100 samples", "here 3")),
+    (["game24", "--compare", "nowhere"], 4, "run-unreadable", ("arbor eval --output",)),
+    (["game24", "--budget", "25"], 2, "budget-range", ("Did you mean 0.25",)),
+    (["game24", "--fail-under", "70"], 2, "usage", ("--fail-under",)),
+    (["game24", "--trace", "x"], 2, "usage", ("'on', 'off'",)),
+    (broken(""), 4, "dataset-empty", ("x.jsonl has no samples",)),
+    (
+        broken('{"problem": "a"}\n'),
+        4,
+        "dataset-invalid",
+        ("line 1 has no 'answer'", "--target-key"),
+    ),
+    (
+        broken('\n{"q": 1, "r": 2}\n'),
+        4,
+        "dataset-invalid",
+        ("line 2", "It has: q, r", "--input-key"),
+    ),
+    (broken('{"problem": ["a"]}\n'), 4, "dataset-invalid", ("no text in 'problem'",)),
+    (broken("[1]\n"), 4, "dataset-invalid", ("line 1 is no JSON object",)),
+    (broken('{"problem"\n'), 4, "dataset-invalid", ("line 1 is no JSON (Expecting",)),
+    (broken("[" * 100_000), 4, "dataset-invalid", ("line 1 is no JSON",)),
+    (
+        broken(
+            '{"id": 1, "problem": "a", "answer": "1"}\n{"id": 1, "problem": "b", "answer": "1"}\n'
+        ),
+        *(4, "dataset-invalid", ("line 1 and line 2 have the id '1' and differ",)),
+    ),
+    (broken(b'{"problem": "\xe9"}\n'), 4, "not-utf8", ("x.jsonl: byte 0xe9", "--encoding latin-1")),
+    (broken("a,b\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("line 2 has more cells",)),
+    (broken('problem,answer\n"a,1\n', "x.csv"), 4, "dataset-invalid", ("is no CSV",)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "exit_code", "code", "words"), ROWS)
+def test_an_error_says_what_would_work(
+    command: Arbor, arguments: Any, exit_code: int, code: str, words: tuple[str, ...]
+) -> None:
+    given = arguments() if callable(arguments) else arguments
+
+    ran = command("eval", *given, "--output", "out")
+
+    assert (ran.code, ran.out) == (exit_code, "")
+    assert ran.err.startswith(f"arbor: error: [{code}] ") and "Traceback" not in ran.err
+    for each in words:
+        assert each in ran.err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("output", ["/dev/null", "/dev/null/out"])
+def test_a_folder_that_cannot_be_made_says_so(command: Arbor, output: str) -> None:
+    ran = command("eval", three(), "--task", "reasoning", "--output", output)
+
+    assert ran.code == 2
+    assert "--output" in ran.err and "Traceback" not in ran.err
+
+
+# Gates and comparisons
+
+
+@pytest.mark.parametrize(("gate", "code"), [("0.66", 0), ("0.67", 7)])
+def test_a_gate_fails_with_seven(command: Arbor, gate: str, code: int) -> None:
+    ran = run(command, three(), "--fail-under", gate)
+
+    assert ran.code == code
+    assert ("[fail-under] the accuracy is 0.6667, which is below 0.67" in ran.err) == (code == 7)
+    assert ran.document["n"] == 3
+
+
+def test_two_runs_are_compared_pair_by_pair(command: Arbor) -> None:
+    for output, wrong in (("a", range(0, 2)), ("b", range(1, 9))):
+        numbers = range(10) if output == "b" else range(1, 12)
+        key = {True: "wrong", False: RIGHT}
+        name = dataset(
+            *({"id": str(n), "problem": f"p{n}", "answer": key[n in wrong]} for n in numbers),
+        )
+        more = ["--compare", "a"] if output == "b" else []
+        ran = run(command, name, *more, output=output)
+
+    pair = ran.document["comparison"]
+    assert (pair["with"], pair["n"]) == ("a", 9)  # 1 to 9
+    outcomes = {name: pair[name] for name in ("both", "only_first", "only_second", "neither")}
+    assert outcomes == {"both": 1, "only_first": 0, "only_second": 7, "neither": 1}
+    assert pair["difference"] == pytest.approx(-7 / 9)
+    assert pair["p"] == pytest.approx(2 / 2**7)
+    assert pair["interval"][0] < -7 / 9 < pair["interval"][1]
+    assert pair["tokens_generated"]["difference"] == 0
+    text = command(
+        *("eval", name, "--task", "reasoning", "--output", "b", "--compare", "a"),
+    ).out
+    assert "-77.8 points (" in text and "only there 7; McNemar p = 0.0156" in text
+
+
+def test_runs_without_a_common_sample_are_not_compared(command: Arbor) -> None:
+    run(command, three(), output="a")
+
+    ran = run(command, dataset({"problem": "another"}), "--compare", "a")
+
+    assert (ran.code, ran.document["error"]["code"]) == (2, "run-disjoint")
+    assert not Path("out").exists()
+
+
+def test_what_failed_costs_nothing_and_is_not_right() -> None:
+    good = {"correct": True, "answer": "1", "metrics": {"peak_tokens": 10}, "cpu_s": 2.0}
+    failed = {"correct": None, "answer": None, "metrics": {}, "error": {"code": "x"}, "cpu_s": 9.0}
+
+    found = results([good, failed])
+
+    assert (found["accuracy"], found["errors"], found["no_answer"]) == (0.5, 1, 0)
+    assert found["peak_tokens"]["mean"] == 10 and found["cpu_s"]["total"] == 2.0
+    assert results([])["accuracy"] is None
+
+
+def test_the_digest_is_of_what_a_result_depends_on() -> None:
+    config = {"budget": "0.5", "limit": "3", "policy": {"name": "lru"}}
+
+    assert digest(config) == digest(config | {"limit": "9", "trace": "off", "timeout": None})
+    assert digest(config) != digest(config | {"policy": {"name": "h2o"}})
+
+
+# The page
+
+
+def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> None:
+    run(command, three())
+
+    page = Path("out/index.html").read_text("utf-8")
+
+    assert re.findall(r'<tr class="(\w+)">', page) == ["right", "wrong", "right"]
+    links = re.findall(r'<a href="([^"]+)"', page)
+    assert links == [row["trace"] for row in rows()]
+    assert "2 of 3 right" in page
+
+
+def test_the_page_runs_nothing_and_asks_nobody() -> None:
+    hostile = '<script>alert(1)</script><img src=x onerror="alert(1)">"\'&'
+    row = {"id": hostile, "problem": hostile, "answer": hostile, "expected": hostile}
+
+    page = index_page(hostile, [hostile], [row | {"trace": f"traces/{hostile}"}])
+
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert policy[1] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert "<script" not in page and "<img" not in page
+    assert not re.search(r"https?://|//[a-z]", page)
+    assert page.count("&lt;script&gt;") >= 5
+    assert re.findall(r'href="([^"]*)"', page)[1].startswith("traces/%3Cscript%3E")
+
+
+def test_a_long_problem_is_cut_on_the_page() -> None:
+    page = index_page("x", [], [{"id": "a", "problem": "p" * 5000}])
+
+    assert "p" * 300 + "…" in page and "p" * 301 not in page
+
+
+# Progress
+
+
+def shown(live: bool, seconds: float, samples: int = 40) -> list[str]:
+    """What a run of so many seconds a sample shows."""
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=100, force_terminal=live)
+    with Tally(console, live, samples, clock=lambda: now[0]) as tally:
+        for number in range(samples):
+            now[0] += seconds
+            tally.add(number % 2 == 0)
+    return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+
+
+def test_a_log_gets_a_line_each_half_minute() -> None:
+    lines = shown(live=False, seconds=10)
+
+    assert len(lines) == 13
+    assert lines[0] == "arbor: 3 of 40, 66.7 % right, 10.0 s each, 6 min left"
+    assert shown(live=False, seconds=31, samples=200)[0].endswith("31.0 s each, 1.7 h left")
+
+
+def test_a_short_run_says_nothing_in_a_log() -> None:
+    assert shown(live=False, seconds=0.7) == []
+
+
+def test_a_terminal_gets_one_line_again_and_again() -> None:
+    text = "\n".join(shown(live=True, seconds=1, samples=3))
+
+    assert "2 of 3, 50.0 % right, 1.0 s each, 1 s left" in text and "arbor:" not in text
+
+
+def test_a_run_that_says_nothing_counts_all_the_same() -> None:
+    tally = Tally(None, True, 2)
+    tally.add(True)
+
+    assert tally.line().startswith("1 of 2, 100.0 % right")
