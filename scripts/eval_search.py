@@ -2,7 +2,8 @@
 
     python scripts/eval_search.py --n 500 --json out.json
 
-Arms: a greedy chain, ToT (BFS, beam 5) with the model's own judge, ToT with the exact verifier. Reported per arm: share
+Arms: a greedy chain, ToT (BFS, beam 5) with the model's own judge, ToT with the exact verifier, both also with siblings
+drawn independently of each other. Reported per arm: share
 solved with a Clopper-Pearson 95 % interval; against the greedy chain: the paired difference with a bootstrap 95 %
 interval and the exact McNemar p-value; tokens generated and peak KV per problem.
 """
@@ -31,6 +32,16 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "tot self": {"controller": "tot", "verifier": "self", "sampling": Sampling(1.0, 1.0)},
     "tot exact": {"controller": "tot", "verifier": "exact", "sampling": Sampling(1.0, 1.0)},
+    "tot self, independent": {
+        "controller": "tot",
+        "verifier": "self",
+        "sampling": Sampling(1.0, 1.0, arithmetic=False),
+    },
+    "tot exact, independent": {
+        "controller": "tot",
+        "verifier": "exact",
+        "sampling": Sampling(1.0, 1.0, arithmetic=False),
+    },
 }
 
 
