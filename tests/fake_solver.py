@@ -143,8 +143,24 @@ class FakeSolver:
     def load(self) -> None:
         return None
 
-    def plan(self, problem: str | Problem | None = None) -> Plan:
-        return self._budget.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
+    @property
+    def task(self) -> Any:
+        return types.SimpleNamespace(example="4 5 6 10")
+
+    @property
+    def device(self) -> str:
+        return "cpu"
+
+    def solve(self, problem: str, *, budget: str, **limits: Any) -> FakeSolution:
+        self.solved.append(budget)
+        time.sleep(0.002 if "slow" in self.words else 0)
+        for _ in (stream := FakeStream(self, problem, None)):
+            pass
+        return stream.solution
+
+    def plan(self, problem: str | Problem | None = None, *, budget: str | None = None) -> Plan:
+        asked = self._budget if budget is None else Budget.parse(budget)
+        return asked.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
 
     def stream(
         self,
@@ -173,6 +189,7 @@ def install() -> None:
 
 def install_light() -> None:
     """Makes commands use the fake without importing anything the real one needs."""
+    import arbor.cli.bench
     import arbor.cli.eval
     import arbor.cli.solve
 
@@ -181,3 +198,4 @@ def install_light() -> None:
 
     arbor.cli.solve.build_solver = build
     arbor.cli.eval.build_solver = build
+    arbor.cli.bench.build_solver = build

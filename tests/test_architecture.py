@@ -17,7 +17,7 @@ PACKAGE = ROOT / "arbor"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "kept"),
     ("registry",),
-    ("budget", "config", "events", "kernels", "sapling", "statistics", "tasks", "tree"),
+    ("budget", "config", "events", "kernels", "sapling", "statistics", "tasks", "timing", "tree"),
     ("callbacks", "memory", "metrics", "retention"),
     ("engine", "testing", "trace"),
     ("controllers", "verifiers"),
@@ -54,6 +54,7 @@ TORCH_FREE = (
     "solution",
     "statistics",
     "stream",
+    "timing",
     "cli",
 )
 
@@ -73,6 +74,7 @@ PACKAGES = {
     "solution": {"rich"},
     "solver": {"numpy", "torch", "transformers"},
     "statistics": {"numpy"},
+    "timing": {"numpy"},
     "trace": {"rich"},
     "tree": {"networkx", "numpy"},
     "verifiers": {"numpy", "torch"},

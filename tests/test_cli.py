@@ -330,6 +330,8 @@ def test_an_environment_variable_sets_an_option(
         ["solve", "--help"],
         ["solve", "4 5"],
         ["eval", "--help"],
+        ["bench", "--help"],
+        ["bench", "--compare", "nowhere.json"],
         ["eval", "nowhere.jsonl"],
         ["eval", "game24", "--limit", "x"],
         ["solve", "4 5 6 10", "--budget", "25"],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from run_cli import Arbor, in_process, spawn
 
 from arbor.cli.tally import Tally
 from arbor.errors import UsageError
-from arbor.evaluation.dataset import window
+from arbor.evaluation.dataset import of_task, window
 from arbor.evaluation.folder import RunFolder, digest
 from arbor.evaluation.page import index_page
 from arbor.evaluation.results import results
+from arbor.tasks.base import Problem
+from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
@@ -312,6 +316,18 @@ def test_a_task_has_problems_of_its_own(command: Arbor) -> None:
     assert (ran.code, ran.document["n"]) == (0, 3)
     assert all(row["problem"].startswith("Facts: ") for row in rows())
     assert "Chains(" in Path("out/run.toml").read_text("utf-8")
+
+
+def test_a_task_that_repeats_itself_has_each_sample_once() -> None:
+    class Repeats(Game24):
+        def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
+            hands = itertools.cycle(((4, 5, 6, 10), (1, 2, 3, 4), (10, 6, 5, 4)))
+            return (self.make(hand) for hand in itertools.islice(hands, limit))
+
+    samples = of_task(Repeats(), "test", 1, 5)
+
+    assert [sample.text for sample in samples] == ["1 2 3 4", "10 6 5 4"]
+    assert samples[1].id == Game24().make((4, 5, 6, 10)).id
 
 
 def test_a_task_without_a_limit_gives_a_hundred(command: Arbor) -> None:

@@ -26,6 +26,7 @@ from arbor.errors import ArborError, OutOfMemory, UsageError
 COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
     "eval": ("arbor.cli.eval:eval_", "Solve many problems into a folder that can go on."),
+    "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),
     "demo": ("arbor.cli.demo:demo", "Watch a search in about ten seconds."),
     "view": ("arbor.cli.view:view", "See a trace: one HTML page, or a tree in the terminal."),
     "replay": ("arbor.cli.replay:replay", "A recorded search under other policies and budgets."),

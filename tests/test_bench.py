@@ -1,0 +1,138 @@
+"""``arbor bench``: what it runs, what it says, and what it refuses to say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_solver
+import pytest
+from run_cli import Arbor, in_process
+
+from arbor.cli.bench import compare, share
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Arbor:
+    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+    return in_process(capsys)
+
+
+def test_every_budget_of_every_policy_is_solved_in_turn(command: Arbor) -> None:
+    fake_solver.SOLVERS.clear()
+
+    ran = command(
+        *("bench", "--budget", "full", "--budget", "0.5", "--policy", "lru", "--policy", "h2o"),
+        *("--warmup", "1", "--repeat", "4", "--json"),
+    )
+
+    rows = [(row["policy"], row["budget"]) for row in ran.document["rows"]]
+    assert rows == [("lru", "full"), ("lru", "0.5"), ("h2o", "full"), ("h2o", "0.5")]
+    for row in ran.document["rows"]:
+        assert len(row["cpu_s"]["seconds"]) == len(row["wall_s"]["seconds"]) == 4
+        assert row["answer"] == "(10 - 4) * 5 - 6" and row["peak_tokens"] > 0
+    lru, h2o = fake_solver.SOLVERS
+    assert sorted(lru.solved) == sorted(h2o.solved) == ["0.5"] * 5 + ["full"] * 5
+    assert (ran.code, ran.document["clock"], ran.err) == (0, "cpu_s", "")
+
+
+def test_a_table_says_no_more_than_the_noise_allows(command: Arbor) -> None:
+    ran = command("bench", "--repeat", "3", "--budget", "full", "--budget", "1.0")
+
+    head, first, second = ran.out.splitlines()
+    assert "CPU s" in head and "against the first" in head
+    assert "full" in first
+    assert "no difference beyond the noise" in second or " times" in second
+
+
+def timings(*seconds: float, budget: str = "full", **settings: Any) -> dict[str, Any]:
+    spread = {"median": sorted(seconds)[len(seconds) // 2], "seconds": list(seconds)}
+    row = {"policy": "lru", "budget": budget, "cpu_s": spread, "wall_s": spread}
+    return {
+        "schema": "arbor.bench/1",
+        "settings": {"seed": 0} | settings,
+        "clock": "cpu_s",
+        "rows": [row],
+    }
+
+
+@pytest.mark.parametrize(
+    ("now", "most", "slower"),
+    [
+        ((1.2,) * 3, 0.05, 1),
+        ((1.2,) * 3, 0.5, 0),
+        ((0.9, 1.2, 1.5), 0.05, 0),
+        ((1.2,) * 3, None, 0),
+    ],
+)
+def test_what_is_slower_than_allowed_is_told(
+    now: tuple[float, ...], most: float | None, slower: int
+) -> None:
+    found = timings(*now)
+
+    told = compare(found, timings(1.0, 1.0, 1.0), Path("before.json"), most)
+
+    assert len(told) == slower
+    assert found["rows"][0]["before"]["median"] == 1.0
+    if told:
+        assert told[0] == "lru full: 1.2 s, it was 1 s (+20 %, allowed 5 %)."
+
+
+def test_a_gate_fails_with_seven_and_everything_is_written(command: Arbor) -> None:
+    shape = ("bench", "--budget", "full", "--repeat", "3")
+    assert command(*shape, "--output-json", "before.json").code == 0
+    before = json.loads(Path("before.json").read_text("utf-8"))
+    for row in before["rows"]:
+        row["cpu_s"]["seconds"] = [1e-9] * 3
+    Path("before.json").write_text(json.dumps(before), encoding="utf-8")
+
+    ran = command(
+        *(*shape, "--compare", "before.json", "--max-regress", "5%", "--output-json", "now.json")
+    )
+
+    assert ran.code == 7
+    assert "[max-regress] reentry full: " in ran.err and "allowed 5 %" in ran.err
+    assert "times" in ran.out and Path("now.json").is_file()
+    assert command(*shape, "--compare", "before.json").code == 0, "without a gate it only tells"
+
+
+ROWS = [
+    (["--max-regress", "5%"], 2, "usage", "--compare before.json"),
+    (["--compare", "b.json", "--max-regress", "5"], 2, "usage", "Write it as in 5%"),
+    (["--compare", "nowhere.json"], 4, "bench-unreadable", "No such file"),
+    (["--compare", "words.json"], 4, "bench-unreadable", "words.json is no JSON"),
+    (["--compare", "list.json"], 4, "bench-unreadable", "no arbor.bench/1"),
+    (["--compare", "other.json"], 2, "bench-differs", "other settings: "),
+    (["--output-json", "no/where.json"], 2, "bench-unwritable", "no such directory"),
+    (["--repeat", "2"], 2, "usage", "x>=3"),
+    (["--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
+    (["--budget", "full", "--budget", "1tok"], 6, "budget-infeasible", "44tok"),
+    (["--policy", "lur"], 2, "unknown-policy", "'lru'"),
+    (["4 5"], 4, "problem-invalid", "four are needed"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "exit_code", "code", "words"), ROWS)
+def test_an_error_says_what_would_work(
+    command: Arbor, arguments: list[str], exit_code: int, code: str, words: str
+) -> None:
+    Path("words.json").write_text("slow", encoding="utf-8")
+    Path("list.json").write_text("[]", encoding="utf-8")
+    Path("other.json").write_text(json.dumps(timings(1.0, 1.0, 1.0, seed=7)), encoding="utf-8")
+
+    ran = command("bench", *arguments)
+
+    assert (ran.code, ran.out) == (exit_code, "")
+    assert ran.err.startswith(f"arbor: error: [{code}] ") and "Traceback" not in ran.err
+    assert words in ran.err
+
+
+def test_a_share_is_a_percentage() -> None:
+    assert (share("5%"), share("12.5%"), share(None)) == (0.05, 0.125, None)
