@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from run_cli import Arbor, in_process, spawn
 
+from arbor import Solver
 from arbor.cli.tally import Tally
 from arbor.errors import UsageError
 from arbor.evaluation.dataset import of_task, window
@@ -228,6 +229,25 @@ def test_two_processes_do_not_write_to_one_folder(command: Arbor) -> None:
         folder.close()
 
     assert (ran.code, ran.document["error"]["code"]) == (2, "run-busy")
+
+
+def test_the_settings_of_a_run_repeat_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = in_process(capsys)
+    first = real(
+        *("eval", "game24", "--limit", "2", "--controller", "chain", "--temperature", "0.5"),
+        *("--max-tokens", "40", "--sample-id", "3a6bc65b3c19ae5c", "--output", "out", "--json"),
+    )
+
+    again = real("eval", "--config", "out/run.toml", "--output", "out", "--json")
+
+    assert (first.code, again.code) == (0, 0)
+    assert again.document == first.document and len(rows()) == 1
+    with Solver.from_config("out/run.toml") as solver:
+        assert solver.config["controller"]["name"] == "chain"
+        assert solver.sampling.temperature == 0.5
 
 
 def test_a_folder_with_something_else_is_left_alone(command: Arbor) -> None:
