@@ -12,6 +12,7 @@ import pytest
 from run_cli import Arbor, in_process
 
 from arbor.cli.bench import compare, share
+from arbor.errors import UsageError
 
 
 @pytest.fixture
@@ -83,6 +84,15 @@ def test_what_is_slower_than_allowed_is_told(
     assert found["rows"][0]["before"]["median"] == 1.0
     if told:
         assert told[0] == "lru full: 1.2 s, it was 1 s (+20 %, allowed 5 %)."
+
+
+def test_only_what_was_measured_alike_is_compared() -> None:
+    found = timings(1.0, 1.0, 1.0)
+
+    with pytest.raises(UsageError, match="other settings: seed"):
+        compare(found, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"), None)
+    with pytest.raises(UsageError, match="other policies and budgets"):
+        compare(found, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json"), None)
 
 
 def test_a_gate_fails_with_seven_and_everything_is_written(command: Arbor) -> None:
