@@ -108,7 +108,7 @@ def search(voice: Voice, folder: Path, seed: int) -> Solution:
     from arbor.solver import Solver
 
     began = time.monotonic()
-    controller = ToT(strategy="dfs", width=6, stop_value=0.9)
+    controller = ToT(beam=4, width=6)
     with Solver(controller=controller) as planner:
         use_threads(None, planner.describe())
         # as little as works: KV has to leave and to come back
