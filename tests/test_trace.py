@@ -249,7 +249,7 @@ def test_unknown_events_and_fields_are_ignored(tmp_path: Path, run: list[Event])
     path = write(tmp_path / "run.jsonl", run)
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     records[0]["colour"] = "green"
-    records.insert(1, {"e": "sample", "i": 1, "t": 0.0, "cpu_rss": 3})
+    records.insert(1, {"e": "weather", "i": 1, "t": 0.0, "cpu_rss": 3})
     for number, record in enumerate(records):
         record["i"] = number
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
