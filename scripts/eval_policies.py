@@ -306,20 +306,24 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.searches:
         for deterministic in (False, True) if args.deterministic else (False,):
             settings = {**SEARCHES[name], "deterministic": deterministic, "task": args.task}
+            blocks = Blocks()
             with Solver(
-                args.model, policy=args.policies[0] if args.policies else "reentry", **settings
+                args.model,
+                policy=args.policies[0] if args.policies else "reentry",
+                listeners=(blocks.hear,),
+                **settings,
             ) as solver:
                 chosen = problems_of(solver.task, "test", args.n)
-                full = [solver.solve(problem) for problem in chosen]
+                full = [(solver.solve(problem), blocks.take()) for problem in chosen]
                 for ratio in args.budgets:
                     trees = answers = over = recomputed = 0
-                    for problem, whole in zip(chosen, full, strict=True):
+                    for problem, (whole, tree) in zip(chosen, full, strict=True):
                         slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
                         run = bounded(solver, problem, slots)
                         if run is None:
                             smallest = solver.plan(problem).smallest_tokens
                             run = solver.solve(problem, budget=f"{smallest}tok")
-                        trees += shape(run) != shape(whole)
+                        trees += blocks.take() != tree
                         answers += run.answer != whole.answer
                         over += run.metrics.peak_tokens > run.metrics.budget_tokens
                         recomputed += run.metrics.tokens_recomputed
@@ -339,14 +343,21 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def shape(solution: Any) -> tuple[Any, ...]:
-    """What is compared of two runs: every finished path's text, and how many blocks and tokens there were."""
-    metrics = solution.metrics
-    return (
-        tuple(candidate.text for candidate in solution.candidates),
-        metrics.nodes,
-        metrics.tokens_generated,
-    )
+class Blocks:
+    """The tokens of every block of a run, by its id."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, tuple[int, ...]] = {}
+
+    def hear(self, event: Event) -> None:
+        """Takes in what the engine reports."""
+        if isinstance(event, Boundary):
+            self._ids[event.node] = tuple(event.ids)
+
+    def take(self) -> dict[int, tuple[int, ...]]:
+        """The run that is over; the next one begins with nothing."""
+        ids, self._ids = self._ids, {}
+        return ids
 
 
 def main() -> None:
