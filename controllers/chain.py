@@ -23,7 +23,8 @@ class Chain:
         samples: N chains; 1 is plain chain of thought (Wei et al., arXiv 2201.11903). Each is a sample of the model; they
             begin spread over its distribution (`Sampling.arithmetic`; false for independent ones).
 
-    Differs from the sources: no chain is stopped by its value on the way, and none is replaced; a chain that reaches the depth limit without an answer is given up. Answers are not voted on.
+    Differs from the sources: no chain is stopped by its value on the way, and none is replaced; a chain that reaches the
+    depth limit without an answer is given up. Answers are not voted on.
     """
 
     samples: int = 1

@@ -18,7 +18,7 @@ Measured, one thread, `F.linear` / packed (above 1 = packing wins), rows 1 / 8 /
 Hence the rule of `packing`: float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to oneDNN where the CPU has
 instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on AMD) only takes layers large enough. No timing
 at run time: what is chosen decides the last bits of the logits and must not depend on the load of the machine. oneDNN's
-weights go on large pages, which is worth 5-10 % of a call on Zen 5.
+weights go on large pages (`on_huge_pages`; EXPERIMENTS.md has what that is worth).
 """
 
 from __future__ import annotations

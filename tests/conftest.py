@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -48,6 +49,20 @@ def names_are_given_back() -> Iterator[None]:
     yield
     register._named.clear()
     register._named.update(before)
+
+
+@pytest.fixture
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Any]:
+    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
+    import fake_solver
+    from run_cli import in_process
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+    return in_process(capsys)
 
 
 def difference(kept: Any, made: Any, where: str = "") -> str | None:

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import fake_solver
 import pytest
-from run_cli import Arbor, in_process
+from run_cli import Arbor
 
 from arbor.cli.bench import compare, share
 from arbor.errors import UsageError
-
-
-@pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Arbor:
-    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "arbor.solver", None)
-    fake_solver.install()
-    return in_process(capsys)
 
 
 def test_every_budget_of_every_policy_is_solved_in_turn(command: Arbor) -> None:

@@ -8,31 +8,18 @@ import resource
 import select
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import fake_solver
 import pytest
 from fake_run import fake_run, tick
-from run_cli import REAL, Arbor, environment, in_process, spawn
+from run_cli import REAL, Arbor, environment, spawn
 
 import arbor
 from arbor import registry
 from arbor.cli.stop import Interrupted, Stop
 from arbor.trace import Replay, TraceWriter, read_trace
-
-
-@pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Arbor:
-    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "arbor.solver", None)
-    fake_solver.install()
-
-    return in_process(capsys)
 
 
 @pytest.fixture

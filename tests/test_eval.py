@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,17 +30,6 @@ from arbor.trace import Replay, read_trace
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
 FILES = {"run.toml", "samples.jsonl", "results.json", "index.html", "traces"}
-
-
-@pytest.fixture
-def command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Arbor:
-    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "arbor.solver", None)
-    fake_solver.install()
-    return in_process(capsys)
 
 
 def dataset(*rows: dict[str, Any], name: str = "problems.jsonl") -> str:

@@ -43,6 +43,23 @@ def test_filled_memory_moves_to_large_pages_and_keeps_its_contents() -> None:
         assert huge_bytes(middle) >= gained - 2 * HUGE > 0
 
 
+@pytest.mark.parametrize("offset", [0, 4096, HUGE - 64])
+def test_every_large_page_that_holds_a_part_is_joined(
+    monkeypatch: pytest.MonkeyPatch, offset: int
+) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(hugepages, "_madvise", lambda: lambda *call: asked.append(call) or 0)
+    begin, size = 64 * HUGE + offset, 3 * HUGE
+    gained = on_huge_pages(begin, size, filled=True)
+    (first, length, advice), *joined = asked
+    assert advice == hugepages.MADV_HUGEPAGE and first % 4096 == 0 == length % 4096
+    assert first <= begin and begin + size <= first + length
+    assert all(part[1:] == (HUGE, hugepages.MADV_COLLAPSE) for part in joined)
+    covered = {page for page, *_ in joined}
+    assert covered == {byte // HUGE * HUGE for byte in range(begin, begin + size, 64)}
+    assert gained == len(joined) * HUGE
+
+
 @offered
 def test_untouched_memory_comes_on_large_pages_when_it_is_written_to() -> None:
     tensor = torch.empty(8 * HUGE, dtype=torch.uint8)

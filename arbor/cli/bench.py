@@ -18,6 +18,7 @@ from arbor.budget import Budget
 from arbor.cli.build import build_solver
 from arbor.cli.configure import all_settings
 from arbor.cli.options import (
+    EXIT_GATE,
     Command,
     limit_options,
     loading_options,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from arbor.solver import Solver
 
 SCHEMA = "arbor.bench/1"
-EXIT_GATE = 7
 BUDGETS = ("full", "0.25")
 POLICIES = ("reentry",)
 

@@ -22,6 +22,7 @@ from arbor.cli.build import build_solver, parse_settings
 from arbor.cli.configure import all_settings
 from arbor.cli.encoding import decoded
 from arbor.cli.options import (
+    EXIT_GATE,
     Command,
     config_option,
     limit_options,
@@ -33,6 +34,7 @@ from arbor.cli.options import (
     trace_detail_options,
     voice_options,
 )
+from arbor.cli.solve import use_threads
 from arbor.cli.stop import EXIT_SIGNAL, Stop
 from arbor.cli.tally import Tally
 from arbor.cli.voice import Voice
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     from arbor.solution import Solution
     from arbor.solver import Solver
 
-EXIT_GATE = 7
 FIRST = 100  # samples of a task without --limit; some tasks never run out of problems
 STDIN = "-"
 ROWS = {".jsonl": jsonl_rows, ".csv": csv_rows}
@@ -389,7 +390,7 @@ def solve_all(
     if not waiting:
         return
     voice.say(f"loading {given['model']} · seed {given['seed']}")
-    use_threads(given["threads"], solver)
+    use_threads(given["threads"], solver.describe())
     console = None if voice.progress == "none" else voice.console()
     with Tally(console, voice.progress == "live", len(waiting)) as tally:
         for sample in waiting:
@@ -400,13 +401,6 @@ def solve_all(
             tally.add(is_right(row))
             if stop.signal is not None:
                 return
-
-
-def use_threads(threads: int | None, solver: Solver) -> None:
-    """As for ``arbor solve``."""
-    from arbor.cli.solve import use_threads as for_model
-
-    for_model(threads, solver.describe())
 
 
 def solve_one(

@@ -16,6 +16,7 @@ from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
 from arbor.events import Detail
 from arbor.presets import PRESETS
 
+EXIT_GATE = 7  # a check or a gate failed
 EXIT_CODES = """\b
 Every option is an environment variable too: ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
 Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from arbor.cli.options import Command, Group, option, voice_options
+from arbor.cli.options import EXIT_GATE, Command, Group, option, voice_options
 from arbor.cli.solve import numbers_line
 from arbor.cli.voice import Voice
 from arbor.config import config_text
@@ -21,7 +21,6 @@ from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record
 
-EXIT_GATE = 7
 SHOWN_CHARACTERS = 60
 
 _file = click.argument("file", type=click.Path(path_type=Path))

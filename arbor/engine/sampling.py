@@ -67,16 +67,18 @@ class Code:
     exactly the model's probability.
 
     Differs from the paper: points are U + i x 0.618... modulo 1 (U of the parent, i the child's index) instead of (U + i)
-    / n, so that they do not depend on how many children there will be; and when a text's interval is shorter than 1/128,
-    the numbers that follow come from the block's own stream: siblings have parted by then, and every stretching also
-    stretches the rounding of the logits, which must not decide about tokens.
+    / n, so that they do not depend on how many children there will be; and whenever a text's interval has become shorter
+    than 1/128, its point is given up for a new number of the block's own stream: siblings have parted by then, and every
+    stretching also stretches the rounding of the logits, which must not decide about tokens.
     """
 
     __slots__ = ("_fineness", "_own", "number")
 
     def __init__(self, seed: int, node: Node, sampling: Sampling) -> None:
         self._own = stream(seed, node)
-        self._fineness = 0.0
+        self._fineness: float | None = (
+            None  # length of the interval so far; None: each token is drawn by itself
+        )
         if sampling.arithmetic and sampling.temperature and node.parent is not None:
             common = _generator(seed, (*node.parent.key, _SIBLINGS)).random()
             self.number = float((common + node.index * _GOLDEN) % 1.0)
@@ -91,12 +93,13 @@ class Code:
             left: where `number` lay in the token's interval, in [0, 1).
             share: the length of that interval, the token's probability as it was drawn.
         """
-        self._fineness *= share
-        if self._fineness < _FINEST:
-            self.number = float(self._own.random())
-            self._fineness = 0.0 if self._fineness == 0.0 else 1.0
-        else:
-            self.number = left
+        if self._fineness is not None:
+            self._fineness *= share
+            if self._fineness >= _FINEST:
+                self.number = left
+                return
+            self._fineness = 1.0
+        self.number = float(self._own.random())
 
 
 @dataclass(frozen=True, slots=True)

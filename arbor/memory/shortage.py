@@ -30,10 +30,13 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory nobody holds on a device."""
+    """Memory nobody holds on a device; 0 where the system does not tell (macOS, Windows)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def asked_bytes(error: BaseException) -> int | None:
@@ -72,7 +75,9 @@ def kv_too_large(
     return OutOfMemory(
         "oom",
         f"{device}: the KV of {slots:,} tokens takes {size(wanted)}, and {size(free)} are free{beside}.",
-        f"About {fits:,} tokens fit: try --budget {fits}tok, or a smaller search.",
+        f"About {fits:,} tokens fit: try --budget {fits}tok, or a smaller search."
+        if fits
+        else "Try a smaller --budget, or a smaller search.",
         wanted_bytes=wanted,
         free_bytes=free,
         weights_bytes=weights,
