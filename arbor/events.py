@@ -153,8 +153,8 @@ ForwardKind = Literal["prefill", "decode", "verify", "rehydrate"]
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Forward passes of one kind since the last such event (one per prefill, rehydration, question and decoded wave; one
-    per decoding step in detail ``steps`` and ``tokens``).
+    """Forward passes of one kind since the last such event (one per prefill, rehydration and question; for decoding,
+    one for all steps between two of the others, or one per step in detail ``steps`` and ``tokens``).
 
     Attributes:
         kind: what for; a question's forward also recomputes what its paths miss.
@@ -177,7 +177,7 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was chosen for each block that decodes; only in detail ``tokens``. Between them lies one forward pass."""
+    """A token was chosen for blocks that decode, which the next decoding step runs; only in detail ``tokens``."""
 
     name: ClassVar[str] = "sample"
     nodes: tuple[int, ...]
@@ -185,7 +185,7 @@ class Sampled:
     logprobs: tuple[float, ...]
 
 
-# how much is told of decoding: a wave in one `Forwarded`; each of its steps in one; and the tokens of each, in `Sampled`
+# how much is told of decoding: many steps in one `Forwarded`; each step in one; and the tokens of each, in `Sampled`
 Detail = Literal["events", "steps", "tokens"]
 
 

@@ -37,7 +37,7 @@ class Request:
         timeout: wall seconds; then the best so far is the answer.
         max_tokens: tokens of closed blocks; then the best so far is the answer.
         trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
-        trace_level: how much trace and listeners are told of decoding: a line for a wave (``events``), for each of its steps
+        trace_level: how much trace and listeners are told of decoding: a line for many steps (``events``), for each step
             (``steps``), and the tokens of each step too (``tokens``).
         recorded: the trace of an earlier run of the same search, for the clairvoyant policy, or its uses.
 

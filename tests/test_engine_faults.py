@@ -145,7 +145,7 @@ def test_a_failed_rehydration_can_be_tried_again(monkeypatch: pytest.MonkeyPatch
     assert float((again - right).abs().max()) < 1e-5
 
 
-def test_an_interruption_gives_up_blocks_in_progress_and_waves_not_begun() -> None:
+def test_an_interruption_gives_up_blocks_in_progress_and_those_that_wait() -> None:
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant(slots=24)
     steps = 0
@@ -160,7 +160,7 @@ def test_an_interruption_gives_up_blocks_in_progress_and_waves_not_begun() -> No
     children = lab.sprout([(tree.root, 4)])
 
     assert [child.state for child in children] == [NodeState.PRUNED] * 4
-    assert [len(child.tokens) for child in children][2:] == [0, 0]
+    assert [len(child.tokens) for child in children] == [3, 3, 3, 0]
     stops = [event.stop for event in lab.events if isinstance(event, Boundary)]
     assert stops == ["limit"] * 4
 

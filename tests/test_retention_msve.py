@@ -223,3 +223,15 @@ def test_rank_correlation_sees_order_only(seed: int) -> None:
     assert rank_correlation(np.exp(first), second) == pytest.approx(
         rank_correlation(first, second**3)
     )
+
+
+def test_a_signal_that_hardly_varies_gets_no_weight_that_decides_alone() -> None:
+    rng = np.random.default_rng(0)
+    value = rng.random(400)
+    confidence = 1 - 1e-5 * rng.random(400)
+    drop = (value + 1e5 * (1 - confidence) > 1).astype(float)
+
+    fitted = fit(np.column_stack([value, confidence, np.zeros(400)]), drop)
+
+    assert abs(fitted.theta[1]) < 1
+    assert fitted.theta[0] > 1

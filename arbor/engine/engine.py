@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from arbor.engine.plan import (
 from arbor.engine.ranges import phase
 from arbor.engine.residency import Residency
 from arbor.engine.runner import ForwardResult, ModelRunner
+from arbor.engine.running import MARGIN, Lengths, Row, Running, ended
 from arbor.engine.sampling import Code, Sampling, confidence, sample
 from arbor.errors import ArborError, BudgetInfeasible, OutOfMemory
 from arbor.events import (
@@ -50,9 +52,6 @@ from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
 NEXT_LOGITS_BYTES = 256 << 20
 OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
-MARGIN = (
-    4  # tokens of each row that are made room for at once while blocks decode (ArborKV's delta)
-)
 T = TypeVar("T")
 Mode = Literal["lossless", "lossy"]
 Rehydrate = Literal["selective", "span", "off"]
@@ -126,6 +125,8 @@ class Engine:
         self._computed: set[int] = set()
         self._interrupted: Callable[[], bool] = lambda: False
         self._hidden: frozenset[int] = frozenset()
+        self._lengths = Lengths()
+        self._steps = _Steps()
 
     # Life of a tree
 
@@ -170,6 +171,8 @@ class Engine:
         )
         self._next_logits.clear()
         self._computed.clear()
+        self._lengths = Lengths()
+        self._steps = _Steps()
         self._interrupted = interrupted
 
     @property
@@ -202,7 +205,7 @@ class Engine:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
         self._require([node], [0])
         with self._naming_a_shortage("prefill"):
-            self._complete([node], reserve=0, need_logits=True)
+            self._complete([node], reserve=0, want=[node])
 
     def room(self, leaf_tokens: int) -> int:
         """Blocks of up to `leaf_tokens` tokens that may decode at once beside the longest path, at least 1."""
@@ -261,15 +264,22 @@ class Engine:
         order = self._in_order(children, [child.parent or child for child in children])
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
+        rows = deque(
+            Row(child, leaf, Code(growth.seed, child, growth.sampling))
+            for child, leaf in zip(order, parents, strict=True)
+        )
+        for row in rows:
+            if row.node.tokens:  # it was given, and is run like one that was sampled
+                row.pending = row.node.tokens[-1]
+                self.tree.take_back(row.node)
         self.residency.changed(children)
+        self.residency.operation += bool(rows)
+        running = Running(self.memory.slots, longest, self._lossy, rows)
         try:
-            for wave in self._waves(parents, [longest] * len(order)):
-                if self._interrupted():
-                    self._cut([order[i] for i in wave])
-                else:
-                    with phase("decode"), self._naming_a_shortage("decode"):
-                        self._decode([order[i] for i in wave], growth)
+            with phase("decode"), self._naming_a_shortage("decode"):
+                self._decode(running, growth)
         except (BudgetInfeasible, OutOfMemory):
+            self._steps = _Steps()
             self._give_up(children)
             raise
 
@@ -408,7 +418,14 @@ class Engine:
 
     # Completing paths
 
-    def _complete(self, leaves: Sequence[Node], *, reserve: int, need_logits: bool) -> list[Tensor]:
+    def _complete(
+        self,
+        leaves: Sequence[Node],
+        *,
+        reserve: int,
+        want: Sequence[Node],
+        beside: Sequence[Node] = (),
+    ) -> list[Tensor]:
         """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
 
         Every run of consecutive missing tokens is one segment whose context ends where the run begins; all K/V are
@@ -417,10 +434,11 @@ class Engine:
         Args:
             leaves: whose paths.
             reserve: slots that must be free afterwards.
-            need_logits: return the logits after each leaf's last token.
+            want: those of them whose logits after the last token are needed.
+            beside: ends of other running paths, which stay.
 
         Returns:
-            [V] float32 per leaf, or nothing.
+            [V] float32 for each that was wanted.
         """
         path = self.tree.paths(leaves)
         root = path[0]
@@ -430,8 +448,8 @@ class Engine:
                     self._next_logits.pop(leaf.id, None)
         if self._lossy and root.id not in self._computed and root.end > self.memory.slots - reserve:
             self._prefill_in_pieces(root)
-        known = {leaf.id: self._next_logits.get(leaf.id) for leaf in leaves}
-        fill = self._fill(path, leaves, leaves if need_logits else (), reserve)
+        known = {leaf.id: self._next_logits.get(leaf.id) for leaf in want}
+        fill = self._fill(path, leaves, want, reserve, beside)
         if fill.segments:
             with self._undone_on_error(fill.written):
                 kind: ForwardKind = "rehydrate" if fill.back else "prefill"
@@ -439,7 +457,7 @@ class Engine:
             known.update(zip(fill.wanted, logits, strict=True))
             self._remember(fill.wanted, logits)
         self.residency.used(path)
-        return [row for leaf in leaves if (row := known[leaf.id]) is not None]
+        return [row for leaf in want if (row := known[leaf.id]) is not None]
 
     def _prefill_in_pieces(self, root: Node) -> None:
         """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
@@ -512,7 +530,12 @@ class Engine:
         return holes
 
     def _fill(
-        self, path: Sequence[Node], leaves: Sequence[Node], want: Sequence[Node], reserve: int
+        self,
+        path: Sequence[Node],
+        leaves: Sequence[Node],
+        want: Sequence[Node],
+        reserve: int,
+        beside: Sequence[Node] = (),
     ) -> _Fill:
         """Place what is missing of the running paths.
 
@@ -521,6 +544,7 @@ class Engine:
             leaves: their ends.
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
+            beside: ends of other running paths, which stay.
         """
         memory, layers = self.memory, self.runner.layer_count
         ordered = sorted(path, key=lambda node: node.key)
@@ -536,7 +560,7 @@ class Engine:
             node.id: holes[node.id][node.span.slot[holes[node.id]] == NO_SLOT] for node in ordered
         }
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
-        self._fit(needed, leaves, "transition", spare=True)
+        self._fit(needed, [*leaves, *beside], "transition", spare=True)
         back: list[tuple[int, int]] = []
         repeated = 0
         clean: dict[int, bool] = {}
@@ -682,27 +706,20 @@ class Engine:
 
     # Decoding
 
-    def _decode(self, children: Sequence[Node], growth: Growth) -> None:
-        """One wave: every child decodes until its own boundary, all in one batch.
+    def _decode(self, running: Running, growth: Growth) -> None:
+        """Every block decodes until its own boundary; all that fit together do so in one batch.
 
         A block's last token is run too: its K/V complete the block, and its logits are where children begin.
         """
-        longest = growth.stop.max_tokens
-        leaves = [child.parent for child in children if child.parent is not None]
-        logits = torch.stack(self._complete(leaves, reserve=len(children), need_logits=True))
-        starts = self.memory.starts(longest, len(children))
-        rows = [
-            _Row(child, leaf, Code(growth.seed, child, growth.sampling), int(start))
-            for child, leaf, start in zip(children, leaves, starts, strict=True)
-        ]
-        self._look_back(rows)
-        began, steps, ran, read, unique = time.perf_counter(), 0, 0, 0, 0
         shared: SharedPrefix | None = None
-        new = [i for i, row in enumerate(rows) if not row.node.tokens]
-        self._choose([rows[i] for i in new], logits[new], growth)
-        while rows:
-            if self.memory.free < len(rows) and self._squeeze(rows):
+        stopped = self._interrupted()
+        began = time.perf_counter()
+        while running and not stopped:
+            if self._join(running, growth):
+                shared, began = None, time.perf_counter()
+            if self.memory.free < len(running.rows) and self._squeeze(running):
                 shared = None
+            rows = running.rows
             self._append(rows)
             plan = plan_forward(
                 [row.segment() for row in rows],
@@ -716,27 +733,56 @@ class Engine:
                 row.node.logprob += row.logprob
                 row.node.top1 += row.top1
             shared = plan.shared
-            steps, ran = steps + 1, ran + len(rows)
-            read, unique = read + plan.read_tokens, unique + plan.unique_read_tokens
-            if self.detail != "events":
-                self._account("decode", ran, steps, read, unique, time.perf_counter() - began)
-                began, steps, ran, read, unique = time.perf_counter(), 0, 0, 0, 0
-            done = [i for i, row in enumerate(rows) if row.stop is not None]
+            done, going = ended(rows)
             if done:
-                self._close([rows[i] for i in done], logits[done])
-                going = [i for i, row in enumerate(rows) if row.stop is None]
-                rows, logits, shared = [rows[i] for i in going], logits[going], None
-            if rows and self._interrupted():
-                self._cut([row.node for row in rows])
-                break
-            if rows:
-                self._choose(rows, logits, growth)
-        self.residency.used(self.tree.paths(children))
-        self._computed.update(child.id for child in children)
-        if steps:
-            self._account("decode", ran, steps, read, unique, time.perf_counter() - began)
+                self._end(running, [rows[i] for i in done], logits[done])
+                logits, shared = logits[going], None
+            self._steps.add(plan, time.perf_counter() - began)
+            began = time.perf_counter()
+            if self.detail != "events":
+                self._tell_steps()
+            stopped = bool(running) and self._interrupted()
+            if not stopped:
+                self._choose(running.rows, logits, growth)
+        if stopped:
+            self._cut([row.node for row in (*running.rows, *running.waiting)])
+        self._tell_steps()
 
-    def _look_back(self, rows: Sequence[_Row]) -> None:
+    def _join(self, running: Running, growth: Growth) -> bool:
+        """Let the rows begin, or go on, that fit beside those that run; whether there were any."""
+        beside = running.nodes
+        joined = running.admit(self._lengths.expected(running.longest))
+        if not joined:
+            return False
+        self.residency.expect(running.upcoming())
+        fresh = [row for row in joined if row.pending is None]
+        begins = [row.begin for row in joined]
+        known = self._complete(
+            begins, reserve=len(joined), want=[row.leaf for row in fresh], beside=beside
+        )
+        starts = self.memory.starts(running.longest, len(joined))
+        for row, start in zip(joined, starts, strict=True):
+            slots = row.node.span.slot
+            row.next_slot = int(slots[-1]) + 1 if len(slots) else int(start)
+            if row.pending is not None:
+                self.tree.append(row.node, row.pending)
+                row.pending = None
+        self._look_back(joined)
+        if fresh:
+            self._choose(fresh, torch.stack(known), growth)
+        return True
+
+    def _end(self, running: Running, done: Sequence[Row], logits: Tensor) -> None:
+        """These blocks are whole."""
+        running.end(done)
+        self._close(done, logits)
+        nodes = [row.node for row in done]
+        self.residency.used(self.tree.paths(nodes))
+        self._computed.update(node.id for node in nodes)
+        for node in nodes:
+            self._lengths.add(len(node.tokens))
+
+    def _look_back(self, rows: Sequence[Row]) -> None:
         """What each row reads before its own block, and whether that is whole and exact."""
         contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
         for row in rows:
@@ -745,12 +791,17 @@ class Engine:
                 contexts[row.leaf.id] = (tuple(self._context(row.leaf)), exact)
             row.context, row.exact = contexts[row.leaf.id]
 
-    def _squeeze(self, rows: Sequence[_Row]) -> bool:
-        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case (a lossless wave
-        is cut so that its longest blocks fit beside their paths). Whether what the rows read has changed."""
-        nodes = [row.node for row in rows]
-        kept = self.tree.paths(nodes) if not self._lossy else nodes
-        pinned = sum(int(np.count_nonzero(node.span.resident)) for node in kept)
+    def _squeeze(self, running: Running) -> bool:
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case. Lossless, rows
+        wait again where the running paths leave no room for all (one row always fits). Whether the rows, or what they read,
+        have changed."""
+        changed = self._lossy
+        pinned = self._pinned(running)
+        while not self._lossy and pinned + len(running.rows) > self.memory.slots:
+            self._preempt(running)
+            changed = True
+            pinned = self._pinned(running)
+        rows, nodes = running.rows, running.nodes
         most = self.memory.slots - pinned
         try:
             self._fit(min(MARGIN * len(rows), most), nodes, "pressure")
@@ -758,16 +809,33 @@ class Engine:
             self._fit(len(rows), nodes, "pressure")
         if self._lossy:
             self._look_back(rows)
-        return self._lossy
+        return changed
 
-    def _append(self, rows: Sequence[_Row]) -> None:
+    def _pinned(self, running: Running) -> int:
+        """Slots of what stays while these rows run: their paths, or (lossy mode) their own tokens."""
+        kept = running.nodes if self._lossy else self.tree.paths(running.nodes)
+        return sum(int(np.count_nonzero(node.span.resident)) for node in kept)
+
+    def _preempt(self, running: Running) -> None:
+        """The row that joined last waits again: its tokens are known, their K/V are computed anew when it goes on."""
+        row = running.preempt()
+        row.pending = row.node.tokens[-1]
+        self.tree.take_back(row.node)
+        freed = self.memory.release([row.node])
+        self._computed.add(row.node.id)
+        self.residency.changed([row.node])
+        if freed:
+            lost = ((row.node.id, freed),)
+            self.emit(Evicted(cause="pressure", nodes=lost, kv=self.kv))
+
+    def _append(self, rows: Sequence[Row]) -> None:
         """A slot for each row's last token."""
         for row in rows:
             row.next_slot = 1 + self.memory.append(
                 row.node, row.next_slot, exact=row.exact, depth=self.runner.layer_count
             )
 
-    def _choose(self, rows: Sequence[_Row], logits: Tensor, growth: Growth) -> None:
+    def _choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> None:
         """Sample one token per row, and see whether it ends the block."""
         if not rows:
             return
@@ -781,7 +849,7 @@ class Engine:
             nodes = tuple(row.node.id for row in rows)
             self.emit(Sampled(nodes, tuple(drawn.tokens), tuple(drawn.logprob)))
 
-    def _close(self, rows: Sequence[_Row], logits: Tensor) -> None:
+    def _close(self, rows: Sequence[Row], logits: Tensor) -> None:
         self._remember([row.node.id for row in rows], logits)
         for row, sure in zip(rows, confidence(logits), strict=True):
             node = row.node
@@ -839,6 +907,7 @@ class Engine:
         return result
 
     def _forward(self, kind: ForwardKind, segments: Sequence[Segment]) -> ForwardResult:
+        self._tell_steps()
         began = time.perf_counter()
         plan: ForwardPlan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
         with phase(kind), self._naming_a_shortage(kind, plan.rows):
@@ -854,6 +923,12 @@ class Engine:
             time.perf_counter() - began,
         )
         return result
+
+    def _tell_steps(self) -> None:
+        """Tell the decode steps since the last forward of another kind."""
+        told, self._steps = self._steps, _Steps()
+        if told.steps:
+            self._account("decode", told.rows, told.steps, told.read, told.unique, told.elapsed_s)
 
     def _account(
         self, kind: ForwardKind, rows: int, steps: int, read: int, unique: int, elapsed_s: float
@@ -890,32 +965,22 @@ class _Fill:
 
 
 @dataclass(slots=True)
-class _Row:
-    """One block while it decodes: what it reads before itself (`context`), whether that is whole and `exact`; of its last
-    token the log probability and the highest probability there was (0 if the token was given)."""
+class _Steps:
+    """Decode steps that were not told yet."""
 
-    node: Node
-    leaf: Node
-    code: Code
-    next_slot: int
-    context: tuple[Piece, ...] = ()
-    exact: bool = True
-    stop: Stop | None = None
-    logprob: float = 0.0
-    top1: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    read: int = 0
+    unique: int = 0
+    elapsed_s: float = 0.0
 
-    def segment(self) -> Segment:
-        """Its last token, after everything before it."""
-        node = self.node
-        slots = node.span.slot
-        return Segment(
-            context=self.context,
-            tokens=node.tokens[-1:],
-            positions=np.array([node.end - 1]),
-            tail=slots,
-            write=slots[-1:],
-            logits=1,
-        )
+    def add(self, plan: ForwardPlan, elapsed_s: float) -> None:
+        """One more step."""
+        self.steps += 1
+        self.rows += plan.rows
+        self.read += plan.read_tokens
+        self.unique += plan.unique_read_tokens
+        self.elapsed_s += elapsed_s
 
 
 def _runs(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:

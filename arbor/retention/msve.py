@@ -15,6 +15,7 @@ from arbor.errors import UsageError
 from arbor.retention.base import Floats
 
 _FORMAT = "arbor.msve/1"
+_LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less says next to nothing
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,9 @@ def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
     """Logistic regression of what losing a block costs on its three signals.
 
     Minimises the mean cross-entropy of sigmoid(theta . x + bias) against `drop`, plus ridge / 2 |theta|^2 on standardised
-    features (the bias is free), by Newton's method from zero: deterministic, no learning rate.
+    features (the bias is free), by Newton's method from zero: deterministic, no learning rate. A signal that hardly varies
+    is not blown up to vary like the others: a weight in the thousands would fit its last digits, and decide alone
+    wherever the signal does vary.
 
     Args:
         features: float [N, 3], v, u, a of each masked block.
@@ -157,7 +160,7 @@ def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
         )
     y = np.clip(y, 0.0, 1.0)
     mean, spread = x.mean(axis=0), x.std(axis=0)
-    scale = np.where(spread > 1e-12, spread, 1.0)
+    scale = np.where(spread > 1e-12, np.maximum(spread, _LEAST_SPREAD), 1.0)
     design = np.column_stack([(x - mean) / scale, np.ones(len(x))])
     # the bias gets a trace of the penalty, so that outcomes that are all alike have a finite fit
     penalty = np.diag([ridge, ridge, ridge, 1e-6])
