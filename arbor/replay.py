@@ -28,6 +28,7 @@ from arbor.events import Boundary as Closed
 from arbor.events import Event, Header, Opened, Verified
 from arbor.memory.pool import LayerKV
 from arbor.metrics import Metrics, MetricsFold
+from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.retention.uses import Uses
 from arbor.session import Limits, Session
@@ -83,6 +84,7 @@ def replay(
     policy: str | Policy,
     slots: int,
     rehydrate: Rehydrate = "selective",
+    msve: MSVE | None = None,
     listen: Callable[[Event], None] = lambda event: None,
 ) -> Metrics:
     """Run a recorded search again within a budget of `slots`, in lossless mode.
@@ -93,6 +95,7 @@ def replay(
         policy: a name or a ready policy; ``belady`` knows the recording's future.
         slots: tokens of KV.
         rehydrate: ``selective`` or ``span``.
+        msve: block values for policies that read them; by default those of the recorded run.
         listen: called with every event.
 
     Returns:
@@ -114,7 +117,8 @@ def replay(
         fold(event)
         listen(event)
 
-    engine = _Player(record, tokenizer, registry.build("policy", policy), rehydrate, emit)
+    values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
+    engine = _Player(record, tokenizer, registry.build("policy", policy), rehydrate, values, emit)
     session = Session(
         engine,
         task,
@@ -141,6 +145,7 @@ class _Player(Engine):
         tokenizer: Any,
         policy: Policy,
         rehydrate: Rehydrate,
+        msve: MSVE,
         emit: Callable[[Event], None],
     ) -> None:
         runner: Any = SimpleNamespace(
@@ -150,7 +155,9 @@ class _Player(Engine):
             device=torch.device("cpu"),
             weight_bytes=0,
         )
-        super().__init__(runner, tokenizer, policy=policy, rehydrate=rehydrate, emit=emit)
+        super().__init__(
+            runner, tokenizer, policy=policy, rehydrate=rehydrate, msve=msve, emit=emit
+        )
         self._record = record
         self._nothing = torch.zeros(1, len(tokenizer))
 

@@ -25,14 +25,6 @@ class Tier(IntEnum):
     DROPPED = 3
 
 
-_NOTHING = (
-    np.empty(0, np.int8),
-    np.empty(0, np.int32),
-    np.empty(0, np.bool_),
-    np.empty(0, np.int16),
-)
-
-
 class NodeState(StrEnum):
     """What the search may still do with a block."""
 
@@ -42,41 +34,89 @@ class NodeState(StrEnum):
     PRUNED = "pruned"  # the search has given it up
 
 
-class Span:
-    """Residency of one block's KV, a growable struct of arrays over its tokens.
+class Spans:
+    """Residency of the tokens of many blocks, a growable struct of arrays; each block's `Span` is a stretch of it.
 
-    Only `KVMemory` writes it. Each property is a view of the first `len(self)` entries:
+    Only `KVMemory` writes it.
+
+    Attributes:
+        tier: int8 [size], a `Tier` per token.
+        slot: int32 [size], the pool slot; `NO_SLOT` unless the tier is DEVICE.
+        exact: bool [size], every earlier token of the path was resident and exact when this one was written.
+        depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row left early).
+    """
+
+    __slots__ = ("_end", "depth", "exact", "slot", "tier")
+
+    def __init__(self) -> None:
+        self._end = 0
+        self.tier = np.empty(0, np.int8)
+        self.slot = np.empty(0, np.int32)
+        self.exact = np.empty(0, np.bool_)
+        self.depth = np.empty(0, np.int16)
+
+    def reserve(self, count: int) -> int:
+        """Where a stretch for `count` more tokens begins, which hold no KV yet (tier DROPPED)."""
+        begin, self._end = self._end, self._end + count
+        if self._end > len(self.slot):
+            extra = max(self._end, 2 * len(self.slot), 256) - len(self.slot)
+            self.tier = np.concatenate([self.tier, np.full(extra, Tier.DROPPED, np.int8)])
+            self.slot = np.concatenate([self.slot, np.full(extra, NO_SLOT, np.int32)])
+            self.exact = np.concatenate([self.exact, np.zeros(extra, np.bool_)])
+            self.depth = np.concatenate([self.depth, np.zeros(extra, np.int16)])
+        return begin
+
+    def move(self, begin: int, target: int, count: int) -> None:
+        """Copy a stretch to another place."""
+        for column in (self.tier, self.slot, self.exact, self.depth):
+            column[target : target + count] = column[begin : begin + count]
+
+    def drop(self, at: NDArray[np.int64]) -> None:
+        """These tokens hold no KV any more."""
+        self.slot[at] = NO_SLOT
+        self.tier[at] = Tier.DROPPED
+        self.exact[at] = False
+        self.depth[at] = 0
+
+
+class Span:
+    """Residency of one block's KV: its stretch of `Spans`, which grows with its tokens.
+
+    Each property is a view of the block's n tokens, valid until any span of the tree grows:
 
     tier: int8 [n], a `Tier` per token.
     slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
     exact: bool [n], every earlier token of the path was resident and exact when this one was written.
     depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row left early).
+
+    Args:
+        spans: what it is a stretch of; one of its own if there is no tree.
     """
 
-    __slots__ = ("_depth", "_exact", "_length", "_slot", "_tier")
+    __slots__ = ("_capacity", "_length", "begin", "spans")
 
-    def __init__(self) -> None:
-        self._length = 0
-        self._tier, self._slot, self._exact, self._depth = _NOTHING  # a fork allocates nothing
+    def __init__(self, spans: Spans | None = None) -> None:
+        self.spans = Spans() if spans is None else spans
+        self.begin = self._length = self._capacity = 0  # a fork allocates nothing
 
     def __len__(self) -> int:
         return self._length
 
     @property
     def tier(self) -> NDArray[np.int8]:
-        return self._tier[: self._length]
+        return self.spans.tier[self.begin : self.begin + self._length]
 
     @property
     def slot(self) -> NDArray[np.int32]:
-        return self._slot[: self._length]
+        return self.spans.slot[self.begin : self.begin + self._length]
 
     @property
     def exact(self) -> NDArray[np.bool_]:
-        return self._exact[: self._length]
+        return self.spans.exact[self.begin : self.begin + self._length]
 
     @property
     def depth(self) -> NDArray[np.int16]:
-        return self._depth[: self._length]
+        return self.spans.depth[self.begin : self.begin + self._length]
 
     @property
     def resident(self) -> NDArray[np.bool_]:
@@ -86,12 +126,11 @@ class Span:
     def grow(self, count: int) -> None:
         """Append `count` tokens that hold no KV yet (tier DROPPED)."""
         needed = self._length + count
-        if needed > len(self._slot):
-            extra = max(needed, 2 * len(self._slot), 16) - len(self._slot)
-            self._tier = np.concatenate([self._tier, np.full(extra, Tier.DROPPED, np.int8)])
-            self._slot = np.concatenate([self._slot, np.full(extra, NO_SLOT, np.int32)])
-            self._exact = np.concatenate([self._exact, np.zeros(extra, np.bool_)])
-            self._depth = np.concatenate([self._depth, np.zeros(extra, np.int16)])
+        if needed > self._capacity:
+            capacity = max(needed, 2 * self._capacity, 16)
+            begin = self.spans.reserve(capacity)
+            self.spans.move(self.begin, begin, self._length)
+            self.begin, self._capacity = begin, capacity
         self._length = needed
 
     def pop(self) -> None:
@@ -171,7 +210,8 @@ class ThoughtTree:
     """Blocks in order of creation, and the geometry retention policies ask for."""
 
     def __init__(self, prompt: Iterable[int], text: str = "") -> None:
-        root = Node(id=0, parent=None, index=0, start=0, depth=0, text=text)
+        self.spans = Spans()
+        root = Node(id=0, parent=None, index=0, start=0, depth=0, text=text, span=Span(self.spans))
         root.tokens.extend(prompt)
         root.span.grow(len(root.tokens))
         root.state = NodeState.CLOSED
@@ -203,6 +243,7 @@ class ThoughtTree:
             index=len(parent.children),
             start=parent.end,
             depth=parent.depth + 1,
+            span=Span(self.spans),
         )
         parent.children.append(child)
         self.nodes.append(child)

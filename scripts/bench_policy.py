@@ -184,7 +184,7 @@ def engine_event(search: Search, policy: Policy, share: float) -> Callable[[], A
     total = sum(len(node.tokens) for node in tree)
     memory = KVMemory((LayerKV(1, 1, 1),), total, torch.float32, torch.device("cpu"))
     for node in tree:
-        node.span = Span()
+        node.span = Span(tree.spans)
         node.span.grow(len(node.tokens))
     memory.attach(tree)
     residency = Residency(

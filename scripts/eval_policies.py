@@ -7,7 +7,7 @@
 
 Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
 tokens per generated token (of sums), the ratio to the clairvoyant policy, peak over budget (must be at most 1).
-`lossy` runs one greedy chain per problem (chains: `--steps`, 6 to 16) and reports the share of right answers, paired with full
+`lossy` runs one greedy chain per problem (chains: `--steps`, as 6 16) and reports the share of right answers, paired with full
 retention.
 Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
 """
@@ -32,22 +32,53 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Opened, Pruned, Verified
 from arbor.registry import build
 from arbor.replay import Recording, replay
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.chance import Chance
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import POLICIES, ArborKV, Policy, Protect
+from arbor.retention.ratio import Ratio
+from arbor.retention.recency import Recency
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
     "tot-dfs": {"controller": {"name": "tot", "strategy": "dfs", "width": 5, "max_visited": 40}},
     "beam": {"controller": {"name": "beam", "beam_size": 5, "width": 4, "stop_value": None}},
 }
+GREEDY: dict[str, Any] = {
+    "controller": "chain",
+    "verifier": "exact",
+    "sampling": {"temperature": 0.0},
+}
+LONGEST = {"chains": 36, "game24": 16}  # tokens of the longest line that the model writes
 LOSSLESS = ("lru", "uniform", "arborkv", "kkt", "reentry", "belady")
 LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
+VARIANTS: dict[str, tuple[Policy, MSVE]] = {  # ArborKV with one of its parts changed
+    "arborkv-no-value": (ArborKV(protect=PROTECT), MSVE((0.0, 1.0, 1.0), -1.0)),
+    "arborkv-no-confidence": (ArborKV(protect=PROTECT), MSVE((2.0, 0.0, 1.0), -1.5)),
+    "arborkv-no-attention": (ArborKV(protect=PROTECT), MSVE((2.0, 1.0, 0.0), -1.5)),
+    "arborkv-no-eta": (ArborKV(allocator=Ratio(eta=1.0), protect=PROTECT), MSVE()),
+    "arborkv-no-distance": (ArborKV(allocator=Ratio(lambda_distance=0.0), protect=PROTECT), MSVE()),
+    "arborkv-no-tree": (
+        ArborKV(allocator=Ratio(eta=1.0, lambda_distance=0.0), protect=PROTECT),
+        MSVE(),
+    ),
+    "arborkv-tail-only": (ArborKV(scorer=Recency(), protect=PROTECT), MSVE()),
+    "arborkv-by-lot": (ArborKV(scorer=Chance(), protect=PROTECT), MSVE()),
+    "arborkv-as-guessed": (ArborKV(protect=PROTECT), MSVE()),
+}
 BOOTSTRAP = 2000
 
 
 def problems_of(task: Any, split: str, n: int) -> list[Any]:
     """The first n problems of a split."""
     return list(itertools.islice(task.problems(split), n))
+
+
+def task_of(args: argparse.Namespace) -> Any:
+    """The task, of the length that was asked for."""
+    if args.task == "chains" and args.steps:
+        return {"name": "chains", "fewest": args.steps[0], "most": args.steps[1]}
+    return args.task
 
 
 def interval(values: Callable[[np.ndarray], float], n: int) -> tuple[float, float]:
@@ -61,7 +92,7 @@ def interval(values: Callable[[np.ndarray], float], n: int) -> tuple[float, floa
 def lossless(args: argparse.Namespace) -> dict[str, Any]:
     """Costs of every policy, by replay of recorded searches."""
     results: dict[str, Any] = {"rows": []}
-    for name in args.searches:
+    for name in args.searches or tuple(SEARCHES):
         events: list[Event] = []
         records: list[Recording] = []
         peaks, unshared = [], []
@@ -127,9 +158,12 @@ def replayed(
 ) -> dict[str, Any]:
     """One replay; at the smallest budget that works where this one does not."""
     fits = True
+    ready, msve = VARIANTS.get(policy, (policy, None))
     while True:
         try:
-            metrics = replay(record, tokenizer, policy=policy, slots=slots, rehydrate=rehydrate)
+            metrics = replay(
+                record, tokenizer, policy=ready, slots=slots, rehydrate=rehydrate, msve=msve
+            )
             break
         except BudgetInfeasible as error:
             slots, fits = error.needed, False
@@ -233,63 +267,79 @@ def ratio_of(top: np.ndarray, bottom: np.ndarray) -> dict[str, float]:
 
 
 def lossy(args: argparse.Namespace) -> dict[str, Any]:
-    """Share of right answers of one greedy chain by policy, budget and whether eviction can be undone."""
-    greedy: dict[str, Any] = {
-        "task": {"name": "chains", "fewest": args.steps[0], "most": args.steps[1]}
-        if args.task == "chains"
-        else args.task,
-        "controller": "chain",
-        "verifier": "exact",
-        "sampling": {"temperature": 0.0},
-        "step_tokens": 36
-        if args.task == "chains"
-        else None,  # the longest line, so that little has to stay free
-    }
+    """Share of right answers by policy, budget and whether eviction can be undone."""
     rows: list[dict[str, Any]] = []
-    with Solver(args.model, **greedy) as solver:
-        task = solver.task
-        chosen = problems_of(task, "test", args.n)
-        full = [solver.solve(problem) for problem in chosen]
-    right = np.array([bool(solution.correct) for solution in full])
-    peaks = [solution.metrics.peak_tokens for solution in full]
-    rows.append({"policy": "full", "budget": 1.0, **share(right.tolist())})
-    print(json.dumps(rows[-1]), flush=True)
-    for policy, rehydrate in itertools.product(args.policies or LOSSY, args.rehydrate):
-        ready = build("policy", policy, protect=PROTECT)
-        with Solver(
-            args.model, policy=ready, mode="lossy", rehydrate=rehydrate, **greedy
-        ) as solver:
-            for ratio in args.budgets:
+    for name in args.searches or ("chain",):
+        search = GREEDY if name == "chain" else SEARCHES[name]
+        longest = LONGEST.get(args.task)  # so that little has to stay free
+        settings = {**search, "task": task_of(args), "step_tokens": longest}
+        with Solver(args.model, **settings) as solver:
+            chosen = problems_of(solver.task, "test", args.n)
+            full = [solver.solve(problem) for problem in chosen]
+        right = np.array([bool(solution.correct) for solution in full])
+        peaks = [solution.metrics.peak_tokens for solution in full]
+        rows.append(
+            {
+                "search": name,
+                "policy": "full",
+                "budget": 1.0,
+                "peak_tokens": float(np.mean(peaks)),
+                **share(right.tolist()),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+        arms = itertools.product(args.policies or LOSSY, args.rehydrate, args.budgets)
+        for policy, rehydrate, ratio in arms:
+            ready, msve = variant(policy)
+            slots = [math.floor(ratio * peak) for peak in peaks]
+            with Solver(
+                args.model,
+                policy=ready,
+                msve=msve,
+                mode="lossy",
+                rehydrate=rehydrate,
+                **settings,
+            ) as solver:
                 runs = [
-                    bounded(solver, problem, math.floor(ratio * peak))
-                    for problem, peak in zip(chosen, peaks, strict=True)
+                    bounded(solver, problem, most)
+                    for problem, most in zip(chosen, slots, strict=True)
                 ]
-                got = np.array([bool(run is not None and run.correct) for run in runs])
-                held = [run.metrics for run in runs if run is not None]
-                drop = got.astype(float) - right
-
-                def figure(at: np.ndarray, drop: np.ndarray = drop) -> float:
-                    return float(drop[at].mean())
-
-                low, high = interval(figure, len(drop))
-                rows.append(
-                    {
-                        "policy": policy,
-                        "rehydrate": rehydrate,
-                        "budget": ratio,
-                        **share(got.tolist()),
-                        "against_full": {
-                            "difference": float(drop.mean()),
-                            "low": low,
-                            "high": high,
-                        },
-                        "over_budget": sum(m.peak_tokens > m.budget_tokens for m in held),
-                        "infeasible": len(runs) - len(held),
-                        "recomputed": sum(m.tokens_recomputed for m in held),
-                    }
-                )
-                print(json.dumps(rows[-1]), flush=True)
+            rows.append(
+                {
+                    "search": name,
+                    "policy": policy,
+                    "rehydrate": rehydrate,
+                    "budget": ratio,
+                    **outcome(runs, right),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
     return {"task": args.task, "protect": str(PROTECT), "rows": rows}
+
+
+def variant(name: str) -> tuple[Policy, MSVE | None]:
+    """A policy by its name or that of a variant, and its block values; None: those of the model."""
+    if name in VARIANTS:
+        return VARIANTS[name]
+    policy: Policy = build("policy", name, protect=PROTECT)
+    return policy, None
+
+
+def outcome(runs: Sequence[Any], right: np.ndarray) -> dict[str, Any]:
+    """Right answers of one arm, against those of full retention; a budget that was too small counts as wrong."""
+    got = np.array([bool(run is not None and run.correct) for run in runs])
+    held = [run.metrics for run in runs if run is not None]
+    drop = got.astype(float) - right
+    low, high = interval(lambda at: float(drop[at].mean()), len(drop))
+    generated = sum(m.tokens_generated for m in held)
+    return {
+        **share(got.tolist()),
+        "against_full": {"difference": float(drop.mean()), "low": low, "high": high},
+        "over_budget": sum(m.peak_tokens > m.budget_tokens for m in held),
+        "infeasible": len(runs) - len(held),
+        "recomputed_per_generated": sum(m.tokens_recomputed for m in held) / max(1, generated),
+        "generated": generated,
+    }
 
 
 def bounded(solver: Solver, problem: Any, slots: int) -> Any:
@@ -303,9 +353,9 @@ def bounded(solver: Solver, problem: Any, slots: int) -> Any:
 def same(args: argparse.Namespace) -> dict[str, Any]:
     """Whether tokens and answers are those of full retention, live, at every budget."""
     rows: list[dict[str, Any]] = []
-    for name in args.searches:
+    for name in args.searches or tuple(SEARCHES):
         for deterministic in (False, True) if args.deterministic else (False,):
-            settings = {**SEARCHES[name], "deterministic": deterministic, "task": args.task}
+            settings = {**SEARCHES[name], "deterministic": deterministic, "task": task_of(args)}
             blocks = Blocks()
             with Solver(
                 args.model,
@@ -316,27 +366,32 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
                 chosen = problems_of(solver.task, "test", args.n)
                 full = [(solver.solve(problem), blocks.take()) for problem in chosen]
                 for ratio in args.budgets:
-                    trees = answers = over = recomputed = 0
+                    answers = over = recomputed = generated = 0
+                    differ = []
                     for problem, (whole, tree) in zip(chosen, full, strict=True):
                         slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
                         run = bounded(solver, problem, slots)
                         if run is None:
                             smallest = solver.plan(problem).smallest_tokens
                             run = solver.solve(problem, budget=f"{smallest}tok")
-                        trees += blocks.take() != tree
+                        if blocks.take() != tree:
+                            differ.append(problem.text)
                         answers += run.answer != whole.answer
                         over += run.metrics.peak_tokens > run.metrics.budget_tokens
                         recomputed += run.metrics.tokens_recomputed
+                        generated += run.metrics.tokens_generated
                     rows.append(
                         {
                             "search": name,
                             "deterministic": deterministic,
                             "budget": ratio,
                             "n": len(chosen),
-                            "trees_that_differ": trees,
+                            "trees_that_differ": len(differ),
+                            "differ": differ,
                             "answers_that_differ": answers,
                             "over_budget": over,
                             "recomputed": recomputed,
+                            "generated": generated,
                         }
                     )
                     print(json.dumps(rows[-1]), flush=True)
@@ -369,11 +424,11 @@ def main() -> None:
     parser.add_argument("--task", default="game24")
     parser.add_argument("--n", type=int, default=100)
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.5, 0.25, 0.125))
-    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
-    parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES))
+    parser.add_argument("--searches", nargs="+", choices=("chain", *SEARCHES))
+    parser.add_argument("--policies", nargs="+", choices=(*sorted(POLICIES), *VARIANTS))
     parser.add_argument("--rehydrate", nargs="+", default=("off", "selective"))
     parser.add_argument(
-        "--steps", type=int, nargs=2, default=(6, 16), help="lossy, chains: fewest and most steps"
+        "--steps", type=int, nargs=2, help="lossy and same, chains: fewest and most steps"
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="same: also with deterministic=True"

@@ -296,6 +296,23 @@ def test_shared_tokens_cost_nothing_and_stay_until_the_last_branch_leaves() -> N
     assert memory.used == 0
 
 
+def test_blocks_that_leave_together_free_what_they_share_once() -> None:
+    memory, tree = memory_of()
+    first, second = blank(tree, tree.root, 3), blank(tree, tree.root, 3)
+    place(memory, tree.root, 0, 1)
+    place(memory, first, 0, 1, 2)
+    memory.share(first, second, 2)
+
+    freed = memory.evict_from([first, second], np.array([0, 2, 0, 1]), np.array([2, 2]))
+
+    assert freed == 2  # the first token and the last; the second one stays for the first block
+    assert memory.used == 3
+    assert first.span.resident.tolist() == [False, True, False]
+    assert not second.span.resident.any() and tree.root.span.resident[:2].all()
+    memory.check()
+    assert memory.evict_from([], np.empty(0, np.int64), np.empty(0, np.int64)) == 0
+
+
 def test_only_siblings_with_equal_tokens_share() -> None:
     memory, tree = memory_of()
     first, second = blank(tree, tree.root, 2), blank(tree, tree.root, 2)

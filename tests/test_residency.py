@@ -114,6 +114,29 @@ def test_irreversible_brings_nothing_back(policy: str) -> None:
     assert "rehydrate" not in kinds
 
 
+@pytest.mark.parametrize("policy", WORKING)
+def test_a_policy_that_spares_paths_takes_from_them_last(policy: str) -> None:
+    lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(40)
+    lab.sprout([(tree.root, 2)])  # 22 tokens, of which these are 10
+    (leaf,) = lab.sprout([(tree.root, 1)])
+    lab.sprout([(leaf, 2)])  # 37
+    lab.sprout(
+        [(leaf, 1)]
+    )  # two more than there is room for, and two blocks that are not on the path
+
+    whole = all(node.span.resident.all() for node in leaf.path)
+    if POLICIES[policy].spares_paths:
+        assert whole
+    elif policy in (
+        "random",
+        "streaming",
+        "uniform",
+    ):  # the others happen to take only what is off the path
+        assert not whole
+    assert lab.memory.peak == 40
+
+
 @pytest.mark.parametrize("rehydrate", REVERSIBLE)
 def test_a_path_that_fits_is_whole_and_exact_again_after_loss(rehydrate: str) -> None:
     lab = Lab(build("llama"), policy=little("h2o"), mode="lossy", rehydrate=rehydrate, debug=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import numpy as np
 import pytest
@@ -149,14 +148,11 @@ def test_pressure_ends_at_once_where_every_block_is_at_its_minimum(policy: Polic
     """The paper's loop decrements the block of least priority down to K_min, and then the same block for ever."""
     blocks = offer(3, 2000, longest=40)
     least = dataclasses.replace(blocks, resident=blocks.floor, see=evict_to_floor(blocks).only)
-    began = time.thread_time()
 
     for room in (int(least.floor.sum()), int(least.floor.sum()) + 1):
         assert (policy.allocator.counts(least, room, policy.scorer) == least.floor).all()
     for share in (0.0, 0.001, 0.5, 0.999):
         policy.allocator.counts(blocks, room_for(blocks, share), policy.scorer)
-
-    assert time.thread_time() - began < 0.5
 
 
 def evict_to_floor(blocks: Blocks) -> Tokens:
@@ -164,22 +160,6 @@ def evict_to_floor(blocks: Blocks) -> Tokens:
     place = np.arange(len(tokens.block)) - np.searchsorted(tokens.block, tokens.block)
     stays = place < blocks.floor[tokens.block]
     return Tokens(**{f.name: getattr(tokens, f.name)[stays] for f in dataclasses.fields(Tokens)})
-
-
-@every_policy
-def test_ten_thousand_blocks_take_milliseconds(policy: Policy) -> None:
-    blocks = offer(5, 10_000, ties=False)
-    room = room_for(blocks, 0.5)
-    policy.allocator.counts(blocks, room, policy.scorer)
-
-    times = []
-    for _ in range(5):
-        began = time.thread_time()
-        policy.allocator.counts(blocks, room, policy.scorer)
-        times.append(time.thread_time() - began)
-
-    # about 1 ms; a loop over blocks in Python would take 10, one over tokens a second
-    assert min(times) < 0.05
 
 
 # Scores
@@ -257,6 +237,13 @@ def test_what_an_allocator_of_tokens_gives_up_is_what_kept_sets_lack(
     assert (counts == policy.allocator.counts(blocks, room, policy.scorer)).all()
     again = kept(blocks, counts, policy.scorer)
     assert [each.tolist() for each in chosen] == [each.tolist() for each in again]
+    tokens = blocks.tokens
+    for which in (chosen, again):
+        gone = set(zip(*(column.tolist() for column in which.leaving()), strict=True))
+        stays = {(index, offset) for index, each in enumerate(which) for offset in each.tolist()}
+        assert gone.isdisjoint(stays)
+        assert gone | stays == set(zip(tokens.block.tolist(), tokens.offset.tolist(), strict=True))
+        assert sorted(gone) == list(zip(*(each.tolist() for each in which.leaving()), strict=True))
 
 
 @given(seed=SEEDS)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.tree import NO_SLOT, Node, NodeState, Span, ThoughtTree, Tier
+from arbor.tree import NO_SLOT, Node, NodeState, Span, Spans, ThoughtTree, Tier
 
 
 def grown(parents: list[int]) -> ThoughtTree:
@@ -138,6 +138,19 @@ def test_a_span_grows_without_moving_what_it_holds(counts: list[int]) -> None:
         assert span.slot.tolist() == slots
         assert len(span.tier) == len(span.exact) == len(span.depth) == len(span) == len(slots)
     assert span.resident.all()
+
+
+@given(counts=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40)), max_size=12))
+def test_spans_of_one_tree_grow_without_touching_each_other(counts: list[tuple[int, int]]) -> None:
+    spans = Spans()
+    grown = [Span(spans) for _ in range(5)]
+    for which, count in counts:
+        span = grown[which]
+        span.grow(count)
+        span.slot[-count:] = which * 1000 + np.arange(len(span) - count, len(span))
+
+    for which, span in enumerate(grown):
+        assert span.slot.tolist() == list(range(which * 1000, which * 1000 + len(span)))
 
 
 def test_new_tokens_hold_nothing() -> None:

@@ -14,13 +14,13 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Allocated, Cause, Event, Evicted, Pressure
 from arbor.memory import KVMemory
 from arbor.retention.base import NEVER, Blocks, Tokens
-from arbor.retention.keep import shared_out
+from arbor.retention.keep import Kept, shared_out
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.retention.statistics import TokenStatistics
 from arbor.retention.table import BlockTable
 from arbor.retention.uses import Uses
-from arbor.tree import Node, ThoughtTree
+from arbor.tree import NO_SLOT, Node, ThoughtTree
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
@@ -118,7 +118,8 @@ class Residency:
             needed: slots.
             leaves: ends of the running paths.
             cause: the event that asks.
-            spare: the running paths stay as they are; by default unless lossy.
+            spare: the running paths stay as they are; by default unless lossy, and then too where the policy spares them
+                and the rest is enough.
 
         Raises:
             BudgetInfeasible: the policy will not give up as much; nothing has left.
@@ -128,17 +129,19 @@ class Residency:
             return False
         self.emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
         began = time.perf_counter()
-        blocks = self.offered(leaves, spare=not self.lossy if spare is None else spare)
+        spared = (not self.lossy or self.policy.spares_paths) if spare is None else spare
+        blocks = self.offered(leaves, spare=spared)
         room = memory.free + int(blocks.resident.sum()) - needed
+        if room < 0 and spare is None and self.lossy:  # the paths as well, since it must be
+            blocks = self.offered(leaves, spare=False)
+            room = memory.free + int(blocks.resident.sum()) - needed
         assert room >= 0, "more was planned than fits"
         counts, chosen = self.decide(blocks, room)
         self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
         return True
 
-    def decide(
-        self, blocks: Blocks, room: int
-    ) -> tuple[NDArray[np.int64], Sequence[NDArray[np.int64]]]:
+    def decide(self, blocks: Blocks, room: int) -> tuple[NDArray[np.int64], Kept]:
         """How many tokens each block keeps, and which: what the policy answers, checked. Floors that do not fit together
         are given up.
 
@@ -161,37 +164,51 @@ class Residency:
     def keep(
         self,
         blocks: Blocks,
-        chosen: Sequence[NDArray[np.int64]],
+        chosen: Kept,
         counts: NDArray[np.int64],
         room: int,
         cause: Cause,
         began: float,
     ) -> None:
         """Evict what was not chosen, and say what was decided and why."""
-        lost: list[tuple[int, int]] = []
-        told: list[tuple[int, int, int, float]] = []
-        for index in np.flatnonzero(counts < blocks.resident):
-            node = self.tree[int(blocks.ids[index])]
-            here = np.flatnonzero(node.span.resident)
-            gone = np.setdiff1d(here, chosen[int(index)], assume_unique=True)
-            if len(gone):
-                self.memory.evict(node, gone)
-                self.table.touch(node)
-                lost.append((node.id, len(gone)))
-                told.append(
-                    (node.id, len(here), int(counts[index]), round(float(blocks.score[index]), 4))
-                )
+        ids, held, lost = self._evict(blocks, *chosen.leaving())
+        at = np.searchsorted(blocks.ids, ids)
+        scores = np.round(blocks.score[at], 4) if len(ids) else np.zeros(0)
+        columns = (ids, held, counts[at], scores)
+        told = tuple(zip(*(column.tolist() for column in columns), strict=True))
         self.emit(
             Allocated(
                 policy=self.policy.name,
                 cause=cause,
                 room=room,
                 offered=len(blocks),
-                nodes=tuple(told),
+                nodes=told,
                 elapsed_s=time.perf_counter() - began,
             )
         )
-        self.emit(Evicted(cause=cause, nodes=tuple(lost), kv=self.kv))
+        gone = tuple(zip(ids.tolist(), lost.tolist(), strict=True))
+        self.emit(Evicted(cause=cause, nodes=gone, kv=self.kv))
+
+    def _evict(
+        self, blocks: Blocks, index: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Drop tokens of offered blocks, given by index in `blocks` and offset, where they are on the device.
+
+        Returns:
+            int64 each: the blocks that lost some, by node id; what they held before; how many they lost.
+        """
+        spans = self.tree.spans
+        offered, counts = np.unique(index, return_counts=True)
+        begins = np.array([self.tree[i].span.begin for i in blocks.ids[offered].tolist()], np.int64)
+        here = spans.slot[np.repeat(begins, counts) + offsets] != NO_SLOT
+        offered, counts = np.unique(index[here], return_counts=True)
+        ids = blocks.ids[offered]
+        nodes = [self.tree[i] for i in ids.tolist()]
+        held = self.table.resident[ids].copy()
+        self.memory.evict_from(nodes, offsets[here], counts)
+        for node in nodes:
+            self.table.touch(node)
+        return ids, held, counts
 
     # What a policy sees
 

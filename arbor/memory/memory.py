@@ -155,15 +155,26 @@ class KVMemory:
 
     def evict(self, node: Node, offsets: NDArray[np.int64]) -> int:
         """Drop resident tokens of a block; returns how many slots became free (shared ones stay for the others)."""
-        span = node.span
-        slots = span.slot[offsets]
-        assert (slots != NO_SLOT).all(), f"block {node.id}: an absent token was evicted"
-        if len(slots) == 0:
+        return self.evict_from([node], offsets, np.array([len(offsets)]))
+
+    def evict_from(
+        self, nodes: Sequence[Node], offsets: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> int:
+        """`evict` for many blocks at once.
+
+        Args:
+            nodes: distinct blocks of one tree.
+            offsets: int64 [sum(counts)], block after block.
+            counts: int64 [len(nodes)].
+        """
+        if len(offsets) == 0:
             return 0
-        span.slot[offsets] = NO_SLOT
-        span.tier[offsets] = Tier.DROPPED
-        span.exact[offsets] = False
-        span.depth[offsets] = 0
+        spans = nodes[0].span.spans
+        begins = np.array([node.span.begin for node in nodes])
+        at = np.repeat(begins, counts) + offsets
+        slots = spans.slot[at]
+        assert (slots != NO_SLOT).all(), "an absent token was evicted"
+        spans.drop(at)
         freed = self._release(slots)
         self._changed()
         return freed

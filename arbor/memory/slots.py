@@ -93,10 +93,13 @@ class SlotTable:
         self.references[slots] += 1
 
     def release(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """One reference less; returns the slots that became free, int32."""
-        assert (self.references[slots] > 0).all(), "a slot was released twice"
-        self.references[slots] -= 1
-        freed = slots[self.references[slots] == 0]
+        """One reference less for each time a slot is named; returns the slots that became free, int32."""
+        np.subtract.at(self.references, slots, 1)
+        left = self.references[slots]
+        assert (left >= 0).all(), "a slot was released twice"
+        freed = slots[left == 0]
+        if len(freed) > 1:
+            freed = np.unique(freed)
         self.token[freed] = NO_SLOT
         self.position[freed] = NO_SLOT
         self.owner[freed] = NO_OWNER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.retention.base import Bools, Ints
+from arbor.retention.base import Ints
 
 _NOWHERE = -1
 
@@ -21,20 +21,22 @@ class HeldTokens:
         self._count = np.zeros(0, np.int64)
         self._capacity = np.zeros(0, np.int64)
 
-    def read(self, node_id: int, resident: Bools) -> int:
-        """Take note of what a block holds, bool [n]; returns how many tokens that is."""
-        held = np.flatnonzero(resident)
-        if node_id >= len(self._base):
-            more = max(node_id + 1, 2 * len(self._base), 64) - len(self._base)
-            self._base = np.concatenate([self._base, np.full(more, _NOWHERE, np.int64)])
-            self._count = np.concatenate([self._count, np.zeros(more, np.int64)])
-            self._capacity = np.concatenate([self._capacity, np.zeros(more, np.int64)])
-        if len(held) > self._capacity[node_id]:
-            self._place(node_id, max(len(resident), 2 * int(self._capacity[node_id])))
-        base = int(self._base[node_id])
-        self._offset[base : base + len(held)] = held
-        self._count[node_id] = len(held)
-        return len(held)
+    def read(self, ids: Ints, lengths: Ints, counts: Ints, offsets: Ints) -> None:
+        """Take note of what some blocks hold.
+
+        Args:
+            ids: int64 [P], node ids.
+            lengths: int64 [P], tokens of each.
+            counts: int64 [P], how many of them are on the device.
+            offsets: int64 [sum(counts)], which ones, block after block.
+        """
+        self._reserve(int(ids.max()) + 1)
+        for at in np.flatnonzero(counts > self._capacity[ids]).tolist():
+            node_id = int(ids[at])
+            self._place(node_id, max(int(lengths[at]), 2 * int(self._capacity[node_id])))
+        shift = self._base[ids] - (np.cumsum(counts) - counts)
+        self._offset[np.repeat(shift, counts) + np.arange(len(offsets))] = offsets
+        self._count[ids] = counts
 
     def of(self, ids: NDArray[np.int64]) -> tuple[Ints, Ints]:
         """What some blocks that have been read hold.
@@ -50,6 +52,13 @@ class HeldTokens:
         at = np.repeat(shift, counts)
         at += np.arange(len(at))
         return counts, self._offset[at]
+
+    def _reserve(self, size: int) -> None:
+        if size > len(self._base):
+            more = max(size, 2 * len(self._base), 64) - len(self._base)
+            self._base = np.concatenate([self._base, np.full(more, _NOWHERE, np.int64)])
+            self._count = np.concatenate([self._count, np.zeros(more, np.int64)])
+            self._capacity = np.concatenate([self._capacity, np.zeros(more, np.int64)])
 
     def _place(self, node_id: int, capacity: int) -> None:
         self._base[node_id], self._end = self._end, self._end + capacity

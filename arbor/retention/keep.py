@@ -27,15 +27,23 @@ class Kept(Sequence[Ints]):
         counts: int64 [M], how many each keeps.
         tokens: T tokens, of at least the blocks that keep a part of what they have; None if there are none.
         stays: bool [T], which of them stay.
+        whole: whether these are the tokens of all blocks.
     """
 
     def __init__(
-        self, blocks: Blocks, counts: Ints, tokens: Tokens | None = None, stays: Bools | None = None
+        self,
+        blocks: Blocks,
+        counts: Ints,
+        tokens: Tokens | None = None,
+        stays: Bools | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         self._blocks = blocks
         self._counts = counts
         self._tokens = tokens
         self._stays = stays
+        self._whole = whole
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -56,6 +64,26 @@ class Kept(Sequence[Ints]):
         assert self._tokens is not None and self._stays is not None
         begin, end = np.searchsorted(self._tokens.block, [index, index + 1])
         return self._tokens.offset[begin:end][self._stays[begin:end]]
+
+    def leaving(self) -> tuple[Ints, Ints]:
+        """What does not stay: int64 [T'], index of each token's block, increasing, and int64 [T'], its offset, increasing
+        in each block."""
+        blocks, counts = self._blocks, self._counts
+        views = []
+        if self._tokens is not None and self._stays is not None:
+            gone = np.flatnonzero(~self._stays)
+            views.append((self._tokens.block[gone], self._tokens.offset[gone]))
+        empty = np.flatnonzero((counts == 0) & (blocks.resident > 0))
+        if len(empty) and not self._whole:
+            rest = blocks.see(empty)
+            views.append((rest.block, rest.offset))
+        if not views:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        if len(views) == 1:
+            return views[0]
+        block, offset = (np.concatenate(columns) for columns in zip(*views, strict=True))
+        by_block = np.argsort(block, kind="stable")
+        return block[by_block], offset[by_block]
 
 
 def kept(blocks: Blocks, counts: Ints, scorer: Scorer) -> Kept:
@@ -95,7 +123,7 @@ def without(blocks: Blocks, gone: Ints) -> tuple[Ints, Kept]:
     stays = np.ones(len(tokens.block), np.bool_)
     stays[gone] = False
     counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
-    return counts, Kept(blocks, counts, tokens, stays)
+    return counts, Kept(blocks, counts, tokens, stays, whole=True)
 
 
 def scored(scorer: Scorer, tokens: Tokens) -> Floats:

@@ -62,12 +62,15 @@ class Policy:
         allocator: how many tokens each block keeps.
         scorer: which tokens.
         protect: what stays whatever the two say.
+        spares_paths: where running paths may lose tokens (lossy mode), they do only when nothing else is left to give up.
+            So ArborKV, whose Path* is complete, and caches that lock what is in use; flat policies see no paths.
     """
 
     name: str
     allocator: Allocator
     scorer: Scorer = field(default_factory=Recency)
     protect: Protect = field(default_factory=Protect)
+    spares_paths: bool = False
 
     @property
     def observes(self) -> bool:
@@ -93,6 +96,7 @@ class LRUPolicy(Policy):
     allocator: LRU = field(default_factory=LRU)
     scorer: Recency = field(default_factory=Recency)
     protect: Protect = WHOLE
+    spares_paths: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class ArborKV(Policy):
     name: str = field(default="arborkv", init=False)
     allocator: Ratio = field(default_factory=Ratio)
     scorer: HeavyHitters = field(default_factory=HeavyHitters)
+    spares_paths: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class KKTPolicy(Policy):
     name: str = field(default="kkt", init=False)
     allocator: KKT = field(default_factory=KKT)
     scorer: HeavyHitters = field(default_factory=HeavyHitters)
+    spares_paths: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class ReentryPolicy(Policy):
     allocator: Reentry = field(default_factory=Reentry)
     scorer: Recency = field(default_factory=Recency)
     protect: Protect = WHOLE
+    spares_paths: bool = True
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,7 @@ class BeladyPolicy(Policy):
     allocator: Belady = field(default_factory=Belady)
     scorer: Recency = field(default_factory=Recency)
     protect: Protect = WHOLE
+    spares_paths: bool = True
 
 
 @dataclass(frozen=True)

@@ -112,14 +112,8 @@ class BlockTable:
     def refresh(self) -> None:
         """Read the touched blocks, and the ancestors of new ones."""
         grown = self._reach(max(self._touched, default=-1) + 1)
-        for at, node in self._touched.items():
-            self._ints[3, at] = len(node.tokens)
-            resident = node.span.resident
-            self._ints[4, at] = self.held.read(at, resident)
-            if self._protected_tail:
-                self._ints[6, at] = np.count_nonzero(resident[-self._protected_tail :])
-            self._floats[:, at] = node.value, node.confidence
-            self._open[at] = node.state is NodeState.OPEN
+        if self._touched:
+            self._read(list(self._touched.values()))
         self._touched.clear()
         if grown:
             self._levels = _Levels(self.depth, self.parent)
@@ -184,6 +178,25 @@ class BlockTable:
                 grown = True
                 each = each.parent
         return grown
+
+    def _read(self, nodes: list[Node]) -> None:
+        """What is on the device of these blocks, all of one tree, and what the search says of them."""
+        ids = np.array([node.id for node in nodes])
+        length = np.array([len(node.tokens) for node in nodes])
+        begin = np.array([node.span.begin for node in nodes])
+        row = np.repeat(np.arange(len(nodes)), length)
+        offset = np.arange(len(row)) - (np.cumsum(length) - length)[row]
+        resident = nodes[0].span.spans.slot[begin[row] + offset] >= 0
+        held = np.bincount(row[resident], minlength=len(nodes))
+        self.held.read(ids, length, held, offset[resident])
+        self._ints[3, ids] = length
+        self._ints[4, ids] = held
+        if self._protected_tail:
+            last = resident & (offset >= length[row] - self._protected_tail)
+            self._ints[6, ids] = np.bincount(row[last], minlength=len(nodes))
+        self._floats[0, ids] = [node.value for node in nodes]
+        self._floats[1, ids] = [node.confidence for node in nodes]
+        self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
 
     def _reserve(self, size: int) -> None:
         old = self._ints.shape[1]
