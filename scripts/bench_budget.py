@@ -79,13 +79,13 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
             peak = solver.solve(problem).metrics.peak_tokens
             whole = blocks.take()
             for ratio in turned(list(seen), place):
-                slots = math.floor(ratio * peak)
-                if ratio < 1 and bounded(solver, problem, slots) is None:
-                    slots = solver.plan(problem).smallest_tokens
+                budget = f"{math.floor(ratio * peak)}tok" if ratio < 1 else "full"
+                if ratio < 1 and bounded(solver, problem, math.floor(ratio * peak)) is None:
+                    budget = f"{solver.plan(problem).smallest_tokens}tok"
                 blocks.take()
                 phases.take()
                 began = time.thread_time()
-                metrics = solver.solve(problem, budget=f"{slots}tok").metrics
+                metrics = solver.solve(problem, budget=budget).metrics
                 seen[ratio].append(
                     {
                         "cpu_s": time.thread_time() - began,

@@ -12,6 +12,7 @@ policy shared it out while other leaves ran. Then the search moves on, and an ex
     engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots that the policy brought
              down to its quarter itself: offer and decision, the blocks of the running paths read again before; without
              moving anything
+    carried  carrying it out, one event after another: tokens evicted, told, and the blocks that lost some read again
     loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token less, again
 
 The loop is given what it lacks in the paper: a priority (the utility a block loses with the token, w ln(k / (k - 1))), an
@@ -47,6 +48,7 @@ from arbor.tree import Node, NodeState, Span, ThoughtTree
 BLOCK = 128  # tokens, as in the paper
 PROMPT = 512
 RUNNING = 8  # leaves
+CARRIED = 8  # events carried out one after another
 BRANCHING = {200: 3, 1280: 5, 10_000: 5}
 
 
@@ -178,8 +180,14 @@ def event(search: Search, policy: Policy, share: float) -> tuple[Blocks, int, li
     return blocks, max(int(blocks.floor.sum()), budget - needed), leaves
 
 
-def engine_event(search: Search, policy: Policy, share: float) -> Callable[[], Any]:
-    """The same event in the engine: what to time, offer and decision."""
+def engine_event(
+    search: Search, policy: Policy, share: float
+) -> tuple[Callable[[], Any], Callable[[], float]]:
+    """The same event in the engine.
+
+    Returns:
+        what to time, offer and decision; and what carries out one more event, in microseconds.
+    """
     tree = search.tree
     total = sum(len(node.tokens) for node in tree)
     memory = KVMemory((LayerKV(1, 1, 1),), total, torch.float32, torch.device("cpu"))
@@ -209,7 +217,17 @@ def engine_event(search: Search, policy: Policy, share: float) -> Callable[[], A
         blocks = residency.offered(leaves)
         return residency.decide(blocks, int(blocks.resident.sum()) - taken)
 
-    return decide
+    def carry_out() -> float:
+        blocks = residency.offered(leaves)
+        held = int(blocks.resident.sum())
+        room = held - min(taken, held // 2)
+        counts, chosen = residency.decide(blocks, room)
+        began = time.thread_time_ns()
+        residency.keep(blocks, chosen, counts, room, "pressure", 0.0)
+        residency.table.refresh()
+        return (time.thread_time_ns() - began) / 1e3
+
+    return decide, carry_out
 
 
 def pressure_loop(
@@ -239,8 +257,13 @@ def timed(call: Callable[[], Any], rounds: int) -> dict[str, float]:
         began = time.thread_time_ns()
         call()
         times.append((time.thread_time_ns() - began) / 1e3)
-    low, median, high = np.percentile(times, [25, 50, 75])
-    return {"median": round(median, 1), "low": round(low, 1), "high": round(high, 1), "n": rounds}
+    return quartiles(times)
+
+
+def quartiles(times: list[float]) -> dict[str, float]:
+    """Median and quartiles, and of how many."""
+    low, median, high = (round(float(each), 1) for each in np.percentile(times, [25, 50, 75]))
+    return {"median": median, "low": low, "high": high, "n": len(times)}
 
 
 def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[str, Any]:
@@ -263,6 +286,7 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
         return allocator.counts(blocks, room, scorer)
 
     gone = ask()
+    decide, carry_out = engine_event(search, policy, share)
     row: dict[str, Any] = {
         "blocks": len(search.table),
         "policy": policy.name,
@@ -272,7 +296,8 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
         "view_us": timed(lambda: search.view(policy, leaves, resident), rounds),
         "counts_us": timed(ask, rounds),
         "kept_us": timed(choose, rounds),
-        "engine_us": timed(engine_event(search, policy, share), rounds),
+        "engine_us": timed(decide, rounds),
+        "carried_us": quartiles([carry_out() for _ in range(CARRIED)]),
     }
     if isinstance(allocator, TokenAllocator):
         row["tokens_us"] = timed(lambda: blocks.see(every), max(5, rounds // 5))

@@ -364,6 +364,8 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
                 **settings,
             ) as solver:
                 chosen = problems_of(solver.task, "test", args.n)
+                if args.only:
+                    chosen = [problem for problem in chosen if problem.text in args.only]
                 full = [(solver.solve(problem), blocks.take()) for problem in chosen]
                 for ratio in args.budgets:
                     answers = over = recomputed = generated = 0
@@ -433,6 +435,7 @@ def main() -> None:
     parser.add_argument(
         "--deterministic", action="store_true", help="same: also with deterministic=True"
     )
+    parser.add_argument("--only", nargs="+", help="same: of the --n problems those of these texts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

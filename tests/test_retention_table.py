@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offers import SEEDS
 
+from arbor.retention.base import NEVER
 from arbor.retention.held import HeldTokens
 from arbor.retention.table import FAR, NO_PARENT, BlockTable, _Levels
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -189,6 +190,23 @@ def test_reentry_is_the_sum_over_the_leaves_below(seed: int, blocks: int) -> Non
         assert found[node.id] == pytest.approx(min(1.0, sum(below)))
         if node.parent is not None:
             assert found[node.id] <= found[node.parent.id] + 1e-12
+
+
+@given(seed=SEEDS, blocks=st.integers(1, 40))
+def test_a_block_is_needed_with_the_first_leaf_below_it(seed: int, blocks: int) -> None:
+    tree = random_tree(seed, blocks)
+    rng = np.random.default_rng(seed)
+    leaves, waits = rng.integers(0, len(tree), 5), rng.integers(1, 9, 5)
+
+    found = table_of(tree).soonest(leaves, waits)
+
+    for node in tree:
+        below = [
+            wait
+            for i, wait in zip(leaves.tolist(), waits.tolist(), strict=True)
+            if node in tree[i].path
+        ]
+        assert found[node.id] == min(below, default=NEVER)
 
 
 def test_without_leaves_everything_is_far_and_nothing_comes_back() -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.boundary import Stop, StopRule
+from arbor.engine.pieces import context_of, head, segments_of
 from arbor.engine.plan import (
     ForwardPlan,
     Piece,
@@ -28,6 +29,7 @@ from arbor.engine.residency import Residency
 from arbor.engine.runner import ForwardResult, ModelRunner
 from arbor.engine.running import MARGIN, Lengths, Row, Running, ended
 from arbor.engine.sampling import Code, Sampling, confidence, sample
+from arbor.engine.waves import fitting, halves
 from arbor.errors import ArborError, BudgetInfeasible, OutOfMemory
 from arbor.events import (
     KV,
@@ -379,41 +381,14 @@ class Engine:
             indices into `nodes`.
         """
         self.residency.operation += bool(nodes)
-        waves = list(self._cut_lossy(extra) if self._lossy else self._cut_lossless(nodes, extra))
+        cut = (
+            halves(extra, self.memory.slots)
+            if self._lossy
+            else fitting(nodes, extra, self.memory.slots)
+        )
+        waves = list(cut)
         for index, wave in enumerate(waves):
             self.residency.expect([[nodes[i] for i in later] for later in waves[index + 1 :]])
-            yield wave
-
-    def _cut_lossless(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
-        """The union of a wave's paths plus its extra tokens is within the budget."""
-        wave: list[int] = []
-        paths: set[int] = set()
-        total = 0
-        for index, (node, more) in enumerate(zip(nodes, extra, strict=True)):
-            new = [n for n in node.path if n.id not in paths]
-            cost = sum(len(n.tokens) for n in new) + more
-            if wave and total + cost > self.memory.slots:
-                yield wave
-                wave, paths = [], set()
-                new, total = node.path, 0
-                cost = node.end + more
-            wave.append(index)
-            paths.update(n.id for n in new)
-            total += cost
-        if wave:
-            yield wave
-
-    def _cut_lossy(self, extra: Sequence[int]) -> Iterator[list[int]]:
-        """A wave's extra tokens take at most half of the budget; the rest is for what the policy keeps of the paths."""
-        wave: list[int] = []
-        total = 0
-        for index, more in enumerate(extra):
-            if wave and 2 * (total + more) > self.memory.slots:
-                yield wave
-                wave, total = [], 0
-            wave.append(index)
-            total += more
-        if wave:
             yield wave
 
     # Completing paths
@@ -472,7 +447,7 @@ class Engine:
                 raise
             exact = bool(root.span.exact[:begin].all())
             offsets = np.arange(begin, end)
-            context = tuple(self._head(root, begin))
+            context = tuple(head(root, begin))
             slots = self.memory.place(root, offsets, exact=exact, depth=self.runner.layer_count)
             self.residency.changed([root])
             segment = Segment(
@@ -583,7 +558,7 @@ class Engine:
         if back:
             nodes = tuple(sorted(back))
             self.emit(Rehydrated(nodes=nodes, mode="recompute", kv=self.kv, repeated=repeated))
-        segments, order = self._segments(ordered, holes, wanted)
+        segments, order = segments_of(ordered, holes, wanted, memory.pool.trash, self._hidden)
         written = [(node, holes[node.id]) for node in ordered if len(holes[node.id])]
         return _Fill(segments, order, written, bool(back))
 
@@ -592,35 +567,6 @@ class Engine:
         exact = node.span.exact.copy()
         exact[hole] = True
         return bool(exact.all())
-
-    def _segments(
-        self, ordered: Sequence[Node], holes: dict[int, NDArray[np.int64]], wanted: set[int]
-    ) -> tuple[list[Segment], list[int]]:
-        """The runs of missing tokens, depth first, and the ids of the blocks whose logits they give, in order."""
-        trash = np.full(1, self.memory.pool.trash, np.int32)
-        segments: list[Segment] = []
-        order: list[int] = []
-        for node in ordered:
-            runs = _runs(holes[node.id])
-            last = len(node.tokens) - 1
-            again = node.id in wanted and (not runs or runs[-1][1] != last + 1)
-            if again:  # the last token is resident: it runs once more, for its logits only
-                runs.append((last, last + 1))
-            if node.id in wanted:
-                order.append(node.id)
-            for begin, end in runs:
-                slots = node.span.slot[begin:end]
-                segments.append(
-                    Segment(
-                        context=(*self._context(node.parent), *self._head(node, begin)),
-                        tokens=node.tokens[begin:end],
-                        positions=np.arange(node.start + begin, node.start + end),
-                        tail=slots,
-                        write=trash if again and begin == last else slots,
-                        logits=int(node.id in wanted and end == last + 1),
-                    )
-                )
-        return segments, order
 
     @contextmanager
     def _undone_on_error(self, filled: Sequence[Filled]) -> Iterator[None]:
@@ -651,21 +597,6 @@ class Engine:
                 least=max(node.end for node in self.tree) + max(rows, 1),
             ) from error
 
-    def _context(self, node: Node | None) -> list[Piece]:
-        """The pieces of the path that ends with `node`, resident tokens of what is not hidden."""
-        if node is None:
-            return []
-        seen = [n for n in node.path if n.id not in self._hidden]
-        return [piece for n in seen for piece in self._head(n, len(n.tokens))]
-
-    def _head(self, node: Node, end: int) -> list[Piece]:
-        """The resident ones of a block's first `end` tokens, as one piece (or none)."""
-        slots = node.span.slot[:end]
-        offsets = np.flatnonzero(slots >= 0)
-        if len(offsets) == 0:
-            return []
-        return [Piece((node.id, end), slots[offsets], (node.start + offsets).astype(np.int32))]
-
     def _remember(self, nodes: Sequence[int], logits: Tensor) -> None:
         """Keep the logits after blocks' last tokens, the oldest dropped beyond `NEXT_LOGITS_BYTES`."""
         for row, node_id in enumerate(nodes):
@@ -688,7 +619,7 @@ class Engine:
             borrowed.append(slots)
             segments.append(
                 Segment(
-                    context=tuple(self._context(node)),
+                    context=tuple(context_of(node, self._hidden)),
                     tokens=question,
                     positions=np.arange(node.end, node.end + len(question)),
                     tail=slots,
@@ -788,7 +719,7 @@ class Engine:
         for row in rows:
             if row.leaf.id not in contexts:
                 exact = not self._lossy or all(bool(n.span.exact.all()) for n in row.leaf.path)
-                contexts[row.leaf.id] = (tuple(self._context(row.leaf)), exact)
+                contexts[row.leaf.id] = (tuple(context_of(row.leaf, self._hidden)), exact)
             row.context, row.exact = contexts[row.leaf.id]
 
     def _squeeze(self, running: Running) -> bool:
@@ -981,13 +912,3 @@ class _Steps:
         self.read += plan.read_tokens
         self.unique += plan.unique_read_tokens
         self.elapsed_s += elapsed_s
-
-
-def _runs(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Increasing offsets as half-open runs of consecutive ones: 0 1 2 5 -> (0, 3), (5, 6)."""
-    if len(offsets) == 0:
-        return []
-    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
-    begins = offsets[np.concatenate(([0], breaks))]
-    ends = offsets[np.concatenate((breaks - 1, [len(offsets) - 1]))] + 1
-    return list(zip(begins.tolist(), ends.tolist(), strict=True))

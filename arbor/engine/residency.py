@@ -318,10 +318,10 @@ class Residency:
         return self.uses.after(self.operation, ids)
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        wait = np.full(len(self.table), NEVER)
-        for distance in range(len(self._upcoming), 0, -1):
-            wait[self.table.on_paths([n.id for n in self._upcoming[distance - 1]])] = distance
-        return wait[ids]
+        if not self._upcoming:
+            return np.full(len(ids), NEVER)
+        waits = [(n.id, at) for at, wave in enumerate(self._upcoming, 1) for n in wave]
+        return self.table.soonest(*zip(*waits, strict=True))[ids]
 
     def _reentry(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
         likely = self.outlook()

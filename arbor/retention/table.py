@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.retention.base import Bools, Floats, Ints
+from arbor.retention.base import NEVER, Bools, Floats, Ints
 from arbor.retention.held import HeldTokens
 from arbor.tree import Node, NodeState
 
@@ -162,6 +162,20 @@ class BlockTable:
             np.add.at(total, levels.parent[begin:end], total[begin:end])
         result: Floats = np.minimum(total, 1.0)[levels.place]
         return result
+
+    def soonest(self, leaf_ids: IntsLike, waits: IntsLike) -> Ints:
+        """When each block is needed: the shortest wait of the leaves at or below it, int64 [N]; `NEVER` if none needs it.
+
+        Args:
+            leaf_ids: int [L], node ids of blocks whose paths are needed.
+            waits: int [L], in how long.
+        """
+        levels = self._levels
+        wait = np.full(self._size, NEVER)
+        np.minimum.at(wait, levels.place[np.asarray(leaf_ids, np.int64)], waits)
+        for begin, end in reversed(levels.below_root):
+            np.minimum.at(wait, levels.parent[begin:end], wait[begin:end])
+        return wait[levels.place]
 
     def _reach(self, size: int) -> bool:
         """Take in new blocks and their ancestors; whether there were any."""

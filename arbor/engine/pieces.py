@@ -1,0 +1,84 @@
+"""What forwards over a tree read and compute: its blocks as pieces of context and segments of new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.engine.plan import Piece, Segment
+from arbor.tree import Node
+
+
+def context_of(node: Node | None, hidden: AbstractSet[int] = frozenset()) -> list[Piece]:
+    """The pieces of the path that ends with `node`: resident tokens of the blocks that are not hidden, by node id."""
+    if node is None:
+        return []
+    seen = [n for n in node.path if n.id not in hidden]
+    return [piece for n in seen for piece in head(n, len(n.tokens))]
+
+
+def head(node: Node, end: int) -> list[Piece]:
+    """The resident ones of a block's first `end` tokens, as one piece (or none)."""
+    slots = node.span.slot[:end]
+    offsets = np.flatnonzero(slots >= 0)
+    if len(offsets) == 0:
+        return []
+    return [Piece((node.id, end), slots[offsets], (node.start + offsets).astype(np.int32))]
+
+
+def segments_of(
+    ordered: Sequence[Node],
+    holes: Mapping[int, NDArray[np.int64]],
+    wanted: AbstractSet[int],
+    trash: int,
+    hidden: AbstractSet[int],
+) -> tuple[list[Segment], list[int]]:
+    """The runs of tokens to compute; a run's context ends where it begins.
+
+    Args:
+        ordered: blocks whose tokens have slots, depth first.
+        holes: offsets of the tokens to compute, increasing, by node id.
+        wanted: ids of blocks whose logits after the last token are needed.
+        trash: the slot for K/V that are there already.
+        hidden: ids of blocks that nothing attends to.
+
+    Returns:
+        the segments, and the ids of the blocks whose logits they give, in order.
+    """
+    nowhere = np.full(1, trash, np.int32)
+    segments: list[Segment] = []
+    order: list[int] = []
+    for node in ordered:
+        runs = runs_of(holes[node.id])
+        last = len(node.tokens) - 1
+        again = node.id in wanted and (not runs or runs[-1][1] != last + 1)
+        if again:  # the last token is resident: it runs once more, for its logits only
+            runs.append((last, last + 1))
+        if node.id in wanted:
+            order.append(node.id)
+        for begin, end in runs:
+            slots = node.span.slot[begin:end]
+            segments.append(
+                Segment(
+                    context=(*context_of(node.parent, hidden), *head(node, begin)),
+                    tokens=node.tokens[begin:end],
+                    positions=np.arange(node.start + begin, node.start + end),
+                    tail=slots,
+                    write=nowhere if again and begin == last else slots,
+                    logits=int(node.id in wanted and end == last + 1),
+                )
+            )
+    return segments, order
+
+
+def runs_of(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Increasing offsets as half-open runs of consecutive ones: 0 1 2 5 -> (0, 3), (5, 6)."""
+    if len(offsets) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
+    begins = offsets[np.concatenate(([0], breaks))]
+    ends = offsets[np.concatenate((breaks - 1, [len(offsets) - 1]))] + 1
+    return list(zip(begins.tolist(), ends.tolist(), strict=True))
