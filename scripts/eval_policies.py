@@ -33,6 +33,7 @@ from arbor.events import Boundary, Event, Forwarded, Opened, Pruned, Verified
 from arbor.registry import build
 from arbor.replay import Recording, replay
 from arbor.retention.chance import Chance
+from arbor.retention.heavy import HeavyHitters
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, ArborKV, Policy, Protect
 from arbor.retention.ratio import Ratio
@@ -62,6 +63,7 @@ VARIANTS: dict[str, tuple[Policy, MSVE]] = {  # ArborKV with one of its parts ch
         ArborKV(allocator=Ratio(eta=1.0, lambda_distance=0.0), protect=PROTECT),
         MSVE(),
     ),
+    "arborkv-per-query": (ArborKV(scorer=HeavyHitters(normalise=True), protect=PROTECT), MSVE()),
     "arborkv-tail-only": (ArborKV(scorer=Recency(), protect=PROTECT), MSVE()),
     "arborkv-by-lot": (ArborKV(scorer=Chance(), protect=PROTECT), MSVE()),
     "arborkv-as-guessed": (ArborKV(protect=PROTECT), MSVE()),

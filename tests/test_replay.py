@@ -13,6 +13,7 @@ from arbor.errors import BudgetInfeasible, TraceError
 from arbor.events import Event, Rehydrated, Selected
 from arbor.metrics import Metrics
 from arbor.replay import Recording, replay
+from arbor.retention.msve import MSVE
 from arbor.trace.replay import Replay
 
 TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
@@ -68,6 +69,22 @@ def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer
         again = replay(record, tokenizer, policy=policy, slots=slots)
         assert counters(again) == counters(run)
         assert again.evicted_tokens > 0
+
+
+def test_a_replay_weighs_blocks_as_the_recorded_run_did(tokenizer: object) -> None:
+    worst_first = MSVE((-9.0, 0.0, 0.0), 4.0)
+    search: dict[str, object] = {"controller": {"name": "tot", "beam": 3, "width": 6}}
+    run, events = live(search, budget="115tok", policy="kkt", msve=worst_first)
+    record = Recording.of(events)
+
+    again = replay(record, tokenizer, policy="kkt", slots=115)
+    otherwise = replay(record, tokenizer, policy="kkt", slots=115, msve=MSVE((9.0, 0.0, 0.0), -4.0))
+
+    def moved(metrics: Metrics) -> tuple[int, ...]:  # which tokens of a block stay needs attention
+        return metrics.tokens_recomputed, metrics.evicted_tokens, metrics.evictions, metrics.steps
+
+    assert moved(again) == moved(run)
+    assert moved(otherwise) != moved(run)
 
 
 def test_spans_cost_more_than_missing_tokens(tokenizer: object) -> None:
