@@ -358,6 +358,8 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
     for name in args.searches or tuple(SEARCHES):
         for deterministic in (False, True) if args.deterministic else (False,):
             settings = {**SEARCHES[name], "deterministic": deterministic, "task": task_of(args)}
+            if args.steps:  # no longer than need be, or the smallest budget holds most of the tree
+                settings |= {"step_tokens": LONGEST["chains"], "max_depth": args.steps[1] + 2}
             blocks = Blocks()
             with Solver(
                 args.model,
