@@ -22,11 +22,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from bench_decode import interval
-from eval_policies import SEARCHES, Blocks, bounded, problems_of
+from eval_policies import SEARCHES, Blocks, problems_of
 
 import arbor.engine.engine as engine
 from arbor import Solver
@@ -79,9 +80,9 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
             peak = solver.solve(problem).metrics.peak_tokens
             whole = blocks.take()
             for ratio in turned(list(seen), place):
-                budget = f"{math.floor(ratio * peak)}tok" if ratio < 1 else "full"
-                if ratio < 1 and bounded(solver, problem, math.floor(ratio * peak)) is None:
-                    budget = f"{solver.plan(problem).smallest_tokens}tok"
+                least = solver.plan(problem).smallest_tokens
+                slots = max(least, math.floor(ratio * peak))
+                budget = f"{slots}tok" if ratio < 1 else "full"
                 blocks.take()
                 phases.take()
                 began = time.thread_time()
@@ -155,12 +156,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     phases = Phases()
-    engine.phase = phases.phase  # type: ignore[assignment]
     rows = []
-    for name in args.searches:
-        for each in measure(args, name, phases):
-            rows.append(each)
-            print(json.dumps(each), flush=True)
+    with mock.patch.object(engine, "phase", phases.phase):
+        for name in args.searches:
+            for each in measure(args, name, phases):
+                rows.append(each)
+                print(json.dumps(each), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -16,6 +16,7 @@ from arbor.engine.boundary import StopRule
 from arbor.engine.engine import Growth
 from arbor.engine.running import MARGIN, Lengths, Row, Running, most_held
 from arbor.engine.sampling import Code, Sampling
+from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary as Closed
 from arbor.events import Evicted, Forwarded, Rehydrated
 from arbor.tasks.base import Boundary
@@ -200,3 +201,28 @@ def test_steps_are_as_wide_as_blocks_turn_out_long_rather_than_as_they_might_bec
     assert rows / sum(event.steps for event in decoded) > 2
     assert all(child.span.exact[child.span.resident].all() for child in children)
     assert torch.isfinite(lab.ask(children, [(7,)] * len(children))).all()
+
+
+def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were_run() -> None:
+    whole = {child.key: child.tokens for child in grow(4096, (2, 8))[1]}
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 17)
+    lab.forget(lab.sprout([(tree.root, 2)], length=2))
+    lab.events.clear()
+    right = lab._preempt
+
+    def preempt(queue: Running) -> None:
+        right(queue)
+        raise BudgetInfeasible(99, lab.memory.slots, "a test")
+
+    lab._preempt = preempt  # type: ignore[method-assign]
+    with pytest.raises(BudgetInfeasible):
+        lab.sprout([(tree.root, 4)], length=8)
+
+    (lost,) = [event.nodes for event in lab.events if isinstance(event, Evicted)][:1]
+    told = {event.node: event.ids for event in lab.events if isinstance(event, Closed)}
+    assert [len(told[node]) for node, _ in lost] == [count for _, count in lost]
+    for node in list(tree)[3:]:
+        assert told[node.id] == tuple(node.tokens) == tuple(whole[node.key][: len(node.tokens)])
+    steps = sum(event.rows for event in lab.events if isinstance(event, Forwarded))
+    assert steps == sum(map(len, told.values())) > 0

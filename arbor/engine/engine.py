@@ -281,7 +281,10 @@ class Engine:
             with phase("decode"), self._naming_a_shortage("decode"):
                 self._decode(running, growth)
         except (BudgetInfeasible, OutOfMemory):
-            self._steps = _Steps()
+            self._tell_steps()
+            for row in running.rows:
+                if row.pending is None and row.node.tokens and not row.node.span.resident[-1]:
+                    self.tree.take_back(row.node)  # chosen, and never run
             self._give_up(children)
             raise
 
@@ -797,11 +800,7 @@ class Engine:
 
     def _give_up(self, children: Sequence[Node]) -> None:
         """An operation that cannot be finished: its blocks hold nothing any more, and none of them is open."""
-        begun = [child for child in children if child.state is NodeState.OPEN]
-        for child in begun:
-            if child.tokens and not child.span.resident[-1]:  # chosen, and never run
-                self.tree.take_back(child)
-        self._cut(begun)
+        self._cut([child for child in children if child.state is NodeState.OPEN])
         for child in children:
             child.state = NodeState.PRUNED
         self.forget(children)
