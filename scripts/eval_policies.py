@@ -356,51 +356,61 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
     """Whether tokens and answers are those of full retention, live, at every budget."""
     rows: list[dict[str, Any]] = []
     for name in args.searches or tuple(SEARCHES):
-        for deterministic in (False, True) if args.deterministic else (False,):
-            settings = {**SEARCHES[name], "deterministic": deterministic, "task": task_of(args)}
-            if args.steps:  # no longer than need be, or the smallest budget holds most of the tree
-                settings |= {"step_tokens": LONGEST["chains"], "max_depth": args.steps[1] + 2}
-            blocks = Blocks()
-            with Solver(
-                args.model,
-                policy=args.policies[0] if args.policies else "reentry",
-                listeners=(blocks.hear,),
-                **settings,
-            ) as solver:
-                chosen = problems_of(solver.task, "test", args.n)
-                if args.only:
-                    chosen = [problem for problem in chosen if problem.text in args.only]
-                full = [(solver.solve(problem), blocks.take()) for problem in chosen]
-                for ratio in args.budgets:
-                    answers = over = recomputed = generated = 0
-                    differ = []
-                    for problem, (whole, tree) in zip(chosen, full, strict=True):
-                        slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
-                        run = bounded(solver, problem, slots)
-                        if run is None:
-                            smallest = solver.plan(problem).smallest_tokens
-                            run = solver.solve(problem, budget=f"{smallest}tok")
-                        if blocks.take() != tree:
-                            differ.append(problem.text)
-                        answers += run.answer != whole.answer
-                        over += run.metrics.peak_tokens > run.metrics.budget_tokens
-                        recomputed += run.metrics.tokens_recomputed
-                        generated += run.metrics.tokens_generated
-                    rows.append(
-                        {
-                            "search": name,
-                            "deterministic": deterministic,
-                            "budget": ratio,
-                            "n": len(chosen),
-                            "trees_that_differ": len(differ),
-                            "differ": differ,
-                            "answers_that_differ": answers,
-                            "over_budget": over,
-                            "recomputed": recomputed,
-                            "generated": generated,
-                        }
-                    )
-                    print(json.dumps(rows[-1]), flush=True)
+        settings = {
+            **SEARCHES[name],
+            "deterministic": args.deterministic,
+            "task": task_of(args),
+        }
+        if args.steps:  # no longer than need be, or the smallest budget holds most of the tree
+            settings |= {"step_tokens": LONGEST["chains"], "max_depth": args.steps[1] + 2}
+        if args.temperature is not None:
+            settings["sampling"] = {"temperature": args.temperature}
+        blocks = Blocks()
+        with Solver(
+            args.model,
+            policy=args.policies[0] if args.policies else "reentry",
+            listeners=(blocks.hear,),
+            **settings,
+        ) as solver:
+            chosen = problems_of(solver.task, "test", args.n)
+            if args.only:
+                chosen = [problem for problem in chosen if problem.text in args.only]
+            full = [(solver.solve(problem), blocks.take()) for problem in chosen]
+            for ratio in args.budgets:
+                answers = over = smallest = recomputed = generated = held = peaks = 0
+                differ = []
+                for problem, (whole, tree) in zip(chosen, full, strict=True):
+                    slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
+                    run = bounded(solver, problem, slots)
+                    if run is None:
+                        smallest += 1
+                        needed = solver.plan(problem).smallest_tokens
+                        run = solver.solve(problem, budget=f"{needed}tok")
+                    if blocks.take() != tree:
+                        differ.append(problem.text)
+                    answers += run.answer != whole.answer
+                    over += run.metrics.peak_tokens > run.metrics.budget_tokens
+                    recomputed += run.metrics.tokens_recomputed
+                    generated += run.metrics.tokens_generated
+                    held += run.metrics.budget_tokens
+                    peaks += whole.metrics.peak_tokens
+                rows.append(
+                    {
+                        "search": name,
+                        "deterministic": args.deterministic,
+                        "budget": ratio,
+                        "n": len(chosen),
+                        "at_smallest": smallest,
+                        "budget_of_peak": held / peaks,
+                        "trees_that_differ": len(differ),
+                        "differ": differ,
+                        "answers_that_differ": answers,
+                        "over_budget": over,
+                        "recomputed": recomputed,
+                        "generated": generated,
+                    }
+                )
+                print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows}
 
 
@@ -437,7 +447,10 @@ def main() -> None:
         "--steps", type=int, nargs=2, help="lossy and same, chains: fewest and most steps"
     )
     parser.add_argument(
-        "--deterministic", action="store_true", help="same: also with deterministic=True"
+        "--deterministic", action="store_true", help="same: with deterministic=True"
+    )
+    parser.add_argument(
+        "--temperature", type=float, help="same: 2 makes wide trees of chains, else nearly paths"
     )
     parser.add_argument("--only", nargs="+", help="same: of the --n problems those of these texts")
     parser.add_argument("--json", type=Path)
