@@ -52,9 +52,7 @@ def _generator(seed: int, key: tuple[int, ...]) -> np.random.Generator:
 
 _GOLDEN = (5**0.5 - 1) / 2
 _SIBLINGS = 2**32 - 1  # in a key: no child, but all children of a block together
-_FINEST = (
-    2.0**-7
-)  # an interval so small holds one of some dozens of siblings, who need no spreading any more
+_FINEST = 2.0**-5  # an interval so small holds one of 32 siblings, who need no spreading any more
 
 
 class Code:
@@ -67,8 +65,8 @@ class Code:
     exactly the model's probability.
 
     Differs from the paper: points are U + i x 0.618... modulo 1 (U of the parent, i the child's index) instead of (U + i)
-    / n, so that they do not depend on how many children there will be; and whenever a text's interval has become shorter
-    than 1/128, its point is given up for a new number of the block's own stream: siblings have parted by then, and every
+    / n, so that they do not depend on how many children there will be; and once a text's interval has become shorter
+    than 1/32, every further token has a number of its own from the block's stream: siblings have parted by then, and
     stretching also stretches the rounding of the logits, which must not decide about tokens.
     """
 
@@ -76,9 +74,7 @@ class Code:
 
     def __init__(self, seed: int, node: Node, sampling: Sampling) -> None:
         self._own = stream(seed, node)
-        self._fineness: float | None = (
-            None  # length of the interval so far; None: each token is drawn by itself
-        )
+        self._fineness: float | None = None  # the text's interval; None: every token has its own
         if sampling.arithmetic and sampling.temperature and node.parent is not None:
             common = _generator(seed, (*node.parent.key, _SIBLINGS)).random()
             self.number = float((common + node.index * _GOLDEN) % 1.0)
@@ -98,7 +94,7 @@ class Code:
             if self._fineness >= _FINEST:
                 self.number = left
                 return
-            self._fineness = 1.0
+            self._fineness = None
         self.number = float(self._own.random())
 
 
