@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Growth
 from arbor.engine.sampling import Sampling
+from arbor.engine.source import Growth
 from arbor.errors import UsageError
 from arbor.retention.msve import MSVE, fit, rank_correlation
 from arbor.solver import Solver

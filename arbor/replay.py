@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,14 +18,17 @@ from torch import Tensor
 
 from arbor import registry
 from arbor.engine.boundary import Stop, StopRule
-from arbor.engine.engine import Engine, Growth, Rehydrate
+from arbor.engine.completing import Rehydrate
+from arbor.engine.engine import Engine
 from arbor.engine.plan import ForwardPlan
 from arbor.engine.runner import ForwardResult
+from arbor.engine.running import Row
 from arbor.engine.sampling import Sampling
+from arbor.engine.source import Growth, Model
 from arbor.errors import TraceError, UsageError
 from arbor.events import Boundary as Closed
 from arbor.events import Event, Header, Opened, Verified
-from arbor.memory.pool import LayerKV
+from arbor.memory.pool import KVPool, LayerKV
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
@@ -118,7 +120,16 @@ def replay(
         listen(event)
 
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
-    engine = _Player(record, tokenizer, registry.build("policy", policy), rehydrate, values, emit)
+    runner: Any = _NoModel(len(tokenizer))
+    engine = Engine(
+        runner,
+        tokenizer,
+        policy=registry.build("policy", policy),
+        rehydrate=rehydrate,
+        msve=values,
+        source=_Recorded(record, tokenizer),
+        emit=emit,
+    )
     session = Session(
         engine,
         task,
@@ -136,54 +147,54 @@ def replay(
     return fold.metrics()
 
 
-class _Player(Engine):
-    """The engine without a model: tokens come from the recording, forward passes compute nothing."""
+class _NoModel:
+    """A runner whose forward passes compute nothing."""
 
-    def __init__(
-        self,
-        record: Recording,
-        tokenizer: Any,
-        policy: Policy,
-        rehydrate: Rehydrate,
-        msve: MSVE,
-        emit: Callable[[Event], None],
-    ) -> None:
-        runner: Any = SimpleNamespace(
-            layer_kv=(LayerKV(1, 1, 1),),
-            layer_count=1,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            weight_bytes=0,
-        )
-        super().__init__(
-            runner, tokenizer, policy=policy, rehydrate=rehydrate, msve=msve, emit=emit
-        )
-        self._record = record
-        self._nothing = torch.zeros(1, len(tokenizer))
+    layer_kv = (LayerKV(1, 1, 1),)
+    layer_count = 1
+    dtype = torch.float32
+    device = torch.device("cpu")
+    weight_bytes = 0
 
-    def _run(self, plan: ForwardPlan, observe: bool = True) -> ForwardResult:
+    def __init__(self, vocabulary: int) -> None:
+        self._nothing = torch.zeros(1, vocabulary)
+
+    def forward(self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None) -> ForwardResult:
+        """Logits that nobody reads; attention is not recorded."""
         return ForwardResult(self._nothing.expand(len(plan.logit_rows), -1))
 
-    def _choose(self, rows: Sequence[Any], logits: Tensor, growth: Growth) -> None:
-        for row in rows:
-            block = self._record.blocks.get(row.node.id)
-            if block is None:
-                raise UsageError("trace-replay", "the search left the recorded one.")
-            self.tree.append(row.node, block.ids[len(row.node.tokens)])
-            if len(row.node.tokens) == len(block.ids):
-                row.stop = block.stop
 
-    def _close(self, rows: Sequence[Any], logits: Tensor) -> None:
-        super()._close(rows, logits)
-        for row in rows:
-            row.node.confidence = self._record.blocks[row.node.id].confidence
+class _Recorded(Model):
+    """The blocks of the recording."""
 
-    def _boundary(self, node: Node, stop: Stop) -> None:
+    def __init__(self, record: Recording, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._blocks = record.blocks
+
+    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+        """The recorded tokens."""
+        return [self._of(row.node).ids[len(row.node.tokens)] for row in rows]
+
+    def stop(self, node: Node, growth: Growth) -> Stop | None:
+        """Where the recorded block ended."""
+        block = self._of(node)
+        return block.stop if len(node.tokens) == len(block.ids) else None
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        """As recorded."""
+        return [self._of(node).confidence for node in nodes]
+
+    def finish(self, node: Node) -> None:
+        """As recorded."""
         if node.state is NodeState.PRUNED:  # cut short, as the recorded one was not
-            return super()._boundary(node, stop)
-        block = self._record.blocks[node.id]
+            return super().finish(node)
+        block = self._of(node)
         node.text, node.logprob, node.top1 = block.text, block.logprob, block.top1
-        self.emit(block)
+
+    def _of(self, node: Node) -> Closed:
+        if node.id not in self._blocks:
+            raise UsageError("trace-replay", "the search left the recorded one.")
+        return self._blocks[node.id]
 
 
 @dataclass(frozen=True)

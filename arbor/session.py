@@ -9,7 +9,8 @@ from typing import Literal
 
 from arbor import registry
 from arbor.controllers.base import Controller, Expansion, Search
-from arbor.engine.engine import Engine, Growth
+from arbor.engine.engine import Engine
+from arbor.engine.source import Growth
 from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import (
     Answered,

@@ -11,7 +11,8 @@ from typing import cast, get_args
 import torch
 
 from arbor import registry
-from arbor.engine.engine import Mode, Rehydrate
+from arbor.engine.completing import Rehydrate
+from arbor.engine.engine import Mode
 from arbor.engine.loading import Source
 from arbor.errors import UsageError
 from arbor.kept import msve_file

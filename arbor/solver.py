@@ -22,8 +22,9 @@ from arbor.callbacks import StopSearch
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
+from arbor.engine.completing import Rehydrate
 from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
-from arbor.engine.engine import Engine, Growth, Mode, Rehydrate
+from arbor.engine.engine import Engine, Mode
 from arbor.engine.loading import (
     Source,
     eos_ids,
@@ -37,6 +38,7 @@ from arbor.engine.loading import (
 )
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
+from arbor.engine.source import Growth
 from arbor.errors import ArborError, InputError, ModelError, UsageError
 from arbor.events import Ended, Event, Header, Listener
 from arbor.kernels.base import AttentionBackend

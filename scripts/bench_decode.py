@@ -24,9 +24,10 @@ import torch
 from random_llama import NoText, fixed_length, prefix, random_llama
 from transformers import DynamicCache
 
-from arbor.engine.engine import Engine, Growth
+from arbor.engine.engine import Engine
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
+from arbor.engine.source import Growth
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade

@@ -25,10 +25,11 @@ from bench_decode import SHAPES, Arbor, Batched, generated, interval
 from random_llama import NoText, fixed_length, prefix, random_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arbor.engine.engine import Engine, Growth
+from arbor.engine.engine import Engine
 from arbor.engine.plan import Piece, Segment, plan_forward
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
+from arbor.engine.source import Growth
 from arbor.kernels.base import AttentionBackend, AttentionShape
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade

@@ -13,7 +13,8 @@ from models import build
 from offers import EVERY
 from trees import Lab, grown
 
-from arbor.engine.engine import Mode, Rehydrate
+from arbor.engine.completing import Rehydrate
+from arbor.engine.engine import Mode
 from arbor.errors import BudgetInfeasible
 from arbor.retention.policy import POLICIES, Protect
 

@@ -22,8 +22,9 @@ from trees import (
 )
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Growth, Mode
+from arbor.engine.engine import Mode
 from arbor.engine.plan import Piece, Segment, visibility
+from arbor.engine.source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Evicted, Forwarded, Rehydrated
 from arbor.retention.base import Tokens
@@ -144,11 +145,11 @@ def test_a_path_that_fits_is_whole_and_exact_again_after_loss(rehydrate: str) ->
     second = lab.sprout([(tree.root, 2)])[1]
     want = own_logits(build("llama"), tree)[second.id][-1]
     assert (second.span.resident & ~second.span.exact).any()  # it was decoded over a gap
-    assert relative_error(lab._next_logits[second.id], want) > 1e-3
+    assert relative_error(lab._open.logits[second.id], want) > 1e-3
     lab.extend(second)
 
     assert all(node.span.exact.all() for node in second.path)
-    assert relative_error(lab._next_logits[second.id], want) < 1e-5
+    assert relative_error(lab._open.logits[second.id], want) < 1e-5
 
 
 def test_what_was_computed_over_a_gap_is_marked_and_differs() -> None:
@@ -160,7 +161,7 @@ def test_what_was_computed_over_a_gap_is_marked_and_differs() -> None:
     assert not tree.root.span.resident.all()
     assert not second.span.exact.any()
     exact = own_logits(build("llama"), tree)[second.id][-1]
-    lossy = lab._next_logits[second.id]
+    lossy = lab._open.logits[second.id]
     assert relative_error(lossy, exact) > 1e-3
 
 

@@ -13,9 +13,9 @@ from models import Words, build
 from trees import LENGTH, PROMPT, SAMPLED, Lab
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Growth
 from arbor.engine.running import MARGIN, Lengths, Row, Running, most_held
 from arbor.engine.sampling import Code, Sampling
+from arbor.engine.source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary as Closed
 from arbor.events import Evicted, Forwarded, Rehydrated
@@ -209,13 +209,14 @@ def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were
     tree = lab.plant(len(PROMPT) + 17)
     lab.forget(lab.sprout([(tree.root, 2)], length=2))
     lab.events.clear()
-    right = lab._preempt
+    decoding = lab._open.decoding
+    right = decoding._preempt
 
     def preempt(queue: Running) -> None:
         right(queue)
         raise BudgetInfeasible(99, lab.memory.slots, "a test")
 
-    lab._preempt = preempt  # type: ignore[method-assign]
+    decoding._preempt = preempt  # type: ignore[method-assign]
     with pytest.raises(BudgetInfeasible):
         lab.sprout([(tree.root, 4)], length=8)
 

@@ -15,8 +15,8 @@ from models import Words, build
 from trees import SAMPLED, Lab, own_logits
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Growth
 from arbor.engine.sampling import Code, Sampling, confidence, sample, stream
+from arbor.engine.source import Growth
 from arbor.errors import UsageError
 from arbor.tasks.base import Boundary
 from arbor.tree import ThoughtTree

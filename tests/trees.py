@@ -10,9 +10,11 @@ from models import Words, path_logits
 from torch import Tensor
 
 from arbor.engine.boundary import StopRule
-from arbor.engine.engine import Engine, Growth, Mode, Rehydrate
+from arbor.engine.completing import Rehydrate
+from arbor.engine.engine import Engine, Mode
 from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
+from arbor.engine.source import Growth
 from arbor.events import Event, Forwarded
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade

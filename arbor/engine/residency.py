@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.engine.ranges import phase
 from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Allocated, Cause, Event, Evicted, Pressure
 from arbor.memory import KVMemory
@@ -124,9 +125,14 @@ class Residency:
         Raises:
             BudgetInfeasible: the policy will not give up as much; nothing has left.
         """
-        memory = self.memory
-        if needed <= memory.free:
+        if needed <= self.memory.free:
             return False
+        with phase("policy"):
+            self._free(needed, leaves, cause, spare)
+        return True
+
+    def _free(self, needed: int, leaves: Sequence[Node], cause: Cause, spare: bool | None) -> None:
+        memory = self.memory
         self.emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
         began = time.perf_counter()
         spared = (not self.lossy or self.policy.spares_paths) if spare is None else spare
@@ -139,7 +145,6 @@ class Residency:
         counts, chosen = self.decide(blocks, room)
         self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
-        return True
 
     def decide(self, blocks: Blocks, room: int) -> tuple[NDArray[np.int64], Kept]:
         """How many tokens each block keeps, and which: what the policy answers, checked. Floors that do not fit together

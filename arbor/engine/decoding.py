@@ -1,0 +1,230 @@
+"""Decoding open blocks up to their boundaries, as many together as fit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbor.engine.boundary import Stop
+from arbor.engine.completing import Completing
+from arbor.engine.forwards import Forwards
+from arbor.engine.last_logits import LastLogits
+from arbor.engine.plan import Piece, SharedPrefix
+from arbor.engine.residency import Residency
+from arbor.engine.running import MARGIN, Lengths, Row, Running, ended
+from arbor.engine.source import Growth, Source
+from arbor.errors import BudgetInfeasible
+from arbor.events import Boundary, Detail, Evicted, Sampled
+from arbor.tree import Node, NodeState
+
+
+class Decoding:
+    """Decodes blocks of one tree.
+
+    Args:
+        residency: of the tree; frees room.
+        forwards: run the steps.
+        completing: completes what a block reads before it begins.
+        logits: after blocks' last tokens.
+        source: where tokens come from.
+        detail: how much listeners are told.
+        interrupted: asked after every step whether to give up the blocks in progress.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        forwards: Forwards,
+        completing: Completing,
+        logits: LastLogits,
+        source: Source,
+        *,
+        detail: Detail,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._residency = residency
+        self._tree = residency.tree
+        self._memory = residency.memory
+        self._lossy = residency.lossy
+        self._forwards = forwards
+        self._completing = completing
+        self._logits = logits
+        self._source = source
+        self._detail = detail
+        self._interrupted = interrupted
+        self._lengths = Lengths()
+        self._layers = forwards.runner.layer_count
+
+    def run(self, running: Running, growth: Growth) -> None:
+        """Every block decodes until its own boundary; all that fit together do so in one batch.
+
+        A block's last token is run too: its K/V complete the block, and its logits are where children begin. After an
+        interruption the unfinished blocks are PRUNED.
+        """
+        shared: SharedPrefix | None = None
+        stopped = self._interrupted()
+        began = time.perf_counter()
+        while running and not stopped:
+            if self._join(running, growth):
+                shared, began = None, time.perf_counter()
+            if self._memory.free < len(running.rows) and self._squeeze(running):
+                shared = None
+            rows = running.rows
+            self._append(rows)
+            segments = [row.segment() for row in rows]
+            writes = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
+            logits, plan = self._forwards.step(segments, writes, shared)
+            for row in rows:
+                row.node.logprob += row.logprob
+                row.node.top1 += row.top1
+            shared = plan.shared
+            done, going = ended(rows)
+            if done:
+                self._end(running, [rows[i] for i in done], logits[done])
+                logits, shared = logits[going], None
+            self._forwards.stepped(plan, time.perf_counter() - began)
+            began = time.perf_counter()
+            if self._detail != "events":
+                self._forwards.tell_steps()
+            stopped = bool(running) and self._interrupted()
+            if not stopped:
+                self._choose(running.rows, logits, growth)
+        if stopped:
+            self.cut([row.node for row in (*running.rows, *running.waiting)])
+        self._forwards.tell_steps()
+
+    def cut(self, nodes: Sequence[Node]) -> None:
+        """Unfinished blocks are given up as they are."""
+        for node in nodes:
+            node.state = NodeState.PRUNED
+            self._tell(node, "limit")
+
+    def take_back(self, rows: Sequence[Row]) -> None:
+        """After a failure: tokens that were chosen and never run are none."""
+        self._forwards.tell_steps()
+        for row in rows:
+            if row.pending is None and row.node.tokens and not row.node.span.resident[-1]:
+                self._tree.take_back(row.node)
+
+    def _join(self, running: Running, growth: Growth) -> bool:
+        """Let the rows begin, or go on, that fit beside those that run; whether there were any."""
+        beside = running.nodes
+        joined = running.admit(self._lengths.expected(running.longest))
+        if not joined:
+            return False
+        self._residency.expect(running.upcoming())
+        fresh = [row for row in joined if row.pending is None]
+        begins = [row.begin for row in joined]
+        known = self._completing.complete(
+            begins, reserve=len(joined), want=[row.leaf for row in fresh], beside=beside
+        )
+        starts = self._memory.starts(running.longest, len(joined))
+        for row, start in zip(joined, starts, strict=True):
+            slots = row.node.span.slot
+            row.next_slot = int(slots[-1]) + 1 if len(slots) else int(start)
+            if row.pending is not None:
+                self._tree.append(row.node, row.pending)
+                row.pending = None
+        self._look_back(joined)
+        if fresh:
+            self._choose(fresh, torch.stack(known), growth)
+        return True
+
+    def _look_back(self, rows: Sequence[Row]) -> None:
+        """What each row reads before its own block, and whether that is whole and exact."""
+        contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
+        for row in rows:
+            if row.leaf.id not in contexts:
+                exact = not self._lossy or all(bool(n.span.exact.all()) for n in row.leaf.path)
+                contexts[row.leaf.id] = (self._completing.context(row.leaf), exact)
+            row.context, row.exact = contexts[row.leaf.id]
+
+    def _squeeze(self, running: Running) -> bool:
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case. Lossless, rows
+        wait again where the running paths leave no room for all (one row always fits). Whether the rows, or what they read,
+        have changed."""
+        changed = self._lossy
+        pinned = self._pinned(running)
+        while not self._lossy and pinned + len(running.rows) > self._memory.slots:
+            self._preempt(running)
+            changed = True
+            pinned = self._pinned(running)
+        rows, nodes = running.rows, running.nodes
+        most = self._memory.slots - pinned
+        try:
+            self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+        except BudgetInfeasible:  # the policy gives up less than that
+            self._residency.fit(len(rows), nodes, "pressure")
+        if self._lossy:
+            self._look_back(rows)
+        return changed
+
+    def _pinned(self, running: Running) -> int:
+        """Slots of what stays while these rows run: their paths, or (lossy mode) their own tokens."""
+        kept = running.nodes if self._lossy else self._tree.paths(running.nodes)
+        return sum(int(np.count_nonzero(node.span.resident)) for node in kept)
+
+    def _preempt(self, running: Running) -> None:
+        """The row that joined last waits again: its tokens are known, their K/V are computed anew when it goes on."""
+        row = running.preempt()
+        row.pending = row.node.tokens[-1]
+        self._tree.take_back(row.node)
+        freed = self._memory.release([row.node])
+        self._completing.computed.add(row.node.id)
+        self._residency.changed([row.node])
+        if freed:
+            lost = ((row.node.id, freed),)
+            self._residency.emit(Evicted(cause="pressure", nodes=lost, kv=self._residency.kv))
+
+    def _append(self, rows: Sequence[Row]) -> None:
+        """A slot for each row's last token."""
+        for row in rows:
+            row.next_slot = 1 + self._memory.append(
+                row.node, row.next_slot, exact=row.exact, depth=self._layers
+            )
+
+    def _choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> None:
+        """One more token per row, and whether it ends the block."""
+        if not rows:
+            return
+        tokens = self._source.choose(rows, logits, growth)
+        for row, token in zip(rows, tokens, strict=True):
+            self._tree.append(row.node, token)
+            row.stop = self._source.stop(row.node, growth)
+        if self._detail == "tokens":
+            nodes = tuple(row.node.id for row in rows)
+            logprobs = tuple(row.logprob for row in rows)
+            self._residency.emit(Sampled(nodes, tuple(tokens), logprobs))
+
+    def _end(self, running: Running, done: Sequence[Row], logits: Tensor) -> None:
+        """These blocks are whole."""
+        running.end(done)
+        nodes = [row.node for row in done]
+        self._logits.remember([node.id for node in nodes], logits)
+        for row, sure in zip(done, self._source.confidence(nodes, logits), strict=True):
+            assert row.stop is not None
+            row.node.state = NodeState.CLOSED
+            row.node.confidence = sure
+            self._tell(row.node, row.stop)
+        self._residency.used(self._tree.paths(nodes))
+        self._completing.computed.update(node.id for node in nodes)
+        for node in nodes:
+            self._lengths.add(len(node.tokens))
+
+    def _tell(self, node: Node, stop: Stop) -> None:
+        self._source.finish(node)
+        self._residency.emit(
+            Boundary(
+                node=node.id,
+                ids=tuple(node.tokens),
+                text=node.text,
+                stop=stop,
+                logprob=node.logprob,
+                confidence=node.confidence,
+                top1=node.top1,
+            )
+        )
