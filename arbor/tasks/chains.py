@@ -15,15 +15,14 @@ depend on the chain but lead nowhere. All quantities are from 1 to 99.
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbor.errors import InputError
-from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
+from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
 # fmt: off
@@ -189,7 +188,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Chains:
+class Chains(Generated):
     """Dependency-chain word problems.
 
     Attributes:
@@ -225,8 +224,7 @@ class Chains:
         return Problem(content_id("chains", text), self.name, text, str(known[asked]), data)
 
     def parse(self, text: str) -> Problem:
-        if not text.strip():
-            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        self._demand_text(text)
         body = " ".join(text.split()).removeprefix("Facts: ")
         *told, question = body.split(". ")
         asks = _ASKS.fullmatch(question)
@@ -243,20 +241,6 @@ class Chains:
         if asks[1] not in quantities(facts):
             raise self._invalid(text, f"does not tell what {asks[1]} has")
         return self.make(facts, asks[1])
-
-    def _invalid(self, text: str, why: str) -> InputError:
-        shown = text.strip()[:60]
-        return InputError(
-            "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
-        )
-
-    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
-        """Problems without end (unless `limit`), from a fixed stream per split."""
-        if split not in SPLITS:
-            raise InputError(
-                "split-unknown", f"chains has no split '{split}'.", f"Known: {SPLITS}."
-            )
-        return itertools.islice(self._generate(split), limit)
 
     def _generate(self, split: str) -> Iterator[Problem]:
         rng = random.Random(f"chains {split}")

@@ -19,8 +19,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from arbor.errors import InputError
-from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
+from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
 Number = int | Fraction
@@ -370,7 +370,7 @@ def normalise(answer: str) -> str:
 
 
 @dataclass(frozen=True)
-class Countdown:
+class Countdown(Generated):
     """Reach a target with four to six numbers; text form ``3 7 25 50 -> 331``.
 
     Attributes:
@@ -402,8 +402,7 @@ class Countdown:
         return Problem(content_id("countdown", canonical), self.name, text, str(target), data)
 
     def parse(self, text: str) -> Problem:
-        if not text.strip():
-            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        self._demand_text(text)
         head, arrow, tail = text.partition("->")
         words = head.replace(",", " ").split()
         target = tail.strip()
@@ -424,21 +423,8 @@ class Countdown:
                 )
         return [int(word) for word in words]
 
-    def _invalid(self, text: str, why: str) -> InputError:
-        shown = text.strip()[:60]
-        return InputError(
-            "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
-        )
-
-    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
-        """Problems without end (unless `limit`), each solvable in whole numbers; four numbers and 24 never in train."""
-        if split not in SPLITS:
-            raise InputError(
-                "split-unknown", f"countdown has no split '{split}'.", f"Known: {SPLITS}."
-            )
-        return itertools.islice(self._generate(split), limit)
-
     def _generate(self, split: str) -> Iterator[Problem]:
+        """Each solvable in whole numbers; four numbers and 24 never in train."""
         rng = random.Random(f"countdown {split}")
         seen: dict[str, None] = {}
         while True:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from arbor.errors import InputError
-from arbor.tasks.base import SPLITS, Boundary, Problem
+from arbor.tasks.base import Boundary, Problem
 from arbor.tasks.countdown import Countdown, can_reach, solution_paths
 from arbor.tasks.splits import content_id
 
@@ -63,6 +62,7 @@ class Game24(Countdown):
     most: int = 4
 
     example = "4 5 6 10"
+    splits = (*Countdown.splits, "hard")
 
     @property
     def name(self) -> str:
@@ -79,20 +79,16 @@ class Game24(Countdown):
         return Problem(content_id("game24", canonical), self.name, text, str(target), data)
 
     def parse(self, text: str) -> Problem:
-        if not text.strip():
-            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        self._demand_text(text)
         numbers = self._numbers(text, text.replace(",", " ").split())
         if len(numbers) != 4:
             raise self._invalid(text, f"has {len(numbers)} numbers; four are needed")
         return self.make(numbers)
 
-    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
-        """``train``, ``validation``, ``test`` or ``hard``, in the order of content ids (``hard``: hardest first)."""
-        if split not in (*SPLITS, "hard"):
-            known = ", ".join((*SPLITS, "hard"))
-            raise InputError("split-unknown", f"game24 has no split '{split}'.", f"Known: {known}.")
+    def _generate(self, split: str) -> Iterator[Problem]:
+        """In the order of content ids (``hard``: hardest first)."""
         hands = self._train() if split == "train" else iter(_held_out()[split])
-        return (self.make(hand) for hand in itertools.islice(hands, limit))
+        return map(self.make, hands)
 
     def _train(self) -> Iterator[tuple[int, ...]]:
         numbers = range(1, LARGEST_TRAINED + 1)

@@ -17,15 +17,14 @@ distance between a room's ``Enter`` and its ``Back to`` is the recall distance.
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbor.errors import InputError
-from arbor.tasks.base import SPLITS, Boundary, Grade, Problem, Question
+from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
 ROOMS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -56,7 +55,7 @@ def walk(doors: dict[str, tuple[str, ...]], start: str, goal: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(Generated):
     """Depth-first search through rooms.
 
     Attributes:
@@ -92,8 +91,7 @@ class Recall:
         return Problem(content_id("recall", text), self.name, text, answer, data)
 
     def parse(self, text: str) -> Problem:
-        if not text.strip():
-            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        self._demand_text(text)
         body = " ".join(text.split()).removeprefix("Rooms: ")
         *told, question = body.split(". ")
         asks = _ASKS.fullmatch(question)
@@ -120,20 +118,6 @@ class Recall:
         if goal not in reached:
             raise self._invalid(text, f"has no way from {start} to {goal}")
         return self.make(rooms, start, goal)
-
-    def _invalid(self, text: str, why: str) -> InputError:
-        shown = text.strip()[:60]
-        return InputError(
-            "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
-        )
-
-    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
-        """Problems without end (unless `limit`), from a fixed stream per split."""
-        if split not in SPLITS:
-            raise InputError(
-                "split-unknown", f"recall has no split '{split}'.", f"Known: {SPLITS}."
-            )
-        return itertools.islice(self._generate(split), limit)
 
     def _generate(self, split: str) -> Iterator[Problem]:
         rng = random.Random(f"recall {split}")
