@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel, merge_states
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.statistics import bootstrap
 
 NODE_TOKENS = 64
 WIDTHS = {8: (2, 4, 4, 8), 32: (2, 4, 8, 32), 64: (4, 8, 16, 64)}
@@ -196,15 +196,6 @@ def thread_us(step: Callable[[], object]) -> float:
     return (time.thread_time_ns() - begin) / 1e3
 
 
-def bootstrap(values: list[float], resamples: int = 2000) -> tuple[float, float]:
-    """95 % percentile interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(resamples)
-    )
-    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
-
-
 def measure(
     leaves: int, root: int, shape: AttentionShape, dtype: torch.dtype, rounds: int, steps: int
 ) -> dict[str, Any]:
@@ -232,7 +223,7 @@ def measure(
         results[name] = {
             "us": round(statistics.median(values), 1),
             "ratio": round(statistics.median(ratios), 3),
-            "ratio_ci95": [round(x, 3) for x in bootstrap(ratios)],
+            "ratio_ci95": [round(x, 3) for x in bootstrap(ratios, "median")],
         }
     return {
         "leaves": leaves,

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, ArborKV, Policy, Protect
 from arbor.retention.ratio import Ratio
 from arbor.retention.recency import Recency
+from arbor.statistics import bootstrap
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
@@ -68,7 +69,7 @@ VARIANTS: dict[str, tuple[Policy, MSVE]] = {  # ArborKV with one of its parts ch
     "arborkv-by-lot": (ArborKV(scorer=Chance(), protect=PROTECT), MSVE()),
     "arborkv-as-guessed": (ArborKV(protect=PROTECT), MSVE()),
 }
-BOOTSTRAP = 2000
+RESAMPLES = 2000
 
 
 def problems_of(task: Any, split: str, n: int) -> list[Any]:
@@ -81,14 +82,6 @@ def task_of(args: argparse.Namespace) -> Any:
     if args.task == "chains" and args.steps:
         return {"name": "chains", "fewest": args.steps[0], "most": args.steps[1]}
     return args.task
-
-
-def interval(values: Callable[[np.ndarray], float], n: int) -> tuple[float, float]:
-    """95 % bootstrap interval of a figure computed from the problems with these indices."""
-    rng = np.random.default_rng(0)
-    drawn = [values(rng.integers(0, n, n)) for _ in range(BOOTSTRAP)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return float(low), float(high)
 
 
 def lossless(args: argparse.Namespace) -> dict[str, Any]:
@@ -259,13 +252,15 @@ def within(held: Sequence[int], cap: int) -> int:
 
 
 def ratio_of(top: np.ndarray, bottom: np.ndarray) -> dict[str, float]:
-    """sum(top) / sum(bottom) over problems, with its interval."""
-
-    def figure(at: np.ndarray) -> float:
-        return float(top[at].sum() / max(1.0, bottom[at].sum()))
-
-    low, high = interval(figure, len(top))
-    return {"ratio": figure(np.arange(len(top))), "low": low, "high": high}
+    """sum(top) / sum(bottom) over problems, with its 95 % bootstrap interval."""
+    drawn = np.random.default_rng(0).integers(0, len(top), (RESAMPLES, len(top)))
+    sums = top[drawn].sum(axis=1) / np.maximum(1.0, bottom[drawn].sum(axis=1))
+    low, high = np.percentile(sums, (2.5, 97.5))
+    return {
+        "ratio": float(top.sum() / max(1.0, bottom.sum())),
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def lossy(args: argparse.Namespace) -> dict[str, Any]:
@@ -332,7 +327,7 @@ def outcome(runs: Sequence[Any], right: np.ndarray) -> dict[str, Any]:
     got = np.array([bool(run is not None and run.correct) for run in runs])
     held = [run.metrics for run in runs if run is not None]
     drop = got.astype(float) - right
-    low, high = interval(lambda at: float(drop[at].mean()), len(drop))
+    low, high = bootstrap(drop)
     generated = sum(m.tokens_generated for m in held)
     return {
         **share(got.tolist()),
