@@ -203,7 +203,9 @@ def test_steps_are_as_wide_as_blocks_turn_out_long_rather_than_as_they_might_bec
     assert torch.isfinite(lab.ask(children, [(7,)] * len(children))).all()
 
 
-def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were_run() -> None:
+def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = {child.key: child.tokens for child in grow(4096, (2, 8))[1]}
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant(len(PROMPT) + 17)
@@ -216,7 +218,7 @@ def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were
         right(queue)
         raise BudgetInfeasible(99, lab.memory.slots, "a test")
 
-    decoding._preempt = preempt  # type: ignore[method-assign]
+    monkeypatch.setattr(decoding, "_preempt", preempt)
     with pytest.raises(BudgetInfeasible):
         lab.sprout([(tree.root, 4)], length=8)
 
