@@ -56,7 +56,7 @@ class Footprint:
 
     @property
     def full_tokens(self) -> int:
-        """What full retention holds at most: prompt + blocks x step + question."""
+        """What full retention holds at most, while one question is asked at a time: prompt + blocks x step + question."""
         return self.prompt_tokens + self.blocks * self.step_tokens + self.question_tokens
 
     @property
@@ -65,9 +65,14 @@ class Footprint:
         return min(self.max_depth, self.blocks)
 
     @property
+    def path_tokens(self) -> int:
+        """Positions the longest path takes, with a question at its end: prompt + depth x step + question."""
+        return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+
+    @property
     def smallest_tokens(self) -> int:
-        """What one whole path needs: prompt + depth x step + question; in lossy mode what is protected of it and a block."""
-        whole = self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
+        """What one whole path needs, `path_tokens`; in lossy mode what is protected of it and a block."""
+        whole = self.path_tokens
         if self.protected_tokens is None:
             return whole
         return min(whole, self.protected_tokens + self.step_tokens + self.question_tokens)
@@ -143,7 +148,7 @@ class Budget:
         if self.unit == "ratio":
             if not 0 < self.amount <= 1:  # also refuses nan
                 raise _not_a_ratio(_plain(self.amount), self.amount)
-        elif not (self.amount >= 1 and self.amount == math.floor(self.amount)):
+        elif not (1 <= self.amount < math.inf and self.amount == math.floor(self.amount)):
             raise BudgetRange(
                 "budget-range",
                 f"--budget: {_plain(self.amount)} {self.unit} is not a whole number of at least 1.",

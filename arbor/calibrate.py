@@ -28,7 +28,8 @@ class Example:
     Attributes:
         problem: which problem it is of.
         value, confidence, attention: MSVE's v, u, a.
-        drop: accuracy that masking it cost: 1 = the right answer became a wrong one, 0 = nothing, -1 = the other way.
+        drop: accuracy that masking it cost, a greedy continuation with it against one without: 1 = the right answer became
+            a wrong one, 0 = nothing, -1 = the other way.
     """
 
     problem: int
@@ -65,8 +66,8 @@ def collect(
 ) -> list[Example]:
     """Solve problems with everything kept, then lose each closed block in turn and see whether the answer survives.
 
-    A block is masked once the next one stands; the rest of the path is then decoded again, greedily. Only paths with a
-    right answer are used: a block of a wrong one has nothing to lose.
+    A block is masked once the next one stands; the rest of the path is then decoded again, greedily, with the block and
+    without. Only paths with a right answer are used: a block of a wrong one has nothing to lose.
 
     Args:
         solver: a full budget, and a policy that observes attention.
@@ -92,13 +93,17 @@ def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) 
     """Every block of a path but the prompt, the last and the one before it, masked in turn."""
     engine = solver.engine
     growth = Growth(0, GREEDY, StopRule(engine.tokenizer, solver.boundary, solver.eos))
+    places = range(1, len(path) - 2)
+    # what the search saw, before the experiment adds queries of its own
+    seen = engine.residency.statistics.block_attention(np.array([path[i].id for i in places], int))
     found = []
-    for place in range(1, len(path) - 2):
-        lost = path[place]
-        mass = engine.residency.statistics.block_attention(np.array([lost.id]))
+    for place, attention in zip(places, seen.tolist(), strict=True):
+        lost, leaf = path[place], path[place + 1]
+        whole = _continues(solver, problem, leaf, growth)
         with engine.hiding([lost]):
-            right = _continues(solver, problem, path[place + 1], growth)
-        found.append(Example(index, lost.value, lost.confidence, float(mass[0]), 1.0 - right))
+            right = _continues(solver, problem, leaf, growth)
+        drop = float(whole) - float(right)
+        found.append(Example(index, lost.value, lost.confidence, attention, drop))
     return found
 
 

@@ -36,7 +36,7 @@ class Header:
     seed: int
     expected: str | None
     model: dict[str, Any]  # id, architecture, dtype, layers, kv_bytes_per_token
-    device: dict[str, Any]  # name, torch, transformers, backend
+    device: dict[str, Any]  # name, torch, backend
     config: dict[str, Any]  # controller, verifier, sampling, budget: resolved
     kv: dict[str, Any]  # budget_tokens, full_tokens, smallest_tokens, bytes_per_token
 
@@ -162,6 +162,10 @@ class Forwarded:
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
         unique_read_tokens: keys the cascade reads: each shared span once.
+        kv: slots after the last of them.
+        peak: most device slots allocated at any instant of the run so far.
+        elapsed_s: seconds they took, choosing the next tokens included.
+        held: device slots, summed over the steps; 0 in traces older than this figure.
     """
 
     name: ClassVar[str] = "forward"
@@ -171,8 +175,9 @@ class Forwarded:
     read_tokens: int
     unique_read_tokens: int
     kv: KV
-    peak: int  # most device slots allocated at any instant of the run so far
+    peak: int
     elapsed_s: float
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,8 @@ class Metrics:
 
     Attributes:
         wall_s: seconds from the header to the end.
-        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind; a question's pass also
+        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind, choosing the next tokens
+            included and making room for them not (that is `policy_s`); a question's pass also
             recomputes what its paths miss.
         policy_s: seconds in which retention policies decided and evicted.
         tokens_prefilled: tokens of the prompt.
@@ -215,7 +216,7 @@ class MetricsFold:
                     unique_read_tokens=event.unique_read_tokens,
                     **{f"{event.kind}_s": event.elapsed_s},
                 )
-                self._held += event.kv.device * event.steps
+                self._held += event.held or event.kv.device * event.steps
                 self._hold(event.kv)
                 self._most(peak_tokens=event.peak)
             case Verified():

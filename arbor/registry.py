@@ -1,8 +1,8 @@
 """Names for the command line and the trace header, and the classes they stand for.
 
 Every class is named by its dotted path and imported when it is first asked for. Other distributions add names through
-entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks``, ``arbor.policies`` and
-``arbor.backends``:
+entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks``, ``arbor.policies``,
+``arbor.allocators``, ``arbor.scorers`` and ``arbor.backends``:
 
     [project.entry-points."arbor.controllers"]
     mine = "package.module:Mine"
@@ -66,6 +66,22 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "streaming": "arbor.retention.policy:StreamingLLM",
         "tova": "arbor.retention.policy:TOVAPolicy",
         "uniform": "arbor.retention.policy:UniformPolicy",
+    },
+    "allocator": {
+        "belady": "arbor.retention.belady:Belady",
+        "full": "arbor.retention.full:Full",
+        "kkt": "arbor.retention.kkt:KKT",
+        "lru": "arbor.retention.lru:LRU",
+        "pooled": "arbor.retention.pooled:Pooled",
+        "ratio": "arbor.retention.ratio:Ratio",
+        "reentry": "arbor.retention.reentry:Reentry",
+        "uniform": "arbor.retention.uniform:Uniform",
+    },
+    "scorer": {
+        "chance": "arbor.retention.chance:Chance",
+        "heavy": "arbor.retention.heavy:HeavyHitters",
+        "recency": "arbor.retention.recency:Recency",
+        "tova": "arbor.retention.tova:TOVA",
     },
     "backend": {
         "reference": "arbor.kernels.reference:ReferenceAttention",
@@ -223,8 +239,22 @@ def spec_of(component: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(component):
         for field in dataclasses.fields(component):
             if field.init:
-                spec[field.name] = _jsonable(getattr(component, field.name))
+                value = getattr(component, field.name)
+                other = _is_kind(field.name, value) and type(value) is not _default_type(field)
+                spec[field.name] = spec_of(value) if other else _jsonable(value)
     return spec
+
+
+def _is_kind(name: str, value: Any) -> bool:
+    """Whether a field holds a component that has a name of its own, as a policy's `scorer` does."""
+    return name in KINDS and dataclasses.is_dataclass(value)
+
+
+def _default_type(field: dataclasses.Field[Any]) -> type[Any]:
+    """The class of a field's default."""
+    if field.default_factory is not dataclasses.MISSING:
+        return type(field.default_factory())
+    return type(field.default)
 
 
 def _builtin(kind: str) -> Mapping[str, str]:
@@ -329,9 +359,11 @@ def _fields(cls: type[Any]) -> list[str]:
 
 
 def _parts(cls: type[Any]) -> dict[str, type[Any]]:
-    """The fields of a dataclass that are dataclasses themselves."""
-    hints = typing.get_type_hints(cls) if _fields(cls) else {}
-    return {
+    """The fields of a dataclass that are dataclasses themselves; one whose type is a protocol with the class of its default."""
+    if not _fields(cls):
+        return {}
+    hints = typing.get_type_hints(cls)
+    return _protocols(cls) | {
         name: typing.cast("type[Any]", hints[name])
         for name in _fields(cls)
         if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name])
@@ -349,14 +381,21 @@ def _with_parts(
     own = _fields(cls)
     if all(key in own for key in fields):
         return dict(fields)
-    result: dict[str, Any] = {key: value for key, value in fields.items() if key in own}
-    parts = _parts(cls)
+    result: dict[str, Any] = {
+        key: build(key, value) if _names_a_component(key, value) else value
+        for key, value in fields.items()
+        if key in own
+    }
+
+    def ready(part: str) -> Any:
+        return result[part] if part in result else part_of(part)
+
     for key, value in fields.items():
         if key in own:
             continue
-        owners = [part for part, part_cls in parts.items() if key in _fields(part_cls)]
-        if len(owners) == 1 and owners[0] not in fields:
-            part = result.get(owners[0], part_of(owners[0]))
+        owners = [name for name in _parts(cls) if key in _fields(type(ready(name)))]
+        if len(owners) == 1:
+            part = ready(owners[0])
             values = _convert_all(type(part), owners[0], {key: value})
             result[owners[0]] = dataclasses.replace(part, **values)
         else:
@@ -405,6 +444,7 @@ def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[s
     for key in fields:
         if key not in known:
             known = list(settings_of(cls))
+            known = [each for each in known if each != key]  # of a part that was replaced
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             guess = f"Did you mean '{near[0]}'? " if near else ""
             raise UsageError(
@@ -418,7 +458,20 @@ def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[s
     if not fields:
         return {}
     hints = typing.get_type_hints(cls) | _protocols(cls)
-    return {key: _convert(value, hints[key], f"{name}.{key}") for key, value in fields.items()}
+    return {
+        key: build(key, value)
+        if _names_a_component(key, value)
+        else _convert(value, hints[key], f"{name}.{key}")
+        for key, value in fields.items()
+    }
+
+
+def _names_a_component(key: str, value: Any) -> bool:
+    """``scorer=recency``, or a table with its name."""
+    if key not in KINDS:
+        return False
+    named = isinstance(value, str) and not value.lstrip().startswith("{")
+    return named or (isinstance(value, Mapping) and "name" in value)
 
 
 def _protocols(cls: type[Any]) -> dict[str, type[Any]]:

@@ -2,8 +2,9 @@
 
 The tree, the values and the order of a lossless search do not depend on the budget, so what a policy costs (tokens
 recomputed, evictions, slots held) follows from a trace: the engine does all it does, except that forward passes compute
-nothing and tokens and verdicts are those of the recording. Attention is not recorded: policies that rank tokens by it see
-zeros, which in lossless mode changes which tokens of a block leave, and nothing else.
+nothing and tokens and verdicts are those of the recording. Attention is not recorded: where it counts (arborkv, kkt, h2o,
+tova) policies see zeros, so that they keep other tokens and, by MSVE's third signal, other numbers of them than the run did;
+their costs are close, not equal. A run that was cut short is replayed up to its last whole round.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from arbor.engine.sampling import Sampling
 from arbor.engine.source import Growth, Model
 from arbor.errors import TraceError, UsageError
 from arbor.events import Boundary as Closed
-from arbor.events import Event, Header, Opened, Verified
+from arbor.events import Ended, Event, Header, Opened, Verified
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.msve import MSVE
@@ -50,6 +51,7 @@ class Recording:
         blocks: by node id, as they closed.
         values: by node id, what the verifier said.
         uses: when each block is read.
+        rounds: whole rounds there are, where the run was cut short; None: it ended by itself.
     """
 
     header: Header
@@ -57,6 +59,7 @@ class Recording:
     blocks: Mapping[int, Closed]
     values: Mapping[int, float]
     uses: Uses
+    rounds: int | None = None
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Recording:
@@ -66,17 +69,28 @@ class Recording:
             TraceError: they do not begin with a header and a prompt, or leave out the tokens (``--trace-text none``).
         """
         header = next((event for event in events if isinstance(event, Header)), None)
-        root = next((e for e in events if isinstance(e, Opened) and e.parent is None), None)
-        blocks = {event.node: event for event in events if isinstance(event, Closed)}
+        opened = [event for event in events if isinstance(event, Opened)]
+        root = next((event for event in opened if event.parent is None), None)
+        verified = [event for event in events if isinstance(event, Verified)]
+        values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
+        blocks = {e.node: e for e in events if isinstance(e, Closed) and e.node in values}
         if header is None or root is None or not all(block.ids for block in blocks.values()):
             raise TraceError(
                 "trace-replay",
                 "the trace has no header, no prompt or no tokens to replay.",
                 "Record it whole, with --trace-text full.",
             )
-        verified = [event for event in events if isinstance(event, Verified)]
-        values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
-        return cls(header, root.tokens, blocks, values, Uses.of(events))
+        end = next((event for event in events if isinstance(event, Ended)), None)
+        rounds: int | None = None
+        if end is None or end.status not in ("solved", "exhausted"):
+            cut = [e.node for e in opened if e.parent is not None and e.node not in values]
+            rounds = sum(max(event.nodes) < min(cut, default=len(opened)) for event in verified)
+        return cls(header, root.tokens, blocks, values, Uses.of(events), rounds)
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that ended a sequence."""
+        return frozenset(block.ids[-1] for block in self.blocks.values() if block.stop == "eos")
 
 
 def replay(
@@ -130,19 +144,24 @@ def replay(
         source=_Recorded(record, tokenizer),
         emit=emit,
     )
+    judge = _Judge(registry.build("verifier", config["verifier"]), record)
     session = Session(
         engine,
         task,
         task.parse(record.header.problem),
         registry.build("controller", config["controller"]),
-        _Judge(registry.build("verifier", config["verifier"]), record.values),
-        Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, ())),
+        judge,
+        Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
         Limits(config["max_depth"], config.get("max_expansions")),
         slots,
         emit,
         record.uses,
     )
     emit(record.header)
+    if record.rounds is not None:
+        judge.end = lambda: session.stop("limit")
+        if record.rounds == 0:
+            judge.end()
     session.run([0] * record.prompt, record.header.problem)
     return fold.metrics()
 
@@ -197,12 +216,14 @@ class _Recorded(Model):
         return self._blocks[node.id]
 
 
-@dataclass(frozen=True)
 class _Judge:
-    """The recorded verdicts, after asking what the verifier asks."""
+    """The recorded verdicts, after asking what the verifier asks; calls `end` after those of the last whole round."""
 
-    verifier: Verifier
-    values: Mapping[int, float]
+    def __init__(self, verifier: Verifier, record: Recording) -> None:
+        self.verifier = verifier
+        self.values = record.values
+        self.end: Callable[[], None] = lambda: None
+        self._left = record.rounds
 
     @property
     def needs_model(self) -> bool:
@@ -213,4 +234,8 @@ class _Judge:
     ) -> Verdict:
         """What was said of the candidates."""
         asked = self.verifier.verify(task, problem, candidates, engine).asked
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self.end()
         return Verdict(tuple(self.values[node.id] for node in candidates), asked)

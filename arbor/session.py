@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from arbor import registry
 from arbor.controllers.base import Controller, Expansion, Search
 from arbor.engine.engine import Engine
 from arbor.engine.source import Growth
-from arbor.errors import BudgetInfeasible, OutOfMemory
+from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
     Event,
@@ -148,7 +149,8 @@ class Session:
         return self._finish(tree, search.best())
 
     def stop(self, status: Status) -> None:
-        """End after the forward in progress; the best so far is the answer. Safe from a signal handler."""
+        """End after the decode step or the verification in progress; the best so far is the answer. Safe from a signal
+        handler."""
         if self._stopped is None:
             self._stopped = status
 
@@ -188,6 +190,8 @@ class Session:
             self._running = leaves
         grown = self.engine.grow([(e.leaf, e.width) for e in expansions], self.growth)
         children = [child for child in grown if child.state is NodeState.CLOSED]
+        if len(children) < len(grown):  # cut short: their room is needed to judge the others
+            self._prune(tree)
         for child in children:
             thoughts = child.thoughts
             if (
@@ -204,12 +208,14 @@ class Session:
             return
         began = time.perf_counter()
         verdict = self.verifier.verify(self.task, self.problem, children, self.engine)
+        name = str(registry.spec_of(self.verifier)["name"])
+        _check(name, children, verdict.values)
         for child, value in zip(children, verdict.values, strict=True):
-            child.value = value
+            child.value, child.valued = value, True
         self.engine.residency.changed(children)
         self.emit(
             Verified(
-                verifier=str(registry.spec_of(self.verifier)["name"]),
+                verifier=name,
                 nodes=tuple(child.id for child in children),
                 values=verdict.values,
                 asked=verdict.asked,
@@ -264,3 +270,25 @@ class Session:
         if self.problem.expected is None:
             return None
         return self.task.grade(self.problem, answer).correct
+
+
+def _check(verifier: str, children: Sequence[Node], values: Sequence[float]) -> None:
+    """Refuse verdicts that no search can order.
+
+    Raises:
+        UsageError: not one finite number for each candidate.
+    """
+    if len(values) != len(children):
+        raise UsageError(
+            "verdict-count",
+            f"the verifier '{verifier}' gave {len(values)} values for {len(children)} candidates.",
+            "It gives one for each, in their order.",
+        )
+    for child, value in zip(children, values, strict=True):
+        if not math.isfinite(value):
+            raise UsageError(
+                "verdict-range",
+                f"the verifier '{verifier}' valued block {child.id} at {value}.",
+                "Values are finite numbers, from 0 to 1 where they are probabilities.",
+                node=child.id,
+            )

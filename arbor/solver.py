@@ -398,11 +398,11 @@ class Solver:
             question,
             protect.sinks + protect.recent if self.mode == "lossy" else None,
         )
-        if shape.smallest_tokens > info.context:
+        if shape.path_tokens > info.context:
             raise InputError(
                 "problem-too-long",
                 f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
-                f"{shape.smallest_tokens - prompt_tokens:,} more.",
+                f"{shape.path_tokens - prompt_tokens:,} more.",
                 "Shorten the problem, or use a smaller --depth or --step-tokens.",
                 tokens=prompt_tokens,
                 context=info.context,

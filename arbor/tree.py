@@ -153,7 +153,8 @@ class Node:
         text: the tokens as text, set when the block closes.
         span: residency of its KV.
         state: see `NodeState`.
-        value: the search's opinion, in [0, 1]; MSVE's v.
+        value: the search's opinion, in [0, 1]; MSVE's v. 0 until there is one.
+        valued: there is one.
         visits: how often the search backed a result up through it.
         logprob: sum of the tokens' log probabilities under the model.
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
@@ -171,6 +172,7 @@ class Node:
     span: Span = field(default_factory=Span)
     state: NodeState = NodeState.OPEN
     value: float = 0.0
+    valued: bool = False
     visits: int = 0
     logprob: float = 0.0
     confidence: float = 0.0

@@ -80,7 +80,7 @@ class CascadeLayout:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Tensors in, tensors out; knows no tree. Implementations: reference, torch (CPU), FlashInfer, Triton.
+    """Tensors in, tensors out; knows no tree. Implementations: reference, rowwise, torch, FlashInfer.
 
     The pool's tensors are ``k_pool [slots, H_kv, D_k]`` and ``v_pool [slots, H_kv, D_v]``, possibly strided, contiguous
     in the last dimension. Slots that no list names may hold anything, NaN included.

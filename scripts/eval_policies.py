@@ -8,7 +8,7 @@
 Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
 tokens per generated token (of sums), the ratio to the clairvoyant policy, peak over budget (must be at most 1).
 `lossy` runs one greedy chain per problem (chains: `--steps`, as 6 16) and reports the share of right answers, paired with full
-retention.
+retention and, with `--baseline`, with that policy's arm of the same budget and rehydration.
 Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
 """
 
@@ -285,8 +285,10 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-        arms = itertools.product(args.policies or LOSSY, args.rehydrate, args.budgets)
-        for policy, rehydrate, ratio in arms:
+        first = [args.baseline] if args.baseline else []  # the others are compared with it
+        policies = first + [p for p in args.policies or LOSSY if p not in first]
+        baseline: dict[tuple[str, float], np.ndarray] = {}
+        for policy, rehydrate, ratio in itertools.product(policies, args.rehydrate, args.budgets):
             ready, msve = variant(policy)
             slots = [math.floor(ratio * peak) for peak in peaks]
             with Solver(
@@ -301,16 +303,22 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
                     bounded(solver, problem, most)
                     for problem, most in zip(chosen, slots, strict=True)
                 ]
-            rows.append(
-                {
-                    "search": name,
-                    "policy": policy,
-                    "rehydrate": rehydrate,
-                    "budget": ratio,
-                    **outcome(runs, right),
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
+            got = np.array([bool(run is not None and run.correct) for run in runs])
+            row = {
+                "search": name,
+                "policy": policy,
+                "rehydrate": rehydrate,
+                "budget": ratio,
+                **share(got.tolist()),
+                "against_full": paired(got, right),
+                **costs(runs),
+            }
+            if policy == args.baseline:
+                baseline[rehydrate, ratio] = got
+            elif args.baseline:
+                row["against_baseline"] = paired(got, baseline[rehydrate, ratio])
+            print(json.dumps(row), flush=True)
+            rows.append({**row, "right": got.tolist()})
     return {"task": args.task, "protect": str(PROTECT), "rows": rows}
 
 
@@ -322,16 +330,18 @@ def variant(name: str) -> tuple[Policy, MSVE | None]:
     return policy, None
 
 
-def outcome(runs: Sequence[Any], right: np.ndarray) -> dict[str, Any]:
-    """Right answers of one arm, against those of full retention; a budget that was too small counts as wrong."""
-    got = np.array([bool(run is not None and run.correct) for run in runs])
+def paired(got: np.ndarray, other: np.ndarray) -> dict[str, float]:
+    """How many more of the same problems were right, as a share, with its 95 % interval."""
+    difference = got.astype(float) - other
+    low, high = bootstrap(difference)
+    return {"difference": float(difference.mean()), "low": low, "high": high}
+
+
+def costs(runs: Sequence[Any]) -> dict[str, Any]:
+    """What the runs of one arm cost; None stands for a budget that was too small, whose answer counts as wrong."""
     held = [run.metrics for run in runs if run is not None]
-    drop = got.astype(float) - right
-    low, high = bootstrap(drop)
     generated = sum(m.tokens_generated for m in held)
     return {
-        **share(got.tolist()),
-        "against_full": {"difference": float(drop.mean()), "low": low, "high": high},
         "over_budget": sum(m.peak_tokens > m.budget_tokens for m in held),
         "infeasible": len(runs) - len(held),
         "recomputed_per_generated": sum(m.tokens_recomputed for m in held) / max(1, generated),
@@ -437,6 +447,9 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.5, 0.25, 0.125))
     parser.add_argument("--searches", nargs="+", choices=("chain", *SEARCHES))
     parser.add_argument("--policies", nargs="+", choices=(*sorted(POLICIES), *VARIANTS))
+    parser.add_argument(
+        "--baseline", choices=(*sorted(POLICIES), *VARIANTS), help="lossy: paired with this one too"
+    )
     parser.add_argument("--rehydrate", nargs="+", default=("off", "selective"))
     parser.add_argument(
         "--steps", type=int, nargs=2, help="lossy and same, chains: fewest and most steps"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -125,6 +127,12 @@ def test_a_ratio_is_read_as_the_decimal_it_is_written_as() -> None:
     assert int(0.29 * 100) == 28  # what binary floating point alone would give
 
     assert Budget.parse(0.29).tokens(100, 1) == 29
+
+
+@pytest.mark.parametrize("unit", ["tokens", "bytes"])
+def test_a_budget_without_end_is_none(unit: Any) -> None:
+    with pytest.raises(BudgetRange, match="inf"):
+        Budget(unit, math.inf)
 
 
 def test_a_footprint_counts_prompt_blocks_and_question() -> None:

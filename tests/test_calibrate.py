@@ -75,6 +75,25 @@ def test_the_fit_finds_the_signal_and_is_judged_on_other_problems() -> None:
     assert found.blocks == 360
 
 
+def test_what_a_block_was_worth_is_read_before_the_experiment_and_against_a_run_with_it() -> None:
+    """The queries of continuations that lost a block say nothing about the search."""
+    with Solver(task="chains", policy="h2o", controller="chain", seed=1) as solver:
+        found: list[Example] = []
+        index = 0
+        while not found:  # the first that is solved and has blocks to lose
+            index += 1
+            found = collect(
+                solver, [next(itertools.islice(solver.task.problems("test"), index, None))]
+            )
+        problem = next(itertools.islice(solver.task.problems("test"), index, None))
+        solution = solver.solve(problem)
+        path = np.array(solution.path[1:-2], int)
+        seen = solver.engine.residency.statistics.block_attention(path)
+
+    assert [example.attention for example in found] == pytest.approx(seen.tolist())
+    assert {example.drop for example in found} <= {-1.0, 0.0, 1.0}
+
+
 def test_too_little_is_refused() -> None:
     with pytest.raises(UsageError, match="calibrate-few"):
         calibrate(examples(3))

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import build
-from trees import Lab
+from trees import PROMPT, Lab
 
 from arbor import Solver
+from arbor.engine.completing import Rehydrate
 from arbor.engine.runner import ModelRunner
-from arbor.errors import BudgetInfeasible, OutOfMemory
-from arbor.events import Answered, Boundary, Evicted
+from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
+from arbor.events import Answered, Boundary, Evicted, Rehydrated
+from arbor.memory import KVMemory
 from arbor.memory.pool import KVPool
 from arbor.session import Session
 from arbor.trace import read_trace
 from arbor.trace.replay import Replay
-from arbor.tree import NodeState
+from arbor.tree import NodeState, ThoughtTree
+from arbor.verifiers.base import Verdict
 
 
 class Failure(RuntimeError):
@@ -257,3 +261,109 @@ def test_a_search_that_runs_out_of_room_tells_the_best_answer_until_then(
             "needed": caught.value.needed,
             "answer": answered.text,
         }
+
+
+def test_a_search_cut_short_in_a_tight_budget_ends_with_its_best_answer() -> None:
+    search: dict[str, Any] = {"controller": {"name": "tot", "beam": 3, "stop_value": None}}
+    with Solver(budget="120tok", **search) as solver:
+        for most in range(20, 400, 40):
+            solution = solver.solve("4 5 6 10", max_tokens=most)
+            assert solution.finish_reason in ("limit", "solved", "exhausted")
+
+
+@pytest.mark.parametrize("rehydrate", ["off", "selective"])
+def test_a_prompt_whose_prefill_failed_is_run_again(
+    monkeypatch: pytest.MonkeyPatch, rehydrate: Rehydrate
+) -> None:
+    lab = Lab(build("llama"), policy="lru", mode="lossy", rehydrate=rehydrate, debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, 64)
+    fail_after(monkeypatch, 0)
+    with pytest.raises(Failure):
+        lab.extend(tree.root)
+    lab.extend(tree.root)
+
+    assert tree.root.span.resident.all()
+    assert lab.rows() == len(PROMPT)
+
+
+def test_what_was_told_to_come_back_is_taken_back_where_the_forward_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    (first,) = lab.sprout([(tree.root, 1)])
+    lab.memory.release([first])
+    lab.residency.changed([first])
+    told = len(lab.events)
+    fail_after(monkeypatch, 0)
+    with pytest.raises(Failure):
+        lab.ask([first], [(7, 8)])
+
+    back, gone = lab.events[told:]
+    assert isinstance(back, Rehydrated)
+    assert isinstance(gone, Evicted)
+    assert gone.nodes == back.nodes == ((first.id, len(first.tokens)),)
+
+
+def test_an_interruption_while_questions_are_laid_out_leaks_no_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(64)
+    held = lab.memory.used
+    right, count = KVMemory.borrow, 0
+
+    def borrow(self: KVMemory, *args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        return right(self, *args)
+
+    monkeypatch.setattr(KVMemory, "borrow", borrow)
+    with pytest.raises(KeyboardInterrupt):
+        lab.ask([tree.root] * 2, [(7, 8), (9,)])
+    assert lab.memory.used == held
+
+    lab.memory.table.take(3)  # as an interruption within the memory itself would leave it
+    assert lab.plant(64)
+    assert lab.memory.used == len(PROMPT)
+
+
+@pytest.mark.parametrize("samples", [2, 4, 8])
+def test_full_retention_fits_the_full_budget_whatever_the_blocks_lengths(samples: int) -> None:
+    with Solver(
+        policy="full",
+        budget="full",
+        controller={"name": "chain", "samples": samples},
+        step_tokens=2,
+        max_depth=1,
+    ) as solver:
+        solution = solver.solve("4 5 6 10")
+    assert solution.metrics.evictions == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_verdict_that_is_no_number_is_named(value: float) -> None:
+    wrong = {
+        (value,): rf"verdict-range.*'.*Fixed' valued block 1 at {value}",
+        (): r"verdict-count.*0 values for 1 candidates",
+    }
+    for values, message in wrong.items():
+        with (
+            Solver(verifier=Fixed(values), controller="chain") as solver,
+            pytest.raises(UsageError, match=message),
+        ):
+            solver.solve("4 5 6 10")
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A verifier that always says the same."""
+
+    values: tuple[float, ...]
+    needs_model: bool = False
+
+    def verify(self, *args: Any) -> Verdict:
+        return Verdict(self.values, 0)

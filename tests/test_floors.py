@@ -16,6 +16,7 @@ from trees import Lab, grown
 from arbor.engine.completing import Rehydrate
 from arbor.engine.engine import Mode
 from arbor.errors import BudgetInfeasible
+from arbor.events import Event, Forwarded, Pressure
 from arbor.retention.policy import POLICIES, Protect
 
 # ten blocks of five tokens, a prompt and twelve questions, one after the other and each path computed anew
@@ -33,18 +34,13 @@ class Counted(Lab):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steps: Counter[str] = Counter()
         super().__init__(*args, **kwargs)
+        self.emit = self.count
 
-    def _count(self, what: str) -> None:
-        self.steps[what] += 1
-        assert self.steps[what] <= MOST[what], f"more than {MOST[what]} {what}"
-
-    def _fit(self, *args: Any, **kwargs: Any) -> None:
-        self._count("fits")
-        super()._fit(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._count("forwards")
-        return super()._run(*args, **kwargs)
+    def count(self, what: Event) -> None:
+        self.steps["forwards"] += what.steps if isinstance(what, Forwarded) else 0
+        self.steps["fits"] += isinstance(what, Pressure)
+        for name, most in MOST.items():
+            assert self.steps[name] <= most, f"more than {most} {name}"
 
 
 tokens = st.integers(0, 24)
@@ -75,6 +71,7 @@ def test_floors_that_do_not_fit_are_refused_and_never_hang(
         event(f"refused {mode[0]}")
     else:
         assert len(tree) == 10
+        assert lab.steps["forwards"] > 10
         event(f"fits {mode[0]}")
     lab.memory.check()
     assert lab.memory.peak <= slots

@@ -122,3 +122,16 @@ def test_metrics_survive_json(seed: int) -> None:
     data = json.loads(json.dumps(metrics.to_dict(), allow_nan=False))
 
     assert Metrics.from_dict(data | {"of_a_later_version": 1}) == metrics
+
+
+def test_mean_occupancy_does_not_depend_on_how_often_steps_are_told() -> None:
+    step = {"kind": "decode", "rows": 1, "read_tokens": 0, "unique_read_tokens": 0}
+    finely, together = MetricsFold(), MetricsFold()
+    for held in (10, 20, 60):
+        finely(Forwarded(**step, steps=1, kv=KV(held), peak=60, elapsed_s=0.0, held=held))
+    together(Forwarded(**step, steps=3, kv=KV(60), peak=60, elapsed_s=0.0, held=90))
+    older = MetricsFold()
+    older(Forwarded(**step, steps=3, kv=KV(60), peak=60, elapsed_s=0.0))
+
+    assert finely.metrics().mean_tokens == together.metrics().mean_tokens == 30
+    assert older.metrics().mean_tokens == 60

@@ -482,3 +482,25 @@ def test_what_is_no_kind_cannot_be_registered(own: registry.Register) -> None:
 
 def test_every_kind_has_a_plural() -> None:
     assert [registry.plural(kind) for kind in ("policy", "task")] == ["policies", "tasks"]
+
+
+def test_a_part_of_another_class_is_recorded_and_built_again() -> None:
+    tails = build("policy", "arborkv", scorer="recency", eta=1)
+    spec = spec_of(tails)
+
+    assert spec["scorer"] == {"name": "recency"}
+    assert spec["allocator"]["eta"] == 1.0
+    assert build("policy", spec) == tails != build("policy", "arborkv", eta=1)
+    assert "name" not in spec_of(build("policy", "arborkv"))["scorer"]
+
+
+def test_a_part_is_named_and_then_set() -> None:
+    policy = build("policy", "arborkv", allocator="kkt", gamma=3, scorer={"name": "heavy"})
+
+    assert spec_of(policy)["allocator"]["name"] == "kkt"
+    assert policy.allocator.gamma == 3
+    assert policy.scorer == build("policy", "arborkv").scorer
+    with pytest.raises(UsageError, match=r"has no setting 'eta'\. Did you mean '(?!eta)"):
+        build("policy", "arborkv", allocator="kkt", eta=1)
+    with pytest.raises(UnknownName, match=r"'recncy' is no known scorer.*'recency'"):
+        build("policy", "arborkv", scorer="recncy")

@@ -22,6 +22,7 @@ from trees import (
 )
 
 from arbor.engine.boundary import StopRule
+from arbor.engine.completing import Rehydrate
 from arbor.engine.engine import Mode
 from arbor.engine.plan import Piece, Segment, visibility
 from arbor.engine.source import Growth
@@ -231,9 +232,9 @@ def test_floors_and_parts_of_the_view_are_those_of_all_tokens(name: str, mode: M
     lab.residency.changed([second, third, deep])
     limits = set()
     for leaves in ([deep], [deep, second], [tree.root]):
-        for spare in (True, False):
+        for where in ("beside", "anywhere"):
             for ids in (None, np.array([0, first.id, third.id])):
-                blocks = lab.residency.offered(leaves, ids, spare=spare, whole=ids is not None)
+                blocks = lab.residency.offered(leaves, ids, where=where, whole=ids is not None)
                 tokens = blocks.tokens
                 for index, node in enumerate(tree[int(i)] for i in blocks.ids):
                     held = node.span.resident | (ids is not None)
@@ -255,7 +256,7 @@ def test_floors_and_parts_of_the_view_are_those_of_all_tokens(name: str, mode: M
                 guarded = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
                 kept = np.minimum(blocks.resident, protect.floor)
                 # without a tail, blocks off the running paths have no protected tokens
-                slow = np.maximum(kept, guarded) if protect.tail or not spare else kept
+                slow = np.maximum(kept, guarded) if protect.tail or where != "beside" else kept
                 assert blocks.floor.tolist() == slow.tolist()
                 limits.update(blocks.floor.tolist())
                 part = np.arange(0, len(blocks), 2)
@@ -275,15 +276,12 @@ def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
 
     later = len(first.tokens) + len(second.tokens) + len(deep.tokens)
     own = len(PROMPT) - np.arange(len(PROMPT))
-    again = seen.queries - own - later
-    assert (
-        again == again[0]
-    ).all()  # prompt rows that ran again for their logits: the same for every token
+    assert (seen.queries == own + later).all()
     total = sum(
         lab.residency.statistics.view(n.id, np.arange(len(n.tokens))).mass.sum() for n in tree
     )
-    rows = sum(event.rows for event in lab.events if isinstance(event, Forwarded))
-    assert total == pytest.approx(rows, rel=1e-4)  # every row hands out exactly 1
+    # every query hands out exactly 1; those that ran again for their logits hand out nothing
+    assert total == pytest.approx(len(PROMPT) + later, rel=1e-4)
 
 
 def test_an_inactive_branch_does_not_age() -> None:
@@ -314,6 +312,112 @@ def test_what_is_computed_again_ages_no_token() -> None:
     assert isinstance(lab.events[-2], Rehydrated)
     assert first.span.resident.all()
     assert seen() == before
+
+
+def test_what_a_question_computes_again_ages_no_token() -> None:
+    seen = []
+    for lost in (False, True):
+        lab = Lab(build("llama"), policy=little("h2o"))
+        tree = lab.plant()
+        first, _ = lab.sprout([(tree.root, 2)], GREEDY)
+        if lost:
+            lab.memory.evict(tree.root, np.arange(6, 10))
+            lab.memory.release([first])
+            lab.residency.changed([tree.root, first])
+        lab.ask([first], [(7, 8, 9)])
+        views = [lab.residency.statistics.view(n.id, np.arange(len(n.tokens))) for n in tree]
+        seen.append([(view.queries.tolist(), view.mass.sum()) for view in views])
+
+    for kept, came_back in zip(*seen, strict=True):
+        assert came_back[0] == kept[0]
+        assert came_back[1] == pytest.approx(kept[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("rehydrate", ["selective", "off"])
+@pytest.mark.parametrize("policy", WORKING)
+def test_sinks_stay_in_the_smallest_budgets_whatever_the_policy(
+    policy: str, rehydrate: Rehydrate
+) -> None:
+    for protect in (Protect(sinks=4, recent=8, tail=0, floor=0), Protect()):
+        ready = dataclasses.replace(POLICIES[policy], protect=protect)
+        for slots in (17, 20, 24):
+            lab = Lab(build("llama"), policy=ready, mode="lossy", rehydrate=rehydrate, debug=True)
+            grown(lab, slots)
+            root = lab.tree.root
+            assert root.span.resident[:4].all()
+            sinks = [
+                e for e in lab.events if isinstance(e, Rehydrated) and e.nodes[0][0] == root.id
+            ]
+            assert rehydrate == "selective" or not sinks
+
+
+def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
+    steps = list(Protect(sinks=2, recent=3, tail=1, floor=2).easing())
+
+    assert [(p.floor, p.tail, p.recent, p.sinks) for p in steps] == [
+        (2, 1, 3, 2),
+        (1, 1, 3, 2),
+        (0, 1, 3, 2),
+        (0, 0, 3, 2),
+        (0, 0, 1, 2),
+        (0, 0, 0, 2),
+        (0, 0, 0, 1),
+        (0, 0, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize("policy", [name for name in WORKING if POLICIES[name].spares_paths])
+def test_paths_lose_tokens_only_once_everything_beside_them_has_left(policy: str) -> None:
+    lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(40)
+    first, second = lab.sprout([(tree.root, 2)])
+    for more, path in ((4, 17), (5, 17), (8, 14)):  # tokens beyond what was free
+        needed = lab.memory.free + more - (5 - int(second.span.resident.sum()))
+        lab.residency.fit(needed, [first], "pressure")
+
+        assert second.span.resident.sum() == max(0, 5 - more)
+        assert tree.root.span.resident.sum() + first.span.resident.sum() == path
+
+
+def test_a_block_without_a_value_is_worth_what_the_one_above_it_is() -> None:
+    lab = Lab(build("llama"), policy=little("arborkv"))
+    tree = lab.plant()
+    table = lab.residency.table
+
+    def worth() -> list[float]:
+        table.refresh()
+        return [float(number) for number in table.expected()]
+
+    assert worth() == [1.0]  # nothing is known
+    first, second = lab.sprout([(tree.root, 2)])
+    first.value, first.valued = 0.2, True
+    lab.sprout([(first, 1), (second, 1)])
+    lab.residency.changed([first])
+    assert worth() == [0.2, 0.2, 0.2, 0.2, 0.2]
+    second.value, second.valued = 0.9, True
+    lab.residency.changed([second])
+    assert worth() == [0.9, 0.2, 0.9, 0.2, 0.9]
+    first.value = -3.1  # a scale of its own: from the smallest to the largest of the tree
+    lab.residency.changed([first])
+    assert worth() == [1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_where_nothing_leaves_nothing_is_told() -> None:
+    lab = Lab(build("llama"), policy=little("lru"), mode="lossy", rehydrate="selective")
+    grown(lab, 24)
+
+    evicted = [event for event in lab.events if isinstance(event, Evicted)]
+    assert evicted
+    assert all(event.nodes for event in evicted)
+
+
+@pytest.mark.parametrize("length", [24, 25, 26])
+def test_a_prompt_of_about_the_budget_goes_in(length: int) -> None:
+    lab = Lab(build("llama"), policy=little("lru"), mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(25, tuple(range(3, 3 + length)))
+    lab.sprout([(tree.root, 1)])
+
+    assert lab.memory.peak == 25
 
 
 def test_an_operation_begins_with_what_the_last_one_left() -> None:

@@ -357,6 +357,13 @@ def test_an_overlong_problem_is_refused(small: Path) -> None:
     assert "256" in error.value.message
 
 
+def test_lossy_mode_keeps_fewer_tokens_and_needs_the_same_positions(small: Path) -> None:
+    with pytest.raises(InputError) as error:
+        Solver(small, step_tokens=200, mode="lossy", budget="240tok").plan(PUZZLE)
+
+    assert error.value.code == "problem-too-long"
+
+
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

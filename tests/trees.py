@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +59,15 @@ class Lab(Engine):
             debug=debug,
         )
 
-    def plant(self, slots: int = 4096, prompt: Sequence[int] = PROMPT) -> ThoughtTree:
+    def plant(
+        self,
+        slots: int = 4096,
+        prompt: Sequence[int] = PROMPT,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> ThoughtTree:
         """Open a new tree and run its prompt."""
         tree = ThoughtTree(prompt)
-        self.open(tree, slots)
+        self.open(tree, slots, interrupted)
         self.extend(tree.root)
         return tree
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="X",
     heading="KV budget",
-    help="Part of the recorded peak, or 512tok; may be repeated; 0.5, 0.25 and 0.125 if none is given.",
+    help="Part of what full retention holds at most, or 512tok; may be repeated; 0.5, 0.25 and 0.125 if none is given.",
 )
 @option(
     "--rehydrate",
@@ -109,13 +109,11 @@ def _rows(
     rehydrate: Any,
 ) -> Iterator[dict[str, Any]]:
     """One row for each budget and policy; a budget that does not work says which would."""
-    from arbor.metrics import MetricsFold
     from arbor.replay import replay as again
 
-    fold = MetricsFold()
-    for event in events:
-        fold(event)
-    peak = fold.metrics().peak_tokens
+    tree = sum(len(block.ids) for block in record.blocks.values()) + record.prompt
+    room = tree * 2 + int(record.header.kv.get("full_tokens", 0))  # more than it can need
+    peak = again(record, tokenizer, policy="lru", slots=room).peak_tokens
     for budget in budgets:
         slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
         for policy in policies:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from arbor.engine.pieces import context_of, head, segments_of
 from arbor.engine.plan import Piece, Segment
 from arbor.engine.residency import Residency
 from arbor.errors import BudgetInfeasible
-from arbor.events import ForwardKind, Rehydrated
+from arbor.events import Evicted, ForwardKind, Rehydrated
 from arbor.tree import NO_SLOT, Node
 
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
@@ -32,13 +33,13 @@ class Placed:
         segments: what to run.
         wanted: blocks whose logits after the last token it gives, in order.
         writes: which tokens of which blocks it writes.
-        back: some of them had been computed before.
+        back: blocks that had been computed before, and how many of their tokens it writes.
     """
 
     segments: list[Segment]
     wanted: list[int]
     writes: list[Written]
-    back: bool
+    back: list[tuple[int, int]]
 
 
 class Completing:
@@ -100,17 +101,39 @@ class Completing:
             for leaf in leaves:
                 if not leaf.span.exact.all():  # what was known was computed over a gap
                     self._logits.pop(leaf.id, None)
-        if self._lossy and root.id not in self.computed and root.end > self._memory.slots - reserve:
+        room = self._memory.slots - reserve - len(want)
+        if self._lossy and root.id not in self.computed and root.end > room:
             self._prefill_in_pieces(root)
         known = {leaf.id: self._logits.get(leaf.id) for leaf in want}
         placed = self.place(leaves, want=want, reserve=reserve, beside=beside)
         if placed.segments:
             kind: ForwardKind = "rehydrate" if placed.back else "prefill"
-            logits = self._forwards.run(kind, placed.segments, placed.writes)
+            logits = self.compute(placed, kind)
             known.update(zip(placed.wanted, logits, strict=True))
             self._logits.remember(placed.wanted, logits)
         self._residency.used(path)
         return [row for leaf in want if (row := known[leaf.id]) is not None]
+
+    def compute(self, placed: Placed, kind: ForwardKind, behind: Sequence[Segment] = ()) -> Tensor:
+        """Run what was placed, in one forward. If it fails nothing of it is there, and listeners are told so.
+
+        Args:
+            placed: by `place`.
+            kind: what it is for.
+            behind: more segments of the same forward, which write no block.
+
+        Returns:
+            logits [n, V] float32 where the segments ask for them.
+        """
+        try:
+            logits = self._forwards.run(kind, [*placed.segments, *behind], placed.writes)
+        except BaseException:
+            if placed.back:
+                nodes, kv = tuple(sorted(placed.back)), self._residency.kv
+                self._residency.emit(Evicted(cause="transition", nodes=nodes, kv=kv))
+            raise
+        self.computed.update(node.id for node, _ in placed.writes)
+        return logits
 
     def place(
         self,
@@ -120,7 +143,7 @@ class Completing:
         reserve: int,
         beside: Sequence[Node] = (),
     ) -> Placed:
-        """Give slots to what the leaves' paths miss; the forward that fills them is left to the caller.
+        """Give slots to what the leaves' paths miss; `compute` fills them.
 
         Args:
             leaves: ends of the running paths.
@@ -143,6 +166,7 @@ class Completing:
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
         self._residency.fit(needed, [*leaves, *beside], "transition", spare=True)
         back: list[tuple[int, int]] = []
+        told: list[tuple[int, int]] = []
         repeated = 0
         clean: dict[int, bool] = {}
         for node in path:
@@ -157,17 +181,17 @@ class Completing:
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
             clean[node.id] = exact and bool(node.span.exact.all())
             if len(hole) and node.id in self.computed:
-                back.append((node.id, len(here)))
+                back.append((node.id, len(hole)))
+                told.append((node.id, len(here)))
                 repeated += len(stale)
-            self.computed.add(node.id)
         self._residency.changed(path)
-        if back:
-            nodes, kv = tuple(sorted(back)), self._residency.kv
+        if told:
+            nodes, kv = tuple(sorted(told)), self._residency.kv
             self._residency.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
         trash = self._memory.pool.trash
-        segments, order = segments_of(path, holes, wanted, trash, self.hidden)
+        segments, order = segments_of(path, holes, wanted, trash, self.hidden, self.computed)
         writes = [(node, holes[node.id]) for node in path if len(holes[node.id])]
-        return Placed(segments, order, writes, bool(back))
+        return Placed(segments, order, writes, back)
 
     def _prefill_in_pieces(self, root: Node) -> None:
         """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
@@ -227,9 +251,11 @@ class Completing:
         began = time.perf_counter()
         residency = self._residency
         ids = np.array(sorted(node.id for node in path), np.int64)
-        blocks = residency.offered(leaves, ids, spare=False, whole=True)
+        offer = partial(residency.offered, leaves, ids, where="on", whole=True)
         room = self._memory.slots - reserve
-        counts, chosen = residency.decide(blocks, room)
+        blocks, counts, chosen = residency.decide(
+            offer(), room, lambda protect: offer(protect=protect)
+        )
         residency.keep(blocks, chosen, counts, room, "transition", began)
         holes = {}
         for index, node_id in enumerate(ids):

@@ -67,17 +67,19 @@ class Decoding:
         """
         shared: SharedPrefix | None = None
         stopped = self._interrupted()
-        began = time.perf_counter()
+        choosing_s = 0.0
         while running and not stopped:
             if self._join(running, growth):
-                shared, began = None, time.perf_counter()
+                shared = None
             if self._memory.free < len(running.rows) and self._squeeze(running):
                 shared = None
             rows = running.rows
             self._append(rows)
             segments = [row.segment() for row in rows]
             writes = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
+            began = time.perf_counter()
             logits, plan = self._forwards.step(segments, writes, shared)
+            elapsed_s = choosing_s + time.perf_counter() - began
             for row in rows:
                 row.node.logprob += row.logprob
                 row.node.top1 += row.top1
@@ -86,13 +88,14 @@ class Decoding:
             if done:
                 self._end(running, [rows[i] for i in done], logits[done])
                 logits, shared = logits[going], None
-            self._forwards.stepped(plan, time.perf_counter() - began)
-            began = time.perf_counter()
+            self._forwards.stepped(plan, elapsed_s)
             if self._detail != "events":
                 self._forwards.tell_steps()
             stopped = bool(running) and self._interrupted()
+            began = time.perf_counter()
             if not stopped:
                 self._choose(running.rows, logits, growth)
+            choosing_s = time.perf_counter() - began
         if stopped:
             self.cut([row.node for row in (*running.rows, *running.waiting)])
         self._forwards.tell_steps()
@@ -102,6 +105,7 @@ class Decoding:
         for node in nodes:
             node.state = NodeState.PRUNED
             self._tell(node, "limit")
+        self._residency.changed(nodes)
 
     def take_back(self, rows: Sequence[Row]) -> None:
         """After a failure: tokens that were chosen and never run are none."""

@@ -361,11 +361,12 @@ class Engine:
             indices into `nodes`.
         """
         self.residency.operation += bool(nodes)
-        cut = (
-            halves(extra, self.memory.slots)
-            if self._lossy
-            else fitting(nodes, extra, self.memory.slots)
-        )
+        if self._lossy:
+            cut = halves(extra, self.memory.slots)
+        elif self.policy.keeps_all:  # nothing leaves: only what is free can be used
+            cut = halves(extra, 2 * self.memory.free)
+        else:
+            cut = fitting(nodes, extra, self.memory.slots)
         waves = list(cut)
         for index, wave in enumerate(waves):
             self.residency.expect([[nodes[i] for i in later] for later in waves[index + 1 :]])
@@ -376,25 +377,26 @@ class Engine:
     def _ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         memory, completing = self.memory, self._open.completing
         placed = completing.place(nodes, reserve=sum(len(question) for question in questions))
-        segments = list(placed.segments)
+        segments = []
         borrowed = []
-        for node, question in zip(nodes, questions, strict=True):
-            slots = memory.borrow(question, node.end)
-            borrowed.append(slots)
-            segments.append(
-                Segment(
-                    context=completing.context(node),
-                    tokens=question,
-                    positions=np.arange(node.end, node.end + len(question)),
-                    tail=slots,
-                    write=slots,
-                    logits=1,
-                )
-            )
         try:
-            logits = self._open.forwards.run("verify", segments, placed.writes)
+            for node, question in zip(nodes, questions, strict=True):
+                slots = memory.borrow(question, node.end)
+                borrowed.append(slots)
+                segments.append(
+                    Segment(
+                        context=completing.context(node),
+                        tokens=question,
+                        positions=np.arange(node.end, node.end + len(question)),
+                        tail=slots,
+                        write=slots,
+                        logits=1,
+                    )
+                )
+            logits = completing.compute(placed, "verify", segments)
         finally:
-            memory.give_back(np.concatenate(borrowed))
+            for slots in borrowed:
+                memory.give_back(slots)
         self.residency.used(self.tree.paths(nodes))
         return logits
 

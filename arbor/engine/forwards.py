@@ -33,6 +33,7 @@ class _Steps:
     rows: int = 0
     read: int = 0
     unique: int = 0
+    held: int = 0
     elapsed_s: float = 0.0
 
 
@@ -68,10 +69,9 @@ class Forwards:
         self.tell_steps()
         began = time.perf_counter()
         plan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        observe = kind != "rehydrate"  # those queries were counted before
         with phase(kind), self.naming_a_shortage(kind, plan.rows), self._undone_on_error(writes):
-            logits = self._forward(plan, observe)
-        once = _Steps(1, plan.rows, plan.read_tokens, plan.unique_read_tokens)
+            logits = self._forward(plan)
+        once = _Steps(1, plan.rows, plan.read_tokens, plan.unique_read_tokens, self._memory.used)
         once.elapsed_s = time.perf_counter() - began
         self._tell(kind, once)
         return logits
@@ -91,11 +91,17 @@ class Forwards:
             return self._forward(plan), plan
 
     def stepped(self, plan: ForwardPlan, elapsed_s: float) -> None:
-        """A decode step is over, with all that belongs to it."""
+        """A decode step is over.
+
+        Args:
+            plan: what it ran.
+            elapsed_s: seconds it took, and choosing the tokens it ran.
+        """
         self._untold.steps += 1
         self._untold.rows += plan.rows
         self._untold.read += plan.read_tokens
         self._untold.unique += plan.unique_read_tokens
+        self._untold.held += self._memory.used
         self._untold.elapsed_s += elapsed_s
 
     def tell_steps(self) -> None:
@@ -115,11 +121,13 @@ class Forwards:
                 kv=self._residency.kv,
                 peak=self._memory.peak,
                 elapsed_s=what.elapsed_s,
+                held=what.held,
             )
         )
 
-    def _forward(self, plan: ForwardPlan, observe: bool = True) -> Tensor:
-        if not (observe and self._residency.policy.observes):
+    def _forward(self, plan: ForwardPlan) -> Tensor:
+        new = any(not segment.again for segment in plan.segments)
+        if not (new and self._residency.policy.observes):
             return self.runner.forward(plan, self._memory.pool).logits
         layers = range(self.runner.layer_count)
         watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]

@@ -35,6 +35,7 @@ def segments_of(
     wanted: AbstractSet[int],
     trash: int,
     hidden: AbstractSet[int],
+    computed: AbstractSet[int],
 ) -> tuple[list[Segment], list[int]]:
     """The runs of tokens to compute; a run's context ends where it begins.
 
@@ -44,6 +45,7 @@ def segments_of(
         wanted: ids of blocks whose logits after the last token are needed.
         trash: the slot for K/V that are there already.
         hidden: ids of blocks that nothing attends to.
+        computed: ids of blocks whose tokens were run before.
 
     Returns:
         the segments, and the ids of the blocks whose logits they give, in order.
@@ -69,6 +71,7 @@ def segments_of(
                     tail=slots,
                     write=nowhere if again and begin == last else slots,
                     logits=int(node.id in wanted and end == last + 1),
+                    again=node.id in computed or (again and begin == last),
                 )
             )
     return segments, order

@@ -47,6 +47,7 @@ class Segment:
         write: int32 [m], where this forward stores the rows' K/V: their own slots, or the trash slot where those
             already hold them.
         logits: how many rows, counted from the last, the caller wants logits of.
+        again: these tokens were run before; their queries are not counted a second time where attention is observed.
     """
 
     context: tuple[Piece, ...]
@@ -55,6 +56,7 @@ class Segment:
     tail: Slots
     write: Slots
     logits: int = 0
+    again: bool = False
 
     @property
     def rows(self) -> int:
@@ -94,6 +96,12 @@ class ForwardPlan:
     def rows(self) -> int:
         """T, rows of the batch."""
         return int(self.ids.shape[0])
+
+    @property
+    def again(self) -> Tensor:
+        """Rows of tokens that were run before, bool [T]."""
+        flags = torch.tensor([segment.again for segment in self.segments])
+        return flags.repeat_interleave(torch.tensor([s.rows for s in self.segments]))
 
     def layout(self, window: int | None) -> CascadeLayout:
         """The layout for layers that look back `window` positions (None: all)."""
@@ -141,7 +149,7 @@ def visibility(
     """How many rows of a batch can see each slot (full attention; a row sees itself).
 
     Args:
-        segments: the batch.
+        segments: the batch; those that run again count for nothing.
         trash: slot that is nobody's.
 
     Returns:
@@ -150,6 +158,8 @@ def visibility(
     slots: list[Slots] = []
     rows: list[NDArray[np.int64]] = []
     for segment in segments:
+        if segment.again:
+            continue
         for piece in segment.context:
             slots.append(piece.slots)
             rows.append(np.full(len(piece.slots), segment.rows, np.int64))

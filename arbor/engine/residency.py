@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,13 @@ from arbor.memory import KVMemory
 from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.keep import Kept, shared_out
 from arbor.retention.msve import MSVE
-from arbor.retention.policy import Policy
+from arbor.retention.policy import Policy, Protect
 from arbor.retention.statistics import TokenStatistics
 from arbor.retention.table import BlockTable
 from arbor.retention.uses import Uses
 from arbor.tree import NO_SLOT, Node, ThoughtTree
 
+Where = Literal["beside", "on", "anywhere"]  # blocks beside the running paths, on them, or both
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
 
@@ -60,6 +62,7 @@ class Residency:
         self.uses = uses
         self.emit = emit
         self.table = BlockTable(policy.protect.tail)
+        self.table.touch(tree.root)
         self.statistics = TokenStatistics(threshold=policy.protect.threshold)
         self.outlook: Callable[[], Mapping[int, float]] = dict
         self.operation = 0
@@ -119,8 +122,8 @@ class Residency:
             needed: slots.
             leaves: ends of the running paths.
             cause: the event that asks.
-            spare: the running paths stay as they are; by default unless lossy, and then too where the policy spares them
-                and the rest is enough.
+            spare: the running paths stay as they are; by default unless lossy. Lossy, where the policy spares them, they
+                lose tokens only once everything beside them has left.
 
         Raises:
             BudgetInfeasible: the policy will not give up as much; nothing has left.
@@ -136,25 +139,44 @@ class Residency:
         self.emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
         began = time.perf_counter()
         spared = (not self.lossy or self.policy.spares_paths) if spare is None else spare
-        blocks = self.offered(leaves, spare=spared)
+        offer = partial(self.offered, leaves, where="beside" if spared else "anywhere")
+        blocks = offer()
         room = memory.free + int(blocks.resident.sum()) - needed
-        if room < 0 and spare is None and self.lossy:  # the paths as well, since it must be
-            blocks = self.offered(leaves, spare=False)
-            room = memory.free + int(blocks.resident.sum()) - needed
+        beside: Blocks | None = None
+        if (
+            room < 0 and spare is None and self.lossy
+        ):  # all of it leaves, and of the paths what must
+            beside, offer = blocks, partial(self.offered, leaves, where="on")
+            blocks = offer()
+            room += int(blocks.resident.sum())
         assert room >= 0, "more was planned than fits"
-        counts, chosen = self.decide(blocks, room)
+        blocks, counts, chosen = self.decide(blocks, room, lambda protect: offer(protect=protect))
+        if beside is not None and len(beside):
+            none = np.zeros(len(beside), np.int64)
+            self.keep(beside, Kept(beside, none), none, 0, cause, began)
         self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
 
-    def decide(self, blocks: Blocks, room: int) -> tuple[NDArray[np.int64], Kept]:
-        """How many tokens each block keeps, and which: what the policy answers, checked. Floors that do not fit together
-        are given up.
+    def decide(
+        self, blocks: Blocks, room: int, eased: Callable[[Protect], Blocks]
+    ) -> tuple[Blocks, NDArray[np.int64], Kept]:
+        """How many tokens each block keeps, and which: what the policy answers, checked.
+
+        Args:
+            blocks: what is offered, under all of the policy's protection.
+            room: tokens that may stay.
+            eased: the same offer under less protection, for where there is no room for all that is protected.
+
+        Returns:
+            the offer as it was decided on, how many tokens each block keeps, and which.
 
         Raises:
             BudgetInfeasible: the policy will not give up as much.
         """
-        if int(blocks.floor.sum()) > room:
-            blocks = dataclasses.replace(blocks, floor=np.zeros_like(blocks.floor))
+        less = self.policy.protect.easing()
+        next(less)
+        while int(blocks.floor.sum()) > room:  # ends where nothing is protected
+            blocks = eased(next(less))
         try:
             counts, chosen = shared_out(blocks, room, self.policy.allocator, self.policy.scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
@@ -164,7 +186,7 @@ class Residency:
         assert len(counts) == len(blocks), "one count per block"
         assert (counts >= 0).all() and (counts <= blocks.resident).all(), "0 <= k <= resident"
         assert int(counts.sum()) <= room, "the policy keeps more than there is room for"
-        return counts, chosen
+        return blocks, counts, chosen
 
     def keep(
         self,
@@ -192,7 +214,8 @@ class Residency:
             )
         )
         gone = tuple(zip(ids.tolist(), lost.tolist(), strict=True))
-        self.emit(Evicted(cause=cause, nodes=gone, kv=self.kv))
+        if gone:
+            self.emit(Evicted(cause=cause, nodes=gone, kv=self.kv))
 
     def _evict(
         self, blocks: Blocks, index: NDArray[np.int64], offsets: NDArray[np.int64]
@@ -222,30 +245,33 @@ class Residency:
         leaves: Sequence[Node],
         ids: NDArray[np.int64] | None = None,
         *,
-        spare: bool = True,
+        where: Where = "beside",
         whole: bool = False,
+        protect: Protect | None = None,
     ) -> Blocks:
         """The blocks the policy may take tokens from.
 
         Args:
             leaves: ends of the running paths.
             ids: these blocks only, instead of all that may leave.
-            spare: none on the running paths.
+            where: which blocks these are.
             whole: all tokens of a block are offered, on the device or not (to choose what should come back).
+            protect: what stays in any case; by default what the policy says.
         """
+        protect = protect or self.policy.protect
         table = self.table
         table.refresh()
         running = [leaf.id for leaf in leaves]
         active = table.on_paths(running)
         if ids is None:
             able = (table.resident > 0) & ~table.open
-            if spare:
-                able &= ~active
+            if where != "anywhere":
+                able &= active if where == "on" else ~active
             ids = np.flatnonzero(able)
         resident = table.length[ids] if whole else table.resident[ids]
 
         def see(indices: NDArray[np.int64]) -> Tokens:
-            return self._tokens(ids, indices, leaves, whole)
+            return self._tokens(ids, indices, leaves, whole, protect)
 
         def score() -> NDArray[np.float64]:
             return self.msve.scores(blocks.value, blocks.confidence, blocks.attention)
@@ -257,7 +283,7 @@ class Residency:
                 "depth": lambda: table.depth[ids],
                 "distance": lambda: table.distances(running)[ids],
                 "active": lambda: active[ids],
-                "value": lambda: table.value[ids],
+                "value": lambda: table.expected()[ids],
                 "confidence": lambda: table.confidence[ids],
                 "attention": lambda: self._attention(ids),
                 "score": score,
@@ -268,7 +294,7 @@ class Residency:
             },
             ids=ids,
             resident=resident,
-            floor=self._floor(ids, resident, see, leaves, spare, whole),
+            floor=self._floor(ids, resident, see, leaves, where, whole, protect),
             see=see,
         )
         return blocks
@@ -279,33 +305,33 @@ class Residency:
         resident: NDArray[np.int64],
         see: Callable[[NDArray[np.int64]], Tokens],
         leaves: Sequence[Node],
-        spare: bool,
+        where: Where,
         whole: bool,
+        protect: Protect,
     ) -> NDArray[np.int64]:
         """What each block keeps in any case: its protected tokens, and K_min. Sinks and what is recent lie in few blocks,
         and only there tokens are looked at; what there is of tails is counted in the table."""
-        protect = self.policy.protect
         floor = np.minimum(resident, protect.floor)
         if protect.tail:
-            tail = np.minimum(resident, protect.tail) if whole else self.table.tail[ids]
-            floor = np.maximum(floor, tail)
-        if protect.tail or not spare:
+            tail = resident if whole else self.table.tail[ids]
+            floor = np.maximum(floor, np.minimum(tail, protect.tail))
+        if protect.tail or where != "beside":
             start = self.table.start[ids]
             ends = start + self.table.length[ids]
-            few = np.flatnonzero((start < protect.sinks) | (ends > self._oldest(leaves)[ids]))
+            recent = self._oldest(leaves, protect)[ids]
+            few = np.flatnonzero((start < protect.sinks) | (ends > recent))
             if len(few):
                 tokens = see(few)
                 guarded = np.bincount(tokens.block[tokens.protected], minlength=len(ids))
                 floor = np.maximum(floor, guarded)
         return floor
 
-    def _oldest(self, leaves: Sequence[Node]) -> NDArray[np.int64]:
+    def _oldest(self, leaves: Sequence[Node], protect: Protect) -> NDArray[np.int64]:
         """Where in each block the window of recent tokens begins, int64 by node id; `NEVER` where it does not reach."""
         oldest = np.full(len(self.table), NEVER)
-        recent = self.policy.protect.recent
-        for leaf in leaves if recent else ():
+        for leaf in leaves if protect.recent else ():
             # the window of a block several leaves share begins where the shortest one's does
-            begin = leaf.end - recent
+            begin = leaf.end - protect.recent
             for node in reversed(leaf.path):
                 oldest[node.id] = min(oldest[node.id], begin)
                 if node.start <= begin:
@@ -342,9 +368,10 @@ class Residency:
         indices: NDArray[np.int64],
         leaves: Sequence[Node],
         whole: bool,
+        protect: Protect,
     ) -> Tokens:
         nodes = ids[indices]
-        table, protect = self.table, self.policy.protect
+        table = self.table
         if whole:
             sizes = table.length[nodes]
             offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -354,7 +381,7 @@ class Residency:
 
         def protected() -> NDArray[np.bool_]:
             # places in the path from which tokens are protected, by block
-            since = self._oldest(leaves)[nodes]
+            since = self._oldest(leaves, protect)[nodes]
             if protect.tail:
                 since = np.minimum(since, table.start[nodes] + table.length[nodes] - protect.tail)
             sinks = table.start[nodes] < protect.sinks

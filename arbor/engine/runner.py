@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +97,8 @@ class ModelRunner:
             hidden: layers whose outputs are returned.
             leave: asked after each layer which rows leave; they write no K/V in later layers, and their logits come from
                 the state they left with.
-            mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all.
+            mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all. Rows that run again give
+                none.
         """
         last = self.layer_count - 1 if stop_after is None else stop_after
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
@@ -167,6 +169,8 @@ class _Attention:
         out, lse = self._backend.run(plan, call.q, pool.k[layer], pool.v[layer], call.sinks)
         if layer in self._mass_heads:
             heads = self._mass_heads[layer]
+            again = self._plan.again if self._alive is None else self._plan.again[self._alive]
+            lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(score - inf) = 0
             added = self._backend.mass(plan, call.q, pool.k[layer], lse, heads)
             self.mass = added if self.mass is None else self.mass + added
         return out

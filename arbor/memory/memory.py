@@ -70,8 +70,9 @@ class KVMemory:
         """Serve a new tree; whatever was held for another one is freed."""
         if self.tree is not None:
             self.release(self.tree.nodes)
-        assert self.table.used == 0, f"{self.table.used} slots are still in use without a tree"
-        self.table.peak = 0
+        self.table = SlotTable(
+            self.slots
+        )  # an interruption may have left slots that nobody gives back
         self.tree = tree
 
     def release(self, nodes: Sequence[Node]) -> int:

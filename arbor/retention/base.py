@@ -29,10 +29,10 @@ class Tokens(Columns):
         block: int64 [T], index of the token's block in `Blocks`; increasing.
         offset: int64 [T], place in its block.
         position: int64 [T], place on its path.
-        mass: float64 [T], attention it received from later queries, summed over queries (each query: mean over the
-            observed layers, mean over heads); 0 where attention is not observed.
+        mass: float64 [T], attention it received from queries that could see it, its own included, summed over queries
+            (each query: mean over the observed layers, mean over heads); 0 where attention is not observed.
         latest: float64 [T], attention it received from the last query that could see it.
-        queries: int64 [T], later queries that could see it; an inactive branch does not age.
+        queries: int64 [T], queries that could see it, its own included; an inactive branch does not age.
         activated: int64 [T], `queries` when its attention last reached the scorer's threshold; 0 = never since written.
         key: uint64 [T], a number that names the token whatever the order of the search (for reproducible randomness).
         protected: bool [T], stays in any case (sinks, recent window, block tails).
@@ -72,9 +72,9 @@ class Blocks(Columns):
         depth: int64 [M], edges to the root.
         distance: int64 [M], edges to the nearest running leaf (ArborKV's Delta, the minimum over running leaves).
         active: bool [M], on a running path (offered in lossy mode only).
-        value: float64 [M], the search's opinion in [0, 1] (MSVE's v).
+        value: float64 [M], the search's opinion in [0, 1] (MSVE's v); of a block without one, that of the nearest above.
         confidence: float64 [M], 1 - H / ln|V| at the boundary (MSVE's u).
-        attention: float64 [M], mean attention mass per later query, in [0, 1] (MSVE's a).
+        attention: float64 [M], mean attention mass per query that could see some of it, in [0, 1] (MSVE's a).
         score: float64 [M], MSVE's s in (0, 1).
         last_used: int64 [M], clock of the last forward that read it; larger is later.
         scheduled: int64 [M], waves of the operation in progress until the block is needed again; `NEVER` if none needs it.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from arbor.errors import UsageError
 from arbor.registry import BUILTIN, build
@@ -26,6 +26,8 @@ from arbor.retention.uniform import Uniform
 class Protect:
     """Tokens that stay in any case; counted within the budget, and equal for all policies that are compared.
 
+    Where there is no room for all of them, they are given up in this order: `floor`, `tail`, `recent`, `sinks`.
+
     Attributes:
         sinks: first tokens of the path, which attention rests on (StreamingLLM).
         recent: last tokens before the end of each running leaf; lossy mode only.
@@ -42,10 +44,19 @@ class Protect:
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent", "tail", "floor", "threshold"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # also refuses nan
                 raise UsageError(
                     "setting-range", f"{name}={getattr(self, name)}: it must be 0 or more."
                 )
+
+    def easing(self) -> Iterator[Protect]:
+        """This, then ever less, down to nothing: `floor` halved until it is 0, then `tail`, `recent` and `sinks`."""
+        eased = self
+        yield eased
+        for name in ("floor", "tail", "recent", "sinks"):
+            while left := getattr(eased, name):
+                eased = replace(eased, **{name: left // 2})
+                yield eased
 
 
 WHOLE = Protect(
@@ -77,14 +88,19 @@ class Policy:
         """Whether attention has to be observed."""
         return self.scorer.observes
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing ever leaves."""
+        return isinstance(self.allocator, Full)
+
 
 @dataclass(frozen=True)
 class FullRetention(Policy):
     """Keeps everything: the baseline, shared over the tree."""
 
     name: str = field(default="full", init=False)
-    allocator: Full = field(default_factory=Full)
-    scorer: Recency = field(default_factory=Recency)
+    allocator: Allocator = field(default_factory=Full)
+    scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
 
 
@@ -93,8 +109,8 @@ class LRUPolicy(Policy):
     """Gives up the least recently used blocks: what a radix cache does."""
 
     name: str = field(default="lru", init=False)
-    allocator: LRU = field(default_factory=LRU)
-    scorer: Recency = field(default_factory=Recency)
+    allocator: Allocator = field(default_factory=LRU)
+    scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
     spares_paths: bool = True
 
@@ -104,8 +120,8 @@ class ArborKV(Policy):
     """ArborKV as published: tree-aware ratios (TAE), heavy hitters within a block, tails and sinks protected."""
 
     name: str = field(default="arborkv", init=False)
-    allocator: Ratio = field(default_factory=Ratio)
-    scorer: HeavyHitters = field(default_factory=HeavyHitters)
+    allocator: Allocator = field(default_factory=Ratio)
+    scorer: Scorer = field(default_factory=HeavyHitters)
     spares_paths: bool = True
 
 
@@ -114,8 +130,8 @@ class KKTPolicy(Policy):
     """ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a block."""
 
     name: str = field(default="kkt", init=False)
-    allocator: KKT = field(default_factory=KKT)
-    scorer: HeavyHitters = field(default_factory=HeavyHitters)
+    allocator: Allocator = field(default_factory=KKT)
+    scorer: Scorer = field(default_factory=HeavyHitters)
     spares_paths: bool = True
 
 
@@ -124,8 +140,8 @@ class ReentryPolicy(Policy):
     """Keeps the blocks the search is most likely to read again: the optimum where nothing is lost."""
 
     name: str = field(default="reentry", init=False)
-    allocator: Reentry = field(default_factory=Reentry)
-    scorer: Recency = field(default_factory=Recency)
+    allocator: Allocator = field(default_factory=Reentry)
+    scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
     spares_paths: bool = True
 
@@ -135,29 +151,30 @@ class UniformPolicy(Policy):
     """Keeps the same part of every block: the control that sees no tree."""
 
     name: str = field(default="uniform", init=False)
-    allocator: Uniform = field(default_factory=Uniform)
-    scorer: Recency = field(default_factory=Recency)
+    allocator: Allocator = field(default_factory=Uniform)
+    scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
 
 
 @dataclass(frozen=True)
 class BeladyPolicy(Policy):
-    """Keeps what a recorded run reads next: the bound nobody can beat."""
+    """Keeps what a recorded run reads next: the bound, up to the order of waves within an operation."""
 
     name: str = field(default="belady", init=False)
-    allocator: Belady = field(default_factory=Belady)
-    scorer: Recency = field(default_factory=Recency)
+    allocator: Allocator = field(default_factory=Belady)
+    scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
     spares_paths: bool = True
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Policy):
-    """Keeps the newest tokens of the whole tree, and the sinks."""
+    """Keeps the tokens farthest down their paths, of the whole tree, and the sinks: a branch that was given up deep down
+    outlives a shallow one that runs."""
 
     name: str = field(default="streaming", init=False)
-    allocator: Pooled = field(default_factory=Pooled)
-    scorer: Recency = field(default_factory=Recency)
+    allocator: Allocator = field(default_factory=Pooled)
+    scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
 
 
@@ -166,8 +183,8 @@ class H2O(Policy):
     """Keeps the tokens of the whole tree that gathered the most attention."""
 
     name: str = field(default="h2o", init=False)
-    allocator: Pooled = field(default_factory=Pooled)
-    scorer: HeavyHitters = field(default_factory=HeavyHitters)
+    allocator: Allocator = field(default_factory=Pooled)
+    scorer: Scorer = field(default_factory=HeavyHitters)
     protect: Protect = WHOLE
 
 
@@ -176,8 +193,8 @@ class TOVAPolicy(Policy):
     """Keeps the tokens of the whole tree that the last query looked at."""
 
     name: str = field(default="tova", init=False)
-    allocator: Pooled = field(default_factory=Pooled)
-    scorer: TOVA = field(default_factory=TOVA)
+    allocator: Allocator = field(default_factory=Pooled)
+    scorer: Scorer = field(default_factory=TOVA)
     protect: Protect = WHOLE
 
 
@@ -186,8 +203,8 @@ class RandomTokens(Policy):
     """Keeps tokens of the whole tree by lot: the control every scorer has to beat."""
 
     name: str = field(default="random", init=False)
-    allocator: Pooled = field(default_factory=Pooled)
-    scorer: Chance = field(default_factory=Chance)
+    allocator: Allocator = field(default_factory=Pooled)
+    scorer: Scorer = field(default_factory=Chance)
     protect: Protect = WHOLE
 
 

@@ -20,10 +20,11 @@ class Seen(NamedTuple):
     """Statistics of T tokens; the fields are those of `Tokens`.
 
     Attributes:
-        mass: float64 [T], attention received from later queries, summed.
+        mass: float64 [T], attention received from queries that could see it, summed; its own included, as in H2O
+            (ArborKV counts those after the block only).
         latest: float64 [T], attention received from the last query that could see it: the mean over the rows of the
             last forward that could.
-        queries: int64 [T], later queries that could see it.
+        queries: int64 [T], queries that could see it, its own included.
         activated: int64 [T], `queries` when `latest` last reached the threshold; 0 = never.
     """
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from arbor.retention.base import NEVER, Bools, Floats, Ints
 from arbor.retention.held import HeldTokens
+from arbor.retention.msve import normalised
 from arbor.tree import Node, NodeState
 
 NO_PARENT = -1
@@ -34,7 +35,7 @@ class BlockTable:
     resident: int64 [N], of these, tokens on the device.
     last_used: int64 [N], clock of the last forward that read the block, 0 = none; written by `use` alone.
     tail: int64 [N], of the last tokens of the block that a policy protects, how many are on the device.
-    value: float64 [N], the search's opinion.
+    value: float64 [N], the search's opinion; nan while it has none.
     confidence: float64 [N], 1 - H / ln|V| at the boundary.
     open: bool [N], still being decoded.
     held: which tokens these are that are on the device.
@@ -177,6 +178,26 @@ class BlockTable:
             np.minimum.at(wait, levels.parent[begin:end], wait[begin:end])
         return wait[levels.place]
 
+    def expected(self) -> Floats:
+        """What each block is worth to the search, float64 [N], in [0, 1].
+
+        A block that was not valued yet is worth what the nearest valued one above it is; without one (the prompt, and
+        what grows from it) as much as the best block there is, or 1. Values that do not all lie in [0, 1] are scaled from
+        the smallest to the largest of the tree, whichever blocks are offered (the paper leaves this open).
+        """
+        levels = self._levels
+        known = self.value[~np.isnan(self.value)]
+        worth = np.empty(self._size)
+        worth[levels.place] = self.value
+        unknown = np.isnan(worth)
+        best = float(known.max()) if len(known) else 1.0
+        roots = levels.below_root[0][0] if levels.below_root else self._size
+        worth[:roots][unknown[:roots]] = best
+        for begin, end in levels.below_root:
+            above = worth[levels.parent[begin:end]]
+            worth[begin:end] = np.where(unknown[begin:end], above, worth[begin:end])
+        return normalised(worth)[levels.place]
+
     def _reach(self, size: int) -> bool:
         """Take in new blocks and their ancestors; whether there were any."""
         new = dict(sorted(self._touched.items()))
@@ -208,7 +229,7 @@ class BlockTable:
         if self._protected_tail:
             last = resident & (offset >= length[row] - self._protected_tail)
             self._ints[6, ids] = np.bincount(row[last], minlength=len(nodes))
-        self._floats[0, ids] = [node.value for node in nodes]
+        self._floats[0, ids] = [node.value if node.valued else np.nan for node in nodes]
         self._floats[1, ids] = [node.confidence for node in nodes]
         self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
 
@@ -218,9 +239,11 @@ class BlockTable:
             return
         more = max(size, 2 * old, 64) - old
         fresh = np.zeros((len(_INTS), more), np.int64)
+        unvalued = np.zeros((len(_FLOATS), more))
+        unvalued[0] = np.nan
         fresh[0] = _ABSENT
         self._ints = np.concatenate([self._ints, fresh], axis=1)
-        self._floats = np.concatenate([self._floats, np.zeros((len(_FLOATS), more))], axis=1)
+        self._floats = np.concatenate([self._floats, unvalued], axis=1)
         self._open = np.concatenate([self._open, np.zeros(more, np.bool_)])
 
 
