@@ -55,9 +55,9 @@ class FlashInferCascade:
             ) from error
         self.device = device
         self.dtype = dtype
+        # partial results of one run; runs of a stream come one after the other, so all wrappers share it, as those of
+        # FlashInfer's own cascade wrapper do. What is planned lies in a buffer of each wrapper
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        # plan() copies from a pinned buffer of its wrapper asynchronously, so a wrapper is planned again only in the next
-        # forward, whose start has waited for this one's logits
         self._wrappers: dict[tuple[AttentionShape, int], Any] = {}
         self._torch = TorchCascade()
 
@@ -80,15 +80,9 @@ class FlashInferCascade:
         key = (shape, index)
         if key not in self._wrappers:
             self._wrappers[key] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace_of(index), "NHD", backend="fa2"
+                self._workspace, "NHD", backend="fa2"
             )
         return self._wrappers[key]
-
-    def _workspace_of(self, index: int) -> Tensor:
-        """Levels of one forward are in flight together: each has a float workspace of its own."""
-        if index == 0:
-            return self._workspace
-        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
     def _plan_level(self, wrapper: Any, level: CascadeLevel, shape: AttentionShape) -> None:
         requests = len(level.qo_indptr) - 1
