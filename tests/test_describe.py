@@ -43,6 +43,13 @@ def test_what_is_told_without_weights_is_so_with_them(name: str) -> None:
     assert info.kv_bytes_per_token == bytes_per_token(kv, torch.float32)
 
 
+def test_a_model_with_padding_is_described() -> None:
+    settings = ARCHITECTURES["gpt2"][1]
+    info = describe_config(config_of("gpt2", **settings | {"pad_token_id": 0}), HERE)
+
+    assert info.supported, info.reason
+
+
 def test_a_model_that_does_not_run_without_weights_is_unsupported() -> None:
     settings = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
 

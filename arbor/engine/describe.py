@@ -140,6 +140,8 @@ def _probe_without_weights(config: Any, source: Source) -> tuple[tuple[LayerSpec
         ) from error
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
+    # the tokens have no values, and padding would be looked for among them
+    text.pad_token_id = model.config.pad_token_id = None
     try:
         specs = probe(model, int(text.num_hidden_layers))
     except Exception as error:  # a model's own code may fail in any way where there are no weights
