@@ -6,7 +6,7 @@ import dataclasses
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ from arbor.engine.engine import Mode
 from arbor.engine.loading import Source
 from arbor.errors import UsageError
 from arbor.kept import msve_file
+from arbor.kernels.linear import batch_dependent
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Boundary
 
@@ -104,6 +105,12 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
     special = ("auto", FLASHINFER)
     if backend not in (*special, *registry.names("backend")) and ":" not in backend:
         raise registry.unknown("backend", backend, special)
+    if deterministic and device.type != "cpu":
+        raise UsageError(
+            "deterministic",
+            f"--deterministic runs on a CPU, and the device is {device}.",
+            "Use --device cpu, or leave --deterministic out.",
+        )
     if deterministic and backend not in ("auto", "rowwise"):
         raise UsageError(
             "backend",
@@ -117,6 +124,23 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
             "Use --attn torch, or install arbor-search[cuda] on a machine with a GPU.",
         )
     return backend
+
+
+def refuse_batch_dependent(model: Any) -> None:
+    """Refuse to call a model deterministic whose layers are not.
+
+    Raises:
+        UsageError: names them.
+    """
+    found = batch_dependent(model)
+    if found:
+        raise UsageError(
+            "deterministic",
+            f"--deterministic: in model_type '{model.config.model_type}' a row's result depends on the other rows of the "
+            f"batch in {' and '.join(dict.fromkeys(found.values()))} ({next(iter(found))}, {len(found)} in all).",
+            "Leave --deterministic out, or take a model without experts.",
+            layers=list(found),
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -55,6 +55,7 @@ from arbor.settings import (
     device_of,
     dtype_name,
     msve_of,
+    refuse_batch_dependent,
     regime_of,
 )
 from arbor.solution import Candidate, Solution, Step, failed_solution
@@ -126,7 +127,7 @@ class Solver:
             ``auto`` is FlashInfer where it is installed and has kernels for the model, else torch.
         seed: of every random stream.
         deterministic: linears in fixed row chunks and one attention request per row, so that results do not depend on
-            what else is in the batch (CPU; slower).
+            what else is in the batch (CPU; slower; no mixtures of experts).
         listeners: called with every event, in order: functions, or `Callback`s. An exception in one ends the run;
             `StopSearch` ends the search with its best so far.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
@@ -252,6 +253,7 @@ class Solver:
 
         Raises:
             ModelError: unsupported, incomplete or unreadable.
+            UsageError: `deterministic`, and layers of the model depend on the batch.
         """
         parts = self._read()
         if parts.engine is not None:
@@ -261,6 +263,8 @@ class Solver:
         dtype = resolve_dtype(self.dtype, parts.config)
         parts.model = self._given or load_model(parts.source, dtype, self.device)
         parts.eos = eos_ids(parts.model, parts.tokenizer)
+        if self.deterministic:
+            refuse_batch_dependent(parts.model)
         runner = ModelRunner(parts.model, self._backend(parts.info, dtype))
         if runner.device.type == "cpu":
             pack_linears(parts.model, deterministic=self.deterministic)
