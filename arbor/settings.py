@@ -95,6 +95,30 @@ def device_of(device: str) -> torch.device:
     return chosen
 
 
+def place_of(model: Any, dtype: str, device: str) -> torch.device:
+    """The device of a ready model, which stays as it is.
+
+    Raises:
+        UsageError: another dtype or device was asked for.
+    """
+    weight: torch.Tensor = next(model.parameters())
+    if dtype not in ("auto", dtype_name(weight.dtype)):
+        raise UsageError(
+            "dtype",
+            f"dtype={dtype}, and the ready model's is {dtype_name(weight.dtype)}.",
+            f"Leave dtype out, or pass model.to(torch.{dtype}).",
+        )
+    if device != "auto":
+        chosen = device_of(device)
+        if chosen.type != weight.device.type or chosen.index not in (None, weight.device.index):
+            raise UsageError(
+                "device",
+                f"device={device}, and the ready model is on {weight.device}.",
+                f"Leave device out, or pass model.to('{device}').",
+            )
+    return weight.device
+
+
 def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
     """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends on the model.
 

@@ -23,7 +23,7 @@ from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
 from arbor.engine.completing import Rehydrate
-from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
+from arbor.engine.describe import ModelInfo, describe_config
 from arbor.engine.engine import Engine, Mode
 from arbor.engine.loading import (
     Source,
@@ -55,6 +55,7 @@ from arbor.settings import (
     device_of,
     dtype_name,
     msve_of,
+    place_of,
     refuse_batch_dependent,
     regime_of,
 )
@@ -104,8 +105,9 @@ class Solver:
     by the first `solve` (or `load`). One solver runs one search at a time.
 
     Args:
-        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too; its
-            attention is switched to arbor's, in place).
+        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
+            `load` takes a ready model over, in place: its attention becomes arbor's, and on a CPU the weights of its
+            linear layers are packed and gone from it. It generates nothing by itself afterwards, and cannot be saved.
         tokenizer: for a ready model.
         revision: branch, tag or commit of a model of the Hub; by default its main branch.
         trust_remote_code: run the Python code that lies beside a model's weights; it is in no configuration, so that
@@ -122,7 +124,8 @@ class Solver:
             `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
         max_expansions: leaves grown in all.
-        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one.
+        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one; those of a ready model are its
+            own.
         backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``, ``reference``, a plugin.
             ``auto`` is FlashInfer where it is installed and has kernels for the model, else torch.
         seed: of every random stream.
@@ -176,14 +179,14 @@ class Solver:
         if max_expansions is not None and max_expansions < 1:
             raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
         self.max_expansions = max_expansions
+        self._given = None if isinstance(model, str | os.PathLike) else model
         self.dtype = dtype
-        self.device = device_of(device)
+        self.device = device_of(device) if self._given is None else place_of(model, dtype, device)
         self.seed = seed
         self.deterministic = deterministic
         self.backend = backend_of(backend, self.device, deterministic)
         self.listeners = tuple(listeners)
         self.debug = debug
-        self._given = None if isinstance(model, str | os.PathLike) else model
         self._source = (
             locate(model, revision, trust_remote_code)
             if self._given is None
@@ -260,7 +263,7 @@ class Solver:
             return
         if not parts.info.supported:
             raise ModelError("arch-unsupported", parts.info.reason, "See 'arbor info MODEL'.")
-        dtype = resolve_dtype(self.dtype, parts.config)
+        dtype: torch.dtype = getattr(torch, parts.info.dtype)
         parts.model = self._given or load_model(parts.source, dtype, self.device)
         parts.eos = eos_ids(parts.model, parts.tokenizer)
         if self.deterministic:

@@ -321,6 +321,52 @@ def test_a_model_directory_and_the_ready_model_give_the_same_tree(small: Path) -
     assert blocks(from_directory) == blocks(from_ready)
 
 
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ({"dtype": "bfloat16"}, "dtype", "the ready model's is float32. Leave dtype out"),
+        ({"dtype": "nonsense"}, "dtype", "the ready model's is float32. Leave dtype out"),
+        ({"device": "cuda"}, "device", "the ready model is on cpu. Leave device out"),
+    ],
+)
+def test_a_ready_model_is_not_converted(
+    settings: dict[str, str],
+    code: str,
+    words: str,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(UsageError) as error:
+        Solver(sized("llama", tokenizer), tokenizer=tokenizer, **settings)
+
+    assert error.value.code == code and words in str(error.value)
+
+
+def test_dtype_and_device_are_those_of_the_ready_model(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked: list[torch.dtype] = []
+    chosen = Solver._backend
+
+    def backend(self: Solver, info: Any, dtype: torch.dtype) -> Any:
+        asked.append(dtype)
+        return chosen(self, info, dtype)
+
+    monkeypatch.setattr(Solver, "_backend", backend)
+    model = sized("llama", tokenizer).to(torch.bfloat16)
+    model.config.dtype = "float32"
+
+    solver = Solver(model, tokenizer=tokenizer, dtype="bfloat16", deterministic=True)
+    solver.load()
+
+    assert solver.device == solver.engine.runner.device == torch.device("cpu")
+    assert asked == [solver.engine.runner.dtype] == [torch.bfloat16]
+    assert solver.describe().dtype == "bfloat16"
+
+
 def test_a_missing_model_says_where_models_are(tmp_path: Path, small: Path) -> None:
     with pytest.raises(ModelError) as error:
         Solver(small.parent / "nowhere")
