@@ -21,6 +21,7 @@ from arbor.budget import Budget, Footprint, Plan
 from arbor.callbacks import StopSearch
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
+from arbor.engine.agreement import check_agreement, own_logits
 from arbor.engine.boundary import StopRule
 from arbor.engine.completing import Rehydrate
 from arbor.engine.describe import ModelInfo, describe_config
@@ -268,9 +269,17 @@ class Solver:
         parts.eos = eos_ids(parts.model, parts.tokenizer)
         if self.deterministic:
             refuse_batch_dependent(parts.model)
-        runner = ModelRunner(parts.model, self._backend(parts.info, dtype))
+        backend = self._backend(parts.info, dtype)
+        own, attention = own_logits(parts.model), parts.model.config._attn_implementation
+        runner = ModelRunner(parts.model, backend)
         if runner.device.type == "cpu":
             pack_linears(parts.model, deterministic=self.deterministic)
+        if own is not None:
+            try:
+                check_agreement(runner, own)
+            except ModelError:
+                parts.model.set_attn_implementation(attention)  # not to pass for checked
+                raise
         parts.engine = Engine(
             runner,
             parts.tokenizer,
