@@ -6,7 +6,7 @@ import dataclasses
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -16,6 +16,7 @@ from arbor.engine.engine import Mode
 from arbor.engine.loading import Source
 from arbor.errors import UsageError
 from arbor.kept import msve_file
+from arbor.kernels.linear import batch_dependent
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Boundary
 
@@ -94,6 +95,30 @@ def device_of(device: str) -> torch.device:
     return chosen
 
 
+def place_of(model: Any, dtype: str, device: str) -> torch.device:
+    """The device of a ready model, which stays as it is.
+
+    Raises:
+        UsageError: another dtype or device was asked for.
+    """
+    weight: torch.Tensor = next(model.parameters())
+    if dtype not in ("auto", dtype_name(weight.dtype)):
+        raise UsageError(
+            "dtype",
+            f"dtype={dtype}, and the ready model's is {dtype_name(weight.dtype)}.",
+            f"Leave dtype out, or pass model.to(torch.{dtype}).",
+        )
+    if device != "auto":
+        chosen = device_of(device)
+        if chosen.type != weight.device.type or chosen.index not in (None, weight.device.index):
+            raise UsageError(
+                "device",
+                f"device={device}, and the ready model is on {weight.device}.",
+                f"Leave device out, or pass model.to('{device}').",
+            )
+    return weight.device
+
+
 def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
     """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends on the model.
 
@@ -104,6 +129,12 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
     special = ("auto", FLASHINFER)
     if backend not in (*special, *registry.names("backend")) and ":" not in backend:
         raise registry.unknown("backend", backend, special)
+    if deterministic and device.type != "cpu":
+        raise UsageError(
+            "deterministic",
+            f"--deterministic runs on a CPU, and the device is {device}.",
+            "Use --device cpu, or leave --deterministic out.",
+        )
     if deterministic and backend not in ("auto", "rowwise"):
         raise UsageError(
             "backend",
@@ -117,6 +148,23 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
             "Use --attn torch, or install arbor-search[cuda] on a machine with a GPU.",
         )
     return backend
+
+
+def refuse_batch_dependent(model: Any) -> None:
+    """Refuse to call a model deterministic whose layers are not.
+
+    Raises:
+        UsageError: names them.
+    """
+    found = batch_dependent(model)
+    if found:
+        raise UsageError(
+            "deterministic",
+            f"--deterministic: in model_type '{model.config.model_type}' a row's result depends on the other rows of the "
+            f"batch in {' and '.join(dict.fromkeys(found.values()))} ({next(iter(found))}, {len(found)} in all).",
+            "Leave --deterministic out, or take a model without experts.",
+            layers=list(found),
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

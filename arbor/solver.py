@@ -21,9 +21,10 @@ from arbor.budget import Budget, Footprint, Plan
 from arbor.callbacks import StopSearch
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
+from arbor.engine.agreement import check_agreement, own_logits
 from arbor.engine.boundary import StopRule
 from arbor.engine.completing import Rehydrate
-from arbor.engine.describe import ModelInfo, describe_config, resolve_dtype
+from arbor.engine.describe import ModelInfo, describe_config
 from arbor.engine.engine import Engine, Mode
 from arbor.engine.loading import (
     Source,
@@ -55,6 +56,8 @@ from arbor.settings import (
     device_of,
     dtype_name,
     msve_of,
+    place_of,
+    refuse_batch_dependent,
     regime_of,
 )
 from arbor.solution import Candidate, Solution, Step, failed_solution
@@ -103,8 +106,9 @@ class Solver:
     by the first `solve` (or `load`). One solver runs one search at a time.
 
     Args:
-        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too; its
-            attention is switched to arbor's, in place).
+        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
+            `load` takes a ready model over, in place: its attention becomes arbor's, and on a CPU the weights of its
+            linear layers are packed and gone from it. It generates nothing by itself afterwards, and cannot be saved.
         tokenizer: for a ready model.
         revision: branch, tag or commit of a model of the Hub; by default its main branch.
         trust_remote_code: run the Python code that lies beside a model's weights; it is in no configuration, so that
@@ -121,12 +125,13 @@ class Solver:
             `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
         max_expansions: leaves grown in all.
-        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one.
+        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one; those of a ready model are its
+            own.
         backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``, ``reference``, a plugin.
             ``auto`` is FlashInfer where it is installed and has kernels for the model, else torch.
         seed: of every random stream.
         deterministic: linears in fixed row chunks and one attention request per row, so that results do not depend on
-            what else is in the batch (CPU; slower).
+            what else is in the batch (CPU; slower; no mixtures of experts).
         listeners: called with every event, in order: functions, or `Callback`s. An exception in one ends the run;
             `StopSearch` ends the search with its best so far.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
@@ -175,14 +180,14 @@ class Solver:
         if max_expansions is not None and max_expansions < 1:
             raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
         self.max_expansions = max_expansions
+        self._given = None if isinstance(model, str | os.PathLike) else model
         self.dtype = dtype
-        self.device = device_of(device)
+        self.device = device_of(device) if self._given is None else place_of(model, dtype, device)
         self.seed = seed
         self.deterministic = deterministic
         self.backend = backend_of(backend, self.device, deterministic)
         self.listeners = tuple(listeners)
         self.debug = debug
-        self._given = None if isinstance(model, str | os.PathLike) else model
         self._source = (
             locate(model, revision, trust_remote_code)
             if self._given is None
@@ -252,18 +257,29 @@ class Solver:
 
         Raises:
             ModelError: unsupported, incomplete or unreadable.
+            UsageError: `deterministic`, and layers of the model depend on the batch.
         """
         parts = self._read()
         if parts.engine is not None:
             return
         if not parts.info.supported:
             raise ModelError("arch-unsupported", parts.info.reason, "See 'arbor info MODEL'.")
-        dtype = resolve_dtype(self.dtype, parts.config)
+        dtype: torch.dtype = getattr(torch, parts.info.dtype)
         parts.model = self._given or load_model(parts.source, dtype, self.device)
         parts.eos = eos_ids(parts.model, parts.tokenizer)
-        runner = ModelRunner(parts.model, self._backend(parts.info, dtype))
+        if self.deterministic:
+            refuse_batch_dependent(parts.model)
+        backend = self._backend(parts.info, dtype)
+        own, attention = own_logits(parts.model), parts.model.config._attn_implementation
+        runner = ModelRunner(parts.model, backend)
         if runner.device.type == "cpu":
             pack_linears(parts.model, deterministic=self.deterministic)
+        if own is not None:
+            try:
+                check_agreement(runner, own)
+            except ModelError:
+                parts.model.set_attn_implementation(attention)  # not to pass for checked
+                raise
         parts.engine = Engine(
             runner,
             parts.tokenizer,

@@ -28,7 +28,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,8 @@ def pack_linears(
 
     Args:
         model: on the CPU, weights loaded; on other devices only `deterministic` has an effect.
-        deterministic: results bitwise independent of the batch; every layer is replaced, packed or not.
+        deterministic: results bitwise independent of the batch; every layer is replaced, packed or not, and those that
+            an earlier call packed compute so too from now on (`batch_dependent` names what is no linear layer).
         tied: also pack weights that something else shares.
         upcast: pack bfloat16 weights as float32 where the CPU has no bfloat16 instructions (2-4x faster, twice the
             weights' bytes); None = if that takes at most half of the machine's memory.
@@ -166,6 +167,11 @@ def pack_linears(
     Returns:
         What was packed.
     """
+    if deterministic:
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.deterministic = True
+        _transpose(model)
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -205,6 +211,23 @@ def pack_linears(
     note = "this CPU has no bfloat16 instructions: float32 is 3-5x faster" if slow else ""
     layers = {kind: tuple(names) for kind, names in packed.items()}
     return PackReport(layers, tuple(dense), extra_bytes, upcasts, note)
+
+
+def batch_dependent(model: nn.Module) -> dict[str, str]:
+    """Modules that multiply by matrices of their own, such as the experts of a mixture: `pack_linears` cannot make their
+    rows independent of the batch.
+
+    Returns:
+        name -> class, in the model's order; empty if deterministic linear layers make the whole model deterministic.
+    """
+    return {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if type(module) is not nn.Linear
+        and not isinstance(module, PackedLinear | nn.Embedding)
+        and not _is_transposed(module)
+        and any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+    }
 
 
 def packing(weight: Tensor, compute: torch.dtype) -> Packing:
@@ -281,6 +304,24 @@ def _linears(model: nn.Module) -> list[tuple[str, Any, str]]:
             if type(child) is nn.Linear:
                 found.append((f"{name}.{child_name}".lstrip("."), module, child_name))
     return found
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2, which keeps its weight as [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _transpose(model: nn.Module) -> None:
+    """Replace the linear layers of GPT-2 by plain ones over the same weights, in place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_transposed(child):
+                weight: Any = child.weight
+                inputs, outputs = weight.shape
+                linear = nn.Linear(inputs, outputs, device="meta", dtype=weight.dtype)
+                linear.weight = nn.Parameter(weight.detach().t(), requires_grad=False)
+                linear.bias = cast(nn.Parameter, child.bias)
+                setattr(parent, name, linear.train(child.training))
 
 
 @functools.cache

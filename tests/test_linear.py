@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from models import build
 from torch import Tensor, nn
 
 from arbor.kernels import linear
-from arbor.kernels.linear import PackedLinear, Packing, pack_linears
+from arbor.kernels.linear import PackedLinear, Packing, batch_dependent, pack_linears
 
 PACKINGS: tuple[Packing, ...] = ("mkl", "onednn", "dense")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}
@@ -210,3 +211,48 @@ def test_upcasting_waits_for_enough_memory(monkeypatch: pytest.MonkeyPatch) -> N
     report = pack_linears(nn.Sequential(nn.Linear(1024, 1024, bias=False).bfloat16()))
 
     assert report.upcast == 0
+
+
+def test_layers_that_were_packed_before_become_deterministic() -> None:
+    model = tiny_llama(False)
+    pack_linears(model, choose="onednn", tied=False)
+
+    pack_linears(model, deterministic=True)
+    pack_linears(model)
+
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 15 and all(layer.deterministic for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("llama", []),
+        ("gemma3n_text", []),
+        ("gpt2", []),
+        ("opt", []),
+        ("mixtral", ["MixtralTopKRouter", "MixtralExperts"]),
+        ("phimoe", ["PhimoeTopKRouter", "PhimoeExperts"]),
+        ("deepseek_v3", ["DeepseekV3Experts", "DeepseekV3TopkRouter"]),
+    ],
+)
+def test_what_depends_on_the_batch_is_named(name: str, classes: list[str]) -> None:
+    model = build(name)
+
+    found = batch_dependent(model)
+
+    assert sorted(set(found.values())) == sorted(classes)
+    assert all(type(model.get_submodule(each)).__name__ == found[each] for each in found)
+
+
+def test_the_linear_layers_of_gpt2_compute_the_same_and_row_by_row() -> None:
+    model = build("gpt2")
+    tokens = torch.arange(24).view(2, 12)
+    expected = model(tokens).logits
+
+    pack_linears(model, deterministic=True)
+
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 3 * 4 + 1 and batch_dependent(model) == {}
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from models import ARCHITECTURES, config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from arbor import Metrics, Sampling, Solution, Solver
@@ -15,6 +17,7 @@ from arbor.controllers.tot import ToT
 from arbor.engine.loading import BUILTIN
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, UsageError
 from arbor.events import Boundary, Ended, Event, Evicted, Forwarded, Header, Opened, Selected
+from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.tasks.game24 import Game24
 from arbor.trace import read_trace
@@ -52,6 +55,14 @@ def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def sized(name: str, tokenizer: Any) -> Any:
+    """A random model of an architecture with a vocabulary for the tokenizer."""
+    model_type, settings = ARCHITECTURES[name]
+    config = config_of(model_type, **settings | {"vocab_size": len(tokenizer)})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def blocks(events: list[Event]) -> dict[int, tuple[int, ...]]:
@@ -119,6 +130,35 @@ def test_deterministic_values_are_the_same_bits_at_every_budget() -> None:
 
     assert squeezed.candidates == full.candidates
     assert squeezed.steps == full.steps
+
+
+def test_deterministic_is_refused_where_experts_depend_on_the_batch(tokenizer: Any) -> None:
+    model = sized("mixtral", tokenizer)
+
+    with pytest.raises(UsageError) as error:
+        search(model, tokenizer=tokenizer, deterministic=True)
+
+    assert error.value.code == "deterministic"
+    assert "model_type 'mixtral'" in str(error.value) and "MixtralExperts" in str(error.value)
+    assert "model.layers.0.mlp.experts" in error.value.data["layers"]
+
+
+def test_deterministic_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arbor.solver.device_of", lambda device: torch.device("cuda"))
+
+    with pytest.raises(UsageError, match="the device is cuda"):
+        Solver(deterministic=True)
+
+
+def test_a_ready_model_that_ran_before_becomes_deterministic(tokenizer: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(SAPLING)
+    Solver(model, tokenizer=tokenizer, device="cpu").load()
+
+    Solver(model, tokenizer=tokenizer, device="cpu", deterministic=True).load()
+
+    layers = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    assert layers and all(each.deterministic for each in layers)
+    assert not any(type(each) is torch.nn.Linear for each in model.modules())
 
 
 def test_deterministic_results_agree_with_the_fast_ones_within_tolerance() -> None:
@@ -279,6 +319,52 @@ def test_a_model_directory_and_the_ready_model_give_the_same_tree(small: Path) -
     _, from_ready = search(ready, tokenizer=AutoTokenizer.from_pretrained(small))
 
     assert blocks(from_directory) == blocks(from_ready)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ({"dtype": "bfloat16"}, "dtype", "the ready model's is float32. Leave dtype out"),
+        ({"dtype": "nonsense"}, "dtype", "the ready model's is float32. Leave dtype out"),
+        ({"device": "cuda"}, "device", "the ready model is on cpu. Leave device out"),
+    ],
+)
+def test_a_ready_model_is_not_converted(
+    settings: dict[str, str],
+    code: str,
+    words: str,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(UsageError) as error:
+        Solver(sized("llama", tokenizer), tokenizer=tokenizer, **settings)
+
+    assert error.value.code == code and words in str(error.value)
+
+
+def test_dtype_and_device_are_those_of_the_ready_model(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked: list[torch.dtype] = []
+    chosen = Solver._backend
+
+    def backend(self: Solver, info: Any, dtype: torch.dtype) -> Any:
+        asked.append(dtype)
+        return chosen(self, info, dtype)
+
+    monkeypatch.setattr(Solver, "_backend", backend)
+    model = sized("llama", tokenizer).to(torch.bfloat16)
+    model.config.dtype = "float32"
+
+    solver = Solver(model, tokenizer=tokenizer, dtype="bfloat16", deterministic=True)
+    solver.load()
+
+    assert solver.device == solver.engine.runner.device == torch.device("cpu")
+    assert asked == [solver.engine.runner.dtype] == [torch.bfloat16]
+    assert solver.describe().dtype == "bfloat16"
 
 
 def test_a_missing_model_says_where_models_are(tmp_path: Path, small: Path) -> None:

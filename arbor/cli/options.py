@@ -366,7 +366,7 @@ sampling_options = together(
         "--deterministic",
         is_flag=True,
         heading="Sampling",
-        help="Bitwise the same whatever else is in a batch (CPU; slower).",
+        help="Bitwise the same whatever else is in a batch (CPU, no experts; slower).",
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from arbor.engine.loading import Source, commit_of, load_config, locate, remote_
 from arbor.engine.runner import check_layer_types, checked
 from arbor.errors import ModelError
 from arbor.memory.pool import LayerKV, bytes_per_token
+
+EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +123,39 @@ def describe_config(config: Any, source: Source, *, dtype: str = "auto") -> Mode
 
 def _probe_without_weights(config: Any, source: Source) -> tuple[tuple[LayerSpec, ...], int]:
     check_layer_types(config.get_text_config())
+    config = copy.deepcopy(config)  # transformers writes to it
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation=IMPLEMENTATION,
+                experts_implementation=EXPERTS,
                 trust_remote_code=source.trust_remote_code,
             )
     except (ValueError, KeyError, ImportError) as error:
         if wants_trust(error):
             raise remote_code(source.label) from error
-        raise ModelError(
-            "arch-unsupported",
-            f"model_type '{config.model_type}': transformers cannot build it with arbor's "
-            f"attention ({str(error).splitlines()[0]}).",
-            model_type=config.model_type,
+        raise _unbuilt(
+            config, "transformers cannot build it with arbor's attention", error
         ) from error
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
-    return checked(probe(model, int(text.num_hidden_layers)), text), parameters
+    # the tokens have no values, and padding would be looked for among them
+    text.pad_token_id = model.config.pad_token_id = None
+    try:
+        specs = probe(model, int(text.num_hidden_layers))
+    except Exception as error:  # a model's own code may fail in any way where there are no weights
+        raise _unbuilt(config, "it does not run without weights", error) from error
+    return checked(specs, text), parameters
+
+
+def _unbuilt(config: Any, what: str, error: Exception) -> ModelError:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return ModelError(
+        "arch-unsupported",
+        f"model_type '{config.model_type}': {what} ({lines[0]}).",
+        model_type=config.model_type,
+    )
 
 
 def resolve_dtype(dtype: str, config: Any) -> torch.dtype:

@@ -1,0 +1,59 @@
+"""What is told of a model from its config alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from models import ARCHITECTURES, build, config_of
+
+from arbor.engine.attention import probe
+from arbor.engine.describe import describe_config
+from arbor.engine.loading import Source
+from arbor.memory.pool import LayerKV, bytes_per_token
+
+HERE = Source("here", "")
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_is_described_in_every_dtype(name: str, dtype: str | None) -> None:
+    model_type, settings = ARCHITECTURES[name]
+
+    info = describe_config(config_of(model_type, **settings, dtype=dtype), HERE)
+
+    assert info.supported, info.reason
+    assert info.dtype == (dtype or "float32")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_what_is_told_without_weights_is_so_with_them(name: str) -> None:
+    model = build(name)
+    config = copy.deepcopy(model.config)
+
+    info = describe_config(config, HERE, dtype="float32")
+
+    assert config.to_dict() == model.config.to_dict()
+    assert config._attn_implementation == model.config._attn_implementation
+    assert info.parameters == sum(each.numel() for each in model.parameters())
+    model.set_attn_implementation("arbor_paged")
+    shapes = [spec.shape for spec in probe(model, info.layers) if spec is not None]
+    kv = [LayerKV(each.num_kv_heads, each.head_dim_qk, each.head_dim_vo) for each in shapes]
+    assert info.kv_bytes_per_token == bytes_per_token(kv, torch.float32)
+
+
+def test_a_model_with_padding_is_described() -> None:
+    settings = ARCHITECTURES["gpt2"][1]
+    info = describe_config(config_of("gpt2", **settings | {"pad_token_id": 0}), HERE)
+
+    assert info.supported, info.reason
+
+
+def test_a_model_that_does_not_run_without_weights_is_unsupported() -> None:
+    settings = {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+    info = describe_config(config_of("jetmoe", **settings), HERE)
+
+    assert not info.supported
+    assert "model_type 'jetmoe': it does not run without weights (" in info.reason
