@@ -197,6 +197,8 @@ class Solver:
         self._parts: _Parts | None = None
         self._session: Session | None = None
         self._busy = threading.Lock()
+        self._reading = threading.Lock()  # of config and tokenizer
+        self._loading = threading.Lock()  # of weights, which takes long
 
     @classmethod
     def from_config(
@@ -253,9 +255,17 @@ class Solver:
         Raises:
             ModelError: unsupported, incomplete or unreadable.
         """
-        parts = self._read()
-        if parts.engine is not None:
-            return
+        self._loaded()
+
+    def _loaded(self) -> _Parts:
+        """What was read, with its engine; threads that come together wait for the one that loads."""
+        with self._loading:
+            parts = self._read()
+            if parts.engine is None:
+                self._load(parts)
+            return parts
+
+    def _load(self, parts: _Parts) -> None:
         if not parts.info.supported:
             raise ModelError("arch-unsupported", parts.info.reason, "See 'arbor info MODEL'.")
         dtype = resolve_dtype(self.dtype, parts.config)
@@ -278,16 +288,14 @@ class Solver:
     @property
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
-        self.load()
-        engine = self._read().engine
+        engine = self._loaded().engine
         assert engine is not None, "load makes it"
         return engine
 
     @property
     def eos(self) -> tuple[int, ...]:
         """Token ids that end a text."""
-        self.load()
-        return self._read().eos
+        return self._loaded().eos
 
     def _backend_name(self, info: ModelInfo, dtype: torch.dtype) -> str:
         """What was asked for; ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
@@ -322,20 +330,24 @@ class Solver:
         return cast(AttentionBackend, registry.build("backend", name))
 
     def _read(self) -> _Parts:
-        """Config and tokenizer, read once."""
-        if self._parts is None:
-            config = load_config(self._source) if self._given is None else self._given.config
-            tokenizer = self._tokenizer or load_tokenizer(self._source)
-            dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
-            info = describe_config(config, self._source, dtype=dtype)
-            generation = (
-                load_generation_config(self._source)
-                if self._given is None
-                else getattr(self._given, "generation_config", None)
-            )
-            sampling = sampling_defaults(generation)
-            self._parts = _Parts(self._source, config, tokenizer, info, sampling)
-        return self._parts
+        """Config and tokenizer, read once, whichever thread asks first."""
+        with self._reading:
+            if self._parts is None:
+                self._parts = self._read_parts()
+            return self._parts
+
+    def _read_parts(self) -> _Parts:
+        config = load_config(self._source) if self._given is None else self._given.config
+        tokenizer = self._tokenizer or load_tokenizer(self._source)
+        dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
+        info = describe_config(config, self._source, dtype=dtype)
+        generation = (
+            load_generation_config(self._source)
+            if self._given is None
+            else getattr(self._given, "generation_config", None)
+        )
+        sampling = sampling_defaults(generation)
+        return _Parts(self._source, config, tokenizer, info, sampling)
 
     # Planning
 
@@ -504,8 +516,7 @@ class Solver:
             )
         config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
         with self._busy:
-            self.load()
-            parts = self._read()
+            parts = self._loaded()
             assert parts.engine is not None
             fold = MetricsFold()
             writer = request.writer()

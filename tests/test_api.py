@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from arbor import (
 )
 from arbor.config import config_text
 from arbor.controllers.tot import ToT
+from arbor.engine.loading import load_model, load_tokenizer
 from arbor.errors import BudgetInfeasible
 from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
 from arbor.stream import SearchStream
@@ -299,6 +301,39 @@ def test_a_search_can_be_awaited(solver: Solver) -> None:
 
     assert first.candidates == solver.solve(PUZZLE).candidates
     assert second.problem == OTHER
+
+
+def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second search, if it reads for itself, begins before the first has read and ends while that loads."""
+    reads, loads = [], []
+    second, loading = threading.Event(), threading.Event()
+
+    def read(source: Any) -> Any:
+        reads.append(source)
+        if len(reads) == 1:
+            second.wait(0.3)
+        else:
+            second.set()
+            loading.wait()
+        return load_tokenizer(source)
+
+    def load(*given: Any) -> Any:
+        loads.append(given)
+        loading.set()
+        time.sleep(0.3)
+        return load_model(*given)
+
+    monkeypatch.setattr("arbor.solver.load_tokenizer", read)
+    monkeypatch.setattr("arbor.solver.load_model", load)
+
+    async def solve(solver: Solver) -> list[Solution]:
+        return await asyncio.gather(*(solver.asolve(PUZZLE, max_tokens=1) for _ in range(2)))
+
+    with Solver(**SMALL) as solver:
+        solutions = asyncio.run(solve(solver))
+
+    assert [s.finish_reason for s in solutions] == ["limit"] * 2
+    assert (len(reads), len(loads)) == (1, 1)
 
 
 def test_events_can_be_awaited(solver: Solver) -> None:
