@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -197,6 +198,7 @@ class Solver:
         self._parts: _Parts | None = None
         self._session: Session | None = None
         self._busy = threading.Lock()
+        self._searching: int | None = None  # the thread that holds it
         self._reading = threading.Lock()  # of config and tokenizer
         self._loading = threading.Lock()  # of weights, which takes long
 
@@ -434,6 +436,7 @@ class Solver:
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
+            UsageError: what cannot be meant; or this thread is in the middle of a search of this solver.
             BudgetInfeasible, OutOfMemory: also in its middle, where the policy gives up too little (``full``) or the machine
                 runs out of memory; the error's data hold the best answer until then.
             Exception: whatever a listener raises; `StopSearch` only ends the search.
@@ -502,6 +505,12 @@ class Solver:
             self._session.stop(status)
 
     def _solve(self, problem: Problem, request: Request, listeners: Sequence[Listener]) -> Solution:
+        if self._searching == threading.get_ident():
+            raise UsageError(
+                "solver-busy",
+                "a listener, task, verifier or controller of this search asked its own solver to solve another problem.",
+                "One solver runs one search at a time: use another Solver there, or solve after the search.",
+            )
         if request.expected is not None:
             problem = dataclasses.replace(problem, expected=request.expected)
         seed = self.seed if request.seed is None else request.seed
@@ -515,7 +524,7 @@ class Solver:
                 "Solve once with a trace, then pass it as recorded=… (--recorded TRACE).",
             )
         config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
-        with self._busy:
+        with self._searched():
             parts = self._loaded()
             assert parts.engine is not None
             fold = MetricsFold()
@@ -562,6 +571,16 @@ class Solver:
                     writer.close()
             path = None if writer is None else os.fspath(writer.path)
             return self._solution(problem, outcome, fold.metrics(), seed, config, path)
+
+    @contextmanager
+    def _searched(self) -> Iterator[None]:
+        """Within, this thread is the only one that searches."""
+        with self._busy:
+            self._searching = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._searching = None
 
     def _header(self, problem: Problem, seed: int, plan: Plan, config: dict[str, Any]) -> Header:
         parts = self._read()

@@ -94,6 +94,22 @@ def test_what_a_callback_raises_reaches_the_caller(listening: Solver) -> None:
         listening.solve(PUZZLE)
 
 
+def test_a_search_within_a_search_of_the_same_solver_is_refused(listening: Solver) -> None:
+    def again(event: Event) -> None:
+        if isinstance(event, Selected):
+            listening.solve(OTHER)
+
+    listening.listeners = (again,)
+    stream = listening.stream(PUZZLE)  # a thread of its own: what hangs must not hang the tests
+    stream._thread.join(30)
+
+    assert not stream._thread.is_alive()
+    with pytest.raises(UsageError, match="solver-busy"):
+        _ = stream.solution
+    listening.listeners = ()
+    assert listening.solve(OTHER).problem == OTHER
+
+
 def test_a_callback_can_end_the_search(listening: Solver, tmp_path: Path) -> None:
     def stop_at_the_first_thought(event: Event) -> None:
         if isinstance(event, Boundary):
