@@ -45,7 +45,7 @@ from arbor.events import Ended, Event, Header, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
-from arbor.request import Options, Request
+from arbor.request import Options, Request, seed_of
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
@@ -178,7 +178,7 @@ class Solver:
         self.max_expansions = max_expansions
         self.dtype = dtype
         self.device = device_of(device)
-        self.seed = seed
+        self.seed = seed_of(seed)
         self.deterministic = deterministic
         self.backend = backend_of(backend, self.device, deterministic)
         self.listeners = tuple(listeners)
