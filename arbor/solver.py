@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ import torch
 import arbor
 from arbor import registry
 from arbor.budget import Budget, Footprint, Plan
-from arbor.callbacks import StopSearch
+from arbor.callbacks import StopSearch, tell_failed
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
 from arbor.engine.boundary import StopRule
@@ -446,11 +446,19 @@ class Solver:
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
         parsed, request = self._parse(problem), Request(**options)
+        own: list[Session] = []  # to stop this search and none that follows it
 
         def search(listener: Listener) -> Solution:
-            return self._solve(parsed, request, (listener,))
+            try:
+                return self._solve(parsed, request, (listener,), own.append)
+            finally:
+                own.clear()
 
-        return SearchStream(search, self.stop)
+        def stop(status: Status) -> None:
+            for session in own:
+                session.stop(status)
+
+        return SearchStream(search, stop)
 
     async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
         """`solve` without blocking the event loop; cancelling it stops the search after its current forward."""
@@ -501,10 +509,17 @@ class Solver:
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress after its current forward; safe from a signal handler or another thread."""
-        if self._session is not None:
-            self._session.stop(status)
+        session = self._session  # read once: the search may end meanwhile
+        if session is not None:
+            session.stop(status)
 
-    def _solve(self, problem: Problem, request: Request, listeners: Sequence[Listener]) -> Solution:
+    def _solve(
+        self,
+        problem: Problem,
+        request: Request,
+        listeners: Sequence[Listener],
+        begun: Callable[[Session], object] = lambda session: None,
+    ) -> Solution:
         if self._searching == threading.get_ident():
             raise UsageError(
                 "solver-busy",
@@ -556,13 +571,14 @@ class Solver:
                 emit,
                 uses,
             )
+            begun(session)
             try:
                 emit(self._header(problem, seed, plan, config))
                 try:
                     outcome = session.run(prompt, self.task.prompt(problem))
                 except BaseException:
-                    nodes = fold.metrics().nodes
-                    emit(Ended("error", nodes, fold.metrics().to_dict()))
+                    end = Ended("error", fold.metrics().nodes, fold.metrics().to_dict())
+                    tell_failed(heard, end)
                     raise
                 emit(Ended(outcome.status, len(outcome.tree), fold.metrics().to_dict()))
             finally:

@@ -110,6 +110,27 @@ def test_a_search_within_a_search_of_the_same_solver_is_refused(listening: Solve
     assert listening.solve(OTHER).problem == OTHER
 
 
+def test_what_failed_first_is_raised_and_every_listener_is_told(
+    listening: Solver, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, Selected):
+            raise ZeroDivisionError
+        if isinstance(event, Ended):
+            raise RuntimeError("again")
+
+    heard: list[Event] = []
+    listening.listeners = (fail, heard.append)
+
+    with caplog.at_level(logging.WARNING, "arbor"), pytest.raises(ZeroDivisionError):
+        listening.solve(PUZZLE)
+
+    assert isinstance(heard[-1], Ended) and heard[-1].status == "error"
+    assert [r.getMessage() for r in caplog.records] == [
+        "a callback failed at the end of a failed search"
+    ]
+
+
 def test_a_callback_can_end_the_search(listening: Solver, tmp_path: Path) -> None:
     def stop_at_the_first_thought(event: Event) -> None:
         if isinstance(event, Boundary):
@@ -415,3 +436,59 @@ def test_stopping_a_search_that_waits_leaves_the_running_one_alone() -> None:
     assert stopped == ["interrupted"]
     stream.stop()
     assert stopped == ["interrupted"], "a search that has ended needs no stop"
+
+
+def test_stopping_a_search_whose_end_was_not_heard_leaves_the_next_one_alone(
+    listening: Solver,
+) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, Ended):
+            raise RuntimeError("no end")
+
+    listening.listeners = (fail,)
+    ended = listening.stream(PUZZLE, max_tokens=1)
+    with pytest.raises(RuntimeError, match="no end"):
+        list(ended)
+
+    def stop_the_other(event: Event) -> None:
+        ended.stop()
+
+    listening.listeners = (stop_the_other,)
+
+    assert listening.solve(PUZZLE).finish_reason in ("solved", "exhausted")
+
+
+def test_a_stop_is_for_its_own_search_even_where_nothing_says_that_it_has_ended() -> None:
+    """Between the end of a search and the end of its thread another may begin."""
+    with Solver(**SMALL) as solver:
+        stream = solver.stream(PUZZLE, max_tokens=1)
+        stream._thread.join()
+        stream._running = True
+        solver.listeners = (lambda event: stream.stop(),)
+
+        assert solver.solve(PUZZLE).finish_reason in ("solved", "exhausted")
+
+
+def test_a_search_that_ends_while_it_is_stopped() -> None:
+    class Ending(Solver):
+        """Whoever looks is the last to see a session."""
+
+        looked = False
+
+        @property
+        def _session(self) -> Any:
+            before, self.looked = self.looked, True
+            return None if before else FakeSession()
+
+        @_session.setter
+        def _session(self, session: Any) -> None:
+            pass
+
+    class FakeSession:
+        def stop(self, status: str) -> None:
+            stopped.append(status)
+
+    stopped: list[str] = []
+    Ending(**SMALL).stop()
+
+    assert stopped == ["interrupted"]
