@@ -17,7 +17,7 @@ from trees import SAMPLED, Lab, own_logits
 from arbor.engine.boundary import StopRule
 from arbor.engine.sampling import Code, Sampling, confidence, sample, stream
 from arbor.engine.source import Growth
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.tasks.base import Boundary
 from arbor.tree import ThoughtTree
 
@@ -185,6 +185,16 @@ def test_temperature_zero_takes_the_most_probable_token() -> None:
 
     assert drawn.tokens == logits.argmax(-1).tolist()
     assert drawn.top1 == pytest.approx([math.exp(p) for p in drawn.logprob])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), EVERYTHING, Sampling(1.0, 1.0, 5)])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(sampling: Sampling, wrong: float) -> None:
+    logits = logits_of(1, 3, 2000)
+    logits[1, 7] = wrong
+
+    with pytest.raises(ModelError, match=r"logits-not-finite.*bfloat16"):
+        sample(logits, [0.3] * 3, sampling)
 
 
 def test_probabilities_are_the_models_own_whatever_the_temperature() -> None:

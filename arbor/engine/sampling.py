@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.tree import Node
 
 
@@ -120,9 +121,15 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled
         logits: [n, V] float32.
         uniforms: n numbers in [0, 1).
         sampling: temperature and cut-offs, applied in the usual order: temperature, top-k, top-p.
+
+    Raises:
+        ModelError: logits that are NaN, +inf, or all -inf.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     top = logprobs.max(dim=-1)
+    top1 = top.values.exp().tolist()
+    if any(math.isnan(p) for p in top1):  # one such logit makes all of its row NaN
+        raise not_finite()
     if sampling.temperature == 0:
         tokens = top.indices
         left, share = [0.0] * len(uniforms), [1.0] * len(uniforms)
@@ -135,7 +142,16 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled
             tokens, place, length = _cut(probability, uniform, sampling)
         left, share = place.tolist(), length.tolist()
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Sampled(tokens.tolist(), chosen.tolist(), top.values.exp().tolist(), left, share)
+    return Sampled(tokens.tolist(), chosen.tolist(), top1, left, share)
+
+
+def not_finite() -> ModelError:
+    """What is raised for logits that no token can be chosen by."""
+    return ModelError(
+        "logits-not-finite",
+        "the model's logits are not finite: its numbers have overflowed, or its weights are broken.",
+        "Use --dtype bfloat16 or --dtype float32 where it is float16; else compare the weights with their source.",
+    )
 
 
 def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
