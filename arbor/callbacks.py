@@ -10,8 +10,9 @@ Any function that takes an event is a listener too; `Callback` only spares the `
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from arbor.events import Event, Listener
+from arbor.events import Ended, Event, Listener
 
 logger = logging.getLogger(__name__)
 
@@ -61,3 +62,15 @@ class SafeCallback:
                 logger.warning(
                     "a callback failed at '%s'; the search goes on", event.name, exc_info=True
                 )
+
+
+def tell_failed(listeners: Iterable[Listener], end: Ended) -> None:
+    """Tell every listener that the search has failed; what one raises now is logged, for the first failure is the one that
+    counts."""
+    for listener in listeners:
+        try:
+            listener(end)
+        except StopSearch:
+            pass
+        except Exception:
+            logger.warning("a callback failed at the end of a failed search", exc_info=True)

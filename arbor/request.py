@@ -27,6 +27,17 @@ class Options(TypedDict, total=False):
     recorded: str | os.PathLike[str] | Uses | None
 
 
+def seed_of(seed: int) -> int:
+    """A seed, checked.
+
+    Raises:
+        UsageError: not a whole number, or below 0.
+    """
+    if not hasattr(seed, "__index__") or seed < 0:
+        raise UsageError("seed", f"seed is {seed!r}.", "It is a whole number, 0 or more.")
+    return seed
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What one run asks for.
@@ -57,6 +68,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.budget is not None:
             Budget.parse(self.budget)
+        if self.seed is not None:
+            seed_of(self.seed)
         if self.timeout is not None and not self.timeout >= 0:
             raise UsageError("limit", f"timeout is {self.timeout}.", "It is 0 seconds or more.")
         if self.max_tokens is not None and self.max_tokens < 1:

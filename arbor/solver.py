@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ import torch
 import arbor
 from arbor import registry
 from arbor.budget import Budget, Footprint, Plan
-from arbor.callbacks import StopSearch
+from arbor.callbacks import StopSearch, tell_failed
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
 from arbor.engine.agreement import check_agreement, own_logits
@@ -45,7 +46,7 @@ from arbor.events import Ended, Event, Header, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
-from arbor.request import Options, Request
+from arbor.request import Options, Request, seed_of
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
@@ -183,7 +184,7 @@ class Solver:
         self._given = None if isinstance(model, str | os.PathLike) else model
         self.dtype = dtype
         self.device = device_of(device) if self._given is None else place_of(model, dtype, device)
-        self.seed = seed
+        self.seed = seed_of(seed)
         self.deterministic = deterministic
         self.backend = backend_of(backend, self.device, deterministic)
         self.listeners = tuple(listeners)
@@ -202,6 +203,9 @@ class Solver:
         self._parts: _Parts | None = None
         self._session: Session | None = None
         self._busy = threading.Lock()
+        self._searching: int | None = None  # the thread that holds it
+        self._reading = threading.Lock()  # of config and tokenizer
+        self._loading = threading.Lock()  # of weights, which takes long
 
     @classmethod
     def from_config(
@@ -259,9 +263,17 @@ class Solver:
             ModelError: unsupported, incomplete or unreadable.
             UsageError: `deterministic`, and layers of the model depend on the batch.
         """
-        parts = self._read()
-        if parts.engine is not None:
-            return
+        self._loaded()
+
+    def _loaded(self) -> _Parts:
+        """What was read, with its engine; threads that come together wait for the one that loads."""
+        with self._loading:
+            parts = self._read()
+            if parts.engine is None:
+                self._load(parts)
+            return parts
+
+    def _load(self, parts: _Parts) -> None:
         if not parts.info.supported:
             raise ModelError("arch-unsupported", parts.info.reason, "See 'arbor info MODEL'.")
         dtype: torch.dtype = getattr(torch, parts.info.dtype)
@@ -294,16 +306,14 @@ class Solver:
     @property
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
-        self.load()
-        engine = self._read().engine
+        engine = self._loaded().engine
         assert engine is not None, "load makes it"
         return engine
 
     @property
     def eos(self) -> tuple[int, ...]:
         """Token ids that end a text."""
-        self.load()
-        return self._read().eos
+        return self._loaded().eos
 
     def _backend_name(self, info: ModelInfo, dtype: torch.dtype) -> str:
         """What was asked for; ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
@@ -338,20 +348,24 @@ class Solver:
         return cast(AttentionBackend, registry.build("backend", name))
 
     def _read(self) -> _Parts:
-        """Config and tokenizer, read once."""
-        if self._parts is None:
-            config = load_config(self._source) if self._given is None else self._given.config
-            tokenizer = self._tokenizer or load_tokenizer(self._source)
-            dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
-            info = describe_config(config, self._source, dtype=dtype)
-            generation = (
-                load_generation_config(self._source)
-                if self._given is None
-                else getattr(self._given, "generation_config", None)
-            )
-            sampling = sampling_defaults(generation)
-            self._parts = _Parts(self._source, config, tokenizer, info, sampling)
-        return self._parts
+        """Config and tokenizer, read once, whichever thread asks first."""
+        with self._reading:
+            if self._parts is None:
+                self._parts = self._read_parts()
+            return self._parts
+
+    def _read_parts(self) -> _Parts:
+        config = load_config(self._source) if self._given is None else self._given.config
+        tokenizer = self._tokenizer or load_tokenizer(self._source)
+        dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
+        info = describe_config(config, self._source, dtype=dtype)
+        generation = (
+            load_generation_config(self._source)
+            if self._given is None
+            else getattr(self._given, "generation_config", None)
+        )
+        sampling = sampling_defaults(generation)
+        return _Parts(self._source, config, tokenizer, info, sampling)
 
     # Planning
 
@@ -438,6 +452,7 @@ class Solver:
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
+            UsageError: what cannot be meant; or this thread is in the middle of a search of this solver.
             BudgetInfeasible, OutOfMemory: also in its middle, where the policy gives up too little (``full``) or the machine
                 runs out of memory; the error's data hold the best answer until then.
             Exception: whatever a listener raises; `StopSearch` only ends the search.
@@ -447,11 +462,19 @@ class Solver:
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
         parsed, request = self._parse(problem), Request(**options)
+        own: list[Session] = []  # to stop this search and none that follows it
 
         def search(listener: Listener) -> Solution:
-            return self._solve(parsed, request, (listener,))
+            try:
+                return self._solve(parsed, request, (listener,), own.append)
+            finally:
+                own.clear()
 
-        return SearchStream(search, self.stop)
+        def stop(status: Status) -> None:
+            for session in own:
+                session.stop(status)
+
+        return SearchStream(search, stop)
 
     async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
         """`solve` without blocking the event loop; cancelling it stops the search after its current forward."""
@@ -502,10 +525,23 @@ class Solver:
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress after its current forward; safe from a signal handler or another thread."""
-        if self._session is not None:
-            self._session.stop(status)
+        session = self._session  # read once: the search may end meanwhile
+        if session is not None:
+            session.stop(status)
 
-    def _solve(self, problem: Problem, request: Request, listeners: Sequence[Listener]) -> Solution:
+    def _solve(
+        self,
+        problem: Problem,
+        request: Request,
+        listeners: Sequence[Listener],
+        begun: Callable[[Session], object] = lambda session: None,
+    ) -> Solution:
+        if self._searching == threading.get_ident():
+            raise UsageError(
+                "solver-busy",
+                "a listener, task, verifier or controller of this search asked its own solver to solve another problem.",
+                "One solver runs one search at a time: use another Solver there, or solve after the search.",
+            )
         if request.expected is not None:
             problem = dataclasses.replace(problem, expected=request.expected)
         seed = self.seed if request.seed is None else request.seed
@@ -519,9 +555,8 @@ class Solver:
                 "Solve once with a trace, then pass it as recorded=… (--recorded TRACE).",
             )
         config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
-        with self._busy:
-            self.load()
-            parts = self._read()
+        with self._searched():
+            parts = self._loaded()
             assert parts.engine is not None
             fold = MetricsFold()
             writer = request.writer()
@@ -552,13 +587,14 @@ class Solver:
                 emit,
                 uses,
             )
+            begun(session)
             try:
                 emit(self._header(problem, seed, plan, config))
                 try:
                     outcome = session.run(prompt, self.task.prompt(problem))
                 except BaseException:
-                    nodes = fold.metrics().nodes
-                    emit(Ended("error", nodes, fold.metrics().to_dict()))
+                    end = Ended("error", fold.metrics().nodes, fold.metrics().to_dict())
+                    tell_failed(heard, end)
                     raise
                 emit(Ended(outcome.status, len(outcome.tree), fold.metrics().to_dict()))
             finally:
@@ -567,6 +603,16 @@ class Solver:
                     writer.close()
             path = None if writer is None else os.fspath(writer.path)
             return self._solution(problem, outcome, fold.metrics(), seed, config, path)
+
+    @contextmanager
+    def _searched(self) -> Iterator[None]:
+        """Within, this thread is the only one that searches."""
+        with self._busy:
+            self._searching = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._searching = None
 
     def _header(self, problem: Problem, seed: int, plan: Plan, config: dict[str, Any]) -> Header:
         parts = self._read()

@@ -52,6 +52,7 @@ class SearchStream:
             except BaseException as error:
                 self._error = error
             finally:
+                self._running = False  # whether or not its end was heard
                 self._events.put(None)
 
         self._thread = threading.Thread(target=work, name="arbor-search", daemon=True)

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from arbor import (
 )
 from arbor.config import config_text
 from arbor.controllers.tot import ToT
+from arbor.engine.loading import load_model, load_tokenizer
 from arbor.errors import BudgetInfeasible
 from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
 from arbor.stream import SearchStream
@@ -90,6 +92,43 @@ def test_what_a_callback_raises_reaches_the_caller(listening: Solver) -> None:
 
     with pytest.raises(ZeroDivisionError):
         listening.solve(PUZZLE)
+
+
+def test_a_search_within_a_search_of_the_same_solver_is_refused(listening: Solver) -> None:
+    def again(event: Event) -> None:
+        if isinstance(event, Selected):
+            listening.solve(OTHER)
+
+    listening.listeners = (again,)
+    stream = listening.stream(PUZZLE)  # a thread of its own: what hangs must not hang the tests
+    stream._thread.join(30)
+
+    assert not stream._thread.is_alive()
+    with pytest.raises(UsageError, match="solver-busy"):
+        _ = stream.solution
+    listening.listeners = ()
+    assert listening.solve(OTHER).problem == OTHER
+
+
+def test_what_failed_first_is_raised_and_every_listener_is_told(
+    listening: Solver, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, Selected):
+            raise ZeroDivisionError
+        if isinstance(event, Ended):
+            raise RuntimeError("again")
+
+    heard: list[Event] = []
+    listening.listeners = (fail, heard.append)
+
+    with caplog.at_level(logging.WARNING, "arbor"), pytest.raises(ZeroDivisionError):
+        listening.solve(PUZZLE)
+
+    assert isinstance(heard[-1], Ended) and heard[-1].status == "error"
+    assert [r.getMessage() for r in caplog.records] == [
+        "a callback failed at the end of a failed search"
+    ]
 
 
 def test_a_callback_can_end_the_search(listening: Solver, tmp_path: Path) -> None:
@@ -301,6 +340,39 @@ def test_a_search_can_be_awaited(solver: Solver) -> None:
     assert second.problem == OTHER
 
 
+def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second search, if it reads for itself, begins before the first has read and ends while that loads."""
+    reads, loads = [], []
+    second, loading = threading.Event(), threading.Event()
+
+    def read(source: Any) -> Any:
+        reads.append(source)
+        if len(reads) == 1:
+            second.wait(0.3)
+        else:
+            second.set()
+            loading.wait()
+        return load_tokenizer(source)
+
+    def load(*given: Any) -> Any:
+        loads.append(given)
+        loading.set()
+        time.sleep(0.3)
+        return load_model(*given)
+
+    monkeypatch.setattr("arbor.solver.load_tokenizer", read)
+    monkeypatch.setattr("arbor.solver.load_model", load)
+
+    async def solve(solver: Solver) -> list[Solution]:
+        return await asyncio.gather(*(solver.asolve(PUZZLE, max_tokens=1) for _ in range(2)))
+
+    with Solver(**SMALL) as solver:
+        solutions = asyncio.run(solve(solver))
+
+    assert [s.finish_reason for s in solutions] == ["limit"] * 2
+    assert (len(reads), len(loads)) == (1, 1)
+
+
 def test_events_can_be_awaited(solver: Solver) -> None:
     async def listen() -> list[Event]:
         return [event async for event in solver.astream(PUZZLE)]
@@ -364,3 +436,59 @@ def test_stopping_a_search_that_waits_leaves_the_running_one_alone() -> None:
     assert stopped == ["interrupted"]
     stream.stop()
     assert stopped == ["interrupted"], "a search that has ended needs no stop"
+
+
+def test_stopping_a_search_whose_end_was_not_heard_leaves_the_next_one_alone(
+    listening: Solver,
+) -> None:
+    def fail(event: Event) -> None:
+        if isinstance(event, Ended):
+            raise RuntimeError("no end")
+
+    listening.listeners = (fail,)
+    ended = listening.stream(PUZZLE, max_tokens=1)
+    with pytest.raises(RuntimeError, match="no end"):
+        list(ended)
+
+    def stop_the_other(event: Event) -> None:
+        ended.stop()
+
+    listening.listeners = (stop_the_other,)
+
+    assert listening.solve(PUZZLE).finish_reason in ("solved", "exhausted")
+
+
+def test_a_stop_is_for_its_own_search_even_where_nothing_says_that_it_has_ended() -> None:
+    """Between the end of a search and the end of its thread another may begin."""
+    with Solver(**SMALL) as solver:
+        stream = solver.stream(PUZZLE, max_tokens=1)
+        stream._thread.join()
+        stream._running = True
+        solver.listeners = (lambda event: stream.stop(),)
+
+        assert solver.solve(PUZZLE).finish_reason in ("solved", "exhausted")
+
+
+def test_a_search_that_ends_while_it_is_stopped() -> None:
+    class Ending(Solver):
+        """Whoever looks is the last to see a session."""
+
+        looked = False
+
+        @property
+        def _session(self) -> Any:
+            before, self.looked = self.looked, True
+            return None if before else FakeSession()
+
+        @_session.setter
+        def _session(self, session: Any) -> None:
+            pass
+
+    class FakeSession:
+        def stop(self, status: str) -> None:
+            stopped.append(status)
+
+    stopped: list[str] = []
+    Ending(**SMALL).stop()
+
+    assert stopped == ["interrupted"]

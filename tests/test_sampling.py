@@ -17,7 +17,7 @@ from trees import SAMPLED, Lab, own_logits
 from arbor.engine.boundary import StopRule
 from arbor.engine.sampling import Code, Sampling, confidence, sample, stream
 from arbor.engine.source import Growth
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.tasks.base import Boundary
 from arbor.tree import ThoughtTree
 
@@ -131,6 +131,47 @@ def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform:
         assert place == 0 or reached[place - 1] <= uniform + 1e-9
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.7, 0.9), Sampling(0.7, 1.0, 40), Sampling(0.7, 0.8, 300), Sampling(1.0, 0.98)],
+    ids=["top-p", "top-k", "both", "wide"],
+)
+@given(seed=st.integers(0, 10_000), uniform=st.floats(0, 1, exclude_max=True))
+def test_equally_probable_tokens_are_drawn_alike_whatever_stands_beside_them(
+    sampling: Sampling, seed: int, uniform: float
+) -> None:
+    """Logits of 16 bits lie on a grid, where many are equal."""
+    row = logits_of(seed, 1, 4096, 3.0)[0]
+    row[:40] += 12
+    row = row.to(torch.bfloat16).float()
+
+    alone = sample(row[None], [uniform], sampling)
+    beside = sample(torch.stack([row, torch.zeros(4096)]), [uniform, uniform], sampling)
+
+    assert beside.tokens[0] == alone.tokens[0]
+    assert (beside.left[0], beside.share[0]) == (alone.left[0], alone.share[0])
+    want = allowed(row, sampling)
+    reached = np.cumsum(list(want.values()))
+    place = list(want).index(alone.tokens[0])
+    assert reached[place] > uniform - 1e-9
+    assert place == 0 or reached[place - 1] <= uniform + 1e-9
+
+
+@pytest.mark.parametrize("equal", [200, 256, 257, 3000])
+@pytest.mark.parametrize("sampling", [Sampling(1.0, 0.9), Sampling(1.0, 1.0, 256)])
+def test_of_tokens_equally_probable_at_the_edge_the_first_ones_stay(
+    equal: int, sampling: Sampling
+) -> None:
+    logits = torch.full((1, 3000), -9.0)
+    logits[0, -equal:] = 0.0
+    grid = [(i + 0.5) / 500 for i in range(500)]
+
+    drawn = sample(logits.expand(500, -1), grid, sampling).tokens
+
+    assert drawn == sorted(drawn, key=lambda token: (-float(logits[0, token]), token))
+    assert set(drawn) <= set(allowed(logits[0], sampling))
+
+
 def test_an_impossible_first_token_is_not_drawn() -> None:
     logits = torch.tensor([[-torch.inf, -torch.inf, 0.0, 0.0]])
 
@@ -144,6 +185,16 @@ def test_temperature_zero_takes_the_most_probable_token() -> None:
 
     assert drawn.tokens == logits.argmax(-1).tolist()
     assert drawn.top1 == pytest.approx([math.exp(p) for p in drawn.logprob])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), EVERYTHING, Sampling(1.0, 1.0, 5)])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused(sampling: Sampling, wrong: float) -> None:
+    logits = logits_of(1, 3, 2000)
+    logits[1, 7] = wrong
+
+    with pytest.raises(ModelError, match=r"logits-not-finite.*bfloat16"):
+        sample(logits, [0.3] * 3, sampling)
 
 
 def test_probabilities_are_the_models_own_whatever_the_temperature() -> None:

@@ -465,8 +465,25 @@ def test_unknown_names_are_told_the_nearest_one(settings: dict[str, Any], name: 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_depth": 0}, {"step_tokens": -1}, {"max_expansions": 0}, {"device": "tpu0"}]
+    "settings",
+    [
+        {"max_depth": 0},
+        {"step_tokens": -1},
+        {"max_expansions": 0},
+        {"device": "tpu0"},
+        {"seed": -1},
+        {"seed": 0.5},
+    ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Solver(**settings)
+
+
+def test_a_seed_below_zero_is_refused_before_anything_loads() -> None:
+    solver = Solver()
+
+    with pytest.raises(UsageError, match="seed is -1"):
+        solver.solve(PUZZLE, seed=-1)
+
+    assert solver._parts is None

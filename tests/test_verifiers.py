@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.controllers.chain import Chain
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.tasks.base import Problem, Question
 from arbor.tasks.reasoning import Reasoning
 from arbor.tree import Node, ThoughtTree
@@ -120,6 +120,11 @@ def test_a_model_is_never_as_certain_as_a_proof() -> None:
     [value] = SelfEval().verify(FakeTask(), PROBLEM, blocks("good"), yes_for("good", 500.0)).values
 
     assert value == CERTAIN < 1.0
+
+
+def test_verdicts_whose_logits_are_not_finite_are_refused() -> None:
+    with pytest.raises(ModelError, match="logits-not-finite"):
+        SelfEval().verify(FakeTask(), PROBLEM, blocks("a", "b"), yes_for("a", math.nan))
 
 
 def test_verdicts_of_several_tokens_are_told_by_their_first() -> None:

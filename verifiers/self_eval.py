@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from arbor.engine.sampling import not_finite
 from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Question, Task
 from arbor.tree import Node
@@ -45,6 +47,7 @@ class SelfEval:
 
         Raises:
             UsageError: the question is empty, or two verdicts of different worth begin with the same token.
+            ModelError: the model's logits are not finite.
         """
         place: dict[tuple[tuple[str, ...], str], int] = {}
         rows: list[int] = []  # for each candidate, which of the asked states it is
@@ -81,6 +84,8 @@ class SelfEval:
         chosen = logits[list(worth)].double()
         chance = torch.softmax(chosen, dim=0)
         value = float(chance @ torch.tensor(list(worth.values()), dtype=torch.float64))
+        if math.isnan(value):
+            raise not_finite()
         return min(max(value, 0.0), CERTAIN)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.tree import Node
 
 
@@ -110,7 +111,7 @@ class Sampled:
     share: list[float]
 
 
-_PREFIX = 256  # candidates tried before the whole vocabulary is sorted
+_PREFIX = 256  # tokens a nucleus is looked for in before the whole vocabulary is sorted
 
 
 def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled:
@@ -120,9 +121,15 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled
         logits: [n, V] float32.
         uniforms: n numbers in [0, 1).
         sampling: temperature and cut-offs, applied in the usual order: temperature, top-k, top-p.
+
+    Raises:
+        ModelError: logits that are NaN, +inf, or all -inf.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     top = logprobs.max(dim=-1)
+    top1 = top.values.exp().tolist()
+    if any(math.isnan(p) for p in top1):  # one such logit makes all of its row NaN
+        raise not_finite()
     if sampling.temperature == 0:
         tokens = top.indices
         left, share = [0.0] * len(uniforms), [1.0] * len(uniforms)
@@ -135,26 +142,70 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled
             tokens, place, length = _cut(probability, uniform, sampling)
         left, share = place.tolist(), length.tolist()
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Sampled(tokens.tolist(), chosen.tolist(), top.values.exp().tolist(), left, share)
+    return Sampled(tokens.tolist(), chosen.tolist(), top1, left, share)
+
+
+def not_finite() -> ModelError:
+    """What is raised for logits that no token can be chosen by."""
+    return ModelError(
+        "logits-not-finite",
+        "the model's logits are not finite: its numbers have overflowed, or its weights are broken.",
+        "Use --dtype bfloat16 or --dtype float32 where it is float16; else compare the weights with their source.",
+    )
 
 
 def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample from the most probable tokens only; sorts the whole vocabulary only when a nucleus is wide."""
+    """Sample from the most probable tokens only; sorts the whole vocabulary only for rows whose nucleus is wide.
+
+    Every row is decided by itself, so that it does not matter what else is in the batch.
+    """
     vocabulary = probability.shape[1]
-    width = min(vocabulary, sampling.top_k or max(_PREFIX, 1))
+    width = min(vocabulary, sampling.top_k or _PREFIX)
     if sampling.top_k == 0 and vocabulary <= 4 * _PREFIX:
         width = vocabulary
-    while True:
-        best = probability.topk(width, dim=-1)
-        mass = best.values.cumsum(dim=-1)
-        total = mass[:, -1:] if sampling.top_k else torch.ones_like(mass[:, :1])
-        if sampling.top_k or width == vocabulary or bool((mass[:, -1:] >= sampling.top_p).all()):
-            break
-        width = vocabulary
+    values, ids = _most_probable(probability, width)
+    drawn = _nucleus(values, ids, uniform, sampling)
+    if sampling.top_k == 0 and width < vocabulary:
+        wide = (values.cumsum(dim=-1)[:, -1] < sampling.top_p).nonzero().squeeze(1)
+        if len(wide):
+            values, ids = _most_probable(probability[wide], vocabulary)
+            for narrow, whole in zip(
+                drawn, _nucleus(values, ids, uniform[wide], sampling), strict=True
+            ):
+                narrow[wide] = whole
+    return drawn
+
+
+def _most_probable(probability: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The first `width` tokens of each row and their probabilities, [n, width]: probable ones first, equally probable
+    ones by their ids. Logits of 16 bits are often equal, and `topk` says nothing of which of them it takes."""
+    if width == probability.shape[1]:
+        ordered = probability.sort(dim=-1, descending=True, stable=True)
+        return ordered.values, ordered.indices
+    best = probability.topk(width + 1, dim=-1)
+    ids, last = best.indices[:, :width], best.values[:, width - 1 : width]
+    crowded = (best.values[:, width:] == last).squeeze(1).nonzero().squeeze(1)
+    if len(crowded):  # some tokens as probable as the last one are left out
+        some, edge = probability[crowded], last[crowded]
+        tied, above = some == edge, some > edge
+        room = width - above.sum(dim=-1, keepdim=True)
+        chosen = above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= room))
+        ids[crowded] = chosen.nonzero()[:, 1].view(-1, width)
+    ids = ids.sort(dim=-1).values
+    ordered = probability.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return ordered.values, ids.gather(1, ordered.indices)
+
+
+def _nucleus(
+    values: Tensor, ids: Tensor, uniform: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample from the first of these tokens whose mass reaches top-p; see `_invert`."""
+    mass = values.cumsum(dim=-1)
+    total = mass[:, -1:] if sampling.top_k else 1.0
     # a token stays if the mass before it has not reached top_p; the first one always does
-    kept = (mass - best.values) < sampling.top_p * total
-    chosen, place, length = _invert(torch.where(kept, best.values, 0.0), uniform)
-    return best.indices.gather(1, chosen.unsqueeze(1)).squeeze(1), place, length
+    kept = (mass - values) < sampling.top_p * total
+    chosen, place, length = _invert(torch.where(kept, values, 0.0), uniform)
+    return ids.gather(1, chosen.unsqueeze(1)).squeeze(1), place, length
 
 
 def _invert(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:

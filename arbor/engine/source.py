@@ -11,6 +11,7 @@ from torch import Tensor
 from arbor.engine.boundary import Stop, StopRule
 from arbor.engine.running import Row
 from arbor.engine.sampling import Sampling, confidence, sample
+from arbor.engine.text import added, before
 from arbor.tree import Node
 
 
@@ -63,7 +64,7 @@ class Model:
 
     def stop(self, node: Node, growth: Growth) -> Stop | None:
         """By the rule of the operation."""
-        return growth.stop.after(node.tokens)
+        return growth.stop.after(node.tokens, before(node))
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
         """From the logits."""
@@ -72,4 +73,8 @@ class Model:
     def finish(self, node: Node) -> None:
         """Decodes the text; `top1` becomes a mean."""
         node.top1 /= max(1, len(node.tokens))
-        node.text = self._tokenizer.decode(node.tokens, skip_special_tokens=True)
+        node.text = added(self._decode, before(node), node.tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

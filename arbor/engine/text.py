@@ -1,0 +1,54 @@
+"""The text that tokens add to the path before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from arbor.tree import Node
+
+Decode = Callable[[list[int]], str]
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character
+LOOK_BACK = 16  # tokens of the path among which one is looked for that stands for itself
+MOST_HELD = 3  # bytes of a character that misses one
+
+
+def before(node: Node) -> list[int]:
+    """The last tokens of the path before a block, `LOOK_BACK` of them or all there are."""
+    tokens: list[int] = []
+    parent = node.parent
+    while parent is not None and len(tokens) < LOOK_BACK:
+        tokens = parent.tokens[len(tokens) - LOOK_BACK :] + tokens
+        parent = parent.parent
+    return tokens
+
+
+def added(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """What `tokens` add to the text of a path, so that the texts of its blocks joined are the text of the path.
+
+    Tokens by themselves do not say it: decoders of SentencePiece strip the space of a first word, and a character may
+    consist of several tokens. So a little of the path is decoded with and without them. A character that is not whole at
+    the end belongs to the tokens that complete it.
+
+    Args:
+        decode: the tokenizer's.
+        before: the end of the path before the tokens, see `before`.
+    """
+    start = len(before)
+    while start:  # from a token on that stands for itself: text, and no part of a character
+        start -= 1
+        text = decode([before[start]])
+        if text and BROKEN not in text:
+            break
+    known = _whole(decode, before[start:])
+    return _whole(decode, [*before[start:], *tokens])[len(known) :]
+
+
+def _whole(decode: Decode, tokens: Sequence[int]) -> str:
+    """The text without the first bytes of a character at its end; with them if more of them are broken than can be held."""
+    text = decode(list(tokens))
+    if text.endswith(BROKEN):
+        for held in range(1, min(MOST_HELD, len(tokens)) + 1):
+            shorter = decode(list(tokens[: len(tokens) - held]))
+            if not shorter.endswith(BROKEN):
+                return shorter
+    return text

@@ -1,0 +1,132 @@
+"""The texts of a path's blocks joined are the text of the path, wherever it is cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from arbor.engine.boundary import StopRule
+from arbor.engine.loading import BUILTIN
+from arbor.engine.source import Model
+from arbor.engine.text import LOOK_BACK, before
+from arbor.tasks.base import Boundary
+from arbor.tree import Node, ThoughtTree
+
+WORDS = ("▁the", "▁answer", "▁is", "▁42", ".", "er", "▁")
+CHARACTERS = ("€", "é", "😀", "\n")
+
+
+def pieces() -> PreTrainedTokenizerFast:
+    """A tokenizer with the decoder of Llama 2 and Mistral: words carry their space, other characters are bytes."""
+    names = ["<unk>", "</s>", *WORDS]
+    names += sorted({f"<0x{byte:02X}>" for text in CHARACTERS for byte in text.encode()})
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+PIECES = pieces()
+SAPLING = AutoTokenizer.from_pretrained(BUILTIN["sapling"])
+
+
+def ids(*texts: str) -> list[int]:
+    """Tokens of `PIECES`: a word is one, another character as many as it has bytes."""
+    found: list[int] = []
+    for text in texts:
+        names = [text] if text in WORDS else [f"<0x{byte:02X}>" for byte in text.encode()]
+        found += PIECES.convert_tokens_to_ids(names)
+    return found
+
+
+def path(tokenizer: Any, blocks: Sequence[Sequence[int]]) -> Node:
+    """The last block of a path, with the texts of all but the root."""
+    tree, source = ThoughtTree(blocks[0]), Model(tokenizer)
+    node = tree.root
+    for block in blocks[1:]:
+        node = tree.fork(node)
+        for token in block:
+            tree.append(node, token)
+        source.finish(node)
+    return node
+
+
+def cut(tokens: Sequence[int], ends: set[int]) -> list[Sequence[int]]:
+    places = [0, *sorted({min(end, len(tokens)) for end in ends} | {1, len(tokens)})]
+    return [tokens[a:b] for a, b in itertools.pairwise(places) if b > a]
+
+
+cuts = st.sets(st.integers(1, 60), max_size=8)
+mixed = st.lists(st.sampled_from((*WORDS, *CHARACTERS)), max_size=20)
+
+
+@given(texts=mixed, ends=cuts)
+def test_words_with_spaces_and_characters_of_bytes_survive_any_cut(
+    texts: list[str], ends: set[int]
+) -> None:
+    tokens = ids("▁the", *texts)
+
+    node = path(PIECES, cut(tokens, ends))
+
+    assert "the" + "".join(node.thoughts) == PIECES.decode(tokens)
+
+
+@given(text=st.text("ab 12=€é😀\n", min_size=1, max_size=20), ends=cuts)
+def test_so_do_the_tokens_of_the_embedded_model(text: str, ends: set[int]) -> None:
+    tokens = SAPLING.encode(f"x {text}", add_special_tokens=False)
+    blocks = cut(tokens, ends)
+
+    node = path(SAPLING, blocks)
+
+    assert SAPLING.decode(blocks[0]) + "".join(node.thoughts) == SAPLING.decode(tokens)
+
+
+def test_a_character_belongs_to_the_block_that_completes_it() -> None:
+    first, last = ids("€")[:2], ids("€")[2:]
+
+    node = path(PIECES, [ids("▁the"), ids("▁answer"), first, [*last, *ids("▁is")]])
+
+    assert node.thoughts == [" answer", "", "€ is"]
+
+
+def test_bytes_that_are_no_character_are_shown_as_such() -> None:
+    node = path(PIECES, [ids("▁the"), ids("€")[1:2] * 5, ids("▁is")])
+
+    assert node.thoughts == ["�" * 5, " is"]
+
+
+def test_little_of_a_path_is_looked_back_at() -> None:
+    node = path(PIECES, [ids("▁the"), *([ids("▁is")] * 40), ids(*["▁42"] * 9), ids(".")])
+
+    assert before(node) == ids(*["▁is"] * (LOOK_BACK - 9), *["▁42"] * 9)
+
+
+@pytest.mark.parametrize("stop", [" is", "€", "é\n", " is 42", "\n", "😀 the"])
+@given(texts=mixed, lead=mixed)
+def test_a_stop_is_found_where_the_text_has_it(
+    stop: str, texts: list[str], lead: list[str]
+) -> None:
+    earlier, tokens = ids("▁the", *lead), ids(*texts)
+    rule = StopRule(PIECES, Boundary((stop,), 999, 3), ())
+    known = len(PIECES.decode(earlier))
+
+    for end in range(1, len(tokens) + 1):
+        complete = stop in PIECES.decode(earlier + tokens[:end])[known:]
+        found = rule.after(tokens[:end], earlier[-LOOK_BACK:])
+        assert (found == "step") == complete
+        if complete:
+            break
