@@ -8,9 +8,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, cast
 
@@ -20,47 +18,23 @@ import arbor
 from arbor import registry
 from arbor.budget import Budget, Footprint, Plan
 from arbor.callbacks import StopSearch, tell_failed
+from arbor.checkpoint import Checkpoint
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.agreement import check_agreement, own_logits
 from arbor.engine.boundary import StopRule
 from arbor.engine.completing import Rehydrate
-from arbor.engine.describe import ModelInfo, describe_config
+from arbor.engine.describe import ModelInfo
 from arbor.engine.engine import Engine, Mode
-from arbor.engine.loading import (
-    Source,
-    eos_ids,
-    load_config,
-    load_generation_config,
-    load_model,
-    load_tokenizer,
-    locate,
-    no_revision,
-    sampling_defaults,
-)
-from arbor.engine.runner import ModelRunner
 from arbor.engine.sampling import Sampling
 from arbor.engine.source import Growth
 from arbor.errors import ArborError, InputError, ModelError, UsageError
 from arbor.events import Ended, Event, Header, Listener
-from arbor.kernels.base import AttentionBackend
-from arbor.kernels.linear import pack_linears
 from arbor.metrics import Metrics, MetricsFold
 from arbor.request import Options, Request, seed_of
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
-from arbor.settings import (
-    FLASHINFER,
-    backend_of,
-    boundary_of,
-    device_of,
-    dtype_name,
-    msve_of,
-    place_of,
-    refuse_batch_dependent,
-    regime_of,
-)
+from arbor.settings import boundary_of, msve_of, regime_of
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
@@ -70,20 +44,6 @@ from arbor.verifiers.base import Verifier
 
 # one more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here on (Llama-8B shapes)
 CUDA_SAVED_READS = 12_000
-
-
-@dataclass(slots=True)
-class _Parts:
-    """What is loaded once and serves every problem."""
-
-    source: Source
-    config: Any
-    tokenizer: Any
-    info: ModelInfo
-    sampling: Sampling
-    model: Any = None
-    engine: Engine | None = None
-    eos: tuple[int, ...] = field(default_factory=tuple)
 
 
 DEFAULT_POLICY = "reentry"
@@ -181,31 +141,25 @@ class Solver:
         if max_expansions is not None and max_expansions < 1:
             raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
         self.max_expansions = max_expansions
-        self._given = None if isinstance(model, str | os.PathLike) else model
-        self.dtype = dtype
-        self.device = device_of(device) if self._given is None else place_of(model, dtype, device)
         self.seed = seed_of(seed)
-        self.deterministic = deterministic
-        self.backend = backend_of(backend, self.device, deterministic)
         self.listeners = tuple(listeners)
         self.debug = debug
-        self._source = (
-            locate(model, revision, trust_remote_code)
-            if self._given is None
-            else Source(getattr(model, "name_or_path", "") or type(model).__name__, "")
+        self.checkpoint = Checkpoint(
+            model,
+            tokenizer,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+            device=device,
+            backend=backend,
+            deterministic=deterministic,
         )
-        if self._given is not None and tokenizer is None:
-            raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
-        if self._given is not None and revision is not None:
-            raise no_revision(revision, "the model is loaded already")
-        self._tokenizer = tokenizer
-        self.msve = msve_of(msve, self._source)
-        self._parts: _Parts | None = None
+        self.msve = msve_of(msve, self.checkpoint.source)
+        self._engine: Engine | None = None
         self._session: Session | None = None
         self._busy = threading.Lock()
         self._searching: int | None = None  # the thread that holds it
-        self._reading = threading.Lock()  # of config and tokenizer
-        self._loading = threading.Lock()  # of weights, which takes long
+        self._making = threading.Lock()  # of the engine
 
     @classmethod
     def from_config(
@@ -241,20 +195,26 @@ class Solver:
 
     def close(self) -> None:
         """Free the model and its KV."""
-        self._parts = None
+        self._engine = None
+        self.checkpoint.close()
 
     # Loading
 
     def describe(self) -> ModelInfo:
         """What the model needs, from its config alone."""
-        return self._read().info
+        return self.checkpoint.read().info
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's Hugging Face tokenizer; reads it."""
+        return self.checkpoint.read().tokenizer
 
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen, resolved; reads the model's generation config."""
         if isinstance(self._sampling, Sampling):
             return self._sampling
-        return dataclasses.replace(self._read().sampling, **(self._sampling or {}))  # type: ignore[arg-type]
+        return dataclasses.replace(self.checkpoint.read().sampling, **(self._sampling or {}))  # type: ignore[arg-type]
 
     def load(self) -> None:
         """Load the weights now rather than at the first problem.
@@ -263,109 +223,39 @@ class Solver:
             ModelError: unsupported, incomplete or unreadable.
             UsageError: `deterministic`, and layers of the model depend on the batch.
         """
-        self._loaded()
-
-    def _loaded(self) -> _Parts:
-        """What was read, with its engine; threads that come together wait for the one that loads."""
-        with self._loading:
-            parts = self._read()
-            if parts.engine is None:
-                self._load(parts)
-            return parts
-
-    def _load(self, parts: _Parts) -> None:
-        if not parts.info.supported:
-            raise ModelError("arch-unsupported", parts.info.reason, "See 'arbor info MODEL'.")
-        dtype: torch.dtype = getattr(torch, parts.info.dtype)
-        parts.model = self._given or load_model(parts.source, dtype, self.device)
-        parts.eos = eos_ids(parts.model, parts.tokenizer)
-        if self.deterministic:
-            refuse_batch_dependent(parts.model)
-        backend = self._backend(parts.info, dtype)
-        own, attention = own_logits(parts.model), parts.model.config._attn_implementation
-        runner = ModelRunner(parts.model, backend)
-        if runner.device.type == "cpu":
-            pack_linears(parts.model, deterministic=self.deterministic)
-        if own is not None:
-            try:
-                check_agreement(runner, own)
-            except ModelError:
-                parts.model.set_attn_implementation(attention)  # not to pass for checked
-                raise
-        parts.engine = Engine(
-            runner,
-            parts.tokenizer,
-            policy=self.policy,
-            mode=self.mode,
-            rehydrate=self.rehydrate,
-            msve=self.msve,
-            min_saved_reads=CUDA_SAVED_READS if self.device.type == "cuda" else 0,
-            debug=self.debug,
-        )
+        _ = self.engine
 
     @property
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
-        engine = self._loaded().engine
-        assert engine is not None, "load makes it"
-        return engine
+        with self._making:
+            if self._engine is None:
+                self._engine = Engine(
+                    self.checkpoint.load().runner,
+                    self.tokenizer,
+                    policy=self.policy,
+                    mode=self.mode,
+                    rehydrate=self.rehydrate,
+                    msve=self.msve,
+                    min_saved_reads=CUDA_SAVED_READS if self.device.type == "cuda" else 0,
+                    debug=self.debug,
+                )
+            return self._engine
 
     @property
     def eos(self) -> tuple[int, ...]:
         """Token ids that end a text."""
-        return self._loaded().eos
+        return self.checkpoint.load().eos
 
-    def _backend_name(self, info: ModelInfo, dtype: torch.dtype) -> str:
-        """What was asked for; ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
-        everywhere else.
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.checkpoint.device
 
-        Raises:
-            UsageError: FlashInfer was asked for and has no kernel for this model.
-        """
-        if self.deterministic:
-            return "rowwise"
-        if self.backend not in ("auto", FLASHINFER):
-            return self.backend
-        if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
-            from arbor.kernels.flashinfer_cascade import DTYPES, HEAD_DIMS
-
-            if dtype in DTYPES and info.head_dim in HEAD_DIMS:
-                return FLASHINFER
-            if self.backend == FLASHINFER:
-                raise UsageError(
-                    "backend",
-                    f"--attn flashinfer: no kernels for {dtype_name(dtype)} and heads of {info.head_dim}.",
-                    "Use --attn torch, or --dtype bfloat16 if it is the dtype.",
-                )
-        return "torch"
-
-    def _backend(self, info: ModelInfo, dtype: torch.dtype) -> AttentionBackend:
-        name = self._backend_name(info, dtype)
-        if name == FLASHINFER:
-            from arbor.kernels.flashinfer_cascade import FlashInferCascade
-
-            return FlashInferCascade(self.device, dtype)
-        return cast(AttentionBackend, registry.build("backend", name))
-
-    def _read(self) -> _Parts:
-        """Config and tokenizer, read once, whichever thread asks first."""
-        with self._reading:
-            if self._parts is None:
-                self._parts = self._read_parts()
-            return self._parts
-
-    def _read_parts(self) -> _Parts:
-        config = load_config(self._source) if self._given is None else self._given.config
-        tokenizer = self._tokenizer or load_tokenizer(self._source)
-        dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
-        info = describe_config(config, self._source, dtype=dtype)
-        generation = (
-            load_generation_config(self._source)
-            if self._given is None
-            else getattr(self._given, "generation_config", None)
-        )
-        sampling = sampling_defaults(generation)
-        return _Parts(self._source, config, tokenizer, info, sampling)
+    @property
+    def deterministic(self) -> bool:
+        """Whether tokens are the same, bit for bit, whatever decodes beside them."""
+        return self.checkpoint.deterministic
 
     # Planning
 
@@ -395,7 +285,7 @@ class Solver:
         return problem if isinstance(problem, Problem) else self.task.parse(problem)
 
     def _encode(self, problem: Problem) -> list[int]:
-        tokenizer, prompt = self._read().tokenizer, self.task.prompt(problem)
+        tokenizer, prompt = self.tokenizer, self.task.prompt(problem)
         if getattr(tokenizer, "chat_template", None):
             message = [{"role": "user", "content": prompt}]
             encoded = tokenizer.apply_chat_template(
@@ -411,13 +301,13 @@ class Solver:
         budget: float | str | Budget | None,
         boundary: Boundary,
     ) -> Plan:
-        info = self._read().info
+        info = self.describe()
         if not info.supported:
             raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
         question = 0
         if self.verifier.needs_model:
             text = self.task.question(problem, ()).text
-            question = len(self._read().tokenizer.encode(text, add_special_tokens=False))
+            question = len(self.tokenizer.encode(text, add_special_tokens=False))
         blocks = self.controller.max_blocks(boundary.max_depth)
         protect = self.policy.protect
         shape = Footprint(
@@ -556,8 +446,7 @@ class Solver:
             )
         config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
         with self._searched():
-            parts = self._loaded()
-            assert parts.engine is not None
+            engine = self.engine
             fold = MetricsFold()
             writer = request.writer()
             heard = (fold, *((writer,) if writer else ()), *self.listeners, *listeners)
@@ -572,11 +461,11 @@ class Solver:
                 if limit is not None and fold.metrics().tokens_generated >= limit:
                     session.stop("limit")
 
-            parts.engine.emit = emit
-            parts.engine.detail = request.trace_level
-            stop = StopRule(parts.tokenizer, self.boundary, parts.eos)
+            engine.emit = emit
+            engine.detail = request.trace_level
+            stop = StopRule(self.tokenizer, self.boundary, self.eos)
             session = self._session = Session(
-                parts.engine,
+                engine,
                 self.task,
                 problem,
                 self.controller,
@@ -615,7 +504,7 @@ class Solver:
                 self._searching = None
 
     def _header(self, problem: Problem, seed: int, plan: Plan, config: dict[str, Any]) -> Header:
-        parts = self._read()
+        info = self.describe()
         created = datetime.now(UTC)
         content = f"{created.isoformat()} {os.getpid()} {problem.id}"
         return Header(
@@ -627,11 +516,11 @@ class Solver:
             problem=problem.text,
             seed=seed,
             expected=problem.expected,
-            model=parts.info.to_dict(),
+            model=info.to_dict(),
             device={
                 "name": str(self.device),
                 "torch": torch.__version__,
-                "backend": self._backend_name(parts.info, getattr(torch, parts.info.dtype)),
+                "backend": self.checkpoint.backend_name(info),
             },
             config=config,
             kv=plan.to_dict(),
@@ -641,8 +530,8 @@ class Solver:
     def config(self) -> dict[str, Any]:
         """Every setting, resolved; enough to build this solver again."""
         return {
-            "model": self._source.name,
-            "revision": self._source.revision,
+            "model": self.checkpoint.source.name,
+            "revision": self.checkpoint.source.revision,
             "task": registry.spec_of(self.task),
             "controller": registry.spec_of(self.controller),
             "verifier": registry.spec_of(self.verifier),
@@ -655,8 +544,8 @@ class Solver:
             "max_depth": self.boundary.max_depth,
             "step_tokens": self.boundary.max_tokens,
             "max_expansions": self.max_expansions,
-            "dtype": self.dtype,
-            "backend": self.backend,
+            "dtype": self.checkpoint.dtype,
+            "backend": self.checkpoint.backend,
             "seed": self.seed,
             "deterministic": self.deterministic,
         }

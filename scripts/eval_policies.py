@@ -100,7 +100,7 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
                 records.append(Recording.of(list(events)))
                 peaks.append(metrics.peak_tokens)
                 unshared.append(unshared_peak(events))
-            tokenizer = solver._read().tokenizer
+            tokenizer = solver.tokenizer
         generated = np.array([sum(len(b.ids) for b in r.blocks.values()) for r in records])
         print(f"{name}: {len(records)} recorded, peak {np.mean(peaks):.0f} tokens", flush=True)
         results[name] = {
@@ -221,7 +221,7 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
                 if isinstance(event, Verified):
                     shared.append(peak)
             records.append((unshared_rounds(events), shared, Recording.of(list(events))))
-        tokenizer = solver._read().tokenizer
+        tokenizer = solver.tokenizer
     for cap in (128, 256, 512, 1024):
         ours, cost = [], []
         for _, shared, record in records:

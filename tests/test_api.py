@@ -268,7 +268,8 @@ def test_a_plan_needs_no_problem_and_no_weights() -> None:
     assert solver.plan(budget=0.5).budget_tokens == pytest.approx(plan.full_tokens / 2, abs=1)
     assert solver.plan(max_depth=1).full_tokens < plan.full_tokens
     assert solver.plan(step_tokens=1).full_tokens < plan.full_tokens
-    assert solver._parts is not None and solver._parts.engine is None
+    assert solver.checkpoint.is_read
+    assert not solver.checkpoint.is_loaded
     with pytest.raises(BudgetInfeasible):
         solver.plan(budget="3tok")
     with pytest.raises(UsageError, match="max_depth"):
@@ -360,8 +361,8 @@ def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.Mo
         time.sleep(0.3)
         return load_model(*given)
 
-    monkeypatch.setattr("arbor.solver.load_tokenizer", read)
-    monkeypatch.setattr("arbor.solver.load_model", load)
+    monkeypatch.setattr("arbor.checkpoint.load_tokenizer", read)
+    monkeypatch.setattr("arbor.checkpoint.load_model", load)
 
     async def solve(solver: Solver) -> list[Solution]:
         return await asyncio.gather(*(solver.asolve(PUZZLE, max_tokens=1) for _ in range(2)))

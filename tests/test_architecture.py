@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine", "testing", "trace"),
     ("controllers", "verifiers"),
     ("presets", "request", "session", "settings", "solution"),
-    ("evaluation", "replay", "stream"),
+    ("checkpoint", "evaluation", "replay", "stream"),
     ("solver",),
     ("calibrate",),
     ("cli",),
@@ -61,6 +61,7 @@ TORCH_FREE = (
 # Packages outside the standard library that each unit may import; units not named here may import none.
 PACKAGES = {
     "calibrate": {"numpy"},
+    "checkpoint": {"torch"},
     "cli": {"click", "huggingface_hub", "rich", "torch"},
     "engine": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},
@@ -72,7 +73,7 @@ PACKAGES = {
     "session": {"numpy", "torch"},
     "settings": {"torch"},
     "solution": {"rich"},
-    "solver": {"numpy", "torch", "transformers"},
+    "solver": {"torch"},
     "statistics": {"numpy"},
     "timing": {"numpy"},
     "trace": {"rich"},

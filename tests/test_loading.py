@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 import torch
 from run_cli import Arbor, in_process
 
-import arbor.solver
 from arbor import Solver
 from arbor.engine.describe import describe
 from arbor.engine.loading import BUILTIN
@@ -275,14 +275,17 @@ def test_flashinfer_without_a_kernel_for_the_model_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("arbor.settings.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.solver.find_spec", lambda name: object())
-    monkeypatch.setattr(arbor.solver, "device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("arbor.checkpoint.find_spec", lambda name: object())
+    monkeypatch.setattr("arbor.checkpoint.device_of", lambda device: torch.device("cuda"))
 
     solver = Solver(backend="flashinfer")
 
     with pytest.raises(UsageError, match="no kernels for float32 and heads of 64"):
-        solver._backend_name(solver.describe(), torch.float32)
-    assert solver._backend_name(solver.describe(), torch.bfloat16) == "flashinfer"
+        solver.checkpoint.backend_name(solver.describe())
+    half = dataclasses.replace(solver.describe(), dtype="bfloat16")
+    assert solver.checkpoint.backend_name(half) == "flashinfer"
+    with pytest.raises(UsageError, match="bfloat16 and heads of 64 and 512"):
+        solver.checkpoint.backend_name(dataclasses.replace(half, head_dims=(64, 512)))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +307,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_loads(
     def load(*arguments: object) -> None:
         raise AssertionError("something was loaded")
 
-    monkeypatch.setattr("arbor.solver.load_config", load)
+    monkeypatch.setattr("arbor.checkpoint.load_config", load)
 
     ran = command("solve", "4 5 6 10", *arguments)
 

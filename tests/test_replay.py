@@ -43,7 +43,7 @@ def live(search: dict[str, object], **settings: object) -> tuple[Metrics, list[E
 def tokenizer() -> object:
     with Solver() as solver:
         solver.plan("4 5 6 10")
-        return solver._read().tokenizer
+        return solver.tokenizer
 
 
 def tight(record: Recording, tokenizer: object) -> int:
@@ -140,7 +140,7 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
     often = tokenizer.encode("4 - 4", add_special_tokens=False)[1]
-    monkeypatch.setattr("arbor.solver.eos_ids", lambda model, tokenizer: (often,))
+    monkeypatch.setattr("arbor.checkpoint.eos_ids", lambda model, tokenizer: (often,))
     events: list[Event] = []
     with Solver(
         task="reasoning",

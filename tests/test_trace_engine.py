@@ -49,9 +49,7 @@ class Watch:
 
     def __call__(self, event: Event) -> None:
         self.fold(event)
-        parts = self.solver._parts
-        assert parts is not None and parts.engine is not None
-        memory = parts.engine._memory
+        memory = self.solver.engine._memory
         opened = memory is not None and memory.tree is not None and event.name != "header"
         nodes = list(memory.tree) if opened else []
         self.seen.append(

@@ -33,6 +33,7 @@ class ModelInfo:
         reason: why not; empty if it does.
         layers: decoder layers.
         num_qo_heads, num_kv_heads, head_dim: of the first layer, as probed; 0 if unsupported.
+        head_dims: every size of a head, of keys or values, in any layer; increasing.
         window: the shortest sliding window of any layer, None if there is none.
         dtype: of the weights and the KV.
         kv_bytes_per_token: over all layers; 0 if unsupported.
@@ -51,6 +52,7 @@ class ModelInfo:
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
+    head_dims: tuple[int, ...]
     window: int | None
     dtype: str
     kv_bytes_per_token: int
@@ -112,6 +114,9 @@ def describe_config(config: Any, source: Source, *, dtype: str = "auto") -> Mode
         num_qo_heads=first.num_qo_heads if first else 0,
         num_kv_heads=first.num_kv_heads if first else 0,
         head_dim=first.head_dim_qk if first else 0,
+        head_dims=tuple(
+            sorted({d for s in specs for d in (s.shape.head_dim_qk, s.shape.head_dim_vo)})
+        ),
         window=min(windows, default=None),
         dtype=str(chosen).removeprefix("torch."),
         kv_bytes_per_token=bytes_per_token(layers, chosen),
