@@ -186,7 +186,8 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 def config_of(model_type: str, **settings: Any) -> Any:
     """A small config of any architecture."""
-    return AutoConfig.for_model(model_type, **{**_BASE, **settings})
+    # some configs change the lists they are given
+    return AutoConfig.for_model(model_type, **copy.deepcopy({**_BASE, **settings}))
 
 
 @functools.cache

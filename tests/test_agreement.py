@@ -67,7 +67,9 @@ def test_a_model_that_computes_something_else_is_refused_each_time(name: str) ->
 
 def test_a_ready_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[ModelRunner] = []
-    monkeypatch.setattr("arbor.checkpoint.check_agreement", lambda runner, own: compared.append(runner))
+    monkeypatch.setattr(
+        "arbor.checkpoint.check_agreement", lambda runner, own: compared.append(runner)
+    )
     model = build("llama")
     model.generation_config.eos_token_id = 2
 

@@ -30,6 +30,7 @@ def alter(node: Node, rng: np.random.Generator) -> None:
     node.span.grow(count)
     node.span.slot[:] = np.where(rng.random(len(node.span)) < 0.6, 1, -1)
     node.value, node.confidence = rng.random(2).tolist()
+    node.valued = bool(rng.random() < 0.7)
     node.state = list(NodeState)[int(rng.integers(4))]
 
 
@@ -50,7 +51,8 @@ def check(table: BlockTable, tree: ThoughtTree) -> None:
         assert table.start[node.id] == node.start
         assert table.length[node.id] == len(node.tokens)
         assert table.resident[node.id] == int(node.span.resident.sum())
-        assert table.value[node.id] == node.value
+        value = node.value if node.valued else np.nan
+        np.testing.assert_equal(table.value[node.id], value)
         assert table.confidence[node.id] == node.confidence
         assert table.open[node.id] == (node.state is NodeState.OPEN)
 
@@ -109,11 +111,22 @@ def test_the_tail_is_what_is_on_the_device_of_the_last_tokens() -> None:
     assert table.tail.tolist() == [1, 1]  # the first three of the root would be two
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_blocks_are_expected_to_be_worth_is_what_a_walk_up_the_tree_finds(seed: int) -> None:
+    tree = random_tree(seed, 30)
+    table = table_of(tree)
+    best = max(node.value for node in tree if node.valued)
+    for node, found in zip(tree, table.expected(), strict=True):
+        valued = next((each for each in reversed(node.path) if each.valued), None)
+        assert found == (best if valued is None else valued.value)
+
+
 def test_what_is_not_touched_is_not_read() -> None:
     tree = random_tree(1, 9)
     table = table_of(tree)
 
     tree[3].value, tree[4].value = 0.123, 0.456
+    tree[3].valued = tree[4].valued = True
     table.touch(tree[4])
     table.refresh()
 

@@ -13,6 +13,7 @@ from models import ARCHITECTURES, config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from arbor import Metrics, Sampling, Solution, Solver
+from arbor.checkpoint import Checkpoint
 from arbor.controllers.tot import ToT
 from arbor.engine.loading import BUILTIN
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, UsageError
@@ -348,14 +349,14 @@ def test_dtype_and_device_are_those_of_the_ready_model(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    asked: list[torch.dtype] = []
-    chosen = Solver._backend
+    asked: list[str] = []
+    chosen = Checkpoint.backend_name
 
-    def backend(self: Solver, info: Any, dtype: torch.dtype) -> Any:
-        asked.append(dtype)
-        return chosen(self, info, dtype)
+    def backend_name(self: Checkpoint, info: Any) -> str:
+        asked.append(info.dtype)
+        return chosen(self, info)
 
-    monkeypatch.setattr(Solver, "_backend", backend)
+    monkeypatch.setattr(Checkpoint, "backend_name", backend_name)
     model = sized("llama", tokenizer).to(torch.bfloat16)
     model.config.dtype = "float32"
 
@@ -363,7 +364,8 @@ def test_dtype_and_device_are_those_of_the_ready_model(
     solver.load()
 
     assert solver.device == solver.engine.runner.device == torch.device("cpu")
-    assert asked == [solver.engine.runner.dtype] == [torch.bfloat16]
+    assert solver.engine.runner.dtype == torch.bfloat16
+    assert asked == ["bfloat16"]
     assert solver.describe().dtype == "bfloat16"
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="X",
     heading="KV budget",
-    help="Part of what full retention holds at most, or 512tok; may be repeated; 0.5, 0.25 and 0.125 if none is given.",
+    help="Part of full retention's peak, or 512tok; may be repeated; 0.5, 0.25 and 0.125 if none is given.",
 )
 @option(
     "--rehydrate",
