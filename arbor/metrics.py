@@ -19,6 +19,7 @@ from arbor.events import (
     Header,
     Opened,
     Pressure,
+    Pruned,
     Rehydrated,
     Selected,
     Transition,
@@ -52,6 +53,8 @@ class Metrics:
         smallest_tokens: the smallest budget that would have worked.
         bytes_per_token: bytes of one token's KV in all layers.
         peak_tokens: most device slots allocated at any instant, temporary ones included.
+        peak_unshared_tokens: the most it would have been had every leaf the search had not given up held its whole path by
+            itself, questions apart: full retention without a shared tree.
         mean_tokens: device slots held, averaged over forward passes.
         peak_host_tokens, peak_compressed_tokens: most slots the lower tiers held.
         evicted_tokens, evictions: tokens that left the device, and how many times some did.
@@ -85,6 +88,7 @@ class Metrics:
     smallest_tokens: int = 0
     bytes_per_token: int = 0
     peak_tokens: int = 0
+    peak_unshared_tokens: int = 0
     mean_tokens: float = 0.0
     peak_host_tokens: int = 0
     peak_compressed_tokens: int = 0
@@ -152,6 +156,38 @@ class Metrics:
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
+class Unshared:
+    """A listener that counts what the leaves of a search would hold if none shared a token with another.
+
+    Attributes:
+        rounds: tokens after each verification.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+        self._parent: dict[int, int] = {}
+        self._end: dict[int, int] = {}  # tokens of the path up to each block's end
+        self._leaves: set[int] = set()
+
+    def __call__(self, event: Event) -> None:
+        end = self._end
+        match event:
+            case Opened(node=node, parent=None, tokens=tokens):
+                end[node] = tokens
+            case Opened(node=node, parent=int(above)):
+                self._parent[node] = above
+                self._leaves -= {above}
+                self._leaves.add(node)
+            case Boundary(node=node, ids=ids):
+                end[node] = end.get(self._parent.get(node, 0), 0) + len(ids)
+            case Verified():
+                self.rounds.append(sum(end.get(node, 0) for node in self._leaves))
+            case Pruned(nodes=nodes):
+                self._leaves.difference_update(nodes)
+            case _:
+                pass
+
+
 class MetricsFold:
     """A listener that folds events into `Metrics`; folding a trace gives what folding the run gave.
 
@@ -164,6 +200,7 @@ class MetricsFold:
         self._start: float | None = None
         self._wall_s: float | None = None
         self._held = 0  # device slots summed over forward passes
+        self._unshared = Unshared()
         self._counts: dict[str, Any] = {}
 
     def metrics(self) -> Metrics:
@@ -173,11 +210,17 @@ class MetricsFold:
             wall_s = 0.0 if self._start is None else self._clock() - self._start
         steps = self._counts.get("steps", 0)
         mean_tokens = self._held / steps if steps else 0.0
-        return Metrics(**self._counts, wall_s=wall_s, mean_tokens=mean_tokens)
+        return Metrics(
+            **self._counts,
+            wall_s=wall_s,
+            mean_tokens=mean_tokens,
+            peak_unshared_tokens=max(self._unshared.rounds, default=0),
+        )
 
     def __call__(self, event: Event) -> None:
         if self._start is None:
             self._start = self._clock()
+        self._unshared(event)
         match event:
             case Header():
                 for name in ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"):

@@ -29,7 +29,8 @@ from eval_sapling import share
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Event, Forwarded, Opened, Pruned, Verified
+from arbor.events import Boundary, Event, Forwarded, Verified
+from arbor.metrics import Unshared
 from arbor.registry import build
 from arbor.replay import Recording, replay
 from arbor.retention.chance import Chance
@@ -99,7 +100,7 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
                 metrics = solver.solve(problem).metrics
                 records.append(Recording.of(list(events)))
                 peaks.append(metrics.peak_tokens)
-                unshared.append(unshared_peak(events))
+                unshared.append(metrics.peak_unshared_tokens)
             tokenizer = solver.tokenizer
         generated = np.array([sum(len(b.ids) for b in r.blocks.values()) for r in records])
         print(f"{name}: {len(records)} recorded, peak {np.mean(peaks):.0f} tokens", flush=True)
@@ -171,36 +172,6 @@ def replayed(
     }
 
 
-def unshared_peak(events: Sequence[Event]) -> int:
-    """Most tokens held if every leaf the search had not given up held its whole path by itself."""
-    return max(unshared_rounds(events), default=0)
-
-
-def unshared_rounds(events: Sequence[Event]) -> list[int]:
-    """The same after each verification."""
-    parent: dict[int, int] = {}
-    end: dict[int, int] = {}
-    leaves: set[int] = set()
-    held: list[int] = []
-    for event in events:
-        match event:
-            case Opened(node=node, parent=None, tokens=tokens):
-                end[node] = tokens
-            case Opened(node=node, parent=above):
-                parent[node] = above
-                leaves.add(node)
-            case Boundary(node=node, ids=ids):
-                end[node] = end[parent[node]] + len(ids)
-            case Verified():
-                leaves -= set(parent.values())
-                held.append(sum(end.get(node, 0) for node in leaves))
-            case Pruned(nodes=nodes):
-                leaves -= set(nodes)
-            case _:
-                pass
-    return held
-
-
 def largest(args: argparse.Namespace) -> dict[str, Any]:
     """Leaves a depth-first search grows before a cap is reached: unshared, shared, and within the cap by rehydration."""
     rows: list[dict[str, Any]] = []
@@ -215,12 +186,13 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
         ):
             events.clear()
             solver.solve(problem)
-            shared, peak = [], 0
+            shared, peak, unshared = [], 0, Unshared()
             for event in events:
+                unshared(event)
                 peak = max(peak, event.kv.device) if isinstance(event, Forwarded) else peak
                 if isinstance(event, Verified):
                     shared.append(peak)
-            records.append((unshared_rounds(events), shared, Recording.of(list(events))))
+            records.append((unshared.rounds, shared, Recording.of(list(events))))
         tokenizer = solver.tokenizer
     for cap in (128, 256, 512, 1024):
         ours, cost = [], []

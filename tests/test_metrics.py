@@ -17,12 +17,13 @@ from arbor.events import (
     Forwarded,
     Opened,
     Pressure,
+    Pruned,
     Rehydrated,
     Selected,
     Transition,
     Verified,
 )
-from arbor.metrics import Metrics, MetricsFold
+from arbor.metrics import Metrics, MetricsFold, Unshared
 
 
 def test_each_event_counts_what_it_says() -> None:
@@ -74,6 +75,7 @@ def test_each_event_counts_what_it_says() -> None:
         smallest_tokens=50,
         bytes_per_token=64,
         peak_tokens=24,
+        peak_unshared_tokens=15 + 3 + 15 + 2,
         mean_tokens=(15 + 3 * 20 + 24) / 5,
         peak_host_tokens=4,
         evicted_tokens=4,
@@ -135,3 +137,24 @@ def test_mean_occupancy_does_not_depend_on_how_often_steps_are_told() -> None:
 
     assert finely.metrics().mean_tokens == together.metrics().mean_tokens == 30
     assert older.metrics().mean_tokens == 60
+
+
+def test_unshared_leaves_hold_their_whole_paths_until_the_search_gives_them_up() -> None:
+    count = Unshared()
+    for event in (
+        Opened(0, None, 0, 0, 10, "prompt"),
+        Opened(1, 0, 0, 1, 0, ""),
+        Opened(2, 0, 1, 1, 0, ""),
+        Boundary(1, (4, 5, 6), "x", "step", -1.0, 0.5, 0.5),
+        Boundary(2, (4, 5), "x", "step", -1.0, 0.5, 0.5),
+        Verified("self", (1, 2), (0.5, 0.25), 1, 0.3),
+        Pruned((2,)),
+        Opened(3, 1, 0, 2, 0, ""),
+        Opened(4, 1, 1, 2, 0, ""),
+        Boundary(3, (7,), "x", "step", -1.0, 0.5, 0.5),
+        Boundary(4, (8, 9), "x", "step", -1.0, 0.5, 0.5),
+        Verified("self", (3, 4), (0.5, 0.25), 1, 0.3),
+    ):
+        count(event)
+
+    assert count.rounds == [13 + 12, 14 + 15]

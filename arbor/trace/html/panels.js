@@ -418,6 +418,7 @@ const METRICS = [
   ["tok_per_s", "tokens a second", (value) => fixed(value, 0)],
   ["budget_tokens", "budget, tokens", count],
   ["peak_tokens", "peak on the device", count],
+  ["peak_unshared_tokens", "peak if no leaf shared its path", count],
   ["tree_tokens", "tokens of the tree", count],
   ["evicted_tokens", "tokens evicted", count],
   ["rehydrations", "rehydrations", count],
