@@ -133,7 +133,14 @@ class Session:
         self.engine.residency.outlook = lambda: self._outlook(tree)
         self.emit(Opened(node=0, parent=None, index=0, depth=0, tokens=len(prompt), text=text))
         self.engine.extend(tree.root)
-        search = self._search = self.controller.start(tree, self.limits.max_depth)
+        search = self.controller.start(tree, self.limits.max_depth)
+        if not isinstance(search, Search):
+            raise UsageError(
+                "component-incomplete",
+                f"the controller's search, {type(search).__name__}, lacks something: it needs ask, tell, prospects and best.",
+                "docs/controller.md has an example.",
+            )
+        self._search = search
         try:
             while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
                 self._new, self._asked = len(tree), False

@@ -17,10 +17,50 @@ from arbor.engine.loading import Source
 from arbor.errors import UsageError
 from arbor.kept import msve_file
 from arbor.kernels.linear import batch_dependent
+from arbor.retention.base import Allocator, Scorer
 from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
 from arbor.tasks.base import Boundary
 
 FLASHINFER = "flashinfer"  # both the backend and its package
+
+
+def component_of(kind: str, given: Any, protocol: type[Any]) -> Any:
+    """A component by its name or as it is, which has everything that is asked of its kind.
+
+    Args:
+        kind: as in `registry.build`.
+        given: a name, a table of settings, a class or a ready component.
+        protocol: what the kind has to have; a `Policy` has to be one.
+
+    Raises:
+        UsageError: something is missing; says what.
+    """
+    built = registry.build(kind, given)
+    if protocol is Policy:
+        wrong = "" if isinstance(built, Policy) else "is no arbor.retention.policy.Policy"
+        parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
+        lacking = [name for part, wanted in parts for name in lacks(part, wanted)]
+    else:
+        wrong, lacking = "", lacks(built, protocol)
+    if lacking:
+        wrong = f"has no {' and no '.join(repr(name) for name in lacking)}"
+    if wrong:
+        name = registry.spec_of(built)["name"]
+        raise UsageError(
+            "component-incomplete",
+            f"'{name}' cannot be the {kind}: it {wrong}.",
+            "docs/controller.md and docs/policy.md have examples, ARCHITECTURE.md what other kinds need.",
+            kind=kind,
+            lacking=lacking,
+        )
+    return built
+
+
+def lacks(component: Any, protocol: type[Any]) -> list[str]:
+    """Names that a protocol asks for and a component does not have."""
+    wanted = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
+    return [name for name in wanted if not name.startswith("_") and not hasattr(component, name)]
 
 
 def msve_of(given: MSVE | str | os.PathLike[str] | None, source: Source) -> MSVE:

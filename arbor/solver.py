@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack, cast
+from typing import Any, Literal, Self, Unpack
 
 import torch
 
@@ -34,7 +34,7 @@ from arbor.request import Options, Request, seed_of
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
-from arbor.settings import boundary_of, msve_of, regime_of
+from arbor.settings import boundary_of, component_of, msve_of, regime_of
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
@@ -128,11 +128,11 @@ class Solver:
         listeners: Sequence[Listener] = (),
         debug: bool = False,
     ) -> None:
-        self.task = cast(Task, registry.build("task", task))
-        self.controller = cast(Controller, registry.build("controller", controller))
-        self.verifier = cast(Verifier, registry.build("verifier", verifier))
+        self.task: Task = component_of("task", task, Task)
+        self.controller: Controller = component_of("controller", controller, Controller)
+        self.verifier: Verifier = component_of("verifier", verifier, Verifier)
         self.budget = Budget.parse(budget)
-        self.policy = cast(Policy, registry.build("policy", policy))
+        self.policy: Policy = component_of("policy", policy, Policy)
         self.mode, self.rehydrate = regime_of(mode, rehydrate)
         self._sampling = sampling
         if isinstance(sampling, Mapping):

@@ -282,3 +282,13 @@ def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) ->
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert b"interrupted" in out
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
+def test_a_stream_that_is_closed_is_no_bug(closed: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m arbor solve '4 5' --task game24 {closed}"
+    ran = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+
+    assert ran.returncode == 4  # too few numbers
+    assert "bug" not in ran.stderr
+    assert list(tmp_path.iterdir()) == []

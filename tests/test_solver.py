@@ -20,6 +20,7 @@ from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, 
 from arbor.events import Boundary, Ended, Event, Evicted, Forwarded, Header, Opened, Selected
 from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
+from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.trace import read_trace
 
@@ -489,3 +490,47 @@ def test_a_seed_below_zero_is_refused_before_anything_loads() -> None:
         solver.solve(PUZZLE, seed=-1)
 
     assert not solver.checkpoint.is_read
+
+
+class Half:
+    """Not quite a component of any kind."""
+
+    def start(self, tree: Any, max_depth: int) -> object:
+        return object()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"controller": Half()}, r"cannot be the controller: it has no 'max_blocks'"),
+        ({"verifier": Half()}, r"cannot be the verifier: it has no 'needs_model' and no 'verify'"),
+        ({"policy": Half()}, r"cannot be the policy: it is no arbor\.retention\.policy\.Policy"),
+        ({"policy": Policy("mine", Half())}, r"cannot be the policy: it has no 'counts'"),  # type: ignore[arg-type]
+        ({"task": Half()}, r"cannot be the task: it has no 'name'"),
+    ],
+)
+def test_what_lacks_something_is_refused_before_anything_loads(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        Solver(**settings)
+    assert error.value.code == "component-incomplete"
+
+
+def test_a_search_that_lacks_something_is_named() -> None:
+    class Controller(Half):
+        def max_blocks(self, max_depth: int) -> int:
+            return 3
+
+    with pytest.raises(UsageError, match=r"the controller's search, object, lacks something"):
+        Solver(controller=Controller()).solve(PUZZLE)
+
+
+def test_a_generation_config_that_says_nothing_sensible_is_named(small: Path) -> None:
+    place = small.parent / "hot"
+    shutil.copytree(small, place)
+    (place / "generation_config.json").write_text('{"do_sample": true, "temperature": "hot"}')
+
+    with pytest.raises(ModelError, match=r"generation_config\.json .*'hot'") as error:
+        _ = Solver(place).sampling
+    assert error.value.code == "model-incomplete"

@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     voice = Voice(json="--json" in given, debug="--debug" in given)
+    _open_streams()
     _write_anything()
     try:
         if COMPLETION in os.environ:
@@ -167,6 +168,14 @@ def _crash(voice: Voice, given: list[str], error: Exception) -> int:
     hint = "Please attach it and the output of 'arbor doctor --json' to a report."
     _fail(voice, ArborError("bug", f"{type(error).__name__}: {error}; {saved}.", hint))
     return EXIT_BUG
+
+
+def _open_streams() -> None:
+    """A stream that was closed before the program began (``>&-``) is one that says and takes nothing."""
+    nothing = Path(os.devnull)
+    sys.stdin = sys.stdin or nothing.open(encoding="utf-8")  # as long as the program
+    sys.stdout = sys.stdout or nothing.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or nothing.open("w", encoding="utf-8")
 
 
 def _write_anything() -> None:

@@ -274,7 +274,11 @@ def load_generation_config(source: Source) -> Any:
 
 
 def sampling_defaults(generation: Any) -> Sampling:
-    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says nothing."""
+    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says nothing.
+
+    Raises:
+        ModelError: what it says cannot be meant.
+    """
     if generation is None or not getattr(generation, "do_sample", False):
         return Sampling()
 
@@ -282,11 +286,18 @@ def sampling_defaults(generation: Any) -> Sampling:
         value = getattr(generation, name, None)
         return otherwise if value is None else value
 
-    return Sampling(
-        temperature=float(said("temperature", 1.0)),
-        top_p=float(said("top_p", 1.0)),
-        top_k=int(said("top_k", 0)),
-    )
+    try:
+        return Sampling(
+            temperature=float(said("temperature", 1.0)),
+            top_p=float(said("top_p", 1.0)),
+            top_k=int(said("top_k", 0)),
+        )
+    except (TypeError, ValueError, UsageError) as error:
+        raise ModelError(
+            "model-incomplete",
+            f"generation_config.json says nothing that can be meant of sampling: {_first_line(error)}",
+            "Correct temperature, top_p and top_k there.",
+        ) from error
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
