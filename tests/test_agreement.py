@@ -11,7 +11,7 @@ from models import ARCHITECTURES, Words, build, config_of, random_model
 from arbor import Solver
 from arbor.engine import agreement
 from arbor.engine.agreement import check_agreement, own_logits
-from arbor.engine.runner import ModelRunner
+from arbor.engine.runner import ModelRunner, check_layer_types
 from arbor.errors import ModelError
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
@@ -25,6 +25,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0, 1],
         "attn_temperature_tuning": True,
         "floor_scale": 4,
+        "max_position_embeddings": 4,  # more is refused without a forward
         "attn_scale": 0.5,
     },
     "roberta": {"is_decoder": True},
@@ -77,3 +78,12 @@ def test_a_ready_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None
         Solver(model, tokenizer=Words(), device="cpu").load()
 
     assert len(compared) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scale", [4, 8192])
+def test_queries_scaled_by_position_are_refused_beyond_what_ten_tokens_can_show(scale: int) -> None:
+    settings = {**WRONG["llama4_text"], "floor_scale": scale, "max_position_embeddings": 10_000}
+    with pytest.raises(ModelError, match="layers 1 scale their queries by position"):
+        check_layer_types(config_of("llama4_text", **settings))
+    check_layer_types(config_of("llama4_text", **settings | {"max_position_embeddings": scale}))

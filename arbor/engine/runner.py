@@ -188,8 +188,16 @@ def check_layer_types(config: Any) -> None:
         places = [i for i, kind in enumerate(kinds) if kind in wrong]
         runs = " and ".join(SUPPORTED_LAYERS)
         raise _unsupported(config, f"are {', '.join(wrong)}; arbor runs {runs} exactly", places)
+    every = list(range(config.num_hidden_layers))
     if getattr(config, "is_causal", True) is False:
-        raise _unsupported(config, "are not causal", list(range(config.num_hidden_layers)))
+        raise _unsupported(config, "are not causal", every)
+    # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to `floor_scale` tokens
+    unscaled = int(getattr(config, "floor_scale", 0) or 0)
+    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if getattr(config, "attn_temperature_tuning", False) and longest > unscaled:
+        without_rope = getattr(config, "no_rope_layers", None) or []
+        layers = [i for i, rope in enumerate(without_rope) if not rope] or every
+        raise _unsupported(config, "scale their queries by position", layers)
 
 
 def checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
