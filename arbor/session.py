@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arbor import registry
-from arbor.controllers.base import Controller, Expansion, Search
+from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
 from arbor.engine.source import Growth
 from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
@@ -137,7 +137,7 @@ class Session:
         if not isinstance(search, Search):
             raise UsageError(
                 "component-incomplete",
-                f"the controller's search, {type(search).__name__}, lacks something: it needs ask, tell, prospects and best.",
+                f"the controller's search, {type(search).__name__}, lacks something: it needs ask, tell and best.",
                 "docs/controller.md has an example.",
             )
         self._search = search
@@ -246,7 +246,7 @@ class Session:
         """
         if self._search is None:  # the prompt is being read
             return {}
-        likely = dict(self._search.prospects())
+        likely = dict(self._search.prospects()) if isinstance(self._search, Foresight) else {}
         if self.verifier.needs_model and not self._asked:
             for node in tree.nodes[self._new :]:
                 if node.state is not NodeState.PRUNED:

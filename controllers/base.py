@@ -39,13 +39,18 @@ class Search(Protocol):
         interruption cut the round short."""
         ...
 
+    def best(self) -> list[Node]:
+        """Finished (TERMINAL) leaves, best first; empty if no path has come to an end."""
+        ...
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """What a search may have beside `Search`, if it comes back to leaves it has left."""
+
     def prospects(self) -> Mapping[int, float]:
         """Leaves (by id) that a later round may grow, with how likely that is, in [0, 1]; those of the round in progress
         left out. What retention policies weigh a block's re-entry by."""
-        ...
-
-    def best(self) -> list[Node]:
-        """Finished (TERMINAL) leaves, best first; empty if no path has come to an end."""
         ...
 
 
