@@ -11,6 +11,7 @@ import pytest
 from fake_run import fake_run, tick
 from run_cli import Arbor, in_process
 
+from arbor.errors import UsageError
 from arbor.events import Boundary, Event
 from arbor.trace import TraceWriter
 from arbor.trace.perfetto import to_perfetto
@@ -117,3 +118,39 @@ def test_a_trace_without_words_gives_settings_without_a_problem(command: Arbor) 
     info = command("trace", "info", "quiet.arbor.jsonl")
     assert info.out.startswith("problem   (left out)  (game24, seed 0)")
     assert command("trace", "check", "quiet.arbor.jsonl").code == 0
+
+
+def test_a_trace_is_not_written_over(command: Arbor) -> None:
+    before = Path("run.arbor.jsonl").read_bytes()
+    for arguments in (
+        ("trace", "convert", "run.arbor.jsonl", "--output", "run.arbor.jsonl"),
+        ("view", "run.arbor.jsonl", "-o", "./run.arbor.jsonl"),
+        ("view", "other.arbor.jsonl", "run.arbor.jsonl", "-o", "run.arbor.jsonl"),
+    ):
+        ran = command(*arguments)
+        assert ran.code == 2
+        assert "[output-is-input]" in ran.err
+    assert Path("run.arbor.jsonl").read_bytes() == before
+
+
+def test_a_search_writes_over_nothing_it_reads_and_to_places_there_are(command: Arbor) -> None:
+    Path("puzzle.txt").write_text("4 5 6 10")
+    Path("run.toml").write_text("seed = 3\n")
+    for arguments, code in (
+        (("--file", "puzzle.txt", "--trace", "puzzle.txt"), "output-is-input"),
+        (("4 5 6 10", "--config", "run.toml", "--trace", "run.toml"), "output-is-input"),
+        (("4 5 6 10", "--trace", "x.html", "--html", "x.html"), "output-is-input"),
+        (("4 5 6 10", "--html", "nowhere/x.html"), "output-nowhere"),
+        (("4 5 6 10", "--html", "."), "output-nowhere"),
+    ):
+        ran = command("solve", *arguments)
+        assert ran.code == 2
+        assert f"[{code}]" in ran.err
+    assert Path("puzzle.txt").read_text() == "4 5 6 10"
+    assert Path("run.toml").read_text() == "seed = 3\n"
+
+
+def test_a_typo_does_not_put_words_into_a_trace(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"trace-text.*'nune'"):
+        TraceWriter(tmp_path / "run.jsonl", text="nune")  # type: ignore[arg-type]
+    assert not (tmp_path / "run.jsonl").exists()

@@ -21,10 +21,14 @@ NOTES = ("arbor",)  # what a file says of itself: the version that wrote it
 SETTINGS = "arbor.settings"  # where the command keeps a file's settings, by part
 
 
+CONFIG = "arbor.config"  # in a context's `meta`: the file its defaults are from
+
+
 def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     """Reads a configuration before the other options, which then fall back on it; flags and the environment win."""
     if path is not None:
         _fall_back(ctx, read_config(path), path)
+        ctx.meta[CONFIG] = path
 
 
 def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:

@@ -15,7 +15,7 @@ import click
 
 from arbor.budget import Plan
 from arbor.cli.build import build_solver
-from arbor.cli.configure import all_settings
+from arbor.cli.configure import CONFIG, all_settings
 from arbor.cli.encoding import decoded
 from arbor.cli.options import (
     Command,
@@ -29,6 +29,7 @@ from arbor.cli.options import (
     trace_detail_options,
     voice_options,
 )
+from arbor.cli.outputs import refuse_nowhere, refuse_overwriting
 from arbor.cli.stop import EXIT_SIGNAL, Stop
 from arbor.cli.voice import Voice
 from arbor.config import config_text
@@ -126,6 +127,9 @@ def solve(voice: Voice, /, **given: Any) -> int:
             show_plan(voice, plan)
             return 0
         voice.say(budget_line(given["budget"], plan))
+        refuse_nowhere("--html", given["html"])
+        outputs = {"--trace": given["trace"], "--html": given["html"]}
+        refuse_overwriting(outputs, [given["file"], click.get_current_context().meta.get(CONFIG)])
         writer = open_trace(given["trace"], given["trace_text"])
         voice.say(f"loading {given['model']} · seed {given['seed']}")
         use_threads(given["threads"], solver.describe())
@@ -296,7 +300,7 @@ def no_answer(solution: Solution) -> str:
     """Why there is none."""
     why = {
         "exhausted": "the controller has nothing more to grow",
-        "limit": "--max-expansions is reached",
+        "limit": "--max-expansions or --max-tokens is reached",
         "timeout": "the time is up",
         "interrupted": "interrupted",
     }

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import click
 
 from arbor.cli.options import EXIT_GATE, Command, Group, option, voice_options
+from arbor.cli.outputs import refuse_overwriting
 from arbor.cli.solve import numbers_line
 from arbor.cli.voice import Voice
 from arbor.config import config_text
@@ -212,6 +213,7 @@ def convert(voice: Voice, file: Path, output: Path | None) -> int:
       arbor trace convert run.arbor.jsonl | gzip > run.perfetto.json.gz
       arbor trace convert run.arbor.jsonl.gz -o run.json && vizviewer run.json
     """
+    refuse_overwriting({"--output": output}, [file])
     read = whole(read_trace(file))
     document = json.dumps(to_perfetto(read), allow_nan=False, separators=(",", ":"), default=str)
     if output is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from arbor.cli.options import Command, option, voice_options
+from arbor.cli.outputs import refuse_overwriting
 from arbor.cli.voice import Voice
 from arbor.errors import UsageError
 
@@ -76,6 +77,8 @@ def make_page(voice: Voice, traces: tuple[Path, ...], output: str | None, show: 
     """Writes the page and says where it is."""
     from arbor.trace.html import html_page, read_recording, write_page
 
+    if output is not None and output != STDOUT:
+        refuse_overwriting({"-o": Path(output)}, traces)
     recordings = [read_recording(path) for path in traces]
     for path, recording in zip(traces, recordings, strict=True):
         if recording.banner:

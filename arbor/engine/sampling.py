@@ -31,8 +31,10 @@ class Sampling:
     arithmetic: bool = True
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UsageError("sampling", f"temperature is {self.temperature}.", "It is 0 or more.")
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(
+                "sampling", f"temperature is {self.temperature}.", "It is 0 or more, and finite."
+            )
         if not 0 < self.top_p <= 1:
             raise UsageError("sampling", f"top_p is {self.top_p}.", "It lies in (0, 1]; 1 is off.")
         if self.top_k < 0:

@@ -107,6 +107,8 @@ class TraceWriter:
         clock: Callable[[], float] = time.perf_counter,
         text: Literal["full", "none"] = "full",
     ) -> None:
+        if text not in ("full", "none"):
+            raise UsageError("trace-text", f"text is '{text}'.", "It is 'full' or 'none'.")
         self.path = Path(path)
         self.text = text
         self.events = 0

@@ -1,0 +1,49 @@
+"""Where commands write: never over what they read, and never where it turns out too late that they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from arbor.errors import UsageError
+
+
+def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
+    """Before any work: an output that is an input, or that another one goes to as well.
+
+    Args:
+        outputs: by the flag that names each; None where it was not given.
+        inputs: files that are read; None where there is none.
+
+    Raises:
+        UsageError: says which flag to give another file.
+    """
+    taken = {path.resolve() for path in inputs if path is not None}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise UsageError(
+                "output-is-input",
+                f"{path} is read, or written by another option.",
+                f"Name another file with {flag}.",
+            )
+        taken.add(path.resolve())
+
+
+def refuse_nowhere(flag: str, path: Path | None) -> None:
+    """Before any work: an output that cannot be a file.
+
+    Raises:
+        UsageError: it is a folder, or in a folder that is not there.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError("output-nowhere", f"{path} is a folder.", f"Name a file with {flag}.")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(
+            "output-nowhere",
+            f"there is no folder {path.parent}.",
+            f"Make it, or name another file with {flag}.",
+        )
