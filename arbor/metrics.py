@@ -34,8 +34,8 @@ class Metrics:
     Attributes:
         wall_s: seconds from the header to the end.
         prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind, choosing the next tokens
-            included and making room for them not (that is `policy_s`); a question's pass also
-            recomputes what its paths miss.
+            included and making room for them not (that is `policy_s`); a question's pass also recomputes what its paths
+            miss.
         policy_s: seconds in which retention policies decided and evicted.
         tokens_prefilled: tokens of the prompt.
         tokens_generated: tokens of all closed blocks.
@@ -161,10 +161,12 @@ class Unshared:
 
     Attributes:
         rounds: tokens after each verification.
+        peak: the most of them.
     """
 
     def __init__(self) -> None:
         self.rounds: list[int] = []
+        self.peak = 0
         self._parent: dict[int, int] = {}
         self._end: dict[int, int] = {}  # tokens of the path up to each block's end
         self._leaves: set[int] = set()
@@ -182,6 +184,7 @@ class Unshared:
                 end[node] = end.get(self._parent.get(node, 0), 0) + len(ids)
             case Verified():
                 self.rounds.append(sum(end.get(node, 0) for node in self._leaves))
+                self.peak = max(self.peak, self.rounds[-1])
             case Pruned(nodes=nodes):
                 self._leaves.difference_update(nodes)
             case _:
@@ -214,7 +217,7 @@ class MetricsFold:
             **self._counts,
             wall_s=wall_s,
             mean_tokens=mean_tokens,
-            peak_unshared_tokens=max(self._unshared.rounds, default=0),
+            peak_unshared_tokens=self._unshared.peak,
         )
 
     def __call__(self, event: Event) -> None:

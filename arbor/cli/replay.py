@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from arbor.cli.voice import Voice
 from arbor.errors import BudgetInfeasible
 
 if TYPE_CHECKING:
-    from arbor.events import Event
     from arbor.replay import Recording
 
 
@@ -76,7 +75,7 @@ def replay(
     record = Recording.of(read.events)
     config = record.header.config
     source = locate(config["model"], config.get("revision"), trust_remote_code)
-    rows = list(_rows(record, read.events, load_tokenizer(source), chosen, parts, rehydrate))
+    rows = list(_rows(record, load_tokenizer(source), chosen, parts, rehydrate))
     if voice.json:
         voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0
@@ -102,7 +101,6 @@ def replay(
 
 def _rows(
     record: Recording,
-    events: Sequence[Event],
     tokenizer: Any,
     policies: tuple[str, ...],
     budgets: list[Budget],

@@ -143,9 +143,8 @@ class Residency:
         blocks = offer()
         room = memory.free + int(blocks.resident.sum()) - needed
         beside: Blocks | None = None
-        if (
-            room < 0 and spare is None and self.lossy
-        ):  # all of it leaves, and of the paths what must
+        if room < 0 and spare is None and self.lossy:
+            # all of it leaves, and of the paths what must
             beside, offer = blocks, partial(self.offered, leaves, where="on")
             blocks = offer()
             room += int(blocks.resident.sum())

@@ -147,6 +147,7 @@ class _Attention:
         self._alive: Tensor | None = None
         self._plans: dict[AttentionShape, Any] = {}
         self._mass_heads = mass
+        self._again = plan.again if mass and any(s.again for s in plan.segments) else None
         self.deepest = -1
         self.mass: Tensor | None = None
 
@@ -169,8 +170,9 @@ class _Attention:
         out, lse = self._backend.run(plan, call.q, pool.k[layer], pool.v[layer], call.sinks)
         if layer in self._mass_heads:
             heads = self._mass_heads[layer]
-            again = self._plan.again if self._alive is None else self._plan.again[self._alive]
-            lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(score - inf) = 0
+            if self._again is not None:
+                again = self._again if self._alive is None else self._again[self._alive]
+                lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(-inf) = 0
             added = self._backend.mass(plan, call.q, pool.k[layer], lse, heads)
             self.mass = added if self.mass is None else self.mass + added
         return out
