@@ -69,6 +69,12 @@ class Footprint:
         """Positions the longest path takes, with a question at its end: prompt + depth x step + question."""
         return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
 
+    def levers(self, context: int) -> list[str]:
+        """The flags, each enough by itself, with which the longest path takes at most `context` positions."""
+        room = context - self.prompt_tokens - self.question_tokens
+        flags = {"--depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
+        return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
+
     @property
     def smallest_tokens(self) -> int:
         """What one whole path needs, `path_tokens`; in lossy mode what is protected of it and a block."""
@@ -257,7 +263,7 @@ class Budget:
         )
         if tokens >= footprint.smallest_tokens:
             return plan
-        if footprint.protected_tokens is None:
+        if footprint.smallest_tokens == footprint.path_tokens:
             parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
         else:
             parts = f"{footprint.protected_tokens:,} protected + {footprint.step_tokens:,}"
@@ -287,9 +293,11 @@ class Budget:
             if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
                 levers.append(f"--step-tokens {step}")
                 break
-        return (
-            f"Or: {', '.join(levers)}." if levers else "Or: a shorter prompt, or a smaller --depth."
-        )
+        if levers:
+            return f"Or: {', '.join(levers)}."
+        if footprint.smallest_tokens < footprint.path_tokens:
+            return "Or: fewer protected tokens, as with --set recent=0."
+        return "Or: a shorter prompt, or a smaller --depth."
 
 
 def _round_up(ratio: Fraction) -> float:

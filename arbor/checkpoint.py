@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from arbor.settings import (
     place_of,
     refuse_batch_dependent,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,4 +216,12 @@ class Checkpoint:
             except ModelError:
                 model.set_attn_implementation(attention)  # not to pass for checked
                 raise
+        logger.info(
+            "%s: %s weights, %s on %s, attention by %s",
+            self.source.name,
+            f"{info.parameters:,}",
+            info.dtype,
+            runner.device,
+            type(backend).__name__,
+        )
         return Weights(runner, eos_ids(model, files.tokenizer))

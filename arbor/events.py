@@ -15,7 +15,13 @@ Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """Slots held after an event. `device` counts every allocated slot, temporary ones included."""
+    """Slots held after an event.
+
+    Attributes:
+        device: on the device, every allocated one, temporary ones included.
+        host: in host memory; 0 as long as there is no such tier.
+        compressed: in compressed form; 0 likewise.
+    """
 
     device: int
     host: int = 0
@@ -237,7 +243,11 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Last event of a run, with the run's own counters (`Metrics`)."""
+    """Last event of a run, with the run's own counters (`Metrics`).
+
+    Attributes:
+        nodes: how many blocks there were, the root included.
+    """
 
     name: ClassVar[str] = "end"
     status: Literal["solved", "exhausted", "limit", "timeout", "interrupted", "error"]

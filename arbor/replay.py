@@ -26,7 +26,7 @@ from arbor.engine.runner import ForwardResult
 from arbor.engine.running import Row
 from arbor.engine.sampling import Sampling
 from arbor.engine.source import Growth, Model
-from arbor.errors import TraceError, UsageError
+from arbor.errors import BudgetInfeasible, TraceError, UsageError
 from arbor.events import Boundary as Closed
 from arbor.events import Ended, Event, Header, Opened, Verified
 from arbor.memory.pool import KVPool, LayerKV
@@ -36,7 +36,7 @@ from arbor.retention.policy import Policy
 from arbor.retention.uses import Uses
 from arbor.session import Limits, Session
 from arbor.tasks.base import Problem, Task
-from arbor.trace.read import Trace
+from arbor.trace.read import NO_TOKEN, Trace
 from arbor.tree import Node, NodeState
 from arbor.verifiers.base import Asker, Verdict, Verifier
 
@@ -74,10 +74,13 @@ class Recording:
         verified = [event for event in events if isinstance(event, Verified)]
         values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
         blocks = {e.node: e for e in events if isinstance(e, Closed) and e.node in values}
-        if header is None or root is None or not all(block.ids for block in blocks.values()):
+        lacks = "no header" if header is None else "no prompt" if root is None else ""
+        if any(NO_TOKEN in block.ids for block in blocks.values()):
+            lacks = "no words (--trace-text none)"
+        if header is None or root is None or lacks:
             raise TraceError(
                 "trace-replay",
-                "the trace has no header, no prompt or no tokens to replay.",
+                f"the trace has {lacks}, which a replay of the search needs.",
                 "Record it whole, with --trace-text full.",
             )
         end = next((event for event in events if isinstance(event, Ended)), None)
@@ -164,6 +167,22 @@ def replay(
             judge.end()
     session.run([0] * record.prompt, record.header.problem)
     return fold.metrics()
+
+
+def replay_smallest(
+    recorded: Recording | Trace, tokenizer: Any, *, slots: int, **settings: Any
+) -> tuple[int, Metrics]:
+    """`replay` in the smallest budget, from `slots` on, in which the whole search runs.
+
+    Returns:
+        Slots, and the counters.
+    """
+    while True:
+        try:
+            return slots, replay(recorded, tokenizer, slots=slots, **settings)
+        except BudgetInfeasible as error:
+            assert error.needed > slots, f"{error.needed} slots are needed and {slots} are there"
+            slots = error.needed
 
 
 class _NoModel:

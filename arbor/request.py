@@ -9,6 +9,7 @@ from typing import TypedDict, get_args
 from arbor.budget import Budget
 from arbor.errors import UsageError
 from arbor.events import Detail
+from arbor.limits import limit_of, seed_of, timeout_of
 from arbor.retention.uses import Uses
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
@@ -25,17 +26,6 @@ class Options(TypedDict, total=False):
     trace: str | os.PathLike[str] | TraceWriter | None
     trace_level: Detail
     recorded: str | os.PathLike[str] | Uses | None
-
-
-def seed_of(seed: int) -> int:
-    """A seed, checked.
-
-    Raises:
-        UsageError: not a whole number, or below 0.
-    """
-    if not hasattr(seed, "__index__") or seed < 0:
-        raise UsageError("seed", f"seed is {seed!r}.", "It is a whole number, 0 or more.")
-    return seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +60,58 @@ class Request:
             Budget.parse(self.budget)
         if self.seed is not None:
             seed_of(self.seed)
-        if self.timeout is not None and not self.timeout >= 0:
-            raise UsageError("limit", f"timeout is {self.timeout}.", "It is 0 seconds or more.")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise UsageError("limit", f"max_tokens is {self.max_tokens}.", "It is 1 or more.")
+        timeout_of(self.timeout)
+        limit_of("max_tokens", self.max_tokens)
         if self.trace_level not in get_args(Detail):
             known = ", ".join(get_args(Detail))
             raise UsageError(
                 "trace-level", f"there is no trace level '{self.trace_level}'.", f"Known: {known}."
             )
 
+    @property
+    def limits(self) -> dict[str, float]:
+        """Those that were given, by name; they are no settings of a solver, and repeat a run all the same."""
+        given = {"timeout": self.timeout, "max_tokens": self.max_tokens}
+        return {name: limit for name, limit in given.items() if limit is not None}
+
     def writer(self) -> TraceWriter | None:
         """What writes the trace, if one is asked for.
 
         Raises:
-            UsageError: the file cannot be created.
+            UsageError: the file cannot be created, or the writer has written a run and is closed.
         """
-        if self.trace is None or isinstance(self.trace, TraceWriter):
-            return self.trace
-        return TraceWriter(self.trace)
+        if self.trace is None:
+            return None
+        if not isinstance(self.trace, TraceWriter):
+            return TraceWriter(self.trace)
+        if self.trace.closed:
+            raise UsageError(
+                "trace-closed",
+                f"the writer of {self.trace.path} is closed: it has written a run.",
+                "Make a TraceWriter for each run, or pass a path.",
+                path=str(self.trace.path),
+            )
+        return self.trace
 
-    def uses(self) -> Uses | None:
+    def uses(self, problem: str, seed: int) -> Uses | None:
         """What the recorded run reads and when, if one is given.
+
+        Args:
+            problem, seed: of this run; another one's future is not this one's.
 
         Raises:
             TraceError: it cannot be read.
+            UsageError: it is of another problem or seed.
         """
         if self.recorded is None or isinstance(self.recorded, Uses):
             return self.recorded
-        return Uses.of(read_trace(self.recorded).events)
+        trace = read_trace(self.recorded)
+        then = None if trace.header is None else (trace.header.problem, trace.header.seed)
+        if then not in (None, (problem, seed)) and trace.words:
+            raise UsageError(
+                "recorded-other",
+                f"{self.recorded} is a run of {then[0]!r} with seed {then[1]}, not of {problem!r} with seed {seed}.",
+                "Record this search first: solve(problem, trace=…) with the same settings.",
+                path=str(self.recorded),
+            )
+        return Uses.of(trace.events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from arbor.retention.uses import Uses
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Verifier
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
 
@@ -185,6 +188,7 @@ class Session:
         """Decode the children of every chosen leaf together, each to its boundary; returns the finished ones."""
         leaves = tuple(expansion.leaf for expansion in expansions)
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
+        logger.debug("%d blocks; growing %s", len(tree), [leaf.id for leaf in leaves])
         if leaves != self._running:
             distance = tree.distances(self._running) if self._running else None
             self.emit(

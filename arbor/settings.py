@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -14,9 +16,11 @@ from arbor import registry
 from arbor.engine.completing import Rehydrate
 from arbor.engine.engine import Mode
 from arbor.engine.loading import Source
+from arbor.engine.sampling import Sampling
 from arbor.errors import UsageError
 from arbor.kept import msve_file
 from arbor.kernels.linear import batch_dependent
+from arbor.limits import limit_of
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
@@ -100,19 +104,46 @@ def regime_of(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
+def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+    """How tokens are chosen, from some settings of it.
+
+    Raises:
+        UsageError: a setting that there is not, or that cannot be meant.
+    """
+    refuse_unknown("sampling", settings, [each.name for each in dataclasses.fields(Sampling)])
+    return Sampling(**settings)
+
+
+def refuse_unknown(whose: str, settings: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a setting that there is not.
+
+    Raises:
+        UsageError: names it and the nearest one.
+    """
+    names = sorted(known)
+    for name in settings:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            guess = f"Did you mean '{near[0]}'? " if near else ""
+            raise UsageError(
+                "unknown-setting",
+                f"{whose} has no setting '{name}'.",
+                f"{guess}Known: {', '.join(names)}.",
+                setting=name,
+                known=names,
+            )
+
+
 def boundary_of(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:
     """A task's boundary with other limits.
 
     Raises:
-        UsageError: a limit below 1.
+        UsageError: a limit that is no whole number of at least 1.
     """
-    for name, value in (("max_depth", max_depth), ("step_tokens", step_tokens)):
-        if value is not None and value < 1:
-            raise UsageError("limit", f"{name} is {value}.", "It is 1 or more.")
     return dataclasses.replace(
         boundary,
-        max_depth=boundary.max_depth if max_depth is None else max_depth,
-        max_tokens=boundary.max_tokens if step_tokens is None else step_tokens,
+        max_depth=limit_of("max_depth", max_depth) or boundary.max_depth,
+        max_tokens=limit_of("step_tokens", step_tokens) or boundary.max_tokens,
     )
 
 

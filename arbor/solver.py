@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
+import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,12 +31,20 @@ from arbor.engine.sampling import Sampling
 from arbor.engine.source import Growth
 from arbor.errors import ArborError, InputError, ModelError, UsageError
 from arbor.events import Ended, Event, Header, Listener
+from arbor.limits import limit_of, seed_of
 from arbor.metrics import Metrics, MetricsFold
-from arbor.request import Options, Request, seed_of
+from arbor.request import Options, Request
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.session import Limits, Outcome, Session, Status
-from arbor.settings import boundary_of, component_of, msve_of, regime_of
+from arbor.settings import (
+    boundary_of,
+    component_of,
+    msve_of,
+    refuse_unknown,
+    regime_of,
+    sampling_of,
+)
 from arbor.solution import Candidate, Solution, Step, failed_solution
 from arbor.stream import SearchStream
 from arbor.tasks.base import Boundary, Problem, Task
@@ -44,6 +54,8 @@ from arbor.verifiers.base import Verifier
 
 # one more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here on (Llama-8B shapes)
 CUDA_SAVED_READS = 12_000
+
+logger = logging.getLogger(__name__)
 
 
 DEFAULT_POLICY = "reentry"
@@ -136,11 +148,9 @@ class Solver:
         self.mode, self.rehydrate = regime_of(mode, rehydrate)
         self._sampling = sampling
         if isinstance(sampling, Mapping):
-            Sampling(**sampling)  # type: ignore[arg-type]  # refuses what cannot be meant before anything loads
+            sampling_of(sampling)  # refuses what cannot be meant before anything loads
         self.boundary = boundary_of(self.task.boundary, max_depth, step_tokens)
-        if max_expansions is not None and max_expansions < 1:
-            raise UsageError("limit", f"max_expansions is {max_expansions}.", "It is 1 or more.")
-        self.max_expansions = max_expansions
+        self.max_expansions = limit_of("max_expansions", max_expansions)
         self.seed = seed_of(seed)
         self.listeners = tuple(listeners)
         self.debug = debug
@@ -170,17 +180,19 @@ class Solver:
         What is for `solve` (a problem, its answer key, limits) or for ``arbor eval`` (a dataset) is left aside.
 
         Raises:
-            UsageError: the configuration itself asks for trust in a model's code; pass ``trust_remote_code=True`` beside it.
+            UsageError: a setting that there is not; or the configuration itself asks for trust in a model's code: pass
+                ``trust_remote_code=True`` beside it.
         """
         read = read_config(config) if isinstance(config, str | os.PathLike) else config
         refuse_trust(read, "the configuration")
         settings = {**read, **overrides}
         for name in NOT_THE_SOLVERS:
             settings.pop(name, None)
+        refuse_unknown("the solver", settings, inspect.signature(cls).parameters)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):
-            settings["sampling"] = Sampling(**sampling)
-        return cls(settings.pop("model"), **settings)
+            settings["sampling"] = sampling_of(sampling)
+        return cls(**settings)
 
     def __enter__(self) -> Self:
         return self
@@ -319,11 +331,12 @@ class Solver:
             protect.sinks + protect.recent if self.mode == "lossy" else None,
         )
         if shape.path_tokens > info.context:
+            levers = ["Shorten the problem", *shape.levers(info.context)]
             raise InputError(
                 "problem-too-long",
                 f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
                 f"{shape.path_tokens - prompt_tokens:,} more.",
-                "Shorten the problem, or use a smaller --depth or --step-tokens.",
+                f"{', or '.join(levers)}.",
                 tokens=prompt_tokens,
                 context=info.context,
             )
@@ -388,6 +401,8 @@ class Solver:
             on_error: ``return`` gives a solution with `error` where a problem cannot be solved; a bug is always raised.
             options: the same for every problem, so no ``trace``.
         """
+        if on_error not in ("raise", "return"):
+            raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
         if options.get("trace") is not None:
             raise UsageError(
                 "trace-shared", "one trace for many problems.", "Use solve, or stream."
@@ -437,14 +452,25 @@ class Solver:
         seed = self.seed if request.seed is None else request.seed
         prompt = self._encode(problem)
         plan = self._plan(problem, len(prompt), request.budget, self.boundary)
-        uses = request.uses()
+        uses = request.uses(problem.text, seed)
         if uses is None and self.policy.name == "belady":
             raise UsageError(
                 "belady-blind",
                 "belady knows the future only of a recorded run.",
-                "Solve once with a trace, then pass it as recorded=… (--recorded TRACE).",
+                "Solve once with a trace, then solve(…, recorded=TRACE), or: arbor replay TRACE --policy belady.",
             )
-        config = self.config | {"budget": str(Budget.parse(request.budget or self.budget))}
+        budget = str(Budget.parse(request.budget or self.budget))
+        config = self.config | {"budget": budget, **request.limits}
+        logger.info(
+            "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
+            self.task.name,
+            len(prompt),
+            seed,
+            plan.budget_tokens,
+            plan.full_tokens,
+            config["policy"]["name"],
+            self.mode,
+        )
         with self._searched():
             engine = self.engine
             fold = MetricsFold()
@@ -486,6 +512,15 @@ class Solver:
                     tell_failed(heard, end)
                     raise
                 emit(Ended(outcome.status, len(outcome.tree), fold.metrics().to_dict()))
+                cost = fold.metrics()
+                logger.info(
+                    "%s: %d tokens in %.2f s, %d recomputed, at most %d tokens of KV",
+                    outcome.status,
+                    cost.tokens_generated,
+                    cost.wall_s,
+                    cost.tokens_recomputed,
+                    cost.peak_tokens,
+                )
             finally:
                 self._session = None
                 if writer is not None:

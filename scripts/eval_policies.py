@@ -32,7 +32,7 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Verified
 from arbor.metrics import Unshared
 from arbor.registry import build
-from arbor.replay import Recording, replay
+from arbor.replay import Recording, replay, replay_smallest
 from arbor.retention.chance import Chance
 from arbor.retention.heavy import HeavyHitters
 from arbor.retention.msve import MSVE
@@ -153,22 +153,16 @@ def replayed(
     record: Recording, tokenizer: Any, policy: str, slots: int, rehydrate: Any
 ) -> dict[str, Any]:
     """One replay; at the smallest budget that works where this one does not."""
-    fits = True
     ready, msve = VARIANTS.get(policy, (policy, None))
-    while True:
-        try:
-            metrics = replay(
-                record, tokenizer, policy=ready, slots=slots, rehydrate=rehydrate, msve=msve
-            )
-            break
-        except BudgetInfeasible as error:
-            slots, fits = error.needed, False
+    held, metrics = replay_smallest(
+        record, tokenizer, slots=slots, policy=ready, rehydrate=rehydrate, msve=msve
+    )
     return {
         "recomputed": metrics.tokens_recomputed,
-        "over": metrics.peak_tokens > slots,
+        "over": metrics.peak_tokens > held,
         "policy_s": metrics.policy_s,
         "events": metrics.pressure_events,
-        "fits": fits,
+        "fits": held == slots,
     }
 
 

@@ -86,6 +86,13 @@ class Page:
         self.wait("document.documentElement?.dataset.ready !== undefined")
         return self
 
+    def reload(self) -> None:
+        """Opens the same page anew; waits for the new one, not for what is left of the old one."""
+        self.evaluate("document.documentElement.dataset.old = 'old'")
+        self.send("Page.reload")
+        new = "document.documentElement?.dataset"
+        self.wait(f"{new}?.ready !== undefined && {new}.old === undefined")
+
     def resize(self, width: int, height: int, scale: float = 1) -> None:
         """Sets the size of the window's inside, CSS pixels."""
         self.send(

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -286,6 +287,57 @@ def test_a_configuration_in_a_file_builds_the_same_solver(solver: Solver, tmp_pa
     assert Solver.from_config(tmp_path / "run.toml", seed=9).config["seed"] == 9
 
 
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        ({"modle": "builtin:sapling"}, "unknown-setting", "Did you mean 'mode'?"),
+        ({"sampling": {"temprature": 1}}, "unknown-setting", "Did you mean 'temperature'?"),
+        ({"max_depth": 2.5}, "limit", "max_depth is 2.5"),
+        ({"step_tokens": True}, "limit", "step_tokens is True"),
+        ({"max_expansions": "3"}, "limit", "max_expansions is '3'"),
+        ({"seed": 1.0}, "seed", "seed is 1.0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_meant_says_what_would_work(
+    config: dict[str, object], code: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)) as caught:
+        Solver.from_config(config)
+    assert caught.value.code == code
+
+
+def test_a_configuration_without_a_model_is_of_the_built_in_one() -> None:
+    assert Solver.from_config({"task": "game24"}).config["model"] == "builtin:sapling"
+
+
+def test_limits_of_a_run_are_in_its_trace(solver: Solver, tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    solution = solver.solve(PUZZLE, trace=path, timeout=60, max_tokens=40)
+
+    header = read_trace(path).header
+    assert header is not None
+    assert (header.config["timeout"], header.config["max_tokens"]) == (60, 40)
+    assert solution.config == header.config
+    assert "timeout" not in solver.solve(PUZZLE).config
+    assert Solver.from_config(header.config).config == solver.config
+
+
+@pytest.mark.parametrize("limits", [{"timeout": "3"}, {"timeout": True}, {"max_tokens": 2.5}])
+def test_limits_are_numbers(solver: Solver, limits: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="limit"):
+        solver.solve(PUZZLE, **limits)
+
+
+def test_a_writer_writes_one_run(solver: Solver, tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "run.arbor.jsonl")
+    solver.solve(PUZZLE, trace=writer)
+    before = writer.path.read_bytes()
+
+    with pytest.raises(UsageError, match="trace-closed"):
+        solver.solve(PUZZLE, trace=writer)
+    assert writer.path.read_bytes() == before
+
+
 # Many problems
 
 
@@ -314,6 +366,8 @@ def test_a_problem_that_cannot_be_solved_is_an_error_or_a_row(solver: Solver) ->
     with pytest.raises(InputError):
         solver.solve_batch([PUZZLE, "4 5"])
 
+    with pytest.raises(UsageError, match="on-error"):
+        solver.solve_batch([PUZZLE], on_error="ignore")
     good, bad, last = solver.solve_batch([PUZZLE, "4 5", OTHER], on_error="return", max_tokens=5)
 
     assert good.error is None and last.problem == OTHER

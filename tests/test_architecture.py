@@ -16,7 +16,7 @@ PACKAGE = ROOT / "arbor"
 # Bottom first. A unit is a module or a folder of arbor; it may import itself and the units of lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "kept"),
-    ("registry",),
+    ("files", "limits", "registry"),
     ("budget", "config", "events", "kernels", "sapling", "statistics", "tasks", "timing", "tree"),
     ("callbacks", "memory", "metrics", "retention"),
     ("engine", "testing", "trace"),
@@ -35,7 +35,9 @@ ONLY = {"controllers": {"controllers", "errors", "tree"}}
 
 TORCH_FREE = (
     "errors",
+    "files",
     "kept",
+    "limits",
     "registry",
     "tree",
     "events",

@@ -10,7 +10,7 @@ import fake_solver
 import pytest
 from run_cli import Arbor
 
-from arbor.cli.bench import compare, share
+from arbor.cli.bench import compare, refuse_other, share
 from arbor.errors import UsageError
 
 
@@ -66,7 +66,7 @@ def test_what_is_slower_than_allowed_is_told(
 ) -> None:
     found = timings(*now)
 
-    told = compare(found, timings(1.0, 1.0, 1.0), Path("before.json"), most)
+    told = compare(found, timings(1.0, 1.0, 1.0), most)
 
     assert len(told) == slower
     assert found["rows"][0]["before"]["median"] == 1.0
@@ -75,12 +75,45 @@ def test_what_is_slower_than_allowed_is_told(
 
 
 def test_only_what_was_measured_alike_is_compared() -> None:
-    found = timings(1.0, 1.0, 1.0)
+    arms = [("lru", "full"), ("h2o", "full")]
 
     with pytest.raises(UsageError, match="other settings: seed"):
-        compare(found, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"), None)
+        refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"))
     with pytest.raises(UsageError, match="other policies and budgets"):
-        compare(found, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json"), None)
+        refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json"))
+    refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0), Path("b.json"))
+
+
+def test_what_cannot_be_compared_is_not_measured(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("other.json").write_text(json.dumps(timings(1.0, 1.0, 1.0, seed=7)), encoding="utf-8")
+    monkeypatch.setattr("arbor.cli.bench.measure", None)
+
+    assert "[bench-differs]" in command("bench", "--compare", "other.json").err
+
+
+def test_variants_of_a_policy_are_timed_beside_it(command: Arbor) -> None:
+    both = ("--policy", "arborkv", "--policy", "arborkv,scorer=recency, tail=16")
+    fake_solver.SOLVERS.clear()
+
+    ran = command("bench", *both, "--repeat", "3", "--budget", "full", "--json")
+
+    assert [row["policy"] for row in ran.document["rows"]] == list(both[1::2])
+    policies = [solver.settings["policy"] for solver in fake_solver.SOLVERS]
+    assert [type(policy.scorer).__name__ for policy in policies] == ["HeavyHitters", "Recency"]
+    assert [policy.protect.tail for policy in policies] == [8, 16]
+
+
+def test_a_default_budget_that_does_not_work_is_left_out(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_solver, "BLOCKS", fake_solver.DEPTH)  # a path is all there is
+
+    ran = command("bench", "4 5 6 10", "--repeat", "3", "--json")
+
+    assert [row["budget"] for row in ran.document["rows"]] == ["full"]
+    assert "--budget 0.25 is left out" in ran.err
 
 
 def test_a_gate_fails_with_seven_and_everything_is_written(command: Arbor) -> None:
@@ -108,9 +141,11 @@ ROWS = [
     (["--compare", "words.json"], 4, "bench-unreadable", "words.json is no JSON"),
     (["--compare", "list.json"], 4, "bench-unreadable", "no arbor.bench/1"),
     (["--compare", "other.json"], 2, "bench-differs", "other settings: "),
-    (["--output-json", "no/where.json"], 2, "bench-unwritable", "no such directory"),
+    (["--output-json", "no/where.json"], 2, "output-nowhere", "there is no folder no"),
     (["--repeat", "2"], 2, "usage", "x>=3"),
     (["--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
+    (["--policy", "lru,tail"], 2, "setting", "--policy lru,tail=16"),
+    (["--policy", "lru,tial=3"], 2, "unknown-setting", "'tail'"),
     (["--budget", "full", "--budget", "1tok"], 6, "budget-infeasible", "44tok"),
     (["--policy", "lur"], 2, "unknown-policy", "'lru'"),
     (["4 5"], 4, "problem-invalid", "four are needed"),

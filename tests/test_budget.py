@@ -188,6 +188,23 @@ def test_an_infeasible_budget_names_what_would_work() -> None:
     assert caught.value.exit_code == 6
 
 
+@pytest.mark.parametrize(
+    ("protected", "sum_"),
+    [(12, "12 protected + 30 + 2 question"), (500, "10 prompt + 4 x 30 + 2 question")],
+)
+def test_a_lossy_budget_says_which_sum_is_the_smallest(protected: int, sum_: str) -> None:
+    shape = Footprint(10, 30, 4, 20, 2, protected)
+    with pytest.raises(BudgetInfeasible) as error:
+        Budget.parse("1tok").plan(shape, 1)
+
+    assert sum_ in error.value.message
+    assert (
+        sum(int(a) * int(b or 1) for a, b in re.findall(r"(\d+)(?: x (\d+))?", sum_))
+        == error.value.needed
+    )
+    assert ("--set recent=0" in error.value.hint) is (protected == 12)
+
+
 def test_a_ratio_names_no_depth_because_it_shrinks_with_the_search() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
         Budget.parse(0.03).plan(SHAPE, BYTES)

@@ -275,6 +275,18 @@ def test_out_of_memory_is_no_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch
     assert "[oom] CUDA out of memory. Tried to allocate 512.00 MiB. Try a smaller" in ran.err
 
 
+def test_what_may_not_be_read_is_no_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object, problem: str) -> None:
+        raise PermissionError(13, "Permission denied", "models/mine/config.json")
+
+    monkeypatch.setattr(fake_solver.FakeSolver, "plan", fail)
+
+    ran = command("solve", "4 5 6 10")
+
+    assert ran.code == 2
+    assert "[no-permission] models/mine/config.json: Permission denied." in ran.err
+
+
 def test_no_arguments_show_the_help(command: Arbor) -> None:
     ran = command()
 

@@ -198,6 +198,11 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ("cpu: the KV of ", " are free beside weights of ", "tokens fit: try --budget "),
     ),
     (["solve", PUZZLE, "--open"], 2, "usage", ("--html run.html",)),
+    (["solve", PUZZLE, "--model", ""], 5, "model-not-found", ("builtin:sapling",)),
+    (["slove", PUZZLE], 2, "usage", ("Did you mean 'solve'?",)),
+    (["trace", "chek", "run.jsonl"], 2, "usage", ("Did you mean 'check'?", "arbor trace --help")),
+    (["xyz"], 2, "usage", ("Commands: solve, ",)),
+    (["trace", "repair", "x", "-o", "-"], 2, "usage", ("--output clean.arbor.jsonl",)),
     (["solve", PUZZLE, "--log-file", "no/log"], 2, "log-unwritable", ("may be written",)),
     (["solve", PUZZLE, "--device", "tpu"], 2, "device", ("auto, cpu or cuda",)),
 ]

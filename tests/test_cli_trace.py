@@ -51,7 +51,9 @@ def test_a_timeline_goes_to_stdout_or_to_a_file(command: Arbor, tmp_path: Path) 
     assert json.loads((tmp_path / "run.json").read_text("utf-8")) == ran.document
     assert told.document["path"] == "run.json"
     missing = command("trace", "convert", "run.arbor.jsonl", "-o", "no/where.json")
-    assert missing.code == 2 and "[output-unwritable]" in missing.err
+    assert missing.code == 2 and "[output-nowhere]" in missing.err
+    assert command("trace", "convert", "run.arbor.jsonl", "-o", "-").out == ran.out
+    assert not Path("-").exists()
 
 
 def test_a_comparison_for_people(command: Arbor) -> None:

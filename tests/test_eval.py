@@ -290,6 +290,24 @@ def test_a_sample_that_cannot_be_solved_stops_and_loses_nothing(command: Arbor) 
     assert json.loads(Path("out/results.json").read_text("utf-8"))["missing"] == 2
 
 
+def test_what_the_first_sample_cannot_have_leaves_no_folder(command: Arbor) -> None:
+    ran = run(command, unsolvable(), "--budget", "3tok")
+
+    assert (ran.code, ran.document["error"]["code"]) == (6, "budget-infeasible")
+    assert not Path("out").exists()
+
+
+def test_errors_are_told_with_their_reasons(command: Arbor) -> None:
+    run(command, unsolvable(), "--on-error", "continue")
+    again = ("eval", "problems.jsonl", "--task", "reasoning", "--output", "out", "-q")
+    ran = command(*again, "--on-error", "continue")
+
+    assert "errors      1 problem-too-long; the first: 9,120 tokens; the context is" in ran.out
+    found = json.loads(Path("out/results.json").read_text("utf-8"))
+    assert found["error_codes"] == {"problem-too-long": 1}
+    assert found["first_error"]["hint"] == "Shorter."
+
+
 def test_or_it_counts_as_wrong_and_is_tried_again(command: Arbor) -> None:
     ran = run(command, unsolvable(), "--on-error", "continue")
 

@@ -209,7 +209,7 @@ def test_a_page_takes_one_run_or_two(count: int) -> None:
 def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     run = Recording("run", ({"e": "end"},))
 
-    with pytest.raises(UsageError, match="view-unwritable"):
+    with pytest.raises(UsageError, match="output-unwritable"):
         write_page(tmp_path / "missing" / "page.html", run)
 
 

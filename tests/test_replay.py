@@ -13,7 +13,7 @@ from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
 from arbor.events import Boundary, Event, Rehydrated, Selected
 from arbor.metrics import Metrics
-from arbor.replay import Recording, replay
+from arbor.replay import Recording, replay, replay_smallest
 from arbor.retention.msve import MSVE
 from arbor.trace.replay import Replay
 
@@ -48,13 +48,7 @@ def tokenizer() -> object:
 
 def tight(record: Recording, tokenizer: object) -> int:
     """The smallest budget the search runs in."""
-    slots = 10
-    while True:
-        try:
-            replay(record, tokenizer, policy="lru", slots=slots)
-            return slots
-        except BudgetInfeasible as error:
-            slots = error.needed
+    return replay_smallest(record, tokenizer, policy="lru", slots=10)[0]
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -206,8 +200,20 @@ def test_the_command_compares_policies_on_a_trace(
         solver.solve("4 5 6 10", trace=tmp_path / "small.arbor.jsonl")
     small = run("replay", str(tmp_path / "small.arbor.jsonl"), "--budget", "0.4", "--json")
     assert small.document["rows"][0]["budget_tokens"] == int(0.4 * peak)
-    table = run("replay", str(path), "--budget", "20tok")
-    assert "needs" in table.out
+    table = run("replay", str(path), "--budget", "20tok", "--policy", "lru", "--json")
+    needed = table.document["rows"][0]["needs"]
+    for slots, works in ((needed - 1, False), (needed, True)):
+        rows = run("replay", str(path), "--budget", f"{slots}tok", "--policy", "lru", "--json")
+        assert ("recomputed" in rows.document["rows"][0]) is works
+    assert f"needs {needed}" in run("replay", str(path), "--budget", "20tok").out
+    both = ("--policy", "arborkv", "--policy", "arborkv,scorer=recency,tail=4")
+    names = [row["policy"] for row in run("replay", str(path), *both, "--json").document["rows"]]
+    assert names[:2] == ["arborkv", "arborkv,scorer=recency,tail=4"]
+    moved = run("replay", str(path), "--model", str(tmp_path))
+    assert (moved.code, "[model-incomplete]" in moved.err) == (5, True)
+    run("solve", "4 5 6 10", "--trace", str(tmp_path / "quiet.jsonl"), "--trace-text", "none")
+    quiet = run("replay", str(tmp_path / "quiet.jsonl"))
+    assert (quiet.code, "no words (--trace-text none)" in quiet.err) == (4, True)
     wrong = run("replay", str(path), "--policy", "lrv")
     assert wrong.code == 2
     assert "lru" in wrong.err

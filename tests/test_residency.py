@@ -28,7 +28,8 @@ from arbor.engine.plan import Piece, Segment, visibility
 from arbor.engine.source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
-from arbor.retention.base import Tokens
+from arbor.retention.base import Blocks, Ints, Scorer, Tokens
+from arbor.retention.lru import LRU
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.tasks.base import Boundary
 
@@ -403,6 +404,33 @@ def test_a_block_without_a_value_is_worth_what_the_one_above_it_is() -> None:
     first.value = -3.1  # a scale of its own: from the smallest to the largest of the tree
     lab.residency.changed([first])
     assert worth() == [1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeing:
+    """Gives up the oldest first, and notes what it was told the blocks are worth."""
+
+    seen: list[dict[int, float]] = dataclasses.field(default_factory=list)
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        self.seen.append(dict(zip(blocks.ids.tolist(), blocks.value.tolist(), strict=True)))
+        return LRU().counts(blocks, room, scorer)
+
+
+def test_policies_are_told_what_blocks_without_a_value_are_expected_to_be_worth() -> None:
+    allocator = Seeing()
+    policy = dataclasses.replace(little("lru"), allocator=allocator)
+    lab = Lab(build("llama"), policy=policy)
+    tree = lab.plant(40)
+    first, second = lab.sprout([(tree.root, 2)])
+    first.value, first.valued = 0.2, True
+    second.value, second.valued = 0.9, True
+    below, beside = lab.sprout([(first, 1), (second, 1)])
+    lab.residency.changed([first, second])
+
+    lab.residency.fit(lab.memory.free + 1, [beside], "pressure")
+
+    assert allocator.seen[-1] == {first.id: 0.2, below.id: 0.2}
 
 
 def test_where_nothing_leaves_nothing_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -444,6 +445,13 @@ def test_an_overlong_problem_is_refused(small: Path) -> None:
 
     assert error.value.code == "problem-too-long"
     assert "256" in error.value.message
+    assert error.value.hint.startswith("Shorten the problem, or --depth 1, or --step-tokens ")
+    for flag, name in (("--depth", "max_depth"), ("--step-tokens", "step_tokens")):
+        most = int(error.value.hint.split(f"{flag} ")[1].split(",")[0].rstrip("."))
+        settings = {"step_tokens": 200, name: most}
+        Solver(small, **settings).plan(PUZZLE)
+        with pytest.raises(InputError):
+            Solver(small, **settings | {name: most + 1}).plan(PUZZLE)
 
 
 def test_lossy_mode_keeps_fewer_tokens_and_needs_the_same_positions(small: Path) -> None:
@@ -534,3 +542,42 @@ def test_a_generation_config_that_says_nothing_sensible_is_named(small: Path) ->
     with pytest.raises(ModelError, match=r"generation_config\.json .*'hot'") as error:
         _ = Solver(place).sampling
     assert error.value.code == "model-incomplete"
+
+
+def test_a_generation_config_that_cannot_be_read_is_told(
+    small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = small.parent / "torn"
+    shutil.copytree(small, place)
+    (place / "generation_config.json").write_text("{")
+
+    assert Solver(place).sampling == Sampling()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "generation_config.json" in caplog.text and "is left out" in caplog.text
+
+
+def test_the_log_says_what_was_loaded_searched_and_found(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "arbor")
+    with Solver(controller=SMALL) as solver:
+        solver.solve(PUZZLE)
+
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [text.split(": ")[0] for level, text in told if level == "INFO"] == [
+        "game24 of 11 tokens, seed 0",
+        "builtin:sapling",
+        "solved",
+    ]
+    assert told[2] == ("DEBUG", "1 blocks; growing [0]")
+    assert PUZZLE not in caplog.text
+
+
+def test_the_clairvoyant_knows_the_future_of_its_own_search_only(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with Solver(controller=SMALL, policy="belady", budget=0.5) as solver:
+        with pytest.raises(UsageError, match="belady-blind"):
+            solver.solve(PUZZLE)
+        Solver(controller=SMALL).solve(PUZZLE, trace=path)
+        for options in ({"problem": "1 2 3 4"}, {"problem": PUZZLE, "seed": 1}):
+            with pytest.raises(UsageError, match="recorded-other"):
+                solver.solve(**options, recorded=path)
+        assert solver.solve(PUZZLE, recorded=path).answer is not None

@@ -235,6 +235,16 @@ def test_a_bad_line_is_skipped_and_counted(
     assert "1 unreadable line(s) skipped, first 4" in trace.banner
 
 
+def test_a_trace_that_lacks_its_first_lines_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with TraceWriter(path, clock=tick()) as writer:
+        for event in fake_run(seed=1):
+            writer(event)
+    path.write_bytes(path.read_bytes().split(b"\n", 1)[1])
+
+    assert read_trace(path).banner == "no header, 1 gap(s) in the numbering, first at line 1"
+
+
 def test_a_lost_line_is_a_gap(tmp_path: Path, run: list[Event]) -> None:
     path = write(tmp_path / "run.jsonl", run)
     lines = path.read_bytes().splitlines(keepends=True)

@@ -212,7 +212,7 @@ def test_a_page_that_cannot_be_written_is_a_usage_error(command: Command, trace:
     code, out, err = command("view", str(trace), "-o", "missing/page.html")
 
     assert (code, out) == (2, "")
-    assert "[view-unwritable]" in err and "-o FILE" in err
+    assert "[output-nowhere]" in err and "another file with -o" in err
 
 
 # The terminal
@@ -281,10 +281,11 @@ def test_every_line_fits_the_terminal(
     trace = written(tmp_path / "run.arbor.jsonl", seed=4)
     monkeypatch.setenv("COLUMNS", str(columns))
 
-    code, out, _ = command("view", str(trace), "--term")
+    code, out, err = command("view", str(trace), "--term")
 
     lines = out.splitlines()
     assert code == 0
+    assert ("the tree needs 60 columns" in err) is (columns < 60)
     assert max(map(len, lines)) <= columns
     assert any("#0" in line for line in lines) is (columns >= 60), "narrow: the meter alone"
 

@@ -114,6 +114,9 @@ def _run(given: list[str], voice: Voice) -> int:
             raise
         return _fail(voice, _with_models(error))
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename:
+            what = f"{os.fsdecode(error.filename)}: {error.strerror}."
+            return _fail(voice, UsageError("no-permission", what, "See its permissions: ls -ld."))
         if error.errno not in NO_ROOM:
             return _crash(voice, given, error)
         _drop_stdout()

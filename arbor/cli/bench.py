@@ -6,16 +6,17 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 import arbor
-from arbor import registry
 from arbor.budget import Budget
-from arbor.cli.build import build_solver
+from arbor.cli.build import build_solver, named_policy
 from arbor.cli.configure import all_settings
 from arbor.cli.options import (
     EXIT_GATE,
@@ -30,9 +31,11 @@ from arbor.cli.options import (
     search_shape_options,
     voice_options,
 )
+from arbor.cli.outputs import refuse_nowhere
 from arbor.cli.solve import use_threads
 from arbor.cli.voice import Voice
-from arbor.errors import InputError, UsageError
+from arbor.errors import BudgetInfeasible, InputError, UsageError
+from arbor.files import write_whole
 from arbor.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
 from arbor.trace.write import finite
 
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 SCHEMA = "arbor.bench/1"
 BUDGETS = ("full", "0.25")
 POLICIES = ("reentry",)
+LIMITS = ("timeout", "max_tokens")
 
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 
@@ -74,10 +78,10 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 @option(
     "--policy",
     multiple=True,
-    metavar="NAME",
+    metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
-    help="May be repeated, and each holds the weights once; reentry if none is given.",
+    help="May be repeated, and holds the weights once each; reentry if none is given.",
 )
 @search_shape_options
 @retention_options
@@ -113,6 +117,7 @@ def bench(voice: Voice, /, **given: Any) -> int:
     \b
       arbor bench "4 5 6 10" --budget full --budget 0.25
       arbor bench --controller beam --policy reentry --policy lru --output-json now.json
+      arbor bench --budget 0.25 --policy arborkv --policy arborkv,scorer=recency
       arbor bench --controller beam --compare before.json --max-regress 5%
     """
     most = share(given["max_regress"])
@@ -123,20 +128,18 @@ def bench(voice: Voice, /, **given: Any) -> int:
     given["set"] = all_settings(given)
     for text in given["budget"]:
         Budget.parse(text)
-    for name in given["policy"]:
-        if ":" not in name:
-            registry.resolve("policy", name)
+    for text in given["policy"]:
+        named_policy(text)
     before = None if given["compare"] is None else read_timings(given["compare"])
-    if given["output_json"] is not None and not given["output_json"].resolve().parent.is_dir():
-        raise _unwritable(given["output_json"], "no such directory")
-    found = measure(voice, given)
+    refuse_nowhere("--output-json", given["output_json"])
+    trial = Trial.of(voice, given)
+    if before is not None:
+        refuse_other(trial.settings, trial.arms, before, given["compare"])
+    found = measure(voice, given, trial)
     if given["output_json"] is not None:
         text = json.dumps(finite(found), allow_nan=False, indent=1) + "\n"
-        try:
-            given["output_json"].write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(given["output_json"], str(error.strerror)) from error
-    slower = [] if before is None else compare(found, before, given["compare"], most)
+        write_whole(given["output_json"], text)
+    slower = [] if before is None else compare(found, before, most)
     if voice.json:
         voice.document(found)
     else:
@@ -160,52 +163,81 @@ def share(text: str | None) -> float | None:
     return float(match[1]) / 100
 
 
-def _unwritable(path: Path, why: str) -> UsageError:
-    return UsageError(
-        "bench-unwritable",
-        f"--output-json {path} cannot be written: {why}.",
-        "Name a file in a folder that exists and may be written.",
-        path=str(path),
-    )
-
-
 # Measuring
 
 
-def measure(voice: Voice, given: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is to be timed, all of it checked and nothing loaded.
+
+    Attributes:
+        solvers: by the policy as it was asked for.
+        arms: policy and budget.
+        problem: what all of them solve.
+        settings: what two files of timings must have in common to be compared.
+    """
+
+    solvers: Mapping[str, Solver]
+    arms: Sequence[tuple[str, str]]
+    problem: str
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, voice: Voice, given: Mapping[str, Any]) -> Trial:
+        """From the options of the command line.
+
+        Raises:
+            ArborError: what cannot be meant, and a budget that was asked for and does not work.
+        """
+        policies = dict.fromkeys(given["policy"] or POLICIES)
+        budgets = list(dict.fromkeys(given["budget"] or BUDGETS))
+        solvers = {
+            name: build_solver({**given, "policy": name, "budget": budgets[0]}, given["problem"])
+            for name in policies
+        }
+        first = next(iter(solvers.values()))
+        problem = first.task.example if given["problem"] is None else given["problem"]
+        for budget in tuple(budgets):
+            try:
+                for solver in solvers.values():
+                    solver.plan(problem, budget=budget)
+            except BudgetInfeasible as error:
+                if given["budget"]:
+                    raise
+                voice.warn(f"--budget {budget} is left out: {error.message}")
+                budgets.remove(budget)
+        arms = [(policy, budget) for policy in policies for budget in budgets]
+        config = {k: v for k, v in first.config.items() if k not in ("policy", "budget")}
+        run = {name: given[name] for name in LIMITS}
+        settings = {"problem": problem, **config, **run, "device": str(first.device)}
+        return cls(solvers, arms, problem, settings)
+
+
+def measure(voice: Voice, given: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
     """Solves the problem under every policy and budget in turn."""
-    policies = dict.fromkeys(given["policy"] or POLICIES)
-    budgets = dict.fromkeys(given["budget"] or BUDGETS)
-    solvers = {
-        name: build_solver(
-            {**given, "policy": name, "budget": next(iter(budgets))}, given["problem"]
-        )
-        for name in policies
-    }
-    first = next(iter(solvers.values()))
-    problem = first.task.example if given["problem"] is None else given["problem"]
-    for solver in solvers.values():
-        for budget in budgets:
-            solver.plan(problem, budget=budget)  # all of them work, or nothing is loaded
     voice.say(f"loading {given['model']} · seed {given['seed']}")
+    first = next(iter(trial.solvers.values()))
     use_threads(given["threads"], first.describe())
     contestants: dict[str, Callable[[], object]] = {}
-    arms = [(policy, budget) for policy in policies for budget in budgets]
-    for policy, budget in arms:
-        solvers[policy].load()
-        contestants[f"{policy} {budget}"] = _search(given, solvers[policy], problem, budget)
+    limits = {name: given[name] for name in LIMITS}
+    for policy, budget in trial.arms:
+        solver = trial.solvers[policy]
+        solver.load()
+        contestants[f"{policy} {budget}"] = partial(
+            solver.solve, trial.problem, budget=budget, **limits
+        )
     laps: dict[str, list[Lap]] = {name: [] for name in contestants}
     for lap in interleaved(contestants, given["warmup"], given["repeat"]):
         laps[lap.name].append(lap)
         voice.say(f"{lap.name}: {lap.cpu_s:.3f} s of CPU, {lap.wall_s:.3f} s")
     rows = [
         _row(policy, budget, taken)
-        for (policy, budget), taken in zip(arms, laps.values(), strict=True)
+        for (policy, budget), taken in zip(trial.arms, laps.values(), strict=True)
     ]
     return {
         "schema": SCHEMA,
         "arbor": arbor.__version__,
-        "settings": settings_of(given, first, problem),
+        "settings": trial.settings,
         "machine": machine(),
         "warmup": given["warmup"],
         "repeat": given["repeat"],
@@ -213,16 +245,6 @@ def measure(voice: Voice, given: Mapping[str, Any]) -> dict[str, Any]:
         "clock": "cpu_s" if str(first.device) == "cpu" else "wall_s",
         "rows": rows,
     }
-
-
-def _search(
-    given: Mapping[str, Any], solver: Solver, problem: str, budget: str
-) -> Callable[[], object]:
-    def once() -> object:
-        limits = {name: given[name] for name in ("timeout", "max_tokens")}
-        return solver.solve(problem, budget=budget, **limits)
-
-    return once
 
 
 def _row(policy: str, budget: str, laps: list[Lap]) -> dict[str, Any]:
@@ -236,13 +258,6 @@ def _row(policy: str, budget: str, laps: list[Lap]) -> dict[str, Any]:
         seconds = list(timing.seconds)
         row[clock] = {"median": median, "quartiles": [low, high], "seconds": seconds}
     return row
-
-
-def settings_of(given: Mapping[str, Any], solver: Solver, problem: str) -> dict[str, Any]:
-    """What two files of timings must have in common to be compared."""
-    config = {k: v for k, v in solver.config.items() if k not in ("policy", "budget")}
-    run = {name: given[name] for name in ("timeout", "max_tokens")}
-    return {"problem": problem, **config, **run, "device": str(solver.device)}
 
 
 def machine() -> dict[str, Any]:
@@ -286,19 +301,20 @@ def _no_timings(path: Path, why: str) -> InputError:
     )
 
 
-def compare(
-    found: dict[str, Any], before: Mapping[str, Any], path: Path, most: float | None
-) -> list[str]:
-    """Adds to each row how it did before; returns what became slower than is allowed.
+def refuse_other(
+    settings: Mapping[str, Any],
+    arms: Sequence[tuple[str, str]],
+    before: Mapping[str, Any],
+    path: Path,
+) -> None:
+    """Refuses timings that are of something else, before anything is timed.
 
     Raises:
-        UsageError: the two were not measured with the same settings, or have no row in common.
+        UsageError: other settings, or no policy and budget in common.
     """
-    mine, theirs = found["settings"], before.get("settings", {})
-    keys = [k for k in {**mine, **theirs} if _plain(mine.get(k)) != _plain(theirs.get(k))]
-    rows = {(row["policy"], row["budget"]): row for row in before.get("rows", [])}
-    common = [row for row in found["rows"] if (row["policy"], row["budget"]) in rows]
-    if keys or not common:
+    theirs = before.get("settings", {})
+    keys = [k for k in {**settings, **theirs} if _plain(settings.get(k)) != _plain(theirs.get(k))]
+    if keys or not _arms(before).keys() & set(arms):
         what = f"other settings: {', '.join(keys)}" if keys else "other policies and budgets"
         raise UsageError(
             "bench-differs",
@@ -307,10 +323,17 @@ def compare(
             path=str(path),
             keys=keys,
         )
-    slower = []
+
+
+def compare(found: dict[str, Any], before: Mapping[str, Any], most: float | None) -> list[str]:
+    """Adds to each row how it did before, where it was there; returns what became slower than is allowed."""
+    slower, rows = [], _arms(before)
     clock = found["clock"]
-    for row in common:
-        then = Timing(tuple(rows[row["policy"], row["budget"]][clock]["seconds"]))
+    for row in found["rows"]:
+        earlier = rows.get((row["policy"], row["budget"]))
+        if earlier is None:
+            continue
+        then = Timing(tuple(earlier[clock]["seconds"]))
         now = Timing(tuple(row[clock]["seconds"]))
         row["before"] = {"median": then.median, "differs": differs(now, then)}
         if most is not None and regressed(now, then, most):
@@ -319,6 +342,10 @@ def compare(
                 f"({100 * (now.median / then.median - 1):+.0f} %, allowed {100 * most:g} %)."
             )
     return slower
+
+
+def _arms(found: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    return {(row["policy"], row["budget"]): row for row in found.get("rows", [])}
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from arbor.cli.options import (
     trust_option,
     voice_options,
 )
+from arbor.cli.outputs import refuse_nowhere
 from arbor.cli.voice import Voice
 from arbor.errors import UsageError
 from arbor.kept import msve_file
@@ -28,7 +29,7 @@ def calibrate() -> None:
 
     \b
       arbor calibrate msve --task chains --n 100
-      arbor calibrate msve --model ./model --task game24 --out msve.json
+      arbor calibrate msve --model ./model --out msve.json
       arbor solve "4 5 6 10" --policy arborkv --msve msve.json
     """
 
@@ -72,12 +73,9 @@ def msve(
     \b
       arbor calibrate msve
       arbor calibrate msve --task chains --n 200 --out msve.json
-      arbor calibrate msve --model ./model --task game24
+      arbor calibrate msve --model ./model
     """
-    if out is not None and not out.resolve().parent.is_dir():
-        raise UsageError(
-            "usage", f"{out} cannot be written: no such directory.", "Name one that is."
-        )
+    refuse_nowhere("--out", out)
 
     from arbor.calibrate import calibrate as fitted
     from arbor.calibrate import collect

@@ -178,6 +178,8 @@ def eval_(ctx: click.Context, /, **given: Any) -> int:
     with Stop() as stop, build_solver(given) as solver:
         config = run_config(given, solver, own)
         path = given["output"] or _new_folder(given["dataset"], config)
+        if given["on_error"] == "stop" and samples[0].problem is not None:
+            solver.plan(samples[0].problem)  # what cannot work leaves no folder behind
         folder = RunFolder(path, config, given["fresh"])
         again = _again(given, path)
         try:
@@ -500,6 +502,10 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     for name in ("missing", "no_answer", "errors"):
         if found[name]:
             told[name.replace("_", " ")] = f"{found[name]:,}"
+    if found["errors"]:
+        codes, first = found["error_codes"], found["first_error"]
+        counts = ", ".join(f"{count:,} {code}" for code, count in codes.items())
+        told["errors"] = f"{counts}; the first: {first['message']} {first['hint']}".rstrip()
     generated, recomputed = found["tokens_generated"], found["tokens_recomputed"]
     told["tokens"] = (
         f"{generated['mean']:,.0f} generated, {recomputed['mean']:,.0f} recomputed, of one sample"

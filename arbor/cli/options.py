@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from arbor.events import Detail
 from arbor.presets import PRESETS
 
 EXIT_GATE = 7  # a check or a gate failed
+# whoever reads it says what is wrong with it, and exits as for unreadable input
+TRACE_PATH = click.Path(path_type=Path, readable=False)
 EXIT_CODES = """\b
 Every option is an environment variable too: ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
 Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
@@ -88,6 +91,17 @@ class Group(click.Group):
             module, _, attribute = self.lazy[cmd_name][0].partition(":")
             self.add_command(getattr(importlib.import_module(module), attribute), cmd_name)
         return self.commands.get(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """A command by its name; the error for one that there is not names the nearest."""
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known:
+            near = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
+            guess = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(known)}."
+            ctx.fail(f"No such command '{args[0]}'. {guess}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the commands and what they are for; imports none."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from arbor.errors import UsageError
+
+STDOUT = Path("-")
 
 
 def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
@@ -35,7 +38,7 @@ def refuse_nowhere(flag: str, path: Path | None) -> None:
     """Before any work: an output that cannot be a file.
 
     Raises:
-        UsageError: it is a folder, or in a folder that is not there.
+        UsageError: it is a folder, may not be written, or is in a folder that is not there.
     """
     if path is None:
         return
@@ -46,4 +49,8 @@ def refuse_nowhere(flag: str, path: Path | None) -> None:
             "output-nowhere",
             f"there is no folder {path.parent}.",
             f"Make it, or name another file with {flag}.",
+        )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(
+            "output-nowhere", f"{path} may not be written.", f"Name another file with {flag}."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,20 +10,21 @@ import click
 
 from arbor import registry
 from arbor.budget import Budget
-from arbor.cli.options import Command, names_of, option, trust_option, voice_options
+from arbor.cli.build import named_policy
+from arbor.cli.options import TRACE_PATH, Command, names_of, option, trust_option, voice_options
 from arbor.cli.voice import Voice
-from arbor.errors import BudgetInfeasible
 
 if TYPE_CHECKING:
     from arbor.replay import Recording
+    from arbor.retention.policy import Policy
 
 
 @click.command(cls=Command)
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=TRACE_PATH)
 @option(
     "--policy",
     multiple=True,
-    metavar="NAME",
+    metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
     help="May be repeated; lru, arborkv, reentry and belady if none is given.",
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
     heading="KV budget",
     help="What comes back: missing tokens, or whole blocks.",
 )
+@option(
+    "--model",
+    metavar="NAME|DIR",
+    heading="Model",
+    help="Whose tokenizer it was, where that is elsewhere now; by default as the trace says.",
+)
 @trust_option
 @voice_options
 @click.pass_obj
@@ -52,6 +59,7 @@ def replay(
     policy: tuple[str, ...],
     budget: tuple[str, ...],
     rehydrate: Any,
+    model: str | None,
     trust_remote_code: bool,
 ) -> int:
     """What other policies and budgets would have cost, from a trace, without running the model.
@@ -59,12 +67,14 @@ def replay(
     \b
       arbor replay run.arbor.jsonl
       arbor replay run.arbor.jsonl --policy lru --policy reentry --budget 0.25
+      arbor replay run.arbor.jsonl --policy arborkv --policy arborkv,scorer=recency
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
     chosen = policy or ("lru", "arborkv", "reentry", "belady")
-    for name in chosen:
-        if ":" not in name:
-            registry.resolve("policy", name)
+    policies: dict[str, Policy] = {}
+    for text in chosen:
+        name, settings = named_policy(text)
+        policies[text] = registry.build("policy", name, **settings)
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.engine.loading import load_tokenizer, locate
@@ -74,8 +84,8 @@ def replay(
     read = read_trace(trace)
     record = Recording.of(read.events)
     config = record.header.config
-    source = locate(config["model"], config.get("revision"), trust_remote_code)
-    rows = list(_rows(record, load_tokenizer(source), chosen, parts, rehydrate))
+    source = locate(model or config["model"], config.get("revision"), trust_remote_code)
+    rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
     if voice.json:
         voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0
@@ -102,24 +112,26 @@ def replay(
 def _rows(
     record: Recording,
     tokenizer: Any,
-    policies: tuple[str, ...],
+    policies: Mapping[str, Policy],
     budgets: list[Budget],
     rehydrate: Any,
 ) -> Iterator[dict[str, Any]]:
     """One row for each budget and policy; a budget that does not work says which would."""
     from arbor.replay import replay as again
+    from arbor.replay import replay_smallest
 
     tree = sum(len(block.ids) for block in record.blocks.values()) + record.prompt
     room = tree * 2 + int(record.header.kv.get("full_tokens", 0))  # more than it can need
     peak = again(record, tokenizer, policy="lru", slots=room).peak_tokens
     for budget in budgets:
         slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
-        for policy in policies:
-            row: dict[str, Any] = {"policy": policy, "budget": str(budget), "budget_tokens": slots}
-            try:
-                cost = again(record, tokenizer, policy=policy, slots=slots, rehydrate=rehydrate)
-            except BudgetInfeasible as error:
-                yield row | {"needs": error.needed}
+        for name, policy in policies.items():
+            row: dict[str, Any] = {"policy": name, "budget": str(budget), "budget_tokens": slots}
+            needed, cost = replay_smallest(
+                record, tokenizer, slots=slots, policy=policy, rehydrate=rehydrate
+            )
+            if needed > slots:
+                yield row | {"needs": needed}
                 continue
             yield row | {
                 "recomputed": cost.tokens_recomputed,

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 import click
 
-from arbor.cli.options import EXIT_GATE, Command, Group, option, voice_options
-from arbor.cli.outputs import refuse_overwriting
+from arbor.cli.options import EXIT_GATE, TRACE_PATH, Command, Group, option, voice_options
+from arbor.cli.outputs import STDOUT, refuse_nowhere, refuse_overwriting
 from arbor.cli.solve import numbers_line
 from arbor.cli.voice import Voice
 from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS
+from arbor.files import write_whole
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
 from arbor.trace.perfetto import to_perfetto
@@ -24,7 +25,7 @@ from arbor.trace.write import to_record
 
 SHOWN_CHARACTERS = 60
 
-_file = click.argument("file", type=click.Path(path_type=Path))
+_file = click.argument("file", type=TRACE_PATH)
 
 
 @click.group(cls=Group)
@@ -213,20 +214,23 @@ def convert(voice: Voice, file: Path, output: Path | None) -> int:
       arbor trace convert run.arbor.jsonl | gzip > run.perfetto.json.gz
       arbor trace convert run.arbor.jsonl.gz -o run.json && vizviewer run.json
     """
+    if output == STDOUT:
+        output = None
     refuse_overwriting({"--output": output}, [file])
+    refuse_nowhere("--output", output)
     read = whole(read_trace(file))
     document = json.dumps(to_perfetto(read), allow_nan=False, separators=(",", ":"), default=str)
     if output is None:
         voice.print(document)
         return 0
-    write_text(output, document + "\n")
+    write_whole(output, document + "\n")
     tell(voice, "arbor.trace-convert/1", {"path": str(output), "events": len(read.events)})
     return 0
 
 
 @trace.command(cls=Command)
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=TRACE_PATH)
+@click.argument("second", type=TRACE_PATH)
 @option("--exit-code", is_flag=True, heading="Gate", help="Exit with 7 if the trees differ.")
 @voice_options
 @click.pass_obj
@@ -280,6 +284,13 @@ def repair(
 
     Lines that are lost stay lost: 'arbor trace check' still names the gap. The trace itself is left as it is.
     """
+    if output == STDOUT:
+        raise UsageError(
+            "usage",
+            "a repaired trace is a file, not stdout.",
+            "Name one: --output clean.arbor.jsonl",
+        )
+    refuse_nowhere("--output", output)
     done = repair_trace(file, output, trace_text)
     facts = {
         "path": str(done.path),
@@ -378,23 +389,6 @@ def whole(read: Trace) -> Trace:
 
 def _readable(read: Trace) -> str:
     return f"{len(read.events):,} events are readable."
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file in one go.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            "output-unwritable",
-            f"{path} cannot be written: {error.strerror}.",
-            "Name a file in a folder that exists and may be written.",
-            path=str(path),
-        ) from error
 
 
 def _diff_record(found: TraceDiff) -> dict[str, Any]:

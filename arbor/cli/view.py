@@ -9,21 +9,21 @@ from pathlib import Path
 
 import click
 
-from arbor.cli.options import Command, option, voice_options
-from arbor.cli.outputs import refuse_overwriting
+from arbor.cli.options import TRACE_PATH, Command, option, voice_options
+from arbor.cli.outputs import STDOUT, refuse_nowhere, refuse_overwriting
 from arbor.cli.voice import Voice
 from arbor.errors import UsageError
 
 SUFFIXES = (".gz", ".jsonl", ".arbor")
 PIPED_WIDTH = 120  # columns where stdout is no terminal
-STDOUT = "-"
 
 
 @click.command(cls=Command)
-@click.argument("traces", nargs=-1, metavar="TRACE [TRACE2]", type=click.Path(path_type=Path))
+@click.argument("traces", nargs=-1, metavar="TRACE [TRACE2]", type=TRACE_PATH)
 @option(
     "-o",
     "--output",
+    type=click.Path(path_type=Path),
     metavar="FILE",
     heading="Page",
     help="Where the page goes; '-' is stdout, default the trace's name with .html.",
@@ -42,7 +42,7 @@ STDOUT = "-"
 def view(
     voice: Voice,
     traces: tuple[Path, ...],
-    output: str | None,
+    output: Path | None,
     open: bool,
     term: bool,
     event: int | None,
@@ -73,12 +73,13 @@ def view(
     return make_page(voice, traces, output, open)
 
 
-def make_page(voice: Voice, traces: tuple[Path, ...], output: str | None, show: bool) -> int:
+def make_page(voice: Voice, traces: tuple[Path, ...], output: Path | None, show: bool) -> int:
     """Writes the page and says where it is."""
     from arbor.trace.html import html_page, read_recording, write_page
 
     if output is not None and output != STDOUT:
-        refuse_overwriting({"-o": Path(output)}, traces)
+        refuse_overwriting({"-o": output}, traces)
+        refuse_nowhere("-o", output)
     recordings = [read_recording(path) for path in traces]
     for path, recording in zip(traces, recordings, strict=True):
         if recording.banner:
@@ -165,6 +166,10 @@ def print_tree(voice: Voice, path: Path, event: int | None) -> int:
     lines = [Text(title, "bold"), *meter_lines(replay, replay.metrics(), glyphs, console.width)]
     if console.width >= NARROW:
         lines += tree_lines(replay, glyphs, console.width, rows=len(replay.blocks) + 1)
+    else:
+        voice.warn(
+            f"the tree needs {NARROW} columns, and here are {console.width}: COLUMNS={NARROW}"
+        )
     for line in lines:
         line.truncate(console.width, overflow="crop")
         console.print(line, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging
+from transformers.utils import logging as loading_bars
 
 from arbor.engine.sampling import Sampling
 from arbor.errors import ModelError, UnknownName, UsageError
 from arbor.memory.shortage import is_shortage, weights_too_large
+
+logger = logging.getLogger(__name__)
 
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
 
@@ -86,6 +89,13 @@ def _locate(name: str) -> Source:
         if builtin not in BUILTIN:
             raise UnknownName("model", name, [f"builtin:{known}" for known in BUILTIN])
         return _directory(name, BUILTIN[builtin])
+    if not name.strip():
+        raise ModelError(
+            "model-not-found",
+            "the model's name is empty.",
+            "Name a directory, a Hub id, or builtin:sapling.",
+            model=name,
+        )
     path = Path(name).expanduser()
     if path.is_dir():
         return _directory(name, path)
@@ -211,13 +221,13 @@ def load_model(source: Source, dtype: torch.dtype, device: torch.device) -> Any:
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Loading is announced by whoever shows progress, not by transformers."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = loading_bars.is_progress_bar_enabled()
+    loading_bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            loading_bars.enable_progress_bar()
 
 
 def wants_trust(error: Exception) -> bool:
@@ -269,7 +279,10 @@ def load_generation_config(source: Source) -> Any:
     """The model's generation config; None if it has none."""
     try:
         return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
-    except OSError:
+    except OSError as error:
+        if (Path(source.path) / "generation_config.json").exists():
+            reason = _first_line(error)
+            logger.warning("generation_config.json of %s is left out: %s", source.name, reason)
         return None
 
 

@@ -153,7 +153,7 @@ def _text(row: Mapping[str, Any], key: str, flag: str, name: str, where: str) ->
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
     has = ", ".join(str(column) for column in row) or "nothing"
-    wrong = f"has no '{key}'" if value is None else f"has no text in '{key}'"
+    wrong = f"has no text in '{key}'" if key in row else f"has no '{key}'"
     raise InputError(
         "dataset-invalid",
         f"{name}: {where} {wrong}. It has: {has}.",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 from arbor.config import config_text, read_config
 from arbor.errors import InputError, UsageError
 from arbor.evaluation.dataset import Sample
+from arbor.files import write_whole
 from arbor.trace.write import to_line
 
 CONFIG, SAMPLES, RESULTS, PAGE, TRACES = (
@@ -68,8 +68,8 @@ class RunFolder:
     def __init__(self, path: Path, config: Mapping[str, Any], fresh: bool = False) -> None:
         self.path = path
         self.config = tomllib.loads(config_text(config))
-        self._check()
         try:
+            self._check()
             (path / TRACES).mkdir(parents=True, exist_ok=True)
             self._file = (path / SAMPLES).open("ab", buffering=0)
         except OSError as error:
@@ -113,13 +113,8 @@ class RunFolder:
         self.rows[str(row["id"])] = dict(row)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file as a whole: whoever reads it sees the old one or the new one."""
-        draft = self.path / f".{name}.{os.getpid()}"
-        try:
-            draft.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
-            draft.replace(self.path / name)
-        finally:
-            draft.unlink(missing_ok=True)
+        """Writes a file of the run as a whole."""
+        write_whole(self.path / name, text)
 
     def trace_path(self, identity: str) -> Path:
         """Where a sample's trace goes: its id, and a hash where the id is no name for a file."""

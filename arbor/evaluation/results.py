@@ -33,6 +33,7 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
     """
     right = sum(map(is_right, rows))
     solved = [row for row in rows if row.get("error") is None]
+    failed = [row for row in rows if row.get("error") is not None]
     found: dict[str, Any] = {
         "schema": RESULTS_SCHEMA,
         "n": len(rows),
@@ -40,7 +41,9 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
         "accuracy": right / len(rows) if rows else None,
         "interval": list(clopper_pearson(right, len(rows))),
         "no_answer": sum(row.get("answer") is None for row in solved),
-        "errors": len(rows) - len(solved),
+        "errors": len(failed),
+        "error_codes": dict(sorted(Counter(row["error"]["code"] for row in failed).items())),
+        "first_error": failed[0]["error"] if failed else None,
         "finish_reasons": dict(sorted(Counter(str(r.get("finish_reason")) for r in rows).items())),
     }
     for name in COSTS:

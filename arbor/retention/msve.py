@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from arbor.errors import UsageError
+from arbor.files import write_whole
 from arbor.retention.base import Floats
 
 _FORMAT = "arbor.msve/1"
@@ -77,14 +78,18 @@ class MSVE:
         return cls((value, confidence, attention), bias)
 
     def save(self, path: Path, **provenance: Any) -> None:
-        """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures)."""
+        """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures).
+
+        Raises:
+            UsageError: it cannot be written.
+        """
         document = {
             "schema": _FORMAT,
             "theta": list(self.theta),
             "bias": self.bias,
             "provenance": provenance,
         }
-        path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
 
     @staticmethod
     def load(path: Path) -> MSVE:

@@ -86,9 +86,15 @@ class Trace:
         parts = []
         if self.cut or self.end is None:
             parts.append("incomplete trace")
+        if self.header is None:
+            parts.append("no header")
         if self.bad_lines:
             parts.append(
                 f"{self.bad_lines} unreadable line(s) skipped, first {self.first_bad_line}"
+            )
+        elif self.gaps:
+            parts.append(
+                f"{len(self.gaps)} gap(s) in the numbering, first at line {self.gaps[0].line}"
             )
         return ", ".join(parts)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from arbor.errors import UsageError
 from arbor.events import Ended
+from arbor.files import write_whole
 from arbor.trace.read import Reading, lines_of
 from arbor.trace.replay import Replay
 from arbor.trace.write import GZIP, to_line, to_record, without_words
@@ -90,14 +91,4 @@ def _write(target: Path, records: list[dict[str, Any]]) -> None:
     if target.suffix == ".gz":
         packer = zlib.compressobj(9, wbits=GZIP)
         data = packer.compress(data) + packer.flush()
-    unfinished = target.with_name(f"{target.name}.part")
-    try:
-        unfinished.write_bytes(data)
-        unfinished.replace(target)
-    except OSError as error:
-        raise UsageError(
-            "output-unwritable",
-            f"{target} cannot be written: {error.strerror}.",
-            "Name a file in a folder that exists and may be written.",
-            path=str(target),
-        ) from error
+    write_whole(target, data)

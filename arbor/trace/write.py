@@ -128,9 +128,14 @@ class TraceWriter:
                 path=str(self.path),
             ) from error
 
+    @property
+    def closed(self) -> bool:
+        """Whether the file is complete; a solver closes the writer of a run at its end."""
+        return self._file.closed
+
     def __call__(self, event: Event) -> None:
         """Appends one event."""
-        if self.stopped or self._file.closed:
+        if self.stopped or self.closed:
             return
         now = self._clock()
         if self._start is None:
@@ -153,7 +158,7 @@ class TraceWriter:
 
     def close(self) -> None:
         """Completes the file; closing twice is harmless."""
-        if self._file.closed:
+        if self.closed:
             return
         if not self.stopped:
             self._write(last=True)

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from arbor.errors import UsageError
+from arbor.files import NAME_A_FILE, write_whole
 from arbor.trace.html.recording import Recording
 from arbor.trace.write import GZIP
 
@@ -65,16 +66,7 @@ def write_page(path: str | os.PathLike[str], *recordings: Recording) -> Path:
         UsageError: the file cannot be written.
     """
     path = Path(path)
-    page = html_page(*recordings)
-    try:
-        path.write_text(page, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise UsageError(
-            "view-unwritable",
-            f"the page {path} cannot be written: {error.strerror}.",
-            "Name a file in a folder that exists and may be written: -o FILE.",
-            path=str(path),
-        ) from error
+    write_whole(path, html_page(*recordings), f"{NAME_A_FILE[:-1]}: -o FILE.")
     return path
 
 

@@ -54,12 +54,7 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
             if isinstance(record["e"], str):
                 records.append(_shortened(record))
     trace = reading.trace()
-    parts = [trace.banner] if trace.banner else []
-    if trace.gaps and not trace.bad_lines:
-        parts.append(
-            f"{len(trace.gaps)} gap(s) in the numbering, first at line {trace.gaps[0].line}"
-        )
-    return Recording(trace.path.name, tuple(records), ", ".join(parts))
+    return Recording(trace.path.name, tuple(records), trace.banner)
 
 
 def record_events(name: str, events: Iterable[tuple[float, Event]]) -> Recording:
