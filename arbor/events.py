@@ -116,6 +116,8 @@ class Allocated:
         offered: how many blocks it could take from.
         nodes: (block, tokens it had, tokens it keeps, MSVE score) of each block that lost some.
         elapsed_s: time of the decision and the eviction.
+        signals: what each of `nodes` was scored by: value, confidence and attention, as `retention.base.Blocks` has them;
+            traces written before there was this field have none.
     """
 
     name: ClassVar[str] = "allocate"
@@ -125,6 +127,7 @@ class Allocated:
     offered: int
     nodes: tuple[tuple[int, int, int, float], ...]
     elapsed_s: float
+    signals: tuple[tuple[float, float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

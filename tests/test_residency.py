@@ -201,6 +201,10 @@ def test_every_decision_is_told_with_what_it_took() -> None:
     for decided, evicted in zip(told, lost, strict=True):
         assert decided.policy == "kkt"
         assert [(n, had - kept) for n, had, kept, _ in decided.nodes] == list(evicted.nodes)
+        signals = np.array(decided.signals)
+        scores = [score for *_, score in decided.nodes]
+        assert lab.residency.msve.scores(*signals.T) == pytest.approx(scores, abs=2e-3)
+    assert any(attention > 0 for decided in told for _, _, attention in decided.signals)
 
 
 @given(

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,9 +199,12 @@ class Residency:
         """Evict what was not chosen, and say what was decided and why."""
         ids, held, lost = self._evict(blocks, *chosen.leaving())
         at = np.searchsorted(blocks.ids, ids)
-        scores = np.round(blocks.score[at], 4) if len(ids) else np.zeros(0)
-        columns = (ids, held, counts[at], scores)
-        told = tuple(zip(*(column.tolist() for column in columns), strict=True))
+        told: tuple[Any, ...] = ()
+        signals: tuple[Any, ...] = ()
+        if len(ids):
+            told = _rows(ids, held, counts[at], np.round(blocks.score[at], 4))
+            read = (blocks.value, blocks.confidence, blocks.attention)
+            signals = _rows(*(np.round(column[at], 4) for column in read))
         self.emit(
             Allocated(
                 policy=self.policy.name,
@@ -210,6 +213,7 @@ class Residency:
                 offered=len(blocks),
                 nodes=told,
                 elapsed_s=time.perf_counter() - began,
+                signals=signals,
             )
         )
         gone = tuple(zip(ids.tolist(), lost.tolist(), strict=True))
@@ -422,6 +426,11 @@ class Residency:
         for node_id in ids[self._names[ids] == 0].tolist():
             self._names[node_id] = _name(self.tree[node_id])
         return self._names[ids]
+
+
+def _rows(*columns: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Columns of equal length as rows of plain numbers."""
+    return tuple(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _name(node: Node) -> int:

@@ -230,8 +230,10 @@ class BlockPanel {
     );
     if (event < 0) return null;
     const record = run.records[event],
-      own = list(record.nodes).find((row) => Array.isArray(row) && row[0] === run.id[block]);
+      place = list(record.nodes).findIndex((row) => Array.isArray(row) && row[0] === run.id[block]),
+      own = list(record.nodes)[place];
     if (record.e === "allocate" && own) {
+      const signals = list(list(record.signals)[place]);
       return part(
         "Retention",
         make(
@@ -245,6 +247,9 @@ class BlockPanel {
           {},
           ...fact("kept", `${count(own[2])} of ${count(own[1])} tokens`),
           ...fact("score", fixed(own[3], 3)),
+          ...["value", "confidence", "attention"].flatMap((name, at) =>
+            at in signals ? fact(`its ${name}`, fixed(signals[at], 3)) : [],
+          ),
           ...fact("room", `${count(record.room)} for ${plural(record.offered, "block")}`),
         ),
       );
