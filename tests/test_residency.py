@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import VOCABULARY, Words, build
+from models import VOCABULARY, WINDOW, Words, build
 from trees import (
     GREEDY,
     LENGTH,
@@ -289,6 +289,19 @@ def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
     assert total == pytest.approx(len(PROMPT) + later, rel=1e-4)
 
 
+def test_a_token_ages_only_while_the_window_of_all_layers_holds_it() -> None:
+    lab = Lab(build("mistral_window"), policy=little("h2o"), mode="lossy", rehydrate="off")
+    tree = lab.plant(4096)
+    first, second = lab.sprout([(tree.root, 2)], GREEDY)
+    (deep,) = lab.sprout([(first, 1)], GREEDY)
+    rows = [place for node in tree for place in range(node.start, node.start + len(node.tokens))]
+
+    seen = lab.residency.statistics.view(tree.root.id, np.arange(len(PROMPT))).queries
+    assert seen.tolist() == [
+        sum(0 <= row - key < WINDOW for row in rows) for key in range(len(PROMPT))
+    ]
+
+
 def test_an_inactive_branch_does_not_age() -> None:
     lab = Lab(build("llama"), policy=little("h2o"), mode="lossy", rehydrate="off")
     tree = lab.plant(4096)
@@ -497,6 +510,29 @@ def test_visibility_counts_rows_that_see_a_slot() -> None:
     slots, rows = visibility([many, one], trash=20)
 
     assert dict(zip(slots.tolist(), rows.tolist(), strict=True)) == {3: 3, 4: 3, 7: 2, 8: 1, 9: 1}
+
+
+@given(
+    start=st.integers(0, 6),
+    tail=st.integers(0, 3),
+    rows=st.integers(1, 5),
+    window=st.integers(1, 9),
+)
+def test_beyond_the_window_nobody_sees(start: int, tail: int, rows: int, window: int) -> None:
+    held = np.arange(0, start, 2, dtype=np.int32)  # with gaps
+    piece = Piece("a", held, held)
+    positions = np.arange(start + tail, start + tail + rows)
+    own = np.arange(start, start + tail + rows).astype(np.int32)  # a slot is its position
+    segment = Segment((piece,), [1] * rows, positions, own, own[tail:])
+
+    slots, seen = visibility([segment], 99, window)
+
+    expected = {
+        key: count
+        for key in (*held.tolist(), *own.tolist())
+        if (count := sum(0 <= row - key < window for row in positions.tolist()))
+    }
+    assert dict(zip(slots.tolist(), seen.tolist(), strict=True)) == expected
 
 
 def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> None:

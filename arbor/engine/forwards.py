@@ -134,8 +134,11 @@ class Forwards:
         result = self.runner.forward(plan, self._memory.pool, mass=dict.fromkeys(watched))
         if result.mass is None:  # a replay knows of no attention
             return result.logits
-        slots, queries = visibility(plan.segments, self._memory.pool.trash)
-        heads = sum(self.runner.specs[i].shape.num_qo_heads for i in watched)
+        shapes = [self.runner.specs[i].shape for i in watched]
+        windows = [shape.window for shape in shapes if shape.window is not None]
+        window = max(windows) if len(windows) == len(shapes) else None
+        slots, queries = visibility(plan.segments, self._memory.pool.trash, window)
+        heads = sum(shape.num_qo_heads for shape in shapes)
         mass = result.mass[torch.from_numpy(slots).to(result.mass.device)] / heads
         self._residency.observe(slots, mass.cpu().numpy(), queries)
         return result.logits

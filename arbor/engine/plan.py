@@ -144,13 +144,14 @@ def plan_forward(
 
 
 def visibility(
-    segments: Sequence[Segment], trash: int
+    segments: Sequence[Segment], trash: int, window: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """How many rows of a batch can see each slot (full attention; a row sees itself).
+    """How many rows of a batch can see each slot (a row sees itself).
 
     Args:
         segments: the batch; those that run again count for nothing.
         trash: slot that is nobody's.
+        window: positions a row looks back, itself included; None: all.
 
     Returns:
         slots int64 [S], distinct and increasing; rows int64 [S], >= 1.
@@ -160,14 +161,19 @@ def visibility(
     for segment in segments:
         if segment.again:
             continue
+        begin = int(segment.positions[0])
+        end = begin + segment.rows
         for piece in segment.context:
             slots.append(piece.slots)
-            rows.append(np.full(len(piece.slots), segment.rows, np.int64))
-        own = len(segment.tail) - segment.rows
+            seen = np.full(len(piece.slots), segment.rows, np.int64)
+            rows.append(
+                seen if window is None else np.clip(piece.positions + window - begin, 0, seen)
+            )
         slots.append(segment.tail)
-        seen = np.full(len(segment.tail), segment.rows, np.int64)
-        seen[own:] -= np.arange(segment.rows)
-        rows.append(seen)
+        tail = np.arange(end - len(segment.tail), end)
+        first = np.maximum(tail, begin)
+        seen = end - first
+        rows.append(seen if window is None else np.clip(tail + window - first, 0, seen))
     counts = np.bincount(np.concatenate(slots), np.concatenate(rows)).astype(np.int64)
     counts[trash:] = 0
     found = np.flatnonzero(counts)
