@@ -140,6 +140,21 @@ class PackedLinear(nn.Module):
         return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """What a model's weights take, those that `pack_linears` replaced included; padding of a packed layout is not counted."""
+    found = {each.data_ptr(): each.nbytes for each in model.parameters()}
+    packed = 0
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            parts = [module.bias]
+            if module.packing == "dense":
+                parts.append(module.weight)
+            else:
+                packed += module.in_features * module.out_features * module.compute.itemsize
+            found |= {each.data_ptr(): each.nbytes for each in parts if each is not None}
+    return sum(found.values()) + packed
+
+
 def pack_linears(
     model: nn.Module,
     *,

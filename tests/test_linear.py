@@ -10,7 +10,7 @@ from models import build
 from torch import Tensor, nn
 
 from arbor.kernels import linear
-from arbor.kernels.linear import PackedLinear, Packing, batch_dependent, pack_linears
+from arbor.kernels.linear import PackedLinear, Packing, batch_dependent, pack_linears, weight_bytes
 
 PACKINGS: tuple[Packing, ...] = ("mkl", "onednn", "dense")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}
@@ -97,6 +97,18 @@ def test_a_packed_model_gives_the_same_logits(tied: bool, kind: Packing) -> None
     assert sum(map(len, report.packed.values())) + len(report.dense) == 15
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_a_packed_models_weights_are_counted(tied: bool, kind: Packing) -> None:
+    model = tiny_llama(tied)
+    before = weight_bytes(model)
+
+    report = pack_linears(model, choose=kind, deterministic=True)
+
+    assert before == sum(each.nbytes for each in tiny_llama(tied).parameters())
+    assert weight_bytes(model) == before + report.extra_bytes
 
 
 def test_dense_weights_are_dropped_and_a_tied_head_is_the_only_second_copy() -> None:

@@ -292,8 +292,8 @@ def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
 def test_a_token_ages_only_while_the_window_of_all_layers_holds_it() -> None:
     lab = Lab(build("mistral_window"), policy=little("h2o"), mode="lossy", rehydrate="off")
     tree = lab.plant(4096)
-    first, second = lab.sprout([(tree.root, 2)], GREEDY)
-    (deep,) = lab.sprout([(first, 1)], GREEDY)
+    first, _ = lab.sprout([(tree.root, 2)], GREEDY)
+    lab.sprout([(first, 1)], GREEDY)
     rows = [place for node in tree for place in range(node.start, node.start + len(node.tokens))]
 
     seen = lab.residency.statistics.view(tree.root.id, np.arange(len(PROMPT))).queries

@@ -15,6 +15,7 @@ from arbor.engine.layers import Leave, Tap, install
 from arbor.engine.plan import ForwardPlan, select_rows
 from arbor.errors import ModelError
 from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.linear import weight_bytes
 from arbor.memory.pool import KVPool, LayerKV
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -67,7 +68,11 @@ class ModelRunner:
         self.specs = checked(probe(model, self.layer_count), self.config)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
-        self.weight_bytes = sum(each.nbytes for each in model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the model's weights take now, packed or not."""
+        return weight_bytes(self.model)
 
     @property
     def layer_kv(self) -> tuple[LayerKV, ...]:
