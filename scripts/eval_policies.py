@@ -52,10 +52,19 @@ GREEDY: dict[str, Any] = {
     "sampling": {"temperature": 0.0},
 }
 LONGEST = {"chains": 36, "game24": 16}  # tokens of the longest line that the model writes
-LOSSLESS = ("lru", "uniform", "arborkv", "kkt", "reentry", "belady")
-LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "arborkv", "kkt")
+LOSSLESS = (
+    *("lru", "uniform", "arborkv", "arborkv-published", "kkt"),
+    *("streaming", "reentry", "belady"),  # those that rank by attention see none in a replay
+)
+LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
-VARIANTS: dict[str, tuple[Policy, MSVE]] = {  # ArborKV with one of its parts changed
+VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # ArborKV with one of its parts changed
+    "arborkv-published": (ArborKV(), None),  # with its own protection: tails, and a floor
+    "arborkv-any-path": (ArborKV(protect=PROTECT, spares_paths=False), MSVE()),
+    "arborkv-any-path-no-eta": (
+        ArborKV(allocator=Ratio(eta=1.0), protect=PROTECT, spares_paths=False),
+        MSVE(),
+    ),
     "arborkv-no-value": (ArborKV(protect=PROTECT), MSVE((0.0, 1.0, 1.0), -1.0)),
     "arborkv-no-confidence": (ArborKV(protect=PROTECT), MSVE((2.0, 0.0, 1.0), -1.5)),
     "arborkv-no-attention": (ArborKV(protect=PROTECT), MSVE((2.0, 1.0, 0.0), -1.5)),
@@ -131,6 +140,10 @@ def lossless(args: argparse.Namespace) -> dict[str, Any]:
                     "raised": len(runs) - len(ran),
                     "over_budget": sum(run["over"] for run in ran),
                     **ratio_of(cost[key], generated),
+                    "of_shared": ratio_of(np.array([r["peak"] for r in runs]), np.array(peaks)),
+                    "of_unshared": ratio_of(
+                        np.array([r["peak"] for r in runs]), np.array(unshared)
+                    ),
                     "policy_us_per_event": 1e6
                     * sum(r["policy_s"] for r in runs)
                     / max(1, sum(r["events"] for r in runs)),
@@ -153,13 +166,14 @@ def replayed(
     record: Recording, tokenizer: Any, policy: str, slots: int, rehydrate: Any
 ) -> dict[str, Any]:
     """One replay; at the smallest budget that works where this one does not."""
-    ready, msve = VARIANTS.get(policy, (policy, None))
+    ready, msve = variant(policy)
     held, metrics = replay_smallest(
         record, tokenizer, slots=slots, policy=ready, rehydrate=rehydrate, msve=msve
     )
     return {
         "recomputed": metrics.tokens_recomputed,
         "over": metrics.peak_tokens > held,
+        "peak": metrics.peak_tokens,
         "policy_s": metrics.policy_s,
         "events": metrics.pressure_events,
         "fits": held == slots,
