@@ -102,7 +102,7 @@ class Pressure:
     limit: int
 
 
-Cause = Literal["boundary", "transition", "pressure", "close"]
+Cause = Literal["transition", "pressure", "close"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,10 @@ class Allocated:
         cause: the event that asked.
         room: slots the offered blocks may keep together.
         offered: how many blocks it could take from.
-        nodes: (block, tokens it had, tokens it keeps, MSVE score) of each block that lost some.
+        nodes: (block, tokens it had, tokens it keeps) of each block that lost some.
+        signals: what the allocator looked at, and so why: for each column of `retention.base.Blocks` that it read, the
+            figure of each of `nodes`; null is never. `score` is MSVE's, from `value`, `confidence` and `attention`.
         elapsed_s: time of the decision and the eviction.
-        signals: what each of `nodes` was scored by: value, confidence and attention, as `retention.base.Blocks` has them;
-            traces written before there was this field have none.
     """
 
     name: ClassVar[str] = "allocate"
@@ -125,9 +125,9 @@ class Allocated:
     cause: Cause
     room: int
     offered: int
-    nodes: tuple[tuple[int, int, int, float], ...]
+    nodes: tuple[tuple[int, int, int], ...]
+    signals: dict[str, Any]
     elapsed_s: float
-    signals: tuple[tuple[float, float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

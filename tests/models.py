@@ -238,6 +238,14 @@ def path_logits(model: Any, ids: Sequence[int]) -> Tensor:
     return logits
 
 
+@torch.no_grad()
+def path_keys(model: Any, ids: Sequence[int]) -> Tensor:
+    """Keys of the last layer over a whole path, by Hugging Face, [n, KV heads, head size]."""
+    cache = model(torch.tensor([list(ids)]), use_cache=True).past_key_values
+    keys: Tensor = cache.layers[-1].keys
+    return keys[0].transpose(0, 1)
+
+
 class Words:
     """A tokenizer whose word for an id is the number itself."""
 

@@ -72,7 +72,17 @@ def test_the_fit_finds_the_signal_and_is_judged_on_other_problems() -> None:
     assert found.correlation > found.default_correlation
     assert found.correlation > 0.4
     assert found.problems == 60
-    assert found.blocks == 360
+    assert (found.blocks, found.held_out) == (360, 18 * 6)
+    low, high = found.interval
+    assert low < found.correlation < high
+    assert high - low < calibrated_width(12)  # fewer problems, less certain
+    assert found.gain[0] > 0, "the guess does not know which signal it is"
+    assert calibrate(examples(60), top=5).msve.top == 5
+
+
+def calibrated_width(problems: int) -> float:
+    low, high = calibrate(examples(problems)).interval
+    return high - low
 
 
 def test_what_a_block_was_worth_is_read_before_the_experiment_and_against_a_run_with_it() -> None:

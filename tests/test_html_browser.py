@@ -611,8 +611,8 @@ def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) ->
 
 def test_what_the_retention_policy_decided_is_told_at_its_block(page: Page, tmp_path: Path) -> None:
     events: list[Event] = [header(), Opened(0, None, 0, 0, 15, "prompt")]
-    signals = ((0.75, 0.875, 0.0625),)
-    events += [Allocated("arborkv", "pressure", 25, 3, ((0, 15, 9, 0.2403),), 0.001, signals)]
+    signals = {"score": [0.2403], "last_used": [1234], "next_use": [None]}
+    events += [Allocated("arborkv", "pressure", 25, 3, ((0, 15, 9),), signals, 0.001)]
     events += [Evicted("pressure", ((0, 6),), KV(9)), Ended("exhausted", 1)]
 
     page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#n=0")
@@ -621,7 +621,7 @@ def test_what_the_retention_policy_decided_is_told_at_its_block(page: Page, tmp_
     told = text(page, "#panel-0")
     assert "arborkv" in told and "9 of 15 tokens" in told and "0.240" in told
     assert "25 for 3 blocks" in told
-    assert re.search(r"value\s*0\.750\s*its confidence\s*0\.875\s*its attention\s*0\.063", told)
+    assert re.search(r"score\s*0\.240\s*last used\s*1,234\s*next use\s*never", told)
     page.evaluate("arbor.seek(1)")
     page.settle()
     assert "arborkv, " not in text(page, "#panel-0"), "it has not decided yet"

@@ -200,11 +200,26 @@ def test_every_decision_is_told_with_what_it_took() -> None:
     assert len(told) == len(lost)
     for decided, evicted in zip(told, lost, strict=True):
         assert decided.policy == "kkt"
-        assert [(n, had - kept) for n, had, kept, _ in decided.nodes] == list(evicted.nodes)
-        signals = np.array(decided.signals)
-        scores = [score for *_, score in decided.nodes]
-        assert lab.residency.msve.scores(*signals.T) == pytest.approx(scores, abs=2e-3)
-    assert any(attention > 0 for decided in told for _, _, attention in decided.signals)
+        assert [(n, had - kept) for n, had, kept in decided.nodes] == list(evicted.nodes)
+        by = decided.signals
+        assert set(by) == {"score", "value", "confidence", "attention", "depth", "distance"}
+        read = [np.array(by[name]) for name in ("value", "confidence", "attention")]
+        assert lab.residency.msve.scores(*read) == pytest.approx(by["score"], abs=2e-3)
+    assert any(attention > 0 for decided in told for attention in decided.signals["attention"])
+
+
+def test_of_a_policy_is_told_what_it_looked_at_and_nothing_else() -> None:
+    looked_at = {}
+    for policy in ("lru", "reentry", "belady"):
+        lab = Lab(build("llama"), policy=policy)
+        grown(lab, 32)
+        decided = next(event for event in lab.events if isinstance(event, Allocated))
+        looked_at[policy] = set(decided.signals)
+        assert all(len(column) == len(decided.nodes) for column in decided.signals.values())
+
+    assert looked_at["lru"] == {"last_used", "depth"}
+    assert looked_at["reentry"] == {"scheduled", "reentry", "depth", "last_used"}
+    assert looked_at["belady"] == {"scheduled", "next_use", "depth", "last_used"}
 
 
 @given(

@@ -155,6 +155,10 @@ def test_a_fit_is_saved_with_where_it_comes_from(tmp_path: Path) -> None:
     msve.save(file, model="builtin:sapling", task="game24", trajectories=100, correlation=0.31)
 
     assert MSVE.load(file) == msve
+    for each in (msve, MSVE(top=50)):
+        assert MSVE.parse(str(each)) == each
+    MSVE(top=7).save(tmp_path / "top.json")
+    assert MSVE.load(tmp_path / "top.json").top == 7
     assert MSVE.provenance(file)["trajectories"] == 100
     assert json.loads(file.read_text())["schema"] == "arbor.msve/1"
 
@@ -187,6 +191,8 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         MSVE((1.0, math.nan, 0.0))
     with pytest.raises(UsageError, match="three weights"):
         MSVE((1.0, 2.0))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="top=-1"):
+        MSVE(top=-1)
 
 
 # Rank correlation

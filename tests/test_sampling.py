@@ -233,6 +233,19 @@ def test_confidence_is_one_minus_normalised_entropy() -> None:
     assert confidence(half) == pytest.approx([0.5])
 
 
+@given(st.lists(st.floats(-9, 9), min_size=2, max_size=12), st.integers(1, 14))
+def test_confidence_of_the_likeliest_takes_the_others_as_one(row: list[float], top: int) -> None:
+    logits = torch.tensor([row], dtype=torch.float64)
+    chances = sorted(torch.softmax(logits[0], -1).tolist(), reverse=True)
+    parts = [*chances[:top], sum(chances[top:])]
+    entropy = -sum(p * math.log(p) for p in parts if p > 0)
+
+    (found,) = confidence(logits, top)
+
+    assert found == pytest.approx(1 - entropy / math.log(len(row)), abs=1e-6)
+    assert found >= confidence(logits)[0] - 1e-9
+
+
 # Streams
 
 

@@ -50,6 +50,14 @@ def calibrate() -> None:
     help="Problems to solve.",
 )
 @option(
+    "--top",
+    type=click.IntRange(0),
+    default=0,
+    metavar="K",
+    heading="Search",
+    help="Confidence is of the K likeliest tokens and of the others as one; 0: of all.",
+)
+@option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -66,6 +74,7 @@ def msve(
     trust_remote_code: bool,
     task: str,
     n: int,
+    top: int,
     out: Path | None,
 ) -> int:
     """Solve problems with everything kept, lose each block in turn, fit the block values (ArborKV's MSVE).
@@ -92,11 +101,11 @@ def msve(
         task=task,
         controller="chain",
         policy="arborkv",
-        msve=MSVE(),  # what was fitted before has no say
+        msve=MSVE(top=top),  # what was fitted before has no say
     ) as solver:
         problems = list(itertools.islice(solver.task.problems("train"), n))
         voice.say(f"solving {len(problems)} problems of {task}, then losing each block in turn")
-        result = fitted(collect(solver, problems))
+        result = fitted(collect(solver, problems), top)
     figures: dict[str, Any] = {
         "model": model,
         "revision": revision,
@@ -107,6 +116,9 @@ def msve(
         "lost": round(result.lost, 4),
         "rank_correlation": round(result.correlation, 4),
         "default_rank_correlation": round(result.default_correlation, 4),
+        "interval": [round(bound, 4) for bound in result.interval],
+        "gain": [round(bound, 4) for bound in result.gain],
+        "held_out": result.held_out,
     }
     result.msve.save(out, **figures)
     if voice.json:
@@ -119,7 +131,8 @@ def msve(
             f"s = sigmoid({result.msve.theta[0]:.2f} v + {result.msve.theta[1]:.2f} u + "
             f"{result.msve.theta[2]:.2f} a {result.msve.bias:+.2f}) from {result.blocks} blocks of {result.problems} "
             f"right answers, {100 * result.lost:.0f} % of them needed; held-out rank correlation "
-            f"{result.correlation:.2f} (the guess: {result.default_correlation:.2f})"
+            f"{result.correlation:.2f} ({result.interval[0]:.2f} to {result.interval[1]:.2f}; the guess: "
+            f"{result.default_correlation:.2f})"
         )
     return 0
 

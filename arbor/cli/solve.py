@@ -276,12 +276,14 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         "timeout": "time up after",
         "interrupted": "interrupted after",
     }
+    unshared = metrics.peak_unshared_tokens  # a path of its own for every leaf
     parts = [
         f"{ended.get(reason, reason)} {metrics.wall_s:.1f} s",
         f"{metrics.blocks:,} blocks",
         f"{metrics.tok_per_s:.0f} tok/s",
         f"peak KV {metrics.peak_tokens:,} tokens, {human_bytes(metrics.peak_bytes)} "
-        f"({100 * metrics.budget_share:.0f} % of budget)",
+        f"({100 * metrics.budget_share:.0f} % of budget"
+        f"{f'; {unshared:,} if no block were shared' if unshared > metrics.peak_tokens else ''})",
     ]
     if metrics.rehydrations:
         fetched = f", {metrics.tokens_fetched:,} fetched" if metrics.tokens_fetched else ""

@@ -100,7 +100,7 @@ class Engine:
         self._lossy = mode == "lossy"
         self._min_saved_reads = min_saved_reads
         self._debug = debug
-        self._source = source or Model(tokenizer)
+        self._source = source or Model(tokenizer, self.msve.top)
         self._memory: KVMemory | None = None
         self._opened: _Open | None = None
 

@@ -153,6 +153,7 @@ class Residency:
         if beside is not None and len(beside):
             none = np.zeros(len(beside), np.int64)
             self.keep(beside, Kept(beside, none), none, 0, cause, began)
+            began = time.perf_counter()  # what came before has been told
         self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
 
@@ -199,21 +200,17 @@ class Residency:
         """Evict what was not chosen, and say what was decided and why."""
         ids, held, lost = self._evict(blocks, *chosen.leaving())
         at = np.searchsorted(blocks.ids, ids)
-        told: tuple[Any, ...] = ()
-        signals: tuple[Any, ...] = ()
-        if len(ids):
-            told = _rows(ids, held, counts[at], np.round(blocks.score[at], 4))
-            read = (blocks.value, blocks.confidence, blocks.attention)
-            signals = _rows(*(np.round(column[at], 4) for column in read))
+        told = zip(ids.tolist(), held.tolist(), counts[at].tolist(), strict=True)
+        looked_at = [name for name in blocks.read if name != "length"]
         self.emit(
             Allocated(
                 policy=self.policy.name,
                 cause=cause,
                 room=room,
                 offered=len(blocks),
-                nodes=told,
+                nodes=tuple(told),
+                signals={name: _told(getattr(blocks, name)[at]) for name in looked_at},
                 elapsed_s=time.perf_counter() - began,
-                signals=signals,
             )
         )
         gone = tuple(zip(ids.tolist(), lost.tolist(), strict=True))
@@ -428,9 +425,11 @@ class Residency:
         return self._names[ids]
 
 
-def _rows(*columns: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Columns of equal length as rows of plain numbers."""
-    return tuple(zip(*(column.tolist() for column in columns), strict=True))
+def _told(column: NDArray[Any]) -> list[Any]:
+    """A column as plain numbers; None for `NEVER`."""
+    if column.dtype.kind == "f":
+        return np.round(column, 4).tolist()  # type: ignore[no-any-return]
+    return [None if number == NEVER else number for number in column.tolist()]
 
 
 def _name(node: Node) -> int:

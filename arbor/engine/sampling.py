@@ -226,9 +226,19 @@ def _invert(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return index.squeeze(1), place.squeeze(1), (own / total).squeeze(1)
 
 
-def confidence(logits: Tensor) -> list[float]:
-    """MSVE's u = 1 - H / ln|V| of each row (ArborKV section 4.1, which calls it uncertainty), in [0, 1]."""
+def confidence(logits: Tensor, top: int = 0) -> list[float]:
+    """MSVE's u = 1 - H / ln|V| of each row (ArborKV Eq. 1, which calls it uncertainty), in [0, 1].
+
+    Args:
+        logits: [rows, V].
+        top: H of the `top` most probable tokens and of all others as one (the paper's variant), which is never above the
+            entropy of all; 0: of all.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
+    if 0 < top < logits.shape[-1]:
+        logprobs = logprobs.topk(top, dim=-1).values
+        others = (1.0 - logprobs.exp().sum(dim=-1, keepdim=True)).clamp(min=0.0)
+        logprobs = torch.cat((logprobs, others.log()), dim=-1)
     entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(dim=-1)
     share = 1.0 - entropy / float(np.log(logits.shape[-1]))
     return share.clamp(0.0, 1.0).tolist()

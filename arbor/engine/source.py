@@ -49,10 +49,12 @@ class Model:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
+        top: tokens whose entropy is the confidence, see `sampling.confidence`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, top: int = 0) -> None:
         self._tokenizer = tokenizer
+        self._top = top
 
     def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
         """One sampled token per row."""
@@ -68,7 +70,7 @@ class Model:
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
         """From the logits."""
-        return confidence(logits)
+        return confidence(logits, self._top)
 
     def finish(self, node: Node) -> None:
         """Decodes the text; `top1` becomes a mean."""

@@ -126,13 +126,7 @@ class KVMemory:
         """`place` for the last token of a block, the one call a decode step makes per leaf; returns its slot."""
         table, span = self.table, node.span
         offset = len(node.tokens) - 1
-        if 0 <= near < table.slots and table.references[near] == 0:
-            slot = near
-            table.references[slot] = 1
-            table.used += 1
-            table.peak = max(table.peak, table.used)
-        else:
-            slot = int(table.take(1)[0])
+        slot = table.take_one(near)
         table.owner[slot] = node.id
         table.token[slot] = node.tokens[offset]
         table.position[slot] = node.start + offset

@@ -81,6 +81,15 @@ class SlotTable:
                 return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32))
         return self._claim(np.flatnonzero(self.references == 0)[:count].astype(np.int32))
 
+    def take_one(self, near: int) -> int:
+        """`take` of one slot, `near` if it is free; without arrays, for decode steps."""
+        if not (0 <= near < self.slots and self.references[near] == 0):
+            return int(self.take(1)[0])
+        self.references[near] = 1
+        self.used += 1
+        self.peak = max(self.peak, self.used)
+        return near
+
     def _claim(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         self.references[slots] = 1
         self.used += len(slots)

@@ -1,7 +1,8 @@
 """What a retention policy sees and decides: how many tokens each block keeps on the device, and which.
 
 A policy is an allocator (how many) and a scorer (which). It reads struct-of-arrays views and answers with numbers; it never
-touches the pool. What is protected, when a policy is asked and how age is counted belong to the engine, equal for all.
+touches the pool. When a policy is asked and how age is counted belong to the engine, equal for all; what is protected is a
+setting of the policy (`Protect`), which whoever compares policies makes equal.
 """
 
 from __future__ import annotations

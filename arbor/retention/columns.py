@@ -24,6 +24,11 @@ class Columns:
         made.__dict__.update(now, _later=later)
         return made
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Of the columns made when they are first read, those that were."""
+        return tuple(name for name in self.__dict__.get("_later", ()) if name in self.__dict__)
+
     if not TYPE_CHECKING:  # a type checker shall still know which columns there are
 
         def __getattr__(self, name: str) -> Any:

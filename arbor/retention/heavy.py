@@ -11,10 +11,11 @@ from arbor.retention.base import Floats, Tokens
 
 @dataclass(frozen=True)
 class HeavyHitters:
-    """A token scores the attention it has received from later queries.
+    """A token scores the attention it has received.
 
     Source: H2O (arXiv 2306.14048); ArborKV's A_i(t).
-    Differs: one kept set for all heads, the mean over the observed heads and layers, where H2O keeps one per head.
+    Differs: one kept set for all heads, the mean over the observed heads and layers, where H2O keeps one per head; and
+    where ArborKV counts only queries after the block, a token's own query and those of its block count too.
 
     Attributes:
         normalise: divide by the queries that could see the token; a sum favours tokens that were there for longer.

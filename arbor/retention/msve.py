@@ -33,12 +33,17 @@ class MSVE:
     Attributes:
         theta: weights of value, confidence and attention.
         bias: added to the weighted sum.
+        top: confidence is of the entropy of so many most probable tokens and of the others as one (the variant of Eq. 1);
+            0: of all.
     """
 
     theta: tuple[float, float, float] = (2.0, 1.0, 1.0)
     bias: float = -2.0
+    top: int = 0
 
     def __post_init__(self) -> None:
+        if self.top < 0:
+            raise UsageError("setting-range", f"top={self.top}: it is 0 (all tokens) or more.")
         if len(self.theta) != 3 or not all(map(math.isfinite, (*self.theta, self.bias))):
             raise UsageError(
                 "setting-range",
@@ -61,21 +66,22 @@ class MSVE:
         return _sigmoid(signal + self.bias)
 
     def __str__(self) -> str:
-        """Three weights and the bias, as `parse` reads them."""
-        return ",".join(map(repr, (*self.theta, self.bias)))
+        """Three weights, the bias and, if it is not 0, `top`, as `parse` reads them."""
+        return ",".join(map(repr, (*self.theta, self.bias, *([self.top] if self.top else []))))
 
     @classmethod
     def parse(cls, text: str) -> MSVE:
-        """Four numbers (``2,1,1,-2``), or a file that `save` wrote.
+        """Four numbers (``2,1,1,-2``) and perhaps `top` (``2,1,1,-2,50``), or a file that `save` wrote.
 
         Raises:
             UsageError: neither.
         """
         try:
-            value, confidence, attention, bias = map(float, text.split(","))
-        except ValueError:
+            value, confidence, attention, bias, *top = text.split(",")
+            weights = (float(value), float(confidence), float(attention))
+            return cls(weights, float(bias), *map(int, top))
+        except (ValueError, TypeError):
             return cls.load(Path(text))
-        return cls((value, confidence, attention), bias)
 
     def save(self, path: Path, **provenance: Any) -> None:
         """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures).
@@ -87,6 +93,7 @@ class MSVE:
             "schema": _FORMAT,
             "theta": list(self.theta),
             "bias": self.bias,
+            "top": self.top,
             "provenance": provenance,
         }
         write_whole(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
@@ -116,7 +123,8 @@ class MSVE:
             if document["schema"] != _FORMAT:
                 raise ValueError(f"its schema is {document['schema']}, not {_FORMAT}")
             value, confidence, attention = map(float, document["theta"])
-            fitted = MSVE((value, confidence, attention), float(document["bias"]))
+            top = int(document.get("top", 0))  # files of before had none
+            fitted = MSVE((value, confidence, attention), float(document["bias"]), top)
             return fitted, dict(document.get("provenance", {}))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(

@@ -131,7 +131,8 @@ class TokenStatistics:
     def block_attention(self, node_ids: NDArray[np.integer]) -> Floats:
         """a_i = (1 / Q_i) sum_t A_i(t): mean attention mass a block received per query that could see it, ArborKV's MSVE.
 
-        Differs from the paper: its a_i is a sum that grows with every decoded token; this is the mean, in [0, 1].
+        Differs from the paper: its a_i is a sum over the queries after the block that grows with every decoded token;
+        this is the mean, in [0, 1], and the block's own queries count too.
 
         Args:
             node_ids: int [M].

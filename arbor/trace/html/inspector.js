@@ -233,7 +233,6 @@ class BlockPanel {
       place = list(record.nodes).findIndex((row) => Array.isArray(row) && row[0] === run.id[block]),
       own = list(record.nodes)[place];
     if (record.e === "allocate" && own) {
-      const signals = list(list(record.signals)[place]);
       return part(
         "Retention",
         make(
@@ -246,9 +245,8 @@ class BlockPanel {
           "dl",
           {},
           ...fact("kept", `${count(own[2])} of ${count(own[1])} tokens`),
-          ...fact("score", fixed(own[3], 3)),
-          ...["value", "confidence", "attention"].flatMap((name, at) =>
-            at in signals ? fact(`its ${name}`, fixed(signals[at], 3)) : [],
+          ...Object.entries(record.signals ?? {}).flatMap(([name, column]) =>
+            fact(name.replace("_", " "), signal(list(column)[place])),
           ),
           ...fact("room", `${count(record.room)} for ${plural(record.offered, "block")}`),
         ),
@@ -341,7 +339,7 @@ class BlockPanel {
     if (record.e === "boundary") return `closes, ${plural(record.tokens, "token")}`;
     if (record.e === "allocate") {
       const own = list(record.nodes).find((each) => Array.isArray(each) && each[0] === id);
-      if (own) return `keeps ${count(own[2])} of ${count(own[1])}, score ${fixed(own[3])}`;
+      if (own) return `keeps ${count(own[2])} of ${count(own[1])}`;
     }
     return record.e in SENTENCES
       ? sentence(record)
@@ -349,6 +347,11 @@ class BlockPanel {
           .map(([key, value]) => `${key}=${value}`)
           .join("  ");
   }
+}
+
+/** A figure that a retention policy looked at; null stands for never. */
+function signal(value) {
+  return value === null ? "never" : Number.isInteger(value) ? count(value) : fixed(value, 3);
 }
 
 /** The last entry of a sorted list of events that passes a test, or -1. */
