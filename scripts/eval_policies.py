@@ -181,7 +181,8 @@ def replayed(
 
 
 def largest(args: argparse.Namespace) -> dict[str, Any]:
-    """Leaves a depth-first search grows before a cap is reached: unshared, shared, and within the cap by rehydration."""
+    """Leaves a depth-first search grows, one a round, before a cap is reached: unshared, shared, and within the cap by
+    rehydration."""
     rows: list[dict[str, Any]] = []
     search = {"name": "tot", "strategy": "dfs", "width": 8, "max_per_state": 8, "max_visited": 200}
     events: list[Event] = []
@@ -216,14 +217,20 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
             {
                 "cap_tokens": cap,
                 "n": len(records),
-                "unshared": float(np.mean([within(held, cap) for held, _, _ in records])),
-                "shared": float(np.mean([within(held, cap) for _, held, _ in records])),
-                "arbor": float(np.mean(ours)),
+                "unshared": mean_of([within(held, cap) for held, _, _ in records]),
+                "shared": mean_of([within(held, cap) for _, held, _ in records]),
+                "arbor": mean_of(ours),
                 "recomputed_per_generated": float(np.mean(cost)) if cost else None,
             }
         )
         print(json.dumps(rows[-1]), flush=True)
     return {"search": search, "rows": rows}
+
+
+def mean_of(values: Sequence[float]) -> dict[str, float]:
+    """The mean over problems, with its 95 % bootstrap interval."""
+    low, high = bootstrap(values)
+    return {"mean": float(np.mean(values)), "low": low, "high": high}
 
 
 def within(held: Sequence[int], cap: int) -> int:
