@@ -295,7 +295,7 @@ class Budget:
                 break
         if levers:
             return f"Or: {', '.join(levers)}."
-        if footprint.smallest_tokens < footprint.path_tokens:
+        if footprint.smallest_tokens < footprint.path_tokens and footprint.protected_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
         return "Or: a shorter prompt, or a smaller --depth."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -16,7 +17,7 @@ NAME_A_FILE = "Name a file in a folder that exists and may be written."
 def write_whole(path: Path, data: str | bytes, hint: str = NAME_A_FILE) -> None:
     """Writes a file in one go; what there is stays as it is until the new one is complete.
 
-    A link stays a link, and a device or a pipe is written to and not replaced.
+    A link stays a link. A device, a pipe, and whatever lies behind ``/dev/stdout``, is added to and not replaced.
 
     Args:
         path: of the file, in a folder that exists.
@@ -29,26 +30,43 @@ def write_whole(path: Path, data: str | bytes, hint: str = NAME_A_FILE) -> None:
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")
     try:
-        if path.exists() and not path.is_file():
-            with path.open("wb") as stream:
+        if _is_stream(path):
+            with path.open("ab") as stream:
                 stream.write(data)
         else:
             _replace(path.resolve(), data)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter for links in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             "output-unwritable",
-            f"{path} cannot be written: {error.strerror}.",
+            f"{path} cannot be written: {reason}.",
             hint,
             path=str(path),
         ) from error
 
 
+def _is_stream(path: Path) -> bool:
+    named = path.absolute().as_posix().startswith(("/dev/", "/proc/"))
+    return named or (path.exists() and not path.is_file())
+
+
 def _replace(target: Path, data: bytes) -> None:
-    """Puts a new file, with the old one's permissions, in the place of a file."""
+    """Puts a new file, with the old one's permissions, in the place of a file; in a folder that takes no new one, writes
+    to the old one.
+
+    Raises:
+        OSError: there is no room, or the file or the folder may not be written.
+    """
+    there = target.exists()
+    if there and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    if there and not os.access(target.parent, os.W_OK):
+        target.write_bytes(data)
+        return
     draft = target.with_name(f".arbor-{os.getpid()}-{threading.get_ident()}")
     try:
         draft.write_bytes(data)
-        if target.exists():
+        if there:
             shutil.copymode(target, draft)
         draft.replace(target)
     finally:

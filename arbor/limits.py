@@ -45,7 +45,7 @@ def timeout_of(seconds: Any) -> float | None:
         return None
     try:
         taken = math.nan if isinstance(seconds, str | bool) else float(seconds)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         taken = math.nan
     if not taken >= 0:
         raise UsageError("limit", f"timeout is {seconds!r}.", "It is 0 seconds or more.")

@@ -194,7 +194,7 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
 
     Args:
         kind: one of `KINDS`.
-        spec: a name, what `spec_of` returned, a class, or a ready component.
+        spec: a name, perhaps with settings (`split_spec`), what `spec_of` returned, a class, or a ready component.
         fields: settings that replace the defaults, or those of a ready component. Strings are read by the field's type:
             numbers, ``true``/``false``, ``none``, one of a fixed set of words, and ``1,2`` or JSON ``["a", "b"]`` for tuples.
             A setting of a part goes by its own name: a policy's ``eta`` is its allocator's.
@@ -212,7 +212,8 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
             )
         return build(kind, name, **{**settings, **fields})
     if isinstance(spec, str):
-        return _construct(resolve(kind, spec), spec, fields)
+        name, own = split_spec(spec)
+        return _construct(resolve(kind, name), name, {**fields, **own})
     _builtin(kind)
     if isinstance(spec, type):
         return _construct(spec, spec.__name__, fields)
@@ -221,6 +222,27 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
     label = str(spec_of(spec)["name"])
     fields = _with_parts(type(spec), fields, functools.partial(getattr, spec))
     return dataclasses.replace(spec, **_convert_all(type(spec), label, fields))
+
+
+def split_spec(text: str) -> tuple[str, dict[str, str]]:
+    """``arborkv,scorer=recency,tail=16`` as a name and its settings; a part without ``=`` belongs to the value before it.
+
+    Raises:
+        UsageError: what follows the name is not KEY=VALUE, or names a setting twice.
+    """
+    name, *rest = (part.strip() for part in text.split(","))
+    settings: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals and settings:
+            last = next(reversed(settings))
+            settings[last] += f",{part}"
+        elif not equals or not key or key in settings:
+            wrong = "names a setting twice" if key in settings else f"'{part}' is not KEY=VALUE"
+            raise UsageError("setting", f"{text}: {wrong}.", f"As in {name},tail=16.", setting=part)
+        else:
+            settings[key] = value
+    return name, settings
 
 
 def settings_of(cls: type[Any]) -> tuple[str, ...]:

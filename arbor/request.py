@@ -58,10 +58,13 @@ class Request:
     def __post_init__(self) -> None:
         if self.budget is not None:
             Budget.parse(self.budget)
-        if self.seed is not None:
-            seed_of(self.seed)
-        timeout_of(self.timeout)
-        limit_of("max_tokens", self.max_tokens)
+        checked = {
+            "seed": None if self.seed is None else seed_of(self.seed),
+            "timeout": timeout_of(self.timeout),
+            "max_tokens": limit_of("max_tokens", self.max_tokens),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.trace_level not in get_args(Detail):
             known = ", ".join(get_args(Detail))
             raise UsageError(
@@ -101,17 +104,21 @@ class Request:
 
         Raises:
             TraceError: it cannot be read.
-            UsageError: it is of another problem or seed.
+            UsageError: it is of another problem or seed, or does not say of which.
         """
         if self.recorded is None or isinstance(self.recorded, Uses):
             return self.recorded
         trace = read_trace(self.recorded)
-        then = None if trace.header is None else (trace.header.problem, trace.header.seed)
-        if then not in (None, (problem, seed)) and trace.words:
-            raise UsageError(
-                "recorded-other",
-                f"{self.recorded} is a run of {then[0]!r} with seed {then[1]}, not of {problem!r} with seed {seed}.",
-                "Record this search first: solve(problem, trace=…) with the same settings.",
-                path=str(self.recorded),
-            )
-        return Uses.of(trace.events)
+        header = trace.header
+        other = "does not say what it is a run of"
+        if header is not None:
+            known = repr(header.problem) if trace.words else "a problem it does not name"
+            other = f"is a run of {known} with seed {header.seed}"
+            if header.seed == seed and (not trace.words or header.problem == problem):
+                return Uses.of(trace.events)
+        raise UsageError(
+            "recorded-other",
+            f"{self.recorded} {other}; this one is of {problem!r} with seed {seed}.",
+            "Record this search first: solve(problem, trace=…) with the same settings.",
+            path=str(self.recorded),
+        )

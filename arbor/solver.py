@@ -92,7 +92,7 @@ class Solver:
         mode: ``lossless``: any budget gives what full retention gives; ``lossy``: tokens of running paths may leave too.
         rehydrate: ``selective`` (missing tokens come back), ``span`` (whole blocks do), ``off`` (nothing does; the default
             and only where lossy).
-        msve: block values for the policies that read them: an `MSVE`, its four numbers, or a file of ``arbor calibrate``; by default the
+        msve: block values for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``), or a file of ``arbor calibrate``; by default the
             model directory's ``msve.json``, what ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
         sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of the model's
             `generation_config.json` if it samples, else those of `Sampling`.
@@ -188,7 +188,8 @@ class Solver:
         settings = {**read, **overrides}
         for name in NOT_THE_SOLVERS:
             settings.pop(name, None)
-        refuse_unknown("the solver", settings, inspect.signature(cls).parameters)
+        known = inspect.signature(cls).parameters | inspect.signature(Solver).parameters
+        refuse_unknown("the solver", settings, known)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):
             settings["sampling"] = sampling_of(sampling)
@@ -407,6 +408,11 @@ class Solver:
             raise UsageError(
                 "trace-shared", "one trace for many problems.", "Use solve, or stream."
             )
+        return self._each(problems, on_error, options)
+
+    def _each(
+        self, problems: Iterable[str | Problem], on_error: str, options: Options
+    ) -> Iterator[Solution]:
         for problem in problems:
             try:
                 yield self.solve(problem, **options)

@@ -41,7 +41,7 @@ MEANINGS = {
     "ids": "token ids",
     "stop": "why the block ended",
     "logprob": "sum over its tokens",
-    "confidence": "1 - H / ln V at its end, in [0, 1]",
+    "confidence": "1 - H / ln V at its end, in [0, 1]; H of the likeliest tokens if the block values have a `top`",
     "top1": "mean probability of the likeliest token",
     "leaves": "the leaves; with their widths where they are chosen",
     "previous": "the leaves before",

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from arbor import (
@@ -322,7 +323,28 @@ def test_limits_of_a_run_are_in_its_trace(solver: Solver, tmp_path: Path) -> Non
     assert Solver.from_config(header.config).config == solver.config
 
 
-@pytest.mark.parametrize("limits", [{"timeout": "3"}, {"timeout": True}, {"max_tokens": 2.5}])
+def test_numbers_of_other_kinds_are_taken_as_what_they_are(solver: Solver, tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    limits = {"seed": np.int64(3), "timeout": np.float32(60), "max_tokens": np.int64(40)}
+    solver.solve(PUZZLE, trace=path, **limits)
+
+    header = read_trace(path).header
+    assert header is not None and header.seed == 3
+    assert (header.config["timeout"], header.config["max_tokens"]) == (60.0, 40)
+
+
+def test_a_solver_of_ones_own_is_built_from_a_configuration_too() -> None:
+    class Mine(Solver):
+        def __init__(self, *given: Any, **settings: Any) -> None:
+            super().__init__(*given, **settings)
+
+    assert Mine.from_config({"task": "game24", "seed": 3}).seed == 3
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"timeout": "3"}, {"timeout": True}, {"max_tokens": 2.5}, {"timeout": 10**400}],
+)
 def test_limits_are_numbers(solver: Solver, limits: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="limit"):
         solver.solve(PUZZLE, **limits)
@@ -367,7 +389,7 @@ def test_a_problem_that_cannot_be_solved_is_an_error_or_a_row(solver: Solver) ->
         solver.solve_batch([PUZZLE, "4 5"])
 
     with pytest.raises(UsageError, match="on-error"):
-        solver.solve_batch([PUZZLE], on_error="ignore")
+        solver.imap([PUZZLE], on_error="ignore")
     good, bad, last = solver.solve_batch([PUZZLE, "4 5", OTHER], on_error="return", max_tokens=5)
 
     assert good.error is None and last.problem == OTHER

@@ -99,7 +99,8 @@ def test_variants_of_a_policy_are_timed_beside_it(command: Arbor) -> None:
 
     ran = command("bench", *both, "--repeat", "3", "--budget", "full", "--json")
 
-    assert [row["policy"] for row in ran.document["rows"]] == list(both[1::2])
+    names = [row["policy"] for row in ran.document["rows"]]
+    assert names == ["arborkv", "arborkv,scorer=recency,tail=16"]
     policies = [solver.settings["policy"] for solver in fake_solver.SOLVERS]
     assert [type(policy.scorer).__name__ for policy in policies] == ["HeavyHitters", "Recency"]
     assert [policy.protect.tail for policy in policies] == [8, 16]
@@ -144,7 +145,8 @@ ROWS = [
     (["--output-json", "no/where.json"], 2, "output-nowhere", "there is no folder no"),
     (["--repeat", "2"], 2, "usage", "x>=3"),
     (["--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
-    (["--policy", "lru,tail"], 2, "setting", "--policy lru,tail=16"),
+    (["--policy", "lru,tail"], 2, "setting", "As in lru,tail=16"),
+    (["--policy", "lru,tail=3,tail=4"], 2, "setting", "names a setting twice"),
     (["--policy", "lru,tial=3"], 2, "unknown-setting", "'tail'"),
     (["--budget", "full", "--budget", "1tok"], 6, "budget-infeasible", "44tok"),
     (["--policy", "lur"], 2, "unknown-policy", "'lru'"),

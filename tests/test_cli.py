@@ -350,6 +350,15 @@ def test_torch_is_not_imported_before_it_is_needed(arguments: list[str]) -> None
         assert process.communicate(timeout=60) and process.returncode == 0
 
 
+@pytest.mark.parametrize("words", ["arbor slove ", "arbor trace chek ", "arbor nothing --"])
+def test_completion_after_a_mistyped_command_says_nothing_worse(words: str) -> None:
+    tab = {"_ARBOR_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
+    with spawn(code=REAL, env=environment(**tab)) as process:
+        _, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (0, b"")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["--version", "--help", "TAB"])
 def test_the_first_answer_takes_a_fifth_of_a_second_of_the_processor(asked: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from arbor.cli.outputs import refuse_nowhere
 from arbor.errors import UsageError
 from arbor.files import write_whole
 
@@ -61,6 +64,62 @@ def test_a_device_that_takes_nothing_is_an_error_and_stays() -> None:
     with pytest.raises(UsageError, match="/dev/full cannot be written: No space left"):
         write_whole(Path("/dev/full"), b"words")
     assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_what_may_not_be_written_stays(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_whole(path, "old")
+    path.chmod(0o444)
+    with pytest.raises(UsageError, match="Permission denied"):
+        write_whole(path, "new")
+    path.chmod(0o644)
+    tmp_path.chmod(0o555)
+    write_whole(path, "new")
+    assert path.read_text("utf-8") == "new"
+
+
+def test_permissions_are_asked_for_before_anything_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.html"
+    write_whole(path, "old")
+    forbidden = {path}
+    monkeypatch.setattr("os.access", lambda where, mode: Path(where) not in forbidden)
+
+    with pytest.raises(UsageError, match="Permission denied"):
+        write_whole(path, "new")
+    assert path.read_text("utf-8") == "old"
+    forbidden = {tmp_path}  # the file may be written, and no other made beside it
+    inode = path.stat().st_ino
+    write_whole(path, "new")
+    assert (path.read_text("utf-8"), path.stat().st_ino) == ("new", inode)
+
+
+def test_stdout_by_its_name_is_added_to(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from arbor.files import write_whole; print('one', flush=True); "
+    )
+    code += "write_whole(Path('/dev/stdout'), 'two\\n'); print('three')"
+    with (tmp_path / "all.txt").open("ab") as out:
+        out.write(b"zero\n")
+        out.flush()
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+
+    assert (tmp_path / "all.txt").read_text("utf-8") == "zero\none\ntwo\nthree\n"
+
+
+def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(UsageError, match="output-unwritable"):
+        write_whole(tmp_path / "a", "words")
+    for path in (tmp_path / "a", tmp_path / ("x" * 300), tmp_path / "no" / "x"):
+        with pytest.raises(UsageError, match="output-nowhere"):
+            refuse_nowhere("-o", path)
+    (tmp_path / "link").symlink_to(tmp_path / "no" / "x")
+    with pytest.raises(UsageError, match=r"there is no folder .*no"):
+        refuse_nowhere("-o", tmp_path / "link")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -504,3 +504,14 @@ def test_a_part_is_named_and_then_set() -> None:
         build("policy", "arborkv", allocator="kkt", eta=1)
     with pytest.raises(UnknownName, match=r"'recncy' is no known scorer.*'recency'"):
         build("policy", "arborkv", scorer="recncy")
+
+
+def test_a_name_with_settings_is_built_as_such() -> None:
+    assert registry.split_spec("tot") == ("tot", {})
+    assert registry.split_spec(" a:B , x = 1, 2 ,y=z") == ("a:B", {"x": "1,2", "y": "z"})
+    policy = registry.build("policy", "arborkv,scorer=recency,tail=16", tail="5")
+    assert (type(policy.scorer).__name__, policy.protect.tail) == ("Recency", 16)
+    with pytest.raises(UsageError, match="twice"):
+        registry.split_spec("lru,tail=1,tail=2")
+    with pytest.raises(UsageError, match="'tail' is not KEY=VALUE"):
+        registry.build("policy", "lru,tail")

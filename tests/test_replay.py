@@ -211,6 +211,7 @@ def test_the_command_compares_policies_on_a_trace(
     assert names[:2] == ["arborkv", "arborkv,scorer=recency,tail=4"]
     moved = run("replay", str(path), "--model", str(tmp_path))
     assert (moved.code, "[model-incomplete]" in moved.err) == (5, True)
+    assert run("replay", str(path), "--model", "").code == 5
     run("solve", "4 5 6 10", "--trace", str(tmp_path / "quiet.jsonl"), "--trace-text", "none")
     quiet = run("replay", str(tmp_path / "quiet.jsonl"))
     assert (quiet.code, "no words (--trace-text none)" in quiet.err) == (4, True)

@@ -174,6 +174,8 @@ def test_a_fit_is_saved_with_where_it_comes_from(tmp_path: Path) -> None:
         '{"schema": "arbor.msve/1", "theta": [1, 2, "x"], "bias": 0}',
         '{"schema": "arbor.msve/1", "theta": [1, 2, NaN], "bias": 0}',
         '{"schema": "arbor.msve/1", "theta": [1, 2, 3]}',
+        '{"schema": "arbor.msve/1", "theta": [1, 2, 3], "bias": 0, "top": Infinity}',
+        '{"schema": "arbor.msve/1", "theta": [1, 2, 3], "bias": 0, "top": 2.7}',
     ],
 )
 def test_a_file_that_holds_no_weights_is_refused(text: str, tmp_path: Path) -> None:
@@ -191,8 +193,12 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
         MSVE((1.0, math.nan, 0.0))
     with pytest.raises(UsageError, match="three weights"):
         MSVE((1.0, 2.0))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="top=-1"):
-        MSVE(top=-1)
+    for top in (-1, 2.5, True):
+        with pytest.raises(UsageError, match=f"top={top}"):
+            MSVE(top=top)  # type: ignore[arg-type]
+    for text in ("nan,1,1,1", "2,1,1,-2,-5"):
+        with pytest.raises(UsageError, match="setting-range"):
+            MSVE.parse(text)
 
 
 # Rank correlation

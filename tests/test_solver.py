@@ -23,7 +23,7 @@ from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
-from arbor.trace import read_trace
+from arbor.trace import TraceWriter, read_trace
 
 SAPLING = BUILTIN["sapling"]
 PUZZLE = "4 5 6 10"
@@ -580,4 +580,11 @@ def test_the_clairvoyant_knows_the_future_of_its_own_search_only(tmp_path: Path)
         for options in ({"problem": "1 2 3 4"}, {"problem": PUZZLE, "seed": 1}):
             with pytest.raises(UsageError, match="recorded-other"):
                 solver.solve(**options, recorded=path)
-        assert solver.solve(PUZZLE, recorded=path).answer is not None
+        quiet, headless = tmp_path / "quiet.jsonl", tmp_path / "headless.jsonl"
+        Solver(controller=SMALL).solve(PUZZLE, trace=TraceWriter(quiet, text="none"))
+        headless.write_bytes(path.read_bytes().split(b"\n", 1)[1])
+        for options in ({"seed": 1, "recorded": quiet}, {"recorded": headless}):
+            with pytest.raises(UsageError, match="recorded-other"):
+                solver.solve(PUZZLE, **options)
+        for known in (path, quiet):
+            assert solver.solve(PUZZLE, recorded=known).answer is not None

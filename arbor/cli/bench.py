@@ -16,7 +16,7 @@ import click
 
 import arbor
 from arbor.budget import Budget
-from arbor.cli.build import build_solver, named_policy
+from arbor.cli.build import build_solver, known_policy
 from arbor.cli.configure import all_settings
 from arbor.cli.options import (
     EXIT_GATE,
@@ -128,8 +128,7 @@ def bench(voice: Voice, /, **given: Any) -> int:
     given["set"] = all_settings(given)
     for text in given["budget"]:
         Budget.parse(text)
-    for text in given["policy"]:
-        named_policy(text)
+    given["policy"] = tuple(known_policy(text) for text in given["policy"])
     before = None if given["compare"] is None else read_timings(given["compare"])
     refuse_nowhere("--output-json", given["output_json"])
     trial = Trial.of(voice, given)

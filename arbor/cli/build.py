@@ -35,8 +35,8 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         ArborError: what cannot be meant.
     """
     Budget.parse(given["budget"])
-    policy, own = named_policy(given["policy"])
-    given = {**given, "policy": policy}
+    policy = known_policy(given["policy"])
+    given = {**given, "policy": registry.split_spec(policy)[0]}
     for kind in ("controller", "verifier", "task", "policy"):
         if ":" not in given[kind] and given[kind] not in registry.names(kind):
             registry.resolve(kind, given[kind])  # raises, and says the nearest name
@@ -57,7 +57,7 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         controller=controller,
         verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
         budget=given["budget"],
-        policy=registry.build("policy", policy, **settings["policy"] | own),
+        policy=registry.build("policy", policy, **settings["policy"]),
         mode=given["mode"],
         rehydrate=given["rehydrate"],
         msve=given["msve"],
@@ -73,27 +73,16 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
     )
 
 
-def named_policy(text: str) -> tuple[str, dict[str, str]]:
-    """``arborkv,scorer=recency,tail=16``: the name of a policy, and settings of it.
+def known_policy(text: str) -> str:
+    """A policy with its settings as ``NAME,KEY=VALUE``, written in one way; it is only looked for.
 
     Raises:
         UsageError: no such policy, or what follows is not KEY=VALUE.
     """
-    name, *rest = (part.strip() for part in text.split(","))
-    settings = {}
-    for each in rest:
-        key, equals, value = (part.strip() for part in each.partition("="))
-        if not key or not equals:
-            raise UsageError(
-                "setting",
-                f"--policy {text}: '{each}' is not KEY=VALUE.",
-                f"As in --policy {name},tail=16.",
-                setting=each,
-            )
-        settings[key] = value
+    name, settings = registry.split_spec(text)
     if ":" not in name:
         registry.resolve("policy", name)  # raises, and says the nearest name
-    return name, settings
+    return ",".join((name, *(f"{key}={value}" for key, value in settings.items())))
 
 
 def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -97,7 +97,8 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """A command by its name; the error for one that there is not names the nearest."""
         known = self.list_commands(ctx)
-        if args and not args[0].startswith("-") and args[0] not in known:
+        mistyped = args and not args[0].startswith("-") and args[0] not in known
+        if mistyped and not ctx.resilient_parsing:  # which completion is
             near = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
             guess = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(known)}."
             ctx.fail(f"No such command '{args[0]}'. {guess}")
@@ -285,7 +286,7 @@ budget_option = option(
 policy_option = option(
     "--policy",
     default="reentry",
-    metavar="NAME",
+    metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
     help="What blocks off the running paths keep; see 'arbor list policies'.",

@@ -42,15 +42,24 @@ def refuse_nowhere(flag: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    if path.is_dir():
+    try:
+        is_folder, target = path.is_dir(), path.resolve()
+        missing = not target.parent.is_dir()
+        allowed = missing or os.access(target if target.exists() else target.parent, os.W_OK)
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(
+            "output-nowhere", f"{path}: {reason}.", f"Name another file with {flag}."
+        ) from error
+    if is_folder:
         raise UsageError("output-nowhere", f"{path} is a folder.", f"Name a file with {flag}.")
-    if not path.absolute().parent.is_dir():
+    if missing:
         raise UsageError(
             "output-nowhere",
-            f"there is no folder {path.parent}.",
+            f"there is no folder {target.parent if path.is_symlink() else path.parent}.",
             f"Make it, or name another file with {flag}.",
         )
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if not allowed:
         raise UsageError(
             "output-nowhere", f"{path} may not be written.", f"Name another file with {flag}."
         )

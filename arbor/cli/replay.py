@@ -10,7 +10,7 @@ import click
 
 from arbor import registry
 from arbor.budget import Budget
-from arbor.cli.build import named_policy
+from arbor.cli.build import known_policy
 from arbor.cli.options import TRACE_PATH, Command, names_of, option, trust_option, voice_options
 from arbor.cli.voice import Voice
 
@@ -71,10 +71,7 @@ def replay(
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
     chosen = policy or ("lru", "arborkv", "reentry", "belady")
-    policies: dict[str, Policy] = {}
-    for text in chosen:
-        name, settings = named_policy(text)
-        policies[text] = registry.build("policy", name, **settings)
+    policies = {name: registry.build("policy", name) for name in map(known_policy, chosen)}
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.engine.loading import load_tokenizer, locate
@@ -84,7 +81,9 @@ def replay(
     read = read_trace(trace)
     record = Recording.of(read.events)
     config = record.header.config
-    source = locate(model or config["model"], config.get("revision"), trust_remote_code)
+    source = locate(
+        config["model"] if model is None else model, config.get("revision"), trust_remote_code
+    )
     rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
     if voice.json:
         voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})

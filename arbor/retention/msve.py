@@ -42,8 +42,10 @@ class MSVE:
     top: int = 0
 
     def __post_init__(self) -> None:
-        if self.top < 0:
-            raise UsageError("setting-range", f"top={self.top}: it is 0 (all tokens) or more.")
+        if not isinstance(self.top, int) or isinstance(self.top, bool) or self.top < 0:
+            raise UsageError(
+                "setting-range", f"top={self.top}: it is a whole number, 0 (all tokens) or more."
+            )
         if len(self.theta) != 3 or not all(map(math.isfinite, (*self.theta, self.bias))):
             raise UsageError(
                 "setting-range",
@@ -77,11 +79,12 @@ class MSVE:
             UsageError: neither.
         """
         try:
-            value, confidence, attention, bias, *top = text.split(",")
+            value, confidence, attention, bias, *rest = text.split(",")
             weights = (float(value), float(confidence), float(attention))
-            return cls(weights, float(bias), *map(int, top))
-        except (ValueError, TypeError):
+            last, (top,) = float(bias), map(int, rest or ["0"])
+        except ValueError:
             return cls.load(Path(text))
+        return cls(weights, last, top)
 
     def save(self, path: Path, **provenance: Any) -> None:
         """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures).
@@ -123,8 +126,8 @@ class MSVE:
             if document["schema"] != _FORMAT:
                 raise ValueError(f"its schema is {document['schema']}, not {_FORMAT}")
             value, confidence, attention = map(float, document["theta"])
-            top = int(document.get("top", 0))  # files of before had none
-            fitted = MSVE((value, confidence, attention), float(document["bias"]), top)
+            weights, top = (value, confidence, attention), document.get("top", 0)
+            fitted = MSVE(weights, float(document["bias"]), top)  # files of before had no top
             return fitted, dict(document.get("provenance", {}))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(
