@@ -3,6 +3,7 @@
     python scripts/eval_policies.py lossless --n 100 --json lossless.json     # recorded once, replayed for every policy
     python scripts/eval_policies.py lossy --task chains --n 500 --json lossy.json
     python scripts/eval_policies.py largest --n 20 --json largest.json        # how far a cap reaches
+    python scripts/eval_policies.py share --n 20                              # of wall time, for deciding and evicting
     python scripts/eval_policies.py same --n 500 --json same.json             # tokens and answers equal at every budget
 
 Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
@@ -227,6 +228,43 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
     return {"search": search, "rows": rows}
 
 
+def shares(args: argparse.Namespace) -> dict[str, Any]:
+    """What part of a search's wall time deciding and evicting takes, in trees of three sizes, live."""
+    rows: list[dict[str, Any]] = []
+    sizes = (
+        (9, 10, 1),
+        (94, 12, 2.5),
+        (400, 25, 10),
+    )  # beam, width, and how many times fewer problems
+    for policy, (beam, width, fewer) in itertools.product(args.policies or LOSSY, sizes):
+        search = {"name": "tot", "beam": beam, "width": width, "max_per_state": width}
+        ready, msve = variant(policy)
+        with Solver(
+            args.model,
+            task=args.task,
+            controller={**search, "stop_value": None},
+            step_tokens=LONGEST[args.task],
+            policy=ready,
+            msve=msve,
+        ) as solver:
+            runs = []
+            for problem in problems_of(solver.task, "test", max(2, int(args.n / fewer))):
+                peak = solver.solve(problem).metrics.peak_tokens
+                slots = max(peak // 4, solver.plan(problem).smallest_tokens)
+                runs.append(solver.solve(problem, budget=f"{slots}tok").metrics)
+        spent = np.array([(1e3 * m.policy_s, 1e3 * m.wall_s) for m in runs])  # ms
+        rows.append(
+            {
+                "policy": policy,
+                "n": len(runs),
+                "blocks": float(np.mean([m.nodes for m in runs])),
+                "share": ratio_of(*spent.T),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return {"rows": rows}
+
+
 def mean_of(values: Sequence[float]) -> dict[str, float]:
     """The mean over problems, with its 95 % bootstrap interval."""
     low, high = bootstrap(values)
@@ -427,7 +465,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("lossless", "lossy", "same", "largest"))
+    parser.add_argument("what", choices=("lossless", "lossy", "same", "largest", "share"))
     parser.add_argument("--model", default="builtin:sapling")
     parser.add_argument("--task", default="game24")
     parser.add_argument("--n", type=int, default=100)
@@ -451,9 +489,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {"lossless": lossless, "lossy": lossy, "same": same, "largest": largest}[args.what](
-        args
-    )
+    result = {
+        "lossless": lossless,
+        "lossy": lossy,
+        "same": same,
+        "largest": largest,
+        "share": shares,
+    }[args.what](args)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
