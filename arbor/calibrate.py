@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,13 +14,13 @@ from arbor.engine.source import Growth
 from arbor.errors import UsageError
 from arbor.retention.msve import MSVE, fit, rank_correlation
 from arbor.solver import Solver
+from arbor.statistics import bootstrap_groups
 from arbor.tasks.base import Problem
 from arbor.tree import Node
 
 GREEDY = Sampling(temperature=0.0)
 HELD_OUT = 0.3  # part of the problems on which the fit is judged
 LEAST = 8  # problems that can be called a calibration
-RESAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def collect(
     """Solve problems with everything kept, then lose each closed block in turn and see whether the answer survives.
 
     A block is masked once the next one stands; the rest of the path is then decoded again, greedily, with the block and
-    without. So the last block of a path and the one before it, after which nothing is decoded, are left out. Only paths with a right answer are used: a block of a wrong one has nothing to lose.
+    without. So the last block of a path and the one before it, after which nothing is decoded, are left out. Only paths
+    with a right answer are used: a block of a wrong one has nothing to lose.
 
     Args:
         solver: a full budget, and a policy that observes attention.
@@ -160,9 +161,15 @@ def calibrate(examples: Sequence[Example], top: int = 0) -> Calibration:
     scores = np.array([_scores(each, test) for each in (msve, MSVE())])
     drops = np.array([example.drop for example in test])
     problem = np.array([example.problem for example in test])
-    drawn = [_correlations(scores[:, at], drops[at]) for at in _resampled(problem)]
-    fitted, guessed = np.array(drawn).T
     correlation, by_guess = _correlations(scores, drops)
+
+    def fitted(at: NDArray[np.int64]) -> float:
+        return rank_correlation(scores[0, at], drops[at])
+
+    def gained(at: NDArray[np.int64]) -> float:
+        mine, guess = _correlations(scores[:, at], drops[at])
+        return mine - guess
+
     return Calibration(
         msve=msve,
         problems=len(known),
@@ -170,27 +177,14 @@ def calibrate(examples: Sequence[Example], top: int = 0) -> Calibration:
         lost=float(np.mean([example.drop > 0 for example in examples])),
         correlation=correlation,
         default_correlation=by_guess,
-        interval=_middle(fitted),
-        gain=_middle(fitted - guessed),
+        interval=bootstrap_groups(problem, fitted),
+        gain=bootstrap_groups(problem, gained),
         held_out=len(test),
     )
 
 
 def _correlations(scores: NDArray[np.float64], drops: NDArray[np.float64]) -> list[float]:
     return [rank_correlation(each, drops) for each in scores]
-
-
-def _resampled(problem: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Indices of the examples of problems drawn with replacement."""
-    of = [np.flatnonzero(problem == each) for each in np.unique(problem)]
-    generator = np.random.default_rng(0)
-    for _ in range(RESAMPLES):
-        yield np.concatenate([of[i] for i in generator.integers(0, len(of), len(of))])
-
-
-def _middle(values: NDArray[np.float64]) -> tuple[float, float]:
-    low, high = np.percentile(values, (2.5, 97.5)).tolist()
-    return low, high
 
 
 def _features(example: Example) -> tuple[float, float, float]:

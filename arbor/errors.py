@@ -68,8 +68,7 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], note: str = "") -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        guess = f"Did you mean '{near[0]}'? " if near else ""
+        guess = did_you_mean(name, names)
         more = f" ({note})" if note else ""
         super().__init__(
             f"unknown-{kind}",
@@ -78,6 +77,33 @@ class UnknownName(UsageError):
             name=name,
             known=names,
         )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names as a question, a space after it; nothing if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"Did you mean '{near[0]}'? " if near else ""
+
+
+def unknown_setting(where: str, name: str, known: Iterable[str], /, **data: Any) -> UsageError:
+    """A setting that there is not.
+
+    Args:
+        where: the beginning of the message, as in ``'tot' has``.
+        name: what was asked; compared with the last part of ``controller.width``.
+        known: every setting there is.
+        data: more for programs.
+    """
+    names = list(known)
+    guess = did_you_mean(name, [each.rpartition(".")[2] for each in names])
+    return UsageError(
+        "unknown-setting",
+        f"{where} no setting '{name}'.",
+        f"{guess}Known: {', '.join(names) or 'none'}.",
+        setting=name,
+        known=names,
+        **data,
+    )
 
 
 class BudgetError(ArborError, ValueError):

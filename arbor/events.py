@@ -115,8 +115,9 @@ class Allocated:
         room: slots the offered blocks may keep together.
         offered: how many blocks it could take from.
         nodes: (block, tokens it had, tokens it keeps) of each block that lost some.
-        signals: what the allocator looked at, and so why: for each column of `retention.base.Blocks` but `length`
-            that it read, the figure of each of `nodes`; null is never. `score` is MSVE's, from `value`, `confidence` and `attention`.
+        signals: what the allocator looked at, and so why: for each column of `retention.base.Blocks` but `length` that it
+            read, the figure of each of `nodes`; null is never. `score` is MSVE's, from `value`, `confidence` and
+            `attention`.
         elapsed_s: time of the decision and the eviction.
     """
 

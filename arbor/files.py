@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
 
 from arbor.errors import UsageError
 
-NAME_A_FILE = "Name a file in a folder that exists and may be written."
+# names of streams that are open already, whatever they lead to
+STREAMS = re.compile(r"/dev/(stdin|stdout|stderr|fd/.*)|/proc/[^/]+/fd/.*")
 
 
-def write_whole(path: Path, data: str | bytes, hint: str = NAME_A_FILE) -> None:
+def write_whole(path: Path, data: str | bytes) -> None:
     """Writes a file in one go; what there is stays as it is until the new one is complete.
 
     A link stays a link. A device, a pipe, and whatever lies behind ``/dev/stdout``, is added to and not replaced.
@@ -22,7 +24,6 @@ def write_whole(path: Path, data: str | bytes, hint: str = NAME_A_FILE) -> None:
     Args:
         path: of the file, in a folder that exists.
         data: bytes, or text, which becomes UTF-8; what UTF-8 cannot hold becomes an escape.
-        hint: for the error.
 
     Raises:
         UsageError: it cannot be written.
@@ -40,14 +41,14 @@ def write_whole(path: Path, data: str | bytes, hint: str = NAME_A_FILE) -> None:
         raise UsageError(
             "output-unwritable",
             f"{path} cannot be written: {reason}.",
-            hint,
+            "Name a file in a folder that exists and may be written.",
             path=str(path),
         ) from error
 
 
 def _is_stream(path: Path) -> bool:
-    named = path.absolute().as_posix().startswith(("/dev/", "/proc/"))
-    return named or (path.exists() and not path.is_file())
+    named = STREAMS.fullmatch(path.absolute().as_posix())
+    return named is not None or (path.exists() and not path.is_file())
 
 
 def _replace(target: Path, data: bytes) -> None:

@@ -20,7 +20,6 @@ A class without a name is reached as ``package.module:Mine``. ``ARBOR_PLUGINS=of
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import importlib
@@ -35,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any, TypeVar
 
-from arbor.errors import UnknownName, UsageError
+from arbor.errors import UnknownName, UsageError, unknown_setting
 
 BUILTIN: Mapping[str, Mapping[str, str]] = {
     "controller": {
@@ -410,7 +409,11 @@ def _with_parts(
     }
 
     def ready(part: str) -> Any:
-        return result[part] if part in result else part_of(part)
+        if part not in result:
+            return part_of(part)
+        if not dataclasses.is_dataclass(result[part]):  # a table, or one as text
+            result.update(_convert_all(cls, cls.__name__, {part: result[part]}))
+        return result[part]
 
     for key, value in fields.items():
         if key in own:
@@ -467,16 +470,7 @@ def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[s
         if key not in known:
             known = list(settings_of(cls))
             known = [each for each in known if each != key]  # of a part that was replaced
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            guess = f"Did you mean '{near[0]}'? " if near else ""
-            raise UsageError(
-                "unknown-setting",
-                f"'{name}' has no setting '{key}'.",
-                f"{guess}Known: {', '.join(known) or 'none'}.",
-                name=name,
-                setting=key,
-                known=known,
-            )
+            raise unknown_setting(f"'{name}' has", key, known, name=name)
     if not fields:
         return {}
     hints = typing.get_type_hints(cls) | _protocols(cls)

@@ -188,7 +188,7 @@ class Session:
         """Decode the children of every chosen leaf together, each to its boundary; returns the finished ones."""
         leaves = tuple(expansion.leaf for expansion in expansions)
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
-        logger.debug("%d blocks; growing %s", len(tree), [leaf.id for leaf in leaves])
+        logger.debug("%d blocks, %d leaves grow", len(tree), len(leaves))
         if leaves != self._running:
             distance = tree.distances(self._running) if self._running else None
             self.emit(

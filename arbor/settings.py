@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from arbor.engine.completing import Rehydrate
 from arbor.engine.engine import Mode
 from arbor.engine.loading import Source
 from arbor.engine.sampling import Sampling
-from arbor.errors import UsageError
+from arbor.errors import UsageError, unknown_setting
 from arbor.kept import msve_file
 from arbor.kernels.linear import batch_dependent
 from arbor.limits import limit_of
@@ -123,15 +122,7 @@ def refuse_unknown(whose: str, settings: Iterable[str], known: Iterable[str]) ->
     names = sorted(known)
     for name in settings:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            guess = f"Did you mean '{near[0]}'? " if near else ""
-            raise UsageError(
-                "unknown-setting",
-                f"{whose} has no setting '{name}'.",
-                f"{guess}Known: {', '.join(names)}.",
-                setting=name,
-                known=names,
-            )
+            raise unknown_setting(f"{whose} has", name, names)
 
 
 def boundary_of(boundary: Boundary, max_depth: int | None, step_tokens: int | None) -> Boundary:

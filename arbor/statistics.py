@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,6 +69,29 @@ def bootstrap(
             for done in range(0, RESAMPLES, rows)
         ]
     )
+    half = 50 * (1 - level)
+    low, high = np.percentile(found, [half, 100 - half])
+    return float(low), float(high)
+
+
+def bootstrap_groups(
+    groups: np.ndarray[Any, Any],
+    statistic: Callable[[np.ndarray[Any, Any]], float],
+    level: float = 0.95,
+    resamples: int = 1000,
+) -> tuple[float, float]:
+    """Percentile interval of any statistic of values that belong together in groups: whole groups are drawn.
+
+    Args:
+        groups: [N], the group of each value.
+        statistic: of the values at these indices, int64 [M].
+        level: the part of the resamples inside.
+        resamples: how often groups are drawn; the same groups give the same draws.
+    """
+    members = [np.flatnonzero(groups == each) for each in np.unique(groups)]
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, len(members), (resamples, len(members)))
+    found = [statistic(np.concatenate([members[i] for i in row])) for row in drawn]
     half = 50 * (1 - level)
     low, high = np.percentile(found, [half, 100 - half])
     return float(low), float(high)

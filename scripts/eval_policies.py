@@ -231,11 +231,8 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
 def shares(args: argparse.Namespace) -> dict[str, Any]:
     """What part of a search's wall time deciding and evicting takes, in trees of three sizes, live."""
     rows: list[dict[str, Any]] = []
-    sizes = (
-        (9, 10, 1),
-        (94, 12, 2.5),
-        (400, 25, 10),
-    )  # beam, width, and how many times fewer problems
+    # beam, width, and how many times fewer problems
+    sizes = ((9, 10, 1), (94, 12, 2.5), (400, 25, 10))
     for policy, (beam, width, fewer) in itertools.product(args.policies or LOSSY, sizes):
         search = {"name": "tot", "beam": beam, "width": width, "max_per_state": width}
         ready, msve = variant(policy)

@@ -66,6 +66,22 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     assert first["sampling"]["temperature"] == 0.5
 
 
+def test_a_name_with_settings_goes_with_set_and_with_a_file(command: Arbor) -> None:
+    named = ("--policy", "arborkv,tail=3", "--controller", "beam,width=2")
+    kept = saved(command, "4 5 6 10", *named, "--set", "beam_size=3", "--set", "eta=0.25")
+    assert (kept["controller"]["width"], kept["controller"]["beam_size"]) == (2, 3)
+    assert (kept["policy"]["protect"]["tail"], kept["policy"]["allocator"]["eta"]) == (3, 0.25)
+
+    again = command(
+        *("solve", "--config", "run.toml", "--policy", "arborkv,tail=5", "--print-config")
+    )
+    policy = tomllib.loads(again.out)["policy"]
+    assert (policy["protect"]["tail"], policy["allocator"]["eta"]) == (5, 0.25)
+
+    ran = command("eval", "game24", "--limit", "1", *named, "--set", "beam_size=3", "--json", "-q")
+    assert (ran.code, ran.document["n"]) == (0, 1)
+
+
 def test_a_configuration_needs_no_problem(command: Arbor) -> None:
     assert "problem" not in saved(command)
     as_json = command("solve", "--print-config", "--json").document

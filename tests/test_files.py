@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -109,6 +110,14 @@ def test_stdout_by_its_name_is_added_to(tmp_path: Path) -> None:
     assert (tmp_path / "all.txt").read_text("utf-8") == "zero\none\ntwo\nthree\n"
 
 
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+def test_a_file_below_dev_is_a_file() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for words in ("one", "two"):
+            write_whole(Path(folder, "page.html"), words)
+        assert Path(folder, "page.html").read_text("utf-8") == "two"
+
+
 def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
@@ -123,6 +132,6 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Name another one") as caught:
-        write_whole(tmp_path / "no" / "page.html", "words", "Name another one.")
+    with pytest.raises(UsageError, match="Name a file in a folder") as caught:
+        write_whole(tmp_path / "no" / "page.html", "words")
     assert caught.value.data["path"].endswith("page.html")

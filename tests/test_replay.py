@@ -10,6 +10,7 @@ import pytest
 from run_cli import in_process
 
 from arbor import Solver
+from arbor.engine.loading import BUILTIN
 from arbor.errors import BudgetInfeasible, TraceError
 from arbor.events import Boundary, Event, Rehydrated, Selected
 from arbor.metrics import Metrics
@@ -212,6 +213,12 @@ def test_the_command_compares_policies_on_a_trace(
     moved = run("replay", str(path), "--model", str(tmp_path))
     assert (moved.code, "[model-incomplete]" in moved.err) == (5, True)
     assert run("replay", str(path), "--model", "").code == 5
+    # of a revision of a Hub model that lies in a folder now
+    hub = path.read_bytes().replace(b'"revision":null', b'"revision":"v1"')
+    assert b'"revision":"v1"' in hub
+    (tmp_path / "hub.jsonl").write_bytes(hub)
+    local = ("--model", str(BUILTIN["sapling"]), "--policy", "lru", "--json")
+    assert run("replay", str(tmp_path / "hub.jsonl"), *local).document["rows"]
     run("solve", "4 5 6 10", "--trace", str(tmp_path / "quiet.jsonl"), "--trace-text", "none")
     quiet = run("replay", str(tmp_path / "quiet.jsonl"))
     assert (quiet.code, "no words (--trace-text none)" in quiet.err) == (4, True)

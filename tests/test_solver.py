@@ -567,7 +567,7 @@ def test_the_log_says_what_was_loaded_searched_and_found(caplog: pytest.LogCaptu
         "builtin:sapling",
         "solved",
     ]
-    assert told[2] == ("DEBUG", "1 blocks; growing [0]")
+    assert told[2] == ("DEBUG", "1 blocks, 1 leaves grow")
     assert PUZZLE not in caplog.text
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.statistics import bootstrap, clopper_pearson, mcnemar, paired
+from arbor.statistics import bootstrap, bootstrap_groups, clopper_pearson, mcnemar, paired
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,17 @@ def test_a_pair_counts_once() -> None:
     assert found.difference == pytest.approx(0.3)
     assert found.interval[0] < 0.3 < found.interval[1]
     assert found.p == mcnemar(4, 1)
+
+
+def test_groups_are_drawn_whole() -> None:
+    groups, values = np.repeat(np.arange(20), 5), np.repeat(np.linspace(0, 1, 20), 5)
+
+    def mean(at: np.ndarray) -> float:
+        assert (np.bincount(groups[at], minlength=20) % 5 == 0).all()
+        return float(values[at].mean())
+
+    low, high = bootstrap_groups(groups, mean)
+    alone = bootstrap(values)
+    assert low < 0.5 < high
+    assert high - low > 1.5 * (alone[1] - alone[0]), "equal values in a group tell nothing more"
+    assert bootstrap_groups(groups, mean) == (low, high)

@@ -81,7 +81,7 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
-    help="May be repeated, and holds the weights once each; reentry if none is given.",
+    help="May be repeated, and each holds the weights once; reentry if none is given.",
 )
 @search_shape_options
 @retention_options

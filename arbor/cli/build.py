@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from arbor import registry
 from arbor.budget import Budget
-from arbor.errors import UsageError
+from arbor.errors import UsageError, unknown_setting
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
 
-PARTS = ("controller", "verifier", "task", "policy", "sampling")
+KINDS = ("controller", "verifier", "task", "policy")
+PARTS = (*KINDS, "sampling")
 SWITCH = {"true": True, "false": False}
 SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
     "temperature": (float, "a number"),
@@ -35,11 +35,10 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         ArborError: what cannot be meant.
     """
     Budget.parse(given["budget"])
-    policy = known_policy(given["policy"])
-    given = {**given, "policy": registry.split_spec(policy)[0]}
-    for kind in ("controller", "verifier", "task", "policy"):
-        if ":" not in given[kind] and given[kind] not in registry.names(kind):
-            registry.resolve(kind, given[kind])  # raises, and says the nearest name
+    for kind in KINDS:
+        name, _ = registry.split_spec(given[kind])
+        if ":" not in name and name not in registry.names(kind):
+            registry.resolve(kind, name)  # raises, and says the nearest name
     settings = parse_settings(given)
     task = registry.build("task", given["task"], **settings["task"])
     if problem is not None:
@@ -57,7 +56,7 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         controller=controller,
         verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
         budget=given["budget"],
-        policy=registry.build("policy", policy, **settings["policy"]),
+        policy=registry.build("policy", given["policy"], **settings["policy"]),
         mode=given["mode"],
         rehydrate=given["rehydrate"],
         msve=given["msve"],
@@ -107,7 +106,7 @@ def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             parts[part][name] = value.strip()  # the registry reads it by the field's type
             continue
         if name not in SAMPLING:
-            raise _unknown(name, {known: ["sampling"] for known in SAMPLING})
+            raise unknown_setting("there is", name, [f"sampling.{known}" for known in SAMPLING])
         read, wanted = SAMPLING[name]
         try:
             parts[part][name] = read(value.strip().lower())
@@ -120,27 +119,15 @@ def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def _owner(name: str, given: Mapping[str, Any], setting: str) -> str:
     """The one part that has a setting of this name."""
     owners = {known: ["sampling"] for known in SAMPLING}
-    for kind in ("controller", "verifier", "task", "policy"):
-        component = registry.resolve(kind, given[kind])
+    for kind in KINDS:
+        component = registry.resolve(kind, registry.split_spec(given[kind])[0])
         if dataclasses.is_dataclass(component):
             for setting_name in registry.settings_of(component):
                 owners.setdefault(setting_name, []).append(kind)
     if name not in owners:
-        raise _unknown(name, owners)
+        known = sorted(f"{owner}.{key}" for key, those in owners.items() for owner in those)
+        raise unknown_setting("there is", name, known)
     if len(owners[name]) > 1:
         choices = " or ".join(f"--set {owner}.{setting}" for owner in owners[name])
         raise UsageError("setting-ambiguous", f"--set {setting}: whose '{name}'?", f"{choices}.")
     return owners[name][0]
-
-
-def _unknown(name: str, owners: Mapping[str, list[str]]) -> UsageError:
-    near = difflib.get_close_matches(name, owners, n=1, cutoff=0.5)
-    guess = f"Did you mean '{near[0]}'? " if near else ""
-    known = sorted(f"{owner}.{key}" for key, those in owners.items() for owner in those)
-    return UsageError(
-        "unknown-setting",
-        f"there is no setting '{name}'.",
-        f"{guess}Known: {', '.join(known)}.",
-        setting=name,
-        known=known,
-    )

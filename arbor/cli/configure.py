@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,9 @@ import click
 
 from arbor.cli.build import PARTS
 from arbor.config import read_config, refuse_trust
-from arbor.errors import UsageError
+from arbor.errors import unknown_setting
 from arbor.presets import preset
+from arbor.registry import split_spec
 
 # what a solver calls it -> what the option is called
 OPTIONS = {"max_depth": "depth", "backend": "attn"}
@@ -55,9 +55,8 @@ def _fall_back(ctx: click.Context, config: Mapping[str, Any], path: Path) -> Non
         elif name in known and not isinstance(value, Mapping):
             defaults[name] = value
         else:
-            raise _unknown(
-                path, key, sorted({*known, *PARTS} - {"config", "set", "trust_remote_code"})
-            )
+            names = sorted({*known, *PARTS} - {"config", "set", "trust_remote_code"})
+            raise unknown_setting(f"{path}: there is", key, names, path=str(path))
     ctx.default_map = defaults
     ctx.meta[SETTINGS] = settings
 
@@ -69,7 +68,7 @@ def all_settings(given: Mapping[str, Any]) -> tuple[str, ...]:
     kept = [
         each
         for part, (chosen, rows) in settings.items()
-        if not chosen or given.get(part) == chosen
+        if not chosen or split_spec(str(given.get(part)))[0] == chosen
         for each in rows
     ]
     return (*kept, *given["set"])
@@ -79,16 +78,3 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value)
-
-
-def _unknown(path: Path, key: str, known: list[str]) -> UsageError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    guess = f"Did you mean '{near[0]}'? " if near else ""
-    return UsageError(
-        "unknown-setting",
-        f"{path}: there is no setting '{key}'.",
-        f"{guess}Known: {', '.join(known)}.",
-        path=str(path),
-        setting=key,
-        known=known,
-    )

@@ -499,7 +499,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
             f"{100 * found['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}), "
             f"{found['right']:,} of {n:,} right"
         )
-    for name in ("missing", "no_answer", "errors"):
+    for name in ("missing", "no_answer"):
         if found[name]:
             told[name.replace("_", " ")] = f"{found[name]:,}"
     if found["errors"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from click.shell_completion import CompletionItem
 from arbor import registry
 from arbor.cli.configure import take_defaults, take_preset
 from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
+from arbor.errors import did_you_mean
 from arbor.events import Detail
 from arbor.presets import PRESETS
 
@@ -99,8 +99,7 @@ class Group(click.Group):
         known = self.list_commands(ctx)
         mistyped = args and not args[0].startswith("-") and args[0] not in known
         if mistyped and not ctx.resilient_parsing:  # which completion is
-            near = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
-            guess = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(known)}."
+            guess = did_you_mean(args[0], known).strip() or f"Commands: {', '.join(known)}."
             ctx.fail(f"No such command '{args[0]}'. {guess}")
         return super().resolve_command(ctx, args)
 

@@ -21,17 +21,17 @@ def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path
     Raises:
         UsageError: says which flag to give another file.
     """
-    taken = {path.resolve() for path in inputs if path is not None}
+    taken = {os.path.realpath(path) for path in inputs if path is not None}
     for flag, path in outputs.items():
         if path is None:
             continue
-        if path.resolve() in taken:
+        if os.path.realpath(path) in taken:
             raise UsageError(
                 "output-is-input",
                 f"{path} is read, or written by another option.",
                 f"Name another file with {flag}.",
             )
-        taken.add(path.resolve())
+        taken.add(os.path.realpath(path))
 
 
 def refuse_nowhere(flag: str, path: Path | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from arbor.cli.voice import Voice
 
 if TYPE_CHECKING:
     from arbor.replay import Recording
-    from arbor.retention.policy import Policy
 
 
 @click.command(cls=Command)
@@ -71,7 +70,9 @@ def replay(
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
     chosen = policy or ("lru", "arborkv", "reentry", "belady")
-    policies = {name: registry.build("policy", name) for name in map(known_policy, chosen)}
+    policies = tuple(dict.fromkeys(map(known_policy, chosen)))
+    for name in policies:
+        registry.build("policy", name)  # its settings are what they should be
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.engine.loading import load_tokenizer, locate
@@ -81,9 +82,8 @@ def replay(
     read = read_trace(trace)
     record = Recording.of(read.events)
     config = record.header.config
-    source = locate(
-        config["model"] if model is None else model, config.get("revision"), trust_remote_code
-    )
+    revision = config.get("revision") if model is None else None
+    source = locate(config["model"] if model is None else model, revision, trust_remote_code)
     rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
     if voice.json:
         voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
@@ -111,7 +111,7 @@ def replay(
 def _rows(
     record: Recording,
     tokenizer: Any,
-    policies: Mapping[str, Policy],
+    policies: tuple[str, ...],
     budgets: list[Budget],
     rehydrate: Any,
 ) -> Iterator[dict[str, Any]]:
@@ -124,8 +124,8 @@ def _rows(
     peak = again(record, tokenizer, policy="lru", slots=room).peak_tokens
     for budget in budgets:
         slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
-        for name, policy in policies.items():
-            row: dict[str, Any] = {"policy": name, "budget": str(budget), "budget_tokens": slots}
+        for policy in policies:
+            row: dict[str, Any] = {"policy": policy, "budget": str(budget), "budget_tokens": slots}
             needed, cost = replay_smallest(
                 record, tokenizer, slots=slots, policy=policy, rehydrate=rehydrate
             )

@@ -79,12 +79,12 @@ class MSVE:
             UsageError: neither.
         """
         try:
-            value, confidence, attention, bias, *rest = text.split(",")
-            weights = (float(value), float(confidence), float(attention))
-            last, (top,) = float(bias), map(int, rest or ["0"])
+            numbers, (top,) = text.split(",")[:4], text.split(",")[4:] or ["0"]
+            value, confidence, attention, bias = map(float, numbers)
+            likeliest = int(top)
         except ValueError:
             return cls.load(Path(text))
-        return cls(weights, last, top)
+        return cls((value, confidence, attention), bias, likeliest)
 
     def save(self, path: Path, **provenance: Any) -> None:
         """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures).

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from arbor.errors import UsageError
-from arbor.files import NAME_A_FILE, write_whole
+from arbor.files import write_whole
 from arbor.trace.html.recording import Recording
 from arbor.trace.write import GZIP
 
@@ -66,7 +66,7 @@ def write_page(path: str | os.PathLike[str], *recordings: Recording) -> Path:
         UsageError: the file cannot be written.
     """
     path = Path(path)
-    write_whole(path, html_page(*recordings), f"{NAME_A_FILE[:-1]}: -o FILE.")
+    write_whole(path, html_page(*recordings))
     return path
 
 
