@@ -16,7 +16,7 @@ format:
 lint:
 	$(PYTHON) -m ruff check $(CODE)
 
-types:  ## mypy, strict on the torch-free floors
+types:  ## mypy, strict on the torch-free floors; the scripts too
 	$(PYTHON) -m mypy
 
 architecture:  ## imports go down only

@@ -86,9 +86,10 @@ class Solver:
         revision: branch, tag or commit of a model of the Hub; by default its main branch.
         trust_remote_code: run the Python code that lies beside a model's weights; it is in no configuration, so that
             nobody trusts by accident.
-        task, controller, verifier: a name or a ready component.
+        task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table (``{"name": "tot", "beam": 3}``),
+            or a ready component.
         budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``; ``full``.
-        policy: what blocks off the running paths keep on the device: a name or a ready policy.
+        policy: what blocks off the running paths keep on the device: likewise a name, a table or a ready policy.
         mode: ``lossless``: any budget gives what full retention gives; ``lossy``: tokens of running paths may leave too.
         rehydrate: ``selective`` (missing tokens come back), ``span`` (whole blocks do), ``off`` (nothing does; the default
             and only where lossy).
@@ -120,11 +121,11 @@ class Solver:
         tokenizer: Any = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        task: str | Task = "game24",
-        controller: str | Controller = "tot",
-        verifier: str | Verifier = "self",
+        task: str | Mapping[str, Any] | Task = "game24",
+        controller: str | Mapping[str, Any] | Controller = "tot",
+        verifier: str | Mapping[str, Any] | Verifier = "self",
         budget: float | str | Budget = "full",
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Mapping[str, Any] | Policy = DEFAULT_POLICY,
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
         msve: MSVE | str | os.PathLike[str] | None = None,

@@ -1,6 +1,6 @@
 """Tree attention on the CPU: `TorchCascade` against the designs one would write first, one layer, one decode step.
 
-    python scripts/bench_attention.py --out attention.json
+    python scripts/bench_attention.py --json attention.json
 
 Trees: a root of P tokens, then four levels of 64-token nodes; 8 leaves grow from widths (2, 4, 4, 8), 32 from
 (2, 4, 8, 32). One thread, CPU time of that thread, contestants in turn (rounds), KV of so many layers in rotation
@@ -252,9 +252,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=8, help="steps per round and contestant")
-    parser.add_argument(
-        "--out", type=Path, default=None, help="JSON file; default: standard output"
-    )
+    parser.add_argument("--json", type=Path, default=None, help="file; default: standard output")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dim = options.head_dim
@@ -277,10 +275,10 @@ def main() -> int:
         "cells": cells,
     }
     text = json.dumps(report, indent=1)
-    if options.out is None:
+    if options.json is None:
         print(text)
     else:
-        options.out.write_text(text + "\n")
+        options.json.write_text(text + "\n")
     return 0
 
 

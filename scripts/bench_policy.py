@@ -26,6 +26,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class Search:
         held, protect = have[ids], policy.protect
         observed = policy.observes
         attention = self.statistics.block_attention(ids) if observed else np.zeros(len(ids))
-        value, confidence = table.value[ids], table.confidence[ids]
+        value, confidence = table.expected()[ids], table.confidence[ids]
         likely = table.reentry(self.growable, self.outlook)
         return Blocks(
             ids=ids,
@@ -206,22 +207,26 @@ def engine_event(
     residency.changed(tree.nodes)
     likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
     residency.outlook = lambda: likely
-    residency.fit(total - int(share * total), search.leaves(), "step")
+    residency.fit(total - int(share * total), search.leaves(), "pressure")
     leaves = search.leaves()
     paths = tree.paths(leaves)
     missing = sum(int((~node.span.resident).sum()) for node in paths)
     taken = missing + RUNNING * BLOCK
+    offer = partial(residency.offered, leaves)
 
     def decide() -> Any:
         residency.changed(paths)
-        blocks = residency.offered(leaves)
-        return residency.decide(blocks, int(blocks.resident.sum()) - taken)
+        blocks = offer()
+        room = int(blocks.resident.sum()) - taken
+        return residency.decide(blocks, room, lambda protect: offer(protect=protect))
 
     def carry_out() -> float:
-        blocks = residency.offered(leaves)
+        blocks = offer()
         held = int(blocks.resident.sum())
         room = held - min(taken, held // 2)
-        counts, chosen = residency.decide(blocks, room)
+        blocks, counts, chosen = residency.decide(
+            blocks, room, lambda protect: offer(protect=protect)
+        )
         began = time.thread_time_ns()
         residency.keep(blocks, chosen, counts, room, "pressure", 0.0)
         residency.table.refresh()

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,8 @@ class Simulation:
         if count:
             self.recent[node] = None
 
-    def _grow(self, leaves: tuple[int, ...]) -> Iterator[Event]:
-        children = []
+    def _grow(self, leaves: tuple[int, ...]) -> Generator[Event, None, list[int]]:
+        children: list[int] = []
         for leaf in leaves:
             for index in range(WIDTH):
                 if len(self.tokens) >= self.nodes:
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--loads", type=int, default=5)
     parser.add_argument("--seeks", type=int, default=200)
     parser.add_argument("--keep", type=Path, help="folder for traces and pages")
-    parser.add_argument("--output-json", type=Path)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -318,8 +318,8 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "rows": rows,
     }
-    if given.output_json:
-        given.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if given.json:
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eval_sapling import Reasoner, next_split, share
+from eval_sapling import SAPLING, Reasoner, next_split, share
 
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, chain_to
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="arbor/sapling")
+    parser.add_argument("--model", default=SAPLING)
     parser.add_argument("--n", type=int, default=170, help="problems for each number of steps")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)

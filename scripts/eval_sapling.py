@@ -38,6 +38,8 @@ from arbor.tasks.countdown import legal_steps, take
 from arbor.tasks.game24 import Game24
 from arbor.tasks.recall import Recall
 
+SAPLING = Path(__file__).resolve().parents[1] / "arbor" / "sapling"
+
 
 def share(results: Sequence[bool]) -> dict[str, Any]:
     """A share with its n and interval."""
@@ -245,7 +247,11 @@ def evaluate(reasoner: Reasoner, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(args.seed)
     problems = list(task.problems(args.split, args.n))
     prompts = [task.prompt(problem) for problem in problems]
-    report: dict[str, Any] = {"model": str(args.model), "split": args.split, "seed": args.seed}
+    report: dict[str, Any] = {
+        "model": Path(args.model).name,
+        "split": args.split,
+        "seed": args.seed,
+    }
 
     def right(problem: Problem, path: Sequence[str]) -> bool:
         return task.grade(problem, task.answer(problem, path)).correct
@@ -377,9 +383,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument(
-        "--model", default="arbor/sapling", help="directory in Hugging Face's format"
-    )
+    parser.add_argument("--model", default=SAPLING, help="directory in Hugging Face's format")
     parser.add_argument("--split", default="test", choices=("validation", "test", "hard"))
     parser.add_argument("--n", type=int, default=300, help="problems for greedy, samples and judge")
     parser.add_argument("--tree", type=int, default=100, help="problems for the tree search")

@@ -1,20 +1,24 @@
 """One call that checks arbor on a CUDA machine: agreement with the reference, losslessness, decode speed.
 
     python scripts/gpu_check.py --json gpu.json
+    python scripts/gpu_check.py --device cpu    # small: shows that the checks run, and nothing of a GPU
 
 Prints one JSON line per check as it ends, so that a run cut short still tells what it saw. Exit code 1 if any check failed.
 Checks: attention of every CUDA backend against the float64 reference on random tree layouts; the engine on a random Llama
 in bfloat16, cascade against the plain torch backend and against `transformers`' own forward; the same tree at a small
-budget; decode speed against `generate` with a batched cache (CUDA events, warm-up, interleaved rounds).
+budget; searches of the built-in model from the problem to the answer, at full retention and at a quarter; decode speed
+against `generate` with a batched cache (the time until the device is done, warm-up, interleaved rounds).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from bench_decode import SHAPES, Arbor, Batched, generated, interval
+from eval_policies import Blocks
 from random_llama import NoText, fixed_length, prefix, random_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.plan import Piece, Segment, plan_forward
 from arbor.engine.runner import ModelRunner
@@ -36,22 +42,25 @@ from arbor.kernels.torch_cascade import TorchCascade
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
-DEVICE = torch.device("cuda")
+SLOTS = {"cuda": 200_000, "cpu": 5_000}  # of the pool
+SEARCHES = {"cuda": 50, "cpu": 1}  # problems
 
 
-def backends() -> dict[str, AttentionBackend]:
+def backends(device: torch.device) -> dict[str, AttentionBackend]:
     """Every backend this machine can run."""
     found: dict[str, AttentionBackend] = {"torch": TorchCascade()}
-    if find_spec("flashinfer") is not None:
+    if device.type == "cuda" and find_spec("flashinfer") is not None:
         from arbor.kernels.flashinfer_cascade import FlashInferCascade
 
-        found["flashinfer"] = FlashInferCascade(DEVICE)
+        found["flashinfer"] = FlashInferCascade(device)
     return found
 
 
-def segments(rng: np.random.Generator, root: int, fans: tuple[int, ...], own: int) -> Any:
+def segments(
+    rng: np.random.Generator, pool: int, root: int, fans: tuple[int, ...], own: int
+) -> Any:
     """A random tree with decoding leaves and one prefill hole; slots scattered."""
-    slots = rng.permutation(200_000).astype(np.int32)
+    slots = rng.permutation(pool).astype(np.int32)
     used = 0
 
     def take(count: int) -> Any:
@@ -81,9 +90,9 @@ def segments(rng: np.random.Generator, root: int, fans: tuple[int, ...], own: in
     return found
 
 
-def check_attention(name: str, backend: AttentionBackend) -> dict[str, Any]:
+def check_attention(backend: AttentionBackend, device: torch.device) -> dict[str, Any]:
     """Largest error against the reference over shapes of real models."""
-    rng = np.random.default_rng(0)
+    rng, slots = np.random.default_rng(0), SLOTS[device.type]
     worst, worst_lse = 0.0, 0.0
     for heads, kv_heads, dim, window, softcap in (
         (32, 8, 128, None, None),
@@ -92,12 +101,12 @@ def check_attention(name: str, backend: AttentionBackend) -> dict[str, Any]:
         (32, 8, 128, 64, None),
         (64, 8, 64, None, None),
     ):
-        plan = plan_forward(segments(rng, 700, (3, 2, 4), 9), min_saved_reads=0)
+        plan = plan_forward(segments(rng, slots, 700, (3, 2, 4), 9), min_saved_reads=0)
         shape = AttentionShape(heads, kv_heads, dim, dim, dim**-0.5, window, softcap)
         layout = plan.layout(window)
         torch.manual_seed(0)
-        q = torch.randn(plan.rows, heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        k = torch.randn(200_001, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        q = torch.randn(plan.rows, heads, dim, dtype=torch.bfloat16, device=device)
+        k = torch.randn(slots + 1, kv_heads, dim, dtype=torch.bfloat16, device=device)
         v = torch.randn_like(k)
         out, lse = backend.run(backend.plan(layout, shape), q, k, v)
         reference = ReferenceAttention()
@@ -109,8 +118,10 @@ def check_attention(name: str, backend: AttentionBackend) -> dict[str, Any]:
     return {"ok": worst < 2e-2 and worst_lse < 2e-2, "error": worst, "lse_error": worst_lse}
 
 
-def llama(layers: int) -> LlamaForCausalLM:
-    """Llama-3.1-8B's shapes with fewer layers, random weights, bfloat16."""
+def llama(layers: int, device: torch.device) -> Any:
+    """Llama-3.1-8B's shapes with fewer layers, random weights, bfloat16; on a CPU the 5M model of the benchmarks."""
+    if device.type == "cpu":
+        return random_llama("5m", torch.bfloat16)
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=4096,
@@ -124,13 +135,14 @@ def llama(layers: int) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with torch.device("cuda"):
-        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    with device:
+        model: Any = LlamaForCausalLM(config)
+        return model.to(torch.bfloat16).eval()
 
 
-def check_engine(name: str, backend: AttentionBackend) -> dict[str, Any]:
+def check_engine(backend: AttentionBackend, device: torch.device) -> dict[str, Any]:
     """A grown tree against the model's own forward, and the same tree at a small budget."""
-    model = llama(4)
+    model = llama(4, device)
     prompt = prefix(300, 1000)
     seen: dict[str, Any] = {}
 
@@ -145,7 +157,7 @@ def check_engine(name: str, backend: AttentionBackend) -> dict[str, Any]:
 
     with torch.inference_mode():
         whole = [*prompt, *([7] * 40)]
-        right = model(torch.tensor([whole], device=DEVICE), logits_to_keep=1).logits[0, -1].float()
+        right = model(torch.tensor([whole], device=device), logits_to_keep=1).logits[0, -1].float()
         engine = Engine(ModelRunner(model, backend), NoText(), policy=POLICIES["lru"], debug=True)
         tree = ThoughtTree(prompt)
         engine.open(tree, 4096)
@@ -161,28 +173,56 @@ def check_engine(name: str, backend: AttentionBackend) -> dict[str, Any]:
     return seen
 
 
-def check_speed(name: str, backend: AttentionBackend, size: str, rounds: int) -> dict[str, Any]:
-    """Decode of F8, F32 and T4 against `generate` with a batched cache; milliseconds by CUDA events."""
+def check_search(name: str, device: torch.device) -> dict[str, Any]:
+    """Problems of game24 solved by the built-in model in float32, at full retention and at a quarter of their peak."""
+    seen: dict[str, Any] = {"n": 0, "solved": 0, "trees_that_differ": 0, "answers_that_differ": 0}
+    seen["over_budget"] = 0
+    blocks = Blocks()
+    with Solver(
+        device=str(device), dtype="float32", backend=name, listeners=(blocks.hear,)
+    ) as solver:
+        for problem in itertools.islice(solver.task.problems("test"), SEARCHES[device.type]):
+            full, tree = solver.solve(problem), blocks.take()
+            plan = solver.plan(problem)
+            slots = max(full.metrics.peak_tokens // 4, plan.smallest_tokens)
+            small = solver.solve(problem, budget=f"{slots}tok")
+            seen["n"] += 1
+            seen["solved"] += bool(full.correct)
+            seen["trees_that_differ"] += blocks.take() != tree
+            seen["answers_that_differ"] += full.answer != small.answer
+            seen["over_budget"] += small.metrics.peak_tokens > slots
+    seen["ok"] = seen["over_budget"] == 0 and seen["solved"] >= seen["n"] // 2
+    return seen
+
+
+def check_speed(
+    backend: AttentionBackend, device: torch.device, size: str, rounds: int
+) -> dict[str, Any]:
+    """Decode of F8, F32 and T4 against `generate` with a batched cache; on a CPU F8 alone."""
     result: dict[str, Any] = {"ok": True}
-    for shape in ("F8", "F32", "T4"):
-        ours = random_llama(size, torch.bfloat16).to(DEVICE)
-        theirs = random_llama(size, torch.bfloat16).to(DEVICE)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for shape in ("F8", "F32", "T4") if device.type == "cuda" else ("F8",):
+        ours: Any = random_llama(size, torch.bfloat16)
+        theirs: Any = random_llama(size, torch.bfloat16)
+        ours, theirs = ours.to(device), theirs.to(device)
         vocabulary = theirs.config.vocab_size
         arbor = Arbor(ours, shape, vocabulary, backend)
         batched = Batched(theirs, shape, vocabulary)
-        batched.prompt = batched.prompt.to(DEVICE)
+        batched.prompt = batched.prompt.to(device)
         times: dict[str, list[float]] = {"arbor": [], "batched": []}
         for round_index in range(rounds + 1):
             for label, contestant in (("arbor", arbor), ("batched", batched)):
                 contestant.prepare()
-                torch.cuda.synchronize()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
+                wait()
+                began = time.perf_counter()
                 contestant.run()
-                end.record()
-                torch.cuda.synchronize()
+                wait()
                 if round_index:
-                    times[label].append(start.elapsed_time(end))
+                    times[label].append(1e3 * (time.perf_counter() - began))
         ratio = interval(np.array(times["batched"]) / np.array(times["arbor"]))
         median = float(np.median(times["arbor"]))
         result[shape] = {
@@ -196,25 +236,30 @@ def check_speed(name: str, backend: AttentionBackend, size: str, rounds: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--size", default="100m", choices=["5m", "100m"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_check: torch sees no CUDA device")
-    rows = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]
+    what = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    rows: list[dict[str, Any]] = [{"device": what, "torch": torch.__version__}]
     print(json.dumps(rows[0]), flush=True)
-    for name, backend in backends().items():
-        checks: dict[str, Callable[[], dict[str, Any]]] = {
-            "attention": lambda name=name, b=backend: check_attention(name, b),
-            "engine": lambda name=name, b=backend: check_engine(name, b),
-            "speed": lambda name=name, b=backend: check_speed(name, b, args.size, args.rounds),
+    for name, backend in backends(device).items():
+        checks = {
+            "attention": partial(check_attention, backend, device),
+            "engine": partial(check_engine, backend, device),
+            "search": partial(check_search, name, device),
+            "speed": partial(check_speed, backend, device, args.size, args.rounds),
         }
-        for what, check in checks.items():
+        for label, check in checks.items():
+            row: dict[str, Any] = {"backend": name, "check": label}
             try:
-                row = {"backend": name, "check": what, **check()}
+                row |= check()
             except Exception:
-                row = {"backend": name, "check": what, "ok": False, "error": traceback.format_exc()}
+                row |= {"ok": False, "error": traceback.format_exc()}
             rows.append(row)
             print(json.dumps(row), flush=True)
     if args.json:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arbor.engine.boundary import StopRule
 from arbor.tasks.base import Boundary
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     # 4.9M parameters; heads of 32
     "5m": {
         "hidden_size": 256,
@@ -40,7 +42,8 @@ def random_llama(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 class NoText:

@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -535,9 +535,11 @@ def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
+    begin = tokenizer.token_to_id(BOS)
+    assert begin is not None
     queue.cancel_join_thread()
     parent = os.getppid()
-    for batch in batches(Trees(encode, [tokenizer.token_to_id(BOS)]), mix, seed, first, level):
+    for batch in batches(Trees(encode, [begin]), mix, seed, first, level):
         while True:
             if os.getppid() != parent:  # the trainer is gone
                 return
@@ -673,7 +675,8 @@ class Model(nn.Module):
             layer 1   head 0 compares V e of the token at hand with what lies in U of the others, in the rotary
                       dimensions too slow to notice the distance, and copies the token it finds.
         """
-        shape, first, second = self.shape, self.layers[0].self_attn, self.layers[1].self_attn
+        layers: Any = self.layers
+        shape, first, second = self.shape, layers[0].self_attn, layers[1].self_attn
         size, half = shape.head_dim, shape.head_dim // 2
         self.embed_tokens.weight[:, 0] = 8 * EMBEDDING  # RMSNorm makes 7.2 of it, 0.9 of the others
         strength = 5.6 / 7.2
@@ -746,6 +749,7 @@ class Muon(torch.optim.Optimizer):
                     state = self.state[p]
                     if "m" not in state:
                         state["m"] = torch.zeros_like(p)
+                    assert p.grad is not None
                     state["m"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(state["m"], group["momentum"]))
                 x = torch.stack(updates).bfloat16()
@@ -805,9 +809,9 @@ def export(model: Model, tokens: Path, out: Path) -> None:
         )  # half the bytes; read as float32, which the config says
         config_file = Path(name, "config.json")
         config_file.write_text(config_file.read_text().replace("bfloat16", "float32"))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            text = (tokens / file).read_text()
-            (Path(name) / file).write_text(
+        for part in ("tokenizer.json", "tokenizer_config.json"):
+            text = (tokens / part).read_text()
+            (Path(name) / part).write_text(
                 text.replace("TokenizersBackend", "PreTrainedTokenizerFast")
             )
         files = sorted(Path(name).iterdir(), key=lambda file: file.suffix == ".safetensors")
@@ -924,7 +928,7 @@ def main() -> None:
     if saved:
         model.load_state_dict(saved["model"])
     if args.export_only:
-        export(model, tokens, args.out or Path("arbor/sapling"))
+        export(model, tokens, args.out or Path(__file__).resolve().parents[1] / "arbor" / "sapling")
         return
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -981,7 +985,7 @@ def main() -> None:
     started, before = time.monotonic(), spent
     exported = spent - (args.export_every - args.first_export) * 60
     logged, kept = spent, spent
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     waited = 0.0
     while spent < budget:
         mark = time.monotonic()

@@ -326,6 +326,16 @@ def test_only_siblings_with_equal_tokens_share() -> None:
         memory.share(first, second, 2)
 
 
+def test_slots_made_without_gradients_are_freed_with_them() -> None:
+    with torch.inference_mode():
+        memory, tree = memory_of()
+        slots = place(memory, tree.root, 0)
+
+    memory.evict(tree.root, np.array([0]))
+
+    assert memory.pool.k[0][int(slots[0])].isnan().all()
+
+
 def test_freed_slots_are_poisoned_in_every_layer() -> None:
     memory, tree = memory_of()
     slots = place(memory, tree.root, 0, 1)

@@ -71,7 +71,10 @@ class KVPool:
 
     def _allocate(self, numbers: int, weight_bytes: int) -> Tensor:
         try:
-            return torch.zeros(numbers, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(
+                False
+            ):  # whatever the caller's mode, slots can be written in any
+                return torch.zeros(numbers, dtype=self.dtype, device=self.device)
         except RuntimeError as error:
             if not is_shortage(error):
                 raise

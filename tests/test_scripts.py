@@ -1,0 +1,85 @@
+"""Every script runs: its smallest run ends well and says something that can be read.
+
+What a script measures is not looked at; `make types` sees that scripts call what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chromium
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+HELPERS = {"random_llama"}  # not run by itself
+
+# by name: the arguments of small runs; FOLDER is an empty one
+QUICK: dict[str, tuple[str, ...]] = {
+    "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
+    "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
+    "docs": ("--check",),
+    "eval_policies": (
+        "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
+    ),
+    "gpu_check": ("--device cpu --size 5m --rounds 1 --json FOLDER/out.json",),
+}
+SLOW: dict[str, tuple[str, ...]] = {
+    "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --json FOLDER/out.json",),
+    "bench_decode": ("--size 5m --shapes F8 --rounds 1 --deepcopy --json FOLDER/out.json",),
+    "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
+    "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
+    "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
+    "eval_chains": ("--n 1 --json FOLDER/out.json --svg FOLDER/out.svg",),
+    "eval_policies": (
+        "same --n 1 --searches beam --budgets 0.5 --json FOLDER/out.json",
+        "lossless --n 1 --searches beam --budgets 0.5 --json FOLDER/out.json",
+        "largest --n 1 --json FOLDER/out.json",
+    ),
+    "eval_sapling": ("--n 2 --tree 1 --words 1 --steps 2 --json FOLDER/out.json",),
+    "eval_search": ("--n 1 --json FOLDER/out.json",),
+    "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
+}
+
+
+def runs(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(name, arguments) for name, several in table.items() for arguments in several]
+
+
+def check(name: str, arguments: str, folder: Path) -> None:
+    if name == "bench_view" and chromium.program() is None:
+        pytest.skip("no Chromium")
+    given = arguments.replace("FOLDER", str(folder)).split()
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / f"{name}.py"), *given],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
+    if "out.json" in arguments:
+        assert json.loads((folder / "out.json").read_text())
+    if "out.svg" in arguments:
+        assert (folder / "out.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_no_script_is_left_out() -> None:
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == {*QUICK, *SLOW, *HELPERS}
+
+
+@pytest.mark.parametrize(("name", "arguments"), runs(QUICK))
+def test_a_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
+    check(name, arguments, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arguments"), runs(SLOW))
+def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
+    check(name, arguments, tmp_path)
