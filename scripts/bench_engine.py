@@ -1,4 +1,4 @@
-"""What the engine costs beside the model: forks, host work per decode step, and what sharing a prefix saves.
+"""What the engine costs beside the model: forks, slots, host work per decode step, and what sharing a prefix saves.
 
     python scripts/bench_engine.py --json out.json
 
@@ -25,6 +25,7 @@ from arbor.engine.source import Growth
 from arbor.events import Event, Forwarded
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.slots import SlotTable
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 
@@ -151,6 +152,25 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
     }
 
 
+def slot_cost(slots: int, rounds: int) -> dict[str, float]:
+    """Claiming slots in a pool that is half full, and in one that is full but for every fiftieth: microseconds."""
+    found: dict[str, float] = {"n": rounds, "slots": slots}
+    for name in ("half", "scattered"):
+        table = SlotTable(slots)
+        table.take(slots // 2 if name == "half" else slots)
+        if name == "scattered":
+            table.release(np.arange(0, slots, 50, dtype=np.int32))
+        for count in (1, 100):
+            times = []
+            for _ in range(rounds):
+                began = time.thread_time_ns()
+                taken = table.take(count)
+                times.append((time.thread_time_ns() - began) / 1e3)
+                table.release(taken)
+            found[f"{name}_take_{count}_us_median"] = round(float(np.median(times)), 1)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
@@ -161,6 +181,8 @@ def main() -> None:
         "fork": fork_cost(200),
         "host_5m_32": host_share("5m", 32, args.rounds),
         "host_5m_8": host_share("5m", 8, args.rounds),
+        "slots_10k": slot_cost(10_000, 200),
+        "slots_600k": slot_cost(600_000, 200),
         "cold_warm_5m_8": cold_and_warm("5m", 8),
     }
     print(json.dumps(result, indent=1))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV, bytes_per_token
+from arbor.memory.slots import SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
 SLOTS = 24
@@ -324,6 +325,61 @@ def test_only_siblings_with_equal_tokens_share() -> None:
         memory.share(first, below, 2)
     with pytest.raises(AssertionError, match="equal"):
         memory.share(first, second, 2)
+
+
+def first_fit(free: list[int], length: int) -> int | None:
+    """Where the first `length` of these slots lie that follow one another."""
+    held = set(free)
+    fits = (slot for slot in free if all(slot + i in held for i in range(length)))
+    return next(fits, None)
+
+
+@given(
+    slots=st.sampled_from([40, 3000]),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["take", "one", "release", "runs"]),
+            st.integers(1, 700),
+            st.integers(0, 10**6),
+        ),
+        min_size=10,
+        max_size=40,
+    ),
+)
+@example(3000, [("take", 700, 0)] * 4 + [("release", 300, 0), ("take", 320, 0), ("one", 1, 9)])
+def test_slots_are_the_first_that_fit_however_large_the_pool(
+    slots: int, steps: list[tuple[str, int, int]]
+) -> None:
+    table, free, held = SlotTable(slots), list(range(slots)), list[int]()
+    for what, size, draw in steps:
+        if what == "release" and held:
+            gone = sorted({held[(draw + 7 * i) % len(held)] for i in range(size)})
+            table.release(np.array(gone, np.int32))
+            held = sorted(set(held) - set(gone))
+        elif what == "runs":
+            length, count = 1 + draw % 9, 1 + size % 20
+            start = first_fit(free, length * count)
+            found = table.runs(length, count).tolist()
+            if start is not None:
+                assert found == [start + length * i for i in range(count)]
+            else:
+                assert len(found) <= count and found == sorted(set(found))
+                taken = [slot + i for slot in found for i in range(length)]
+                assert set(taken) <= set(free) and len(set(taken)) == len(taken)
+                rest = sorted(set(free) - set(taken))
+                assert len(found) == count or first_fit(rest, length) is None
+        elif what == "one" and free:
+            near = draw % slots
+            assert table.take_one(near) == (near if near in free else free[0])
+            held.append(near if near in free else free[0])
+        elif what == "take" and size <= len(free):
+            start = first_fit(free, size)
+            mine = free[:size] if start is None else list(range(start, start + size))
+            assert table.take(size).tolist() == mine
+            held.extend(mine)
+        held = sorted(held)
+        free = sorted(set(range(slots)) - set(held))
+        assert table.free == len(free)
 
 
 def test_slots_made_without_gradients_are_freed_with_them() -> None:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from arbor.tree import NO_SLOT, Tier
 
 NO_OWNER = -1
+_WINDOW = 1024  # slots that are looked at first
 
 
 class SlotTable:
@@ -32,6 +33,7 @@ class SlotTable:
         self.references = np.zeros(slots, np.int32)
         self.used = 0
         self.peak = 0
+        self._low = 0  # all slots before it are in use
 
     @property
     def free(self) -> int:
@@ -49,17 +51,22 @@ class SlotTable:
         A wave's blocks opened at these starts grow in equal strides, so that a backend can read all of them as one
         strided view. Returns fewer starts (possibly none) where the free slots are too scattered.
         """
-        free = np.flatnonzero(self.references == 0)
-        if len(free) == 0:
-            return np.empty(0, np.int32)
-        breaks = np.flatnonzero(np.diff(free) != 1) + 1
-        first = free[np.concatenate(([0], breaks))]
-        size = np.diff(np.concatenate(([0], breaks, [len(free)])))
-        whole = np.flatnonzero(size >= length * count)
-        if len(whole):
-            return (first[whole[0]] + length * np.arange(count)).astype(np.int32)
-        starts = [f + length * np.arange(s // length) for f, s in zip(first, size, strict=True)]
-        return np.concatenate(starts)[:count].astype(np.int32)
+        free = self._lowest(2 * length * count)
+        while True:
+            if len(free) == 0:
+                return np.empty(0, np.int32)
+            breaks = np.flatnonzero(np.diff(free) != 1) + 1
+            first = free[np.concatenate(([0], breaks))]
+            size = np.diff(np.concatenate(([0], breaks, [len(free)])))
+            whole = np.flatnonzero(size >= length * count)
+            if len(whole):
+                return (first[whole[0]] + length * np.arange(count)).astype(np.int32)
+            if len(free) == self.free:
+                break
+            free = self._lowest(self.slots)
+        fit = size // length
+        place = np.arange(int(fit.sum())) - np.repeat(np.cumsum(fit) - fit, fit)
+        return (np.repeat(first, fit) + length * place)[:count].astype(np.int32)
 
     def take(self, count: int, first: int = NO_SLOT) -> NDArray[np.int32]:
         """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a contiguous
@@ -79,7 +86,7 @@ class SlotTable:
             start = self.runs(count, 1)
             if len(start):
                 return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32))
-        return self._claim(np.flatnonzero(self.references == 0)[:count].astype(np.int32))
+        return self._claim(self._lowest(count)[:count].astype(np.int32))
 
     def take_one(self, near: int) -> int:
         """`take` of one slot, `near` if it is free; without arrays, for decode steps."""
@@ -89,6 +96,18 @@ class SlotTable:
         self.used += 1
         self.peak = max(self.peak, self.used)
         return near
+
+    def _lowest(self, count: int) -> NDArray[np.int64]:
+        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer. What is looked at grows until
+        they are found, so that a large pool costs no more than a small one."""
+        width = max(_WINDOW, count)
+        while True:
+            free = self._low + np.flatnonzero(self.references[self._low : self._low + width] == 0)
+            if len(free) >= count or self._low + width >= self.slots:
+                break
+            width *= 4
+        self._low = int(free[0]) if len(free) else self.slots
+        return free
 
     def _claim(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
         self.references[slots] = 1
@@ -113,4 +132,5 @@ class SlotTable:
         self.position[freed] = NO_SLOT
         self.owner[freed] = NO_OWNER
         self.used -= len(freed)
+        self._low = min(self._low, int(freed.min(initial=self.slots)))
         return freed
