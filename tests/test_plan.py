@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -291,6 +292,26 @@ def test_layouts_are_built_once_per_window() -> None:
     assert plan.layout(4) is plan.layout(4)
     assert plan.layout(None) is plan.layout(None)
     assert set(plan.layouts) == {4, None}
+
+
+def test_sharing_leaves_nothing_to_the_garbage_collector() -> None:
+    contexts = [(*chain(4, 5), *chain(9, 1)[1:]), (*chain(4, 5), *chain(12, 2)[1:]), chain(4)]
+    gc.collect()
+    gc.disable()
+    try:
+        share(contexts, [1, 1, 1])
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_path_may_fork_as_often_as_it_likes() -> None:
+    """Each segment leaves the path of the next one a block later: no depth of recursion is enough."""
+    path = chain(*[1] * 1500)
+
+    prefix = share([path[: i + 1] for i in range(0, 1500)], [1] * 1500)
+
+    assert len(prefix.levels) == 1499
 
 
 def test_nothing_is_shared_by_one_segment() -> None:

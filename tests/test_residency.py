@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
@@ -48,6 +49,21 @@ def full() -> tuple[list[list[int]], torch.Tensor]:
     """Tokens and answers under full retention."""
     tree, answers = grown(Lab(build("llama")))
     return [node.tokens for node in tree], answers
+
+
+@pytest.mark.parametrize("policy", WORKING)
+def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> None:
+    """Views of all tokens take megabytes: they must not wait for the garbage collector."""
+    lab = Lab(build("llama"), policy=policy)
+    gc.disable()
+    try:
+        grown(lab, 32)
+        left = [each for each in gc.get_objects() if type(each) in (Blocks, Tokens)]
+    finally:
+        gc.enable()
+
+    assert any(isinstance(event, Allocated) for event in lab.events)
+    assert not left
 
 
 @pytest.mark.parametrize("rehydrate", REVERSIBLE)

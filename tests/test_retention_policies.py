@@ -346,11 +346,11 @@ def test_kept_sets_of_whole_and_empty_blocks_need_no_tokens() -> None:
 def test_a_column_is_made_once_and_only_when_somebody_reads_it() -> None:
     made = []
 
-    def depth() -> Ints:
+    def depth(_: Blocks) -> Ints:
         made.append("depth")
         return np.arange(3)
 
-    def distance() -> Ints:
+    def distance(_: Blocks) -> Ints:
         raise AssertionError("nobody reads it")
 
     whole = offer(1, 3)

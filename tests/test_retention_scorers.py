@@ -265,7 +265,7 @@ def test_a_column_made_on_demand_is_that_of_the_view(seed: int) -> None:
         view = statistics.view(np.repeat(ids, sizes), offsets)
         assert set(makers) == set(view._fields)
         for name, make in makers.items():
-            assert make().tolist() == getattr(view, name).tolist()
+            assert make(None).tolist() == getattr(view, name).tolist()
 
 
 def test_more_blocks_change_nothing_about_earlier_ones() -> None:

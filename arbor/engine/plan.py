@@ -224,8 +224,10 @@ def share(
     spans: list[tuple[int, int, int, Slots]] = []  # level, first segment, end segment, slots
     private: list[list[Slots]] = [[] for _ in contexts]
 
-    def visit(first: int, end: int, index: int, level: int) -> None:
-        """Segments [first, end) agree on pieces [0, index); `level` shared spans lie above."""
+    # runs of segments [first, end) that agree on pieces [0, index), with `level` shared spans above
+    runs = [(0, len(contexts), 0, 0)] if contexts else []
+    while runs:
+        first, end, index, level = runs.pop()
         common: list[Slots] = []
         while True:
             heads = [c[index].key if index < len(c) else None for c in contexts[first:end]]
@@ -254,13 +256,11 @@ def share(
             ):
                 stop += 1
             if stop - start > 1:
-                visit(start, stop, index, level)
+                runs.append((start, stop, index, level))
             else:
                 private[start].extend(piece.slots for piece in contexts[start][index:])
             start = stop
 
-    if contexts:
-        visit(0, len(contexts), 0, 0)
     depth = max((level for level, *_ in spans), default=-1) + 1
     levels = []
     for level in range(depth):

@@ -273,31 +273,30 @@ class Residency:
         def see(indices: NDArray[np.int64]) -> Tokens:
             return self._tokens(ids, indices, leaves, whole, protect)
 
-        def score() -> NDArray[np.float64]:
+        def score(blocks: Blocks) -> NDArray[np.float64]:
             return self.msve.scores(blocks.value, blocks.confidence, blocks.attention)
 
         # most policies read a few of these only
-        blocks = Blocks.when_read(
+        return Blocks.when_read(
             {
-                "length": lambda: table.length[ids],
-                "depth": lambda: table.depth[ids],
-                "distance": lambda: table.distances(running)[ids],
-                "active": lambda: active[ids],
-                "value": lambda: table.expected()[ids],
-                "confidence": lambda: table.confidence[ids],
-                "attention": lambda: self._attention(ids),
+                "length": lambda _: table.length[ids],
+                "depth": lambda _: table.depth[ids],
+                "distance": lambda _: table.distances(running)[ids],
+                "active": lambda _: active[ids],
+                "value": lambda _: table.expected()[ids],
+                "confidence": lambda _: table.confidence[ids],
+                "attention": lambda _: self._attention(ids),
                 "score": score,
-                "last_used": lambda: table.last_used[ids],
-                "scheduled": lambda: self._scheduled(ids),
-                "reentry": lambda: self._reentry(ids),
-                "next_use": lambda: self._next_use(ids),
+                "last_used": lambda _: table.last_used[ids],
+                "scheduled": lambda _: self._scheduled(ids),
+                "reentry": lambda _: self._reentry(ids),
+                "next_use": lambda _: self._next_use(ids),
             },
             ids=ids,
             resident=resident,
             floor=self._floor(ids, resident, see, leaves, where, whole, protect),
             see=see,
         )
-        return blocks
 
     def _floor(
         self,
@@ -377,9 +376,8 @@ class Residency:
             offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         else:
             sizes, offset = table.held.of(nodes)
-        tokens: Tokens
 
-        def protected() -> NDArray[np.bool_]:
+        def protected(tokens: Tokens) -> NDArray[np.bool_]:
             # places in the path from which tokens are protected, by block
             since = self._oldest(leaves, protect)[nodes]
             if protect.tail:
@@ -392,28 +390,27 @@ class Residency:
                 result |= tokens.position < protect.sinks
             return result
 
-        def key() -> NDArray[np.uint64]:
+        def key(_: Tokens) -> NDArray[np.uint64]:
             with np.errstate(over="ignore"):
                 return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
 
         nothing = {
-            "mass": lambda: np.zeros(len(offset)),
-            "latest": lambda: np.zeros(len(offset)),
-            "queries": lambda: np.zeros(len(offset), np.int64),
-            "activated": lambda: np.zeros(len(offset), np.int64),
+            "mass": lambda _: np.zeros(len(offset)),
+            "latest": lambda _: np.zeros(len(offset)),
+            "queries": lambda _: np.zeros(len(offset), np.int64),
+            "activated": lambda _: np.zeros(len(offset), np.int64),
         }
         observed = self.policy.observes
-        tokens = Tokens.when_read(
+        return Tokens.when_read(
             {
-                "block": lambda: np.repeat(indices, sizes),
-                "position": lambda: np.repeat(table.start[nodes], sizes) + offset,
+                "block": lambda _: np.repeat(indices, sizes),
+                "position": lambda _: np.repeat(table.start[nodes], sizes) + offset,
                 "key": key,
                 "protected": protected,
                 **(self.statistics.makers(nodes, sizes, offset) if observed else nothing),
             },
             offset=offset,
         )
-        return tokens
 
     def _named(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Names of blocks, which do not depend on the order of the search."""

@@ -13,11 +13,12 @@ class Columns:
     """
 
     @classmethod
-    def when_read(cls, later: Mapping[str, Callable[[], Any]], **now: Any) -> Self:
+    def when_read(cls, later: Mapping[str, Callable[[Self], Any]], **now: Any) -> Self:
         """A struct with some columns still to be made.
 
         Args:
-            later: for each of these columns, what makes it. What it reads must not change until then.
+            later: for each of these columns, what makes it, given the struct (a function that held it would keep it alive
+                until the garbage collector comes). What it reads must not change until then.
             now: the other columns.
         """
         made = object.__new__(cls)
@@ -35,5 +36,5 @@ class Columns:
             make = self.__dict__.get("_later", {}).get(name)
             if make is None:
                 raise AttributeError(f"{type(self).__name__} has no column {name!r}")
-            column = self.__dict__[name] = make()
+            column = self.__dict__[name] = make(self)
             return column

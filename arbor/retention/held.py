@@ -51,7 +51,7 @@ class HeldTokens:
         shift = self._base[ids] - (np.cumsum(counts) - counts)
         at = np.repeat(shift, counts)
         at += np.arange(len(at))
-        return counts, self._offset[at]
+        return counts, self._offset.take(at)  # faster than an index
 
     def _reserve(self, size: int) -> None:
         if size > len(self._base):

@@ -33,6 +33,8 @@ class Pooled:
         assert floors <= room, f"the floors take {floors} tokens, there is room for {room}"
         tokens = blocks.tokens
         scores = scored(scorer, tokens)
+        if floors == 0 and not tokens.protected.any():
+            return _oldest_worst(tokens, scores, None, excess)
         free = ~_in_floors(blocks, tokens, scores)
         plain = np.flatnonzero(free & ~tokens.protected)
         if len(plain) >= excess:
@@ -58,16 +60,18 @@ def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
     return paid
 
 
-def _oldest_worst(tokens: Tokens, scores: Floats, asked: Ints, count: int) -> Ints:
-    """The `count` of these tokens with the lowest scores; of equals the earlier position, then the later block. O(T)."""
-    score = scores if len(asked) == len(scores) else scores[asked]
+def _oldest_worst(tokens: Tokens, scores: Floats, asked: Ints | None, count: int) -> Ints:
+    """The `count` of these tokens (None: of all) with the lowest scores; of equals the earlier position, then the later
+    block. O(T)."""
+    score = scores if asked is None else scores[asked]
     low = _low(score, count)
-    asked, score = asked[low], score[low]
+    asked, score = low if asked is None else asked[low], score[low]
     most = np.partition(score, count - 1)[count - 1]
     below = asked[score < most]
     level = asked[score == most][::-1]
-    oldest = order(tokens.position[level])[: count - len(below)]
-    return np.concatenate([below, level[oldest]])
+    if len(below) + len(level) > count:  # places are looked up only where they decide
+        level = level[order(tokens.position[level])[: count - len(below)]]
+    return np.concatenate([below, level])
 
 
 def _low(score: Floats, count: int) -> Ints:

@@ -160,8 +160,8 @@ class TokenStatistics:
 
     def makers(
         self, node_ids: Ints, sizes: Ints, offsets: Ints
-    ) -> dict[str, Callable[[], NDArray[Any]]]:
-        """What `view` gives, column by column, each made when it is called for.
+    ) -> dict[str, Callable[[Any], NDArray[Any]]]:
+        """What `view` gives, column by column, for `Columns.when_read`.
 
         Args:
             node_ids: int64 [P].
@@ -179,10 +179,10 @@ class TokenStatistics:
             return self._places(np.repeat(node_ids, sizes), offsets)
 
         return {
-            "mass": lambda: self._mass[at()],
-            "latest": lambda: self._latest[at()],
-            "queries": lambda: self._queries[at()],
-            "activated": lambda: self._activated[at()],
+            "mass": lambda _: self._mass.take(at()),
+            "latest": lambda _: self._latest.take(at()),
+            "queries": lambda _: self._queries.take(at()),
+            "activated": lambda _: self._activated.take(at()),
         }
 
     def _places(self, owner: Ints, offsets: Ints) -> Ints:
