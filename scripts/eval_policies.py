@@ -81,6 +81,11 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # ArborKV with one of its p
     "arborkv-as-guessed": (ArborKV(protect=PROTECT), MSVE()),
 }
 RESAMPLES = 2000
+SIZES = {  # of the searches of `share`, by about how many blocks they have: beam, width, how many times fewer problems
+    174: (9, 10, 1.0),
+    556: (94, 12, 2.5),
+    1826: (400, 25, 10.0),
+}
 
 
 def problems_of(task: Any, split: str, n: int) -> list[Any]:
@@ -231,8 +236,7 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
 def shares(args: argparse.Namespace) -> dict[str, Any]:
     """What part of a search's wall time deciding and evicting takes, in trees of three sizes, live."""
     rows: list[dict[str, Any]] = []
-    # beam, width, and how many times fewer problems
-    sizes = ((9, 10, 1), (94, 12, 2.5), (400, 25, 10))
+    sizes = [SIZES[blocks] for blocks in args.blocks]
     for policy, (beam, width, fewer) in itertools.product(args.policies or LOSSY, sizes):
         search = {"name": "tot", "beam": beam, "width": width, "max_per_state": width}
         ready, msve = variant(policy)
@@ -402,43 +406,52 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
             chosen = problems_of(solver.task, "test", args.n)
             if args.only:
                 chosen = [problem for problem in chosen if problem.text in args.only]
-            full = [(solver.solve(problem), blocks.take()) for problem in chosen]
+            full = [(problem, solver.solve(problem), blocks.take()) for problem in chosen]
             for ratio in args.budgets:
-                answers = over = smallest = recomputed = generated = held = peaks = 0
-                differ = []
-                for problem, (whole, tree) in zip(chosen, full, strict=True):
-                    slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
-                    run = bounded(solver, problem, slots)
-                    if run is None:
-                        smallest += 1
-                        needed = solver.plan(problem).smallest_tokens
-                        run = solver.solve(problem, budget=f"{needed}tok")
-                    if blocks.take() != tree:
-                        differ.append(problem.text)
-                    answers += run.answer != whole.answer
-                    over += run.metrics.peak_tokens > run.metrics.budget_tokens
-                    recomputed += run.metrics.tokens_recomputed
-                    generated += run.metrics.tokens_generated
-                    held += run.metrics.budget_tokens
-                    peaks += whole.metrics.peak_tokens
-                rows.append(
-                    {
-                        "search": name,
-                        "deterministic": args.deterministic,
-                        "budget": ratio,
-                        "n": len(chosen),
-                        "at_smallest": smallest,
-                        "budget_of_peak": held / peaks,
-                        "trees_that_differ": len(differ),
-                        "differ": differ,
-                        "answers_that_differ": answers,
-                        "over_budget": over,
-                        "recomputed": recomputed,
-                        "generated": generated,
-                    }
-                )
+                told = {"search": name, "deterministic": args.deterministic, "budget": ratio}
+                rows.append({**told, **compared(solver, blocks, full, ratio)})
                 print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows}
+
+
+def compared(
+    solver: Solver, blocks: Blocks, full: Sequence[tuple[Any, Any, Any]], ratio: float
+) -> dict[str, Any]:
+    """Searches within a part of their own peak, or the smallest budget that works, against those of full retention.
+
+    Args:
+        blocks: hears the solver.
+        full: problems, their solutions at full retention, and the tokens of their blocks.
+        ratio: the part.
+    """
+    answers = over = smallest = recomputed = generated = held = peaks = 0
+    differ = []
+    for problem, whole, tree in full:
+        slots = max(math.floor(ratio * whole.metrics.peak_tokens), 1)
+        run = bounded(solver, problem, slots)
+        if run is None:
+            smallest += 1
+            needed = solver.plan(problem).smallest_tokens
+            run = solver.solve(problem, budget=f"{needed}tok")
+        if blocks.take() != tree:
+            differ.append(problem.text)
+        answers += run.answer != whole.answer
+        over += run.metrics.peak_tokens > run.metrics.budget_tokens
+        recomputed += run.metrics.tokens_recomputed
+        generated += run.metrics.tokens_generated
+        held += run.metrics.budget_tokens
+        peaks += whole.metrics.peak_tokens
+    return {
+        "n": len(full),
+        "at_smallest": smallest,
+        "budget_of_peak": held / peaks,
+        "trees_that_differ": len(differ),
+        "differ": differ,
+        "answers_that_differ": answers,
+        "over_budget": over,
+        "recomputed": recomputed,
+        "generated": generated,
+    }
 
 
 class Blocks:
@@ -483,6 +496,14 @@ def main() -> None:
         "--temperature", type=float, help="same: 2 makes wide trees of chains, else nearly paths"
     )
     parser.add_argument("--only", nargs="+", help="same: of the --n problems those of these texts")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        nargs="+",
+        choices=SIZES,
+        default=tuple(SIZES),
+        help="share: which trees",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -7,17 +7,17 @@ Prints one JSON line per check as it ends, so that a run cut short still tells w
 Checks: attention of every CUDA backend against the float64 reference on random tree layouts; the engine on a random Llama
 in bfloat16, cascade against the plain torch backend and against `transformers`' own forward; the same tree at a small
 budget; searches of the built-in model from the problem to the answer, at full retention and at a quarter; decode speed
-against `generate` with a batched cache (the time until the device is done, warm-up, interleaved rounds).
+against `generate` with a batched cache (CUDA events, warm-up, interleaved rounds).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_decode import SHAPES, Arbor, Batched, generated, interval
-from eval_policies import Blocks
+from eval_policies import Blocks, compared, problems_of
 from random_llama import NoText, fixed_length, prefix, random_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -176,34 +176,35 @@ def check_engine(backend: AttentionBackend, device: torch.device) -> dict[str, A
 def check_search(name: str, device: torch.device) -> dict[str, Any]:
     """Problems of game24 solved by the built-in model, at full retention and at a quarter of their peak; in float32 where
     the backend has it."""
-    seen: dict[str, Any] = {"n": 0, "solved": 0, "trees_that_differ": 0, "answers_that_differ": 0}
-    seen["over_budget"] = 0
     blocks, dtype = Blocks(), "bfloat16" if name == "flashinfer" else "float32"
     with Solver(device=str(device), dtype=dtype, backend=name, listeners=(blocks.hear,)) as solver:
-        for problem in itertools.islice(solver.task.problems("test"), SEARCHES[device.type]):
-            full, tree = solver.solve(problem), blocks.take()
-            plan = solver.plan(problem)
-            slots = max(full.metrics.peak_tokens // 4, plan.smallest_tokens)
-            small = solver.solve(problem, budget=f"{slots}tok")
-            seen["n"] += 1
-            seen["solved"] += bool(full.correct)
-            seen["trees_that_differ"] += blocks.take() != tree
-            seen["answers_that_differ"] += full.answer != small.answer
-            seen["over_budget"] += small.metrics.peak_tokens > slots
-    seen["ok"] = seen["over_budget"] == 0 and seen["solved"] >= seen["n"] // 2
-    return seen
+        chosen = problems_of(solver.task, "test", SEARCHES[device.type])
+        full = [(problem, solver.solve(problem), blocks.take()) for problem in chosen]
+        seen = compared(solver, blocks, full, 0.25)
+    seen["solved"] = sum(bool(solution.correct) for _, solution, _ in full)
+    return {"ok": seen["over_budget"] == 0 and 2 * seen["solved"] >= seen["n"], **seen}
+
+
+def timed_ms(run: Callable[[], None], device: torch.device) -> float:
+    """Milliseconds a call takes, by CUDA events where it runs on a GPU."""
+    if device.type == "cpu":
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 def check_speed(
     backend: AttentionBackend, device: torch.device, size: str, rounds: int
 ) -> dict[str, Any]:
-    """Decode of F8, F32 and T4 against `generate` with a batched cache; on a CPU F8 alone."""
+    """Decode of F8, F32 and T4 against `generate` with a batched cache, milliseconds by CUDA events; on a CPU F8 alone."""
     result: dict[str, Any] = {"ok": True}
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     for shape in ("F8", "F32", "T4") if device.type == "cuda" else ("F8",):
         ours: Any = random_llama(size, torch.bfloat16)
         theirs: Any = random_llama(size, torch.bfloat16)
@@ -216,12 +217,9 @@ def check_speed(
         for round_index in range(rounds + 1):
             for label, contestant in (("arbor", arbor), ("batched", batched)):
                 contestant.prepare()
-                wait()
-                began = time.perf_counter()
-                contestant.run()
-                wait()
+                elapsed_ms = timed_ms(contestant.run, device)
                 if round_index:
-                    times[label].append(1e3 * (time.perf_counter() - began))
+                    times[label].append(elapsed_ms)
         ratio = interval(np.array(times["batched"]) / np.array(times["arbor"]))
         median = float(np.median(times["arbor"]))
         result[shape] = {

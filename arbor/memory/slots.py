@@ -51,8 +51,8 @@ class SlotTable:
         A wave's blocks opened at these starts grow in equal strides, so that a backend can read all of them as one
         strided view. Returns fewer starts (possibly none) where the free slots are too scattered.
         """
-        free = self._lowest(2 * length * count)
-        while True:
+        for wanted in (2 * length * count, self.slots):  # mostly it is found among the lowest
+            free = self._lowest(wanted)
             if len(free) == 0:
                 return np.empty(0, np.int32)
             breaks = np.flatnonzero(np.diff(free) != 1) + 1
@@ -63,7 +63,6 @@ class SlotTable:
                 return (first[whole[0]] + length * np.arange(count)).astype(np.int32)
             if len(free) == self.free:
                 break
-            free = self._lowest(self.slots)
         fit = size // length
         place = np.arange(int(fit.sum())) - np.repeat(np.cumsum(fit) - fit, fit)
         return (np.repeat(first, fit) + length * place)[:count].astype(np.int32)
@@ -98,8 +97,8 @@ class SlotTable:
         return near
 
     def _lowest(self, count: int) -> NDArray[np.int64]:
-        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer. What is looked at grows until
-        they are found, so that a large pool costs no more than a small one."""
+        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer. What is looked at grows from
+        the lowest free slot on until they are found: what lies behind them costs nothing."""
         width = max(_WINDOW, count)
         while True:
             free = self._low + np.flatnonzero(self.references[self._low : self._low + width] == 0)
