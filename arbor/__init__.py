@@ -8,12 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from arbor._version import __version__
 
 if TYPE_CHECKING:
     from arbor.budget import Budget, Plan
-    from arbor.callbacks import Callback, SafeCallback, StopSearch
-    from arbor.engine.sampling import Sampling
     from arbor.errors import (
         ArborError,
         BudgetError,
@@ -27,10 +25,12 @@ if TYPE_CHECKING:
         UsageError,
     )
     from arbor.metrics import Metrics
+    from arbor.model.sampling_params import Sampling
     from arbor.registry import register
-    from arbor.solution import Solution
+    from arbor.run.callbacks import Callback, SafeCallback, StopSearch
+    from arbor.run.solution import Solution
+    from arbor.run.stream import SearchStream
     from arbor.solver import Solver
-    from arbor.stream import SearchStream
     from arbor.trace import Replay, Trace, TraceWriter, read_trace
 
 __all__ = [
@@ -64,8 +64,8 @@ __all__ = [
 
 _HOMES = {
     "arbor.budget": ("Budget", "Plan"),
-    "arbor.callbacks": ("Callback", "SafeCallback", "StopSearch"),
-    "arbor.engine.sampling": ("Sampling",),
+    "arbor.run.callbacks": ("Callback", "SafeCallback", "StopSearch"),
+    "arbor.model.sampling_params": ("Sampling",),
     "arbor.errors": (
         "ArborError",
         "BudgetError",
@@ -80,9 +80,9 @@ _HOMES = {
     ),
     "arbor.metrics": ("Metrics",),
     "arbor.registry": ("register",),
-    "arbor.solution": ("Solution",),
+    "arbor.run.solution": ("Solution",),
     "arbor.solver": ("Solver",),
-    "arbor.stream": ("SearchStream",),
+    "arbor.run.stream": ("SearchStream",),
     "arbor.trace": ("Replay", "Trace", "TraceWriter", "read_trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

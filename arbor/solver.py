@@ -16,38 +16,38 @@ from typing import Any, Literal, Self, Unpack
 
 import torch
 
-import arbor
 from arbor import registry
+from arbor._version import __version__
 from arbor.budget import Budget, Footprint, Plan
-from arbor.callbacks import StopSearch, tell_failed
-from arbor.checkpoint import Checkpoint
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.boundary import StopRule
-from arbor.engine.completing import Rehydrate
-from arbor.engine.describe import ModelInfo
 from arbor.engine.engine import Engine, Mode
-from arbor.engine.sampling import Sampling
-from arbor.engine.source import Growth
+from arbor.engine.rehydration import Rehydrate
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
 from arbor.errors import ArborError, InputError, ModelError, UsageError
 from arbor.events import Ended, Event, Header, Listener
-from arbor.limits import limit_of, seed_of
 from arbor.metrics import Metrics, MetricsFold
-from arbor.request import Options, Request
+from arbor.model.checkpoint import Checkpoint
+from arbor.model.describe import ModelInfo
+from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.session import Limits, Outcome, Session, Status
-from arbor.settings import (
+from arbor.run.callbacks import StopSearch, tell_failed
+from arbor.run.limits import limit_of, seed_of
+from arbor.run.request import Options, Request
+from arbor.run.session import Limits, Outcome, Session, Status
+from arbor.run.settings import (
     boundary_of,
     component_of,
     msve_of,
     refuse_unknown,
-    regime_of,
+    resolve_mode,
     sampling_of,
 )
-from arbor.solution import Candidate, Solution, Step, failed_solution
-from arbor.stream import SearchStream
-from arbor.tasks.base import Boundary, Problem, Task
+from arbor.run.solution import Candidate, Solution, Step, failed_solution
+from arbor.run.stream import SearchStream
+from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.trace.write import SCHEMA
 from arbor.tree import Node
 from arbor.verifiers.base import Verifier
@@ -146,7 +146,7 @@ class Solver:
         self.verifier: Verifier = component_of("verifier", verifier, Verifier)
         self.budget = Budget.parse(budget)
         self.policy: Policy = component_of("policy", policy, Policy)
-        self.mode, self.rehydrate = regime_of(mode, rehydrate)
+        self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
         self._sampling = sampling
         if isinstance(sampling, Mapping):
             sampling_of(sampling)  # refuses what cannot be meant before anything loads
@@ -313,7 +313,7 @@ class Solver:
         problem: Problem,
         prompt_tokens: int,
         budget: float | str | Budget | None,
-        boundary: Boundary,
+        boundary: BlockLimits,
     ) -> Plan:
         info = self.describe()
         if not info.supported:
@@ -553,7 +553,7 @@ class Solver:
             schema=SCHEMA,
             run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
             created=created.isoformat(timespec="seconds"),
-            arbor=arbor.__version__,
+            arbor=__version__,
             task=self.task.name,
             problem=problem.text,
             seed=seed,

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from arbor import registry
 from arbor.errors import BudgetInfeasible
+from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy
-from arbor.retention.pooled import Pooled
-from arbor.retention.recency import Recency
+from arbor.retention.scorers.recency import Recency
 
 EXAMPLES = 200
 MOST_BLOCKS = 12

@@ -31,7 +31,7 @@ JOINED_KEYS = 48  # up to so many keys, one call per request for all KV heads be
 
 
 @dataclass(slots=True)
-class Task:
+class AttentionTask:
     """One attention call: `batch` requests of equally many rows and keys.
 
     Attributes:
@@ -109,7 +109,7 @@ class CascadePlan:
 
     shape: AttentionShape
     rows: int
-    tasks: tuple[Task, ...]
+    tasks: tuple[AttentionTask, ...]
     tiles: tuple[tuple[int, ...], ...]
     rest: tuple[int, ...]
     masks: dict[tuple[int, torch.dtype, bool], Tensor | None] = field(default_factory=dict)
@@ -127,8 +127,8 @@ class TorchCascade:
         self._foreign: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
-        """Turns key lists into slices of the pool; see `Task`."""
-        tasks: list[Task] = []
+        """Turns key lists into slices of the pool; see `AttentionTask`."""
+        tasks: list[AttentionTask] = []
         tiles: list[tuple[int, ...]] = []
         rest: list[int] = []
         for level in layout.levels:
@@ -321,7 +321,7 @@ def _fusable(shape: AttentionShape) -> bool:
     return shape.head_dim_qk == shape.head_dim_vo and shape.softcap is None
 
 
-def _queries(task: Task, folded: Tensor) -> Tensor:
+def _queries(task: AttentionTask, folded: Tensor) -> Tensor:
     """The task's rows of [T, G, H_kv, D] as [B, H_kv, m * G, D], a view."""
     _, group, heads, dim = folded.shape
     rows = task.rows * group
@@ -378,7 +378,7 @@ def _merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Non
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
+def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[AttentionTask]:
     """The calls of one level."""
     slots: npt.NDArray[np.int64] = level.kv_indices.numpy().astype(np.int64)
     if not len(slots):
@@ -391,7 +391,7 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
     # breaks[i]: places up to key i at which the slots do not go on by one
     breaks = np.zeros(len(slots), dtype=np.int64)
     np.cumsum(slots[1:] - slots[:-1] != 1, out=breaks[1:])
-    tasks: list[Task] = []
+    tasks: list[AttentionTask] = []
 
     def add(first_row: int, m: int, begin: int, end: int, causal: bool, window: int | None) -> None:
         """Appends a request that reads keys begin .. end, or extends the last task by it."""
@@ -402,10 +402,12 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
                     np.flatnonzero(slots[begin + 1 : end] - slots[begin : end - 1] != 1) + begin + 1
                 ).tolist()
                 for a, b in zip([begin, *cuts], [*cuts, end], strict=True):
-                    tasks.append(Task(first_row, 1, m, b - a, int(slots[a])))
+                    tasks.append(AttentionTask(first_row, 1, m, b - a, int(slots[a])))
                 return
             index = torch.from_numpy(slots[begin:end])
-            tasks.append(Task(first_row, 1, m, n, index=index, causal=causal, window=window))
+            tasks.append(
+                AttentionTask(first_row, 1, m, n, index=index, causal=causal, window=window)
+            )
             return
         start = int(slots[begin])
         last = tasks[-1] if tasks else None
@@ -421,7 +423,7 @@ def _level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[Task]:
                 last.batch += 1
                 last.step = step
                 return
-        tasks.append(Task(first_row, 1, m, n, start, causal=causal, window=window))
+        tasks.append(AttentionTask(first_row, 1, m, n, start, causal=causal, window=window))
 
     for first_row, end_row, begin, end in zip(
         rows[:-1], rows[1:], keys[:-1], keys[1:], strict=True
@@ -456,7 +458,7 @@ def _uniform_task(
     slots: npt.NDArray[np.int64],
     causal: bool,
     shape: AttentionShape,
-) -> Task | None:
+) -> AttentionTask | None:
     """A whole level as one call, if its requests are equal and their runs of slots lie at a uniform distance."""
     count, m, n = len(rows) - 1, rows[1], keys[1]
     if n == 0 or (causal and m > 1):
@@ -470,7 +472,7 @@ def _uniform_task(
         return None
     cut = max(0, n - shape.window) if causal and shape.window is not None else 0
     joined = _joins_heads(m, count, n - cut, shape)
-    return Task(0, count, m, n - cut, start + cut, step, joined=joined)
+    return AttentionTask(0, count, m, n - cut, start + cut, step, joined=joined)
 
 
 def _joins_heads(rows: int, batch: int, keys: int, shape: AttentionShape) -> bool:
@@ -484,19 +486,19 @@ def _joins_heads(rows: int, batch: int, keys: int, shape: AttentionShape) -> boo
     )
 
 
-def _gather_ragged(tasks: list[Task], shape: AttentionShape) -> list[Task]:
+def _gather_ragged(tasks: list[AttentionTask], shape: AttentionShape) -> list[AttentionTask]:
     """Turns neighbouring single-row tasks of unequal lengths or distances into one padded gather each."""
     width = shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo)
 
-    def joins(task: Task) -> bool:
+    def joins(task: AttentionTask) -> bool:
         if task.rows > 1:
             return False
         return task.index is not None or (
             task.batch < FEW_REQUESTS and task.keys * width <= GATHER_ELEMENTS
         )
 
-    result: list[Task] = []
-    stretch: list[Task] = []
+    result: list[AttentionTask] = []
+    stretch: list[AttentionTask] = []
 
     def flush() -> None:
         if len(stretch) < 2:
@@ -508,7 +510,7 @@ def _gather_ragged(tasks: list[Task], shape: AttentionShape) -> list[Task]:
             index = torch.where(index < 0, index[:, :1], index)
             same = bool((lengths == index.shape[1]).all())
             result.append(
-                Task(
+                AttentionTask(
                     stretch[0].first_row,
                     *(len(lists), 1, index.shape[1]),
                     index=index.reshape(-1),

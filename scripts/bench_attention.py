@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel, merge_states
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.statistics import bootstrap
+from arbor.measure.statistics import bootstrap
 
 NODE_TOKENS = 64
 WIDTHS = {8: (2, 4, 4, 8), 32: (2, 4, 8, 32), 64: (4, 8, 16, 64)}

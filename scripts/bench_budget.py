@@ -6,7 +6,7 @@ Budgets are parts of the full-retention peak of the same problem and search. Eve
 turn, with the same seed, each problem beginning with another budget. Thread CPU time, one thread; the ratio is per
 problem against full retention, its median with a bootstrap 95 % interval.
 
-The time above full retention is split by phase of the engine, each without the phases inside it: `rehydrate` (forward
+The time above full retention is split by nvtx_range of the engine, each without the phases inside it: `rehydrate` (forward
 passes that recompute), `policy` (deciding and evicting), `lost_width` (decoding and asking in more and narrower forward
 passes), and `rest` (prefill and everything outside the engine). The parts are of sums over problems.
 """
@@ -31,21 +31,21 @@ from eval_policies import SEARCHES, Blocks, problems_of
 
 import arbor.engine.engine as engine
 from arbor import Solver
-from arbor.timing import turned
+from arbor.measure.timing import turned
 
 PHASES = ("prefill", "decode", "verify", "rehydrate", "policy")
 
 
 class Phases:
-    """CPU seconds of the thread in each phase of the engine, without those of phases inside it."""
+    """CPU seconds of the thread in each nvtx_range of the engine, without those of phases inside it."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)
         self._inside = [0.0]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Stands in for `arbor.engine.ranges.phase`."""
+    def nvtx_range(self, name: str) -> Iterator[None]:
+        """Stands in for `arbor.engine.nvtx.nvtx_range`."""
         began = time.thread_time()
         self._inside.append(0.0)
         try:
@@ -157,7 +157,7 @@ def main() -> None:
     torch.set_num_threads(1)
     phases = Phases()
     rows = []
-    with mock.patch.object(engine, "phase", phases.phase):
+    with mock.patch.object(engine, "nvtx_range", phases.nvtx_range):
         for name in args.searches:
             for each in measure(args, name, phases):
                 rows.append(each)

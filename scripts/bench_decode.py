@@ -25,14 +25,14 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 from transformers import DynamicCache
 
 from arbor.engine.engine import Engine
-from arbor.engine.runner import ModelRunner
-from arbor.engine.sampling import Sampling
-from arbor.engine.source import Growth
+from arbor.engine.token_source import Growth
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.measure.statistics import bootstrap
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
-from arbor.statistics import bootstrap
 from arbor.tree import Node, ThoughtTree
 
 PREFIX = 512

@@ -19,13 +19,13 @@ import torch
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor.engine.engine import Engine
-from arbor.engine.runner import ModelRunner
-from arbor.engine.sampling import Sampling
-from arbor.engine.source import Growth
+from arbor.engine.token_source import Growth
 from arbor.events import Event, Forwarded
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.slots import SlotTable
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 

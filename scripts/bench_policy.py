@@ -37,13 +37,13 @@ from numpy.typing import NDArray
 from arbor.engine.residency import Residency
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
+from arbor.retention.allocators.kkt import KKT
 from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
-from arbor.retention.keep import kept, shared_out, without
-from arbor.retention.kkt import KKT
+from arbor.retention.block_table import BlockTable
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy
-from arbor.retention.statistics import Seen, TokenStatistics
-from arbor.retention.table import BlockTable
+from arbor.retention.selection import kept, shared_out, without
+from arbor.retention.token_statistics import Seen, TokenStatistics
 from arbor.tree import Node, NodeState, Span, ThoughtTree
 
 BLOCK = 128  # tokens, as in the paper

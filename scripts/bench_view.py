@@ -45,13 +45,13 @@ from arbor.events import (
     Verified,
 )
 from arbor.trace import TraceWriter
-from arbor.trace.html import read_recording, write_page
+from arbor.view import read_page_trace, write_page
 
 sys.path.insert(
     0, str(Path(__file__).parents[1] / "tests")
 )  # the browser's pipe is a tool of the tests
 
-from chromium import Page, chromium
+from support.chromium import Page, chromium
 
 PROMPT, SHORTEST, LONGEST, WIDTH, DEPTH, LEAVES = 220, 40, 128, 5, 6, 2
 SHARE = 0.25
@@ -282,7 +282,7 @@ def main() -> None:
         for nodes in given.nodes:
             trace = write_trace(folder / f"synthetic-{nodes}.arbor.jsonl", nodes)
             began = time.perf_counter()
-            recording = read_recording(trace)
+            recording = read_page_trace(trace)
             html = write_page(trace.with_suffix(".html"), recording)
             built = time.perf_counter() - began
             loads, empties = [], []

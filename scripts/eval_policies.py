@@ -31,16 +31,16 @@ from eval_sapling import share
 from arbor import Solver
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Verified
+from arbor.measure.replay import Recording, replay, replay_smallest
+from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
 from arbor.registry import build
-from arbor.replay import Recording, replay, replay_smallest
-from arbor.retention.chance import Chance
-from arbor.retention.heavy import HeavyHitters
+from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, ArborKV, Policy, Protect
-from arbor.retention.ratio import Ratio
-from arbor.retention.recency import Recency
-from arbor.statistics import bootstrap
+from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.recency import Recency
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},

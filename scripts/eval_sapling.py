@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arbor.statistics import clopper_pearson
+from arbor.measure.statistics import clopper_pearson
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains
 from arbor.tasks.countdown import legal_steps, take

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from arbor import Sampling, Solver
-from arbor.statistics import clopper_pearson, paired
+from arbor.measure.statistics import clopper_pearson, paired
 from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
 

@@ -32,13 +32,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arbor import Solver
 from arbor.engine.engine import Engine
-from arbor.engine.plan import Piece, Segment, plan_forward
-from arbor.engine.runner import ModelRunner
-from arbor.engine.sampling import Sampling
-from arbor.engine.source import Growth
+from arbor.engine.token_source import Growth
 from arbor.kernels.base import AttentionBackend, AttentionShape
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.plan import Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
 from arbor.tree import ThoughtTree
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arbor.engine.boundary import StopRule
-from arbor.tasks.base import Boundary
+from arbor.engine.stop_rule import StopRule
+from arbor.tasks.base import BlockLimits
 
 SIZES: dict[str, dict[str, Any]] = {
     # 4.9M parameters; heads of 32
@@ -57,7 +57,7 @@ class NoText:
 
 def fixed_length(tokens: int) -> StopRule:
     """Blocks of exactly `tokens` tokens."""
-    return StopRule(NoText(), Boundary(stop=(), max_tokens=tokens, max_depth=64), ())
+    return StopRule(NoText(), BlockLimits(stop=(), max_tokens=tokens, max_depth=64), ())
 
 
 def prefix(length: int, vocabulary: int) -> list[int]:

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.tasks.chains import NAMES, Chains, generate
-from arbor.tasks.countdown import Countdown, Step, can_reach, legal_steps
+from arbor.tasks.countdown import Countdown, ParsedStep, can_reach, legal_steps
 from arbor.tasks.game24 import Game24, is_classic
 from arbor.tasks.recall import Recall
 from arbor.tasks.splits import split_of
@@ -277,7 +277,7 @@ class Trees:
         big = len(state) > 4
         solvable = not big and can_reach(state, target)
         good = [step for step in steps if can_reach(step.left, target)] if solvable else []
-        chosen: list[tuple[Step, float]] = []
+        chosen: list[tuple[ParsedStep, float]] = []
         for _ in range(width if policy else 0):
             if good and rng.random() < 0.9:
                 chosen.append((rng.choice(good), 1.0))
@@ -318,10 +318,10 @@ class Trees:
             if len(numbers) > 1 and legal and weight:
                 self._grow(document, child, numbers, target, rng, True, 1)
 
-    def _fits(self, step: Step, target: int) -> bool:
+    def _fits(self, step: ParsedStep, target: int) -> bool:
         return not (target == 24 and len(step.left) == 4 and max(step.left) <= 13)
 
-    def _spoil(self, step: Step, rng: random.Random) -> str:
+    def _spoil(self, step: ParsedStep, rng: random.Random) -> str:
         """The step with one thing wrong: its result (and what follows from it), or what is left."""
         off = rng.choice((-2, -1, 1, 2, 10))
         wrong = max(0, int(step.result) + off)
@@ -329,13 +329,13 @@ class Trees:
         left = list(step.left)
         left.remove(step.result)
         if rng.random() < 0.6:
-            return Step(step.a, step.sign, step.b, wrong, tuple(sorted([*left, wrong]))).text
+            return ParsedStep(step.a, step.sign, step.b, wrong, tuple(sorted([*left, wrong]))).text
         if left and rng.random() < 0.5:
             at = rng.randrange(len(left))
             left[at] = max(1, int(left[at]) + rng.choice((-1, 1)))
         else:
             left.append(rng.choice((step.a, step.b)))
-        return Step(
+        return ParsedStep(
             step.a, step.sign, step.b, step.result, tuple(sorted([*left, step.result]))
         ).text
 

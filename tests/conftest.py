@@ -56,8 +56,8 @@ def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Any]:
     """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
-    import fake_solver
-    from run_cli import in_process
+    from support import fake_solver
+    from support.run_cli import in_process
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "arbor.solver", None)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, Words, build, config_of, random_model
+from support.models import ARCHITECTURES, Words, build, config_of, random_model
 
 from arbor import Solver
-from arbor.engine import agreement
-from arbor.engine.agreement import check_agreement, own_logits
-from arbor.engine.runner import ModelRunner, check_layer_types
 from arbor.errors import ModelError
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model import agreement
+from arbor.model.agreement import check_agreement, own_logits
+from arbor.model.runner import ModelRunner, check_layer_types
 
 WRONG: dict[str, dict[str, Any]] = {
     "llama4_text": {
@@ -69,7 +69,7 @@ def test_a_model_that_computes_something_else_is_refused_each_time(name: str) ->
 def test_a_ready_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[ModelRunner] = []
     monkeypatch.setattr(
-        "arbor.checkpoint.check_agreement", lambda runner, own: compared.append(runner)
+        "arbor.model.checkpoint.check_agreement", lambda runner, own: compared.append(runner)
     )
     model = build("llama")
     model.generation_config.eos_token_id = 2

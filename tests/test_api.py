@@ -29,10 +29,10 @@ from arbor import (
 )
 from arbor.config import config_text
 from arbor.controllers.tot import ToT
-from arbor.engine.loading import load_model, load_tokenizer
 from arbor.errors import BudgetInfeasible
 from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
-from arbor.stream import SearchStream
+from arbor.model.loading import load_model, load_tokenizer
+from arbor.run.stream import SearchStream
 
 PUZZLE, OTHER = "4 5 6 10", "1 2 3 4"
 SMALL: dict[str, Any] = {"controller": ToT(beam=2, width=3), "verifier": "exact"}
@@ -437,8 +437,8 @@ def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.Mo
         time.sleep(0.3)
         return load_model(*given)
 
-    monkeypatch.setattr("arbor.checkpoint.load_tokenizer", read)
-    monkeypatch.setattr("arbor.checkpoint.load_model", load)
+    monkeypatch.setattr("arbor.model.checkpoint.load_tokenizer", read)
+    monkeypatch.setattr("arbor.model.checkpoint.load_model", load)
 
     async def solve(solver: Solver) -> list[Solution]:
         return await asyncio.gather(*(solver.asolve(PUZZLE, max_tokens=1) for _ in range(2)))

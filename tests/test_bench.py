@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fake_solver
 import pytest
-from run_cli import Arbor
+from support import fake_solver
+from support.run_cli import Arbor
 
 from arbor.cli.bench import compare, refuse_other, share
 from arbor.errors import UsageError

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import build
-from run_cli import in_process
-from trees import GREEDY, Lab, relative_error
+from support.models import build
+from support.run_cli import in_process
+from support.trees import GREEDY, Lab, relative_error
 
 from arbor import Solver
-from arbor.calibrate import Example, calibrate, collect
 from arbor.errors import UsageError
+from arbor.measure.calibrate import Example, calibrate, collect
 from arbor.retention.msve import MSVE
 
 

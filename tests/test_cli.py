@@ -11,14 +11,14 @@ import subprocess
 import time
 from pathlib import Path
 
-import fake_solver
 import pytest
-from fake_run import fake_run, tick
-from run_cli import REAL, Arbor, environment, spawn
+from support import fake_solver
+from support.fake_run import fake_run, tick
+from support.run_cli import REAL, Arbor, environment, spawn
 
 import arbor
 from arbor import registry
-from arbor.cli.stop import Interrupted, Stop
+from arbor.cli.signals import Interrupted, StopSignals
 from arbor.trace import Replay, TraceWriter, read_trace
 
 
@@ -487,7 +487,7 @@ def test_the_second_signal_ends_at_once() -> None:
 
 
 def test_a_signal_without_a_search_ends_at_once() -> None:
-    with Stop(), pytest.raises(Interrupted) as caught:
+    with StopSignals(), pytest.raises(Interrupted) as caught:
         signal.raise_signal(signal.SIGTERM)
 
     assert caught.value.exit_code == 143
@@ -496,7 +496,7 @@ def test_a_signal_without_a_search_ends_at_once() -> None:
 def test_the_old_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGINT)
 
-    with Stop():
+    with StopSignals():
         assert signal.getsignal(signal.SIGINT) != before
 
     assert signal.getsignal(signal.SIGINT) == before

@@ -16,16 +16,16 @@ from pathlib import Path
 import click
 import huggingface_hub.constants
 import pytest
-from fake_run import fake_run, tick
-from run_cli import FAKE, Arbor, environment, in_process
+from support.fake_run import fake_run, tick
+from support.run_cli import FAKE, Arbor, environment, in_process
 
-import arbor.calibrate
 import arbor.cli.demo
+import arbor.measure.calibrate
 from arbor import Solution, Solver, registry
-from arbor.calibrate import Example
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.options import COMPLETION, Group
-from arbor.engine.loading import BUILTIN
+from arbor.measure.calibrate import Example
+from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.trace import TraceWriter
 
@@ -404,7 +404,9 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(webbrowser, "open", lambda address: True)
     # what takes long: searches, whose own tests run them
     monkeypatch.setattr(arbor.cli.demo, "search", lambda voice, folder, seed: solution)
-    monkeypatch.setattr(arbor.calibrate, "collect", lambda solver, problems: made_up_losses())
+    monkeypatch.setattr(
+        arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()
+    )
 
     program, *arguments = shlex.split(example)
     ran = command(*arguments)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_run import fake_run, header, tick
-from run_cli import REAL, Arbor, environment, in_process, spawn
+from support.fake_run import fake_run, header, tick
+from support.run_cli import REAL, Arbor, environment, in_process, spawn
 
-from arbor.engine.loading import BUILTIN
+from arbor.model.loading import BUILTIN
 from arbor.trace import TraceWriter
 
 PUZZLE = "4 5 6 10"

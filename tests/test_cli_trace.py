@@ -8,8 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fake_run import fake_run, tick
-from run_cli import Arbor, in_process
+from support.fake_run import fake_run, tick
+from support.run_cli import Arbor, in_process
 
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from models import config_of, copy_of, random_model
-from trees import GREEDY, Lab, own_logits, relative_error
+from support.models import config_of, copy_of, random_model
+from support.trees import GREEDY, Lab, own_logits, relative_error
 
-from arbor.engine.context import UNNAMED, context_limit
+from arbor.model.context_limit import UNNAMED, context_limit
 
 LONGROPE = {
     "rope_type": "longrope",

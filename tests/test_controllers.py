@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from fakes import Key, Script, Thought, grow, hashed, run, scripted
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
 from arbor.controllers.base import Controller, Search
 from arbor.controllers.beam import Beam

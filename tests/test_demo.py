@@ -17,7 +17,7 @@ import arbor.solver
 from arbor.cli import demo as demo_module
 from arbor.cli import main
 from arbor.cli.demo import search
-from arbor.cli.voice import Voice
+from arbor.cli.output import Output
 from arbor.metrics import Metrics
 from arbor.trace import Replay, read_trace
 
@@ -75,7 +75,7 @@ def test_the_first_search_with_an_answer_and_rehydrations_is_shown(
     attempts({1: Found(None, 5), 2: Found("24", 0), 3: good})
 
     assert (
-        search(Voice(quiet=True), tmp_path, 1) is good
+        search(Output(quiet=True), tmp_path, 1) is good
     )  # seed 4 has no script: asking for it fails
 
 
@@ -83,7 +83,7 @@ def test_an_answer_is_worth_more_than_rehydrations(attempts: Attempts, tmp_path:
     answered = Found("24", 0)
     attempts({5: Found(None, 9), 6: Found(None, 0), 7: answered, 8: Found(None, 2)})
 
-    assert search(Voice(quiet=True), tmp_path, 5) is answered
+    assert search(Output(quiet=True), tmp_path, 5) is answered
 
 
 def test_no_attempt_begins_when_time_is_up(
@@ -93,7 +93,7 @@ def test_no_attempt_begins_when_time_is_up(
     attempts({1: only})
     monkeypatch.setattr(demo_module, "ENOUGH_S", -1.0)
 
-    assert search(Voice(quiet=True), tmp_path, 1) is only
+    assert search(Output(quiet=True), tmp_path, 1) is only
 
 
 def test_the_demo_writes_a_page_of_a_search_within_its_budget(
@@ -103,7 +103,7 @@ def test_the_demo_writes_a_page_of_a_search_within_its_budget(
     traces: list[Path] = []
     real = demo_module.search
 
-    def kept(voice: Voice, folder: Path, seed: int) -> Any:
+    def kept(voice: Output, folder: Path, seed: int) -> Any:
         solution = real(voice, tmp_path, seed)
         traces.append(Path(solution.trace_path or ""))
         return solution

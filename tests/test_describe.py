@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from models import ARCHITECTURES, build, config_of
+from support.models import ARCHITECTURES, build, config_of
 
-from arbor.engine.attention import probe
-from arbor.engine.describe import describe_config
-from arbor.engine.loading import Source
 from arbor.memory.pool import LayerKV, bytes_per_token
+from arbor.model.attention import probe
+from arbor.model.describe import describe_config
+from arbor.model.loading import ModelLocation
 
-HERE = Source("here", "")
+HERE = ModelLocation("here", "")
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "float16"])

@@ -12,10 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Words, build
 from numpy.typing import NDArray
-from torch import Tensor
-from trees import (
+from support.models import Words, build
+from support.trees import (
     GREEDY,
     LENGTH,
     PROMPT,
@@ -29,15 +28,15 @@ from trees import (
     path_ids,
     relative_error,
 )
+from torch import Tensor
 
-from arbor.engine.boundary import StopRule
-from arbor.engine.source import Growth
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary as BoundaryEvent
-from arbor.events import Evicted, Forwarded, Opened, Pressure, Rehydrated
+from arbor.events import Boundary, Evicted, Forwarded, Opened, Pressure, Rehydrated
 from arbor.retention.base import Blocks, Scorer
 from arbor.retention.policy import Policy
-from arbor.tasks.base import Boundary
+from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
 
 TOLERANCE = 1e-5
@@ -68,7 +67,7 @@ def of_kind(lab: Lab, kind: str) -> list[Forwarded]:
 
 
 def growth(length: int = LENGTH, seed: int = 3) -> Growth:
-    return Growth(seed, SAMPLED, StopRule(Words(), Boundary((), length, 8), ()))
+    return Growth(seed, SAMPLED, StopRule(Words(), BlockLimits((), length, 8), ()))
 
 
 # The same tree
@@ -370,7 +369,7 @@ def test_blocks_of_one_wave_end_each_at_its_own_boundary(lab: Lab) -> None:
     tree = lab.plant()
 
     children = lab.grow(
-        [(tree.root, 4)], Growth(3, SAMPLED, StopRule(Words(), Boundary((), 8, 3), ends))
+        [(tree.root, 4)], Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), 8, 3), ends))
     )
 
     for child, other in zip(children, free, strict=True):
@@ -381,7 +380,7 @@ def test_blocks_of_one_wave_end_each_at_its_own_boundary(lab: Lab) -> None:
         assert child.span.exact.all()
         assert child.confidence > 0
     assert len({len(child.tokens) for child in children}) > 1
-    assert {e.stop for e in lab.events if isinstance(e, BoundaryEvent)} == {"eos", "length"}
+    assert {e.stop for e in lab.events if isinstance(e, Boundary)} == {"eos", "length"}
 
 
 def test_a_first_token_may_be_given(lab: Lab) -> None:
@@ -407,7 +406,7 @@ def test_an_interruption_gives_up_the_blocks_in_progress(lab: Lab) -> None:
 
     assert [child.state for child in children] == [NodeState.PRUNED] * 2
     assert [len(child.tokens) for child in children] == [3, 3]
-    assert [e.stop for e in lab.events if isinstance(e, BoundaryEvent)] == ["limit", "limit"]
+    assert [e.stop for e in lab.events if isinstance(e, Boundary)] == ["limit", "limit"]
     lab.memory.check()
 
 
@@ -417,7 +416,7 @@ def test_every_new_block_is_announced_before_it_ends(lab: Lab) -> None:
     told = [
         (type(event).__name__, event.node)
         for event in lab.events
-        if isinstance(event, Opened | BoundaryEvent)
+        if isinstance(event, Opened | Boundary)
     ]
     for node in list(tree)[1:]:
         assert told.index(("Opened", node.id)) < told.index(("Boundary", node.id))

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
-from trees import PROMPT, Lab
+from support.models import build
+from support.trees import PROMPT, Lab
 
 from arbor import Solver
-from arbor.engine.completing import Rehydrate
-from arbor.engine.runner import ModelRunner
+from arbor.engine.rehydration import Rehydrate
 from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
 from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory
 from arbor.memory.pool import KVPool
-from arbor.session import Session
+from arbor.model.runner import ModelRunner
+from arbor.run.session import Session
 from arbor.trace import read_trace
-from arbor.trace.replay import Replay
+from arbor.trace.fold import Replay
 from arbor.tree import NodeState, ThoughtTree
 from arbor.verifiers.base import Verdict
 

@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_solver
 import pytest
 from rich.console import Console
-from run_cli import Arbor, in_process, spawn
+from support import fake_solver
+from support.run_cli import Arbor, in_process, spawn
 
 from arbor import Solver
-from arbor.cli.tally import Tally
+from arbor.cli.progress import Progress
 from arbor.errors import UsageError
-from arbor.evaluation.dataset import of_task, window
-from arbor.evaluation.folder import RunFolder, digest
-from arbor.evaluation.page import index_page
-from arbor.evaluation.results import results
+from arbor.measure.evaluation.dataset import of_task, window
+from arbor.measure.evaluation.folder import RunFolder, digest
+from arbor.measure.evaluation.page import index_page
+from arbor.measure.evaluation.results import results
 from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
@@ -613,7 +613,7 @@ def shown(live: bool, seconds: float, samples: int = 40) -> list[str]:
     """What a run of so many seconds a sample shows."""
     now = [0.0]
     console = Console(file=io.StringIO(), width=100, force_terminal=live)
-    with Tally(console, live, samples, clock=lambda: now[0]) as tally:
+    with Progress(console, live, samples, clock=lambda: now[0]) as tally:
         for number in range(samples):
             now[0] += seconds
             tally.add(number % 2 == 0)
@@ -639,7 +639,7 @@ def test_a_terminal_gets_one_line_again_and_again() -> None:
 
 
 def test_a_run_that_says_nothing_counts_all_the_same() -> None:
-    tally = Tally(None, True, 2)
+    tally = Progress(None, True, 2)
     tally.add(True)
 
     assert tally.line().startswith("1 of 2, 100.0 % right")

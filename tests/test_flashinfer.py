@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from arbor.engine.plan import Piece, Segment, plan_forward
 from arbor.kernels.base import AttentionShape, merge_states
 from arbor.kernels.flashinfer_cascade import FlashInferCascade
 from arbor.kernels.reference import ReferenceAttention
+from arbor.model.plan import Piece, Segment, plan_forward
 
 SLOTS = 96
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
-from models import build
-from offers import EVERY
-from trees import Lab, grown
+from support.models import build
+from support.offers import EVERY
+from support.trees import Lab, grown
 
-from arbor.engine.completing import Rehydrate
 from arbor.engine.engine import Mode
+from arbor.engine.rehydration import Rehydrate
 from arbor.errors import BudgetInfeasible
 from arbor.events import Event, Forwarded, Pressure
 from arbor.retention.policy import POLICIES, Protect

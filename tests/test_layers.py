@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import VOCABULARY, build
+from support.models import VOCABULARY, build
+from support.trees import PROMPT, leaves_of, path_ids, relative_error
 from torch import Tensor, nn
-from trees import PROMPT, leaves_of, path_ids, relative_error
 
-from arbor.engine.layers import StoppableLayers
-from arbor.engine.plan import ForwardPlan, Piece, Segment, plan_forward
-from arbor.engine.runner import ModelRunner
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
+from arbor.model.layers import StoppableLayers
+from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
 from arbor.tree import Node, ThoughtTree
 
 NAMES = ("llama", "qwen3", "mistral_window", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox")

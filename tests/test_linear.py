@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from models import build
+from support.models import build
 from torch import Tensor, nn
 
 from arbor.kernels import linear

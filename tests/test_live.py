@@ -5,15 +5,15 @@ from __future__ import annotations
 import io
 
 import pytest
-from fake_run import fake_run
 from rich.console import Console
+from support.fake_run import fake_run
 
 from arbor.events import Ended
-from arbor.trace.draw import ASCII, CELLS, UNICODE, Glyphs, bar, draw, tree_lines
-from arbor.trace.live import LiveView, LogView, glyphs_of
-from arbor.trace.numbers import human_bytes
-from arbor.trace.replay import Replay
+from arbor.support.units import human_bytes
+from arbor.trace.fold import Replay
 from arbor.tree import NodeState
+from arbor.view.draw import ASCII, CELLS, UNICODE, Glyphs, bar, draw, tree_lines
+from arbor.view.live import LiveView, LogView, glyphs_of
 
 
 def console(terminal: bool) -> Console:

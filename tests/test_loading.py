@@ -11,14 +11,14 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from run_cli import Arbor, in_process
+from support.run_cli import Arbor, in_process
 
 from arbor import Solver
-from arbor.engine.describe import describe
-from arbor.engine.loading import BUILTIN
 from arbor.errors import UsageError
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.describe import describe
+from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -168,8 +168,8 @@ def test_a_replay_trusts_the_code_it_is_told_to(command: Arbor, own: Path) -> No
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
     """``arbor calibrate`` fits made-up losses and keeps its solvers here; what it keeps lies in ``kept``."""
-    import arbor.calibrate
-    from arbor.calibrate import Example
+    import arbor.measure.calibrate
+    from arbor.measure.calibrate import Example
 
     solvers: list[Solver] = []
 
@@ -182,7 +182,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
             for block in range(6)
         ]
 
-    monkeypatch.setattr(arbor.calibrate, "collect", losses)
+    monkeypatch.setattr(arbor.measure.calibrate, "collect", losses)
     monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "kept"))
     return solvers
 
@@ -274,9 +274,9 @@ def test_a_backend_changes_no_thought(backend: str) -> None:
 def test_flashinfer_without_a_kernel_for_the_model_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("arbor.settings.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.checkpoint.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.checkpoint.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
+    monkeypatch.setattr("arbor.model.checkpoint.find_spec", lambda name: object())
+    monkeypatch.setattr("arbor.model.checkpoint.device_of", lambda device: torch.device("cuda"))
 
     solver = Solver(backend="flashinfer")
 
@@ -307,7 +307,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_loads(
     def load(*arguments: object) -> None:
         raise AssertionError("something was loaded")
 
-    monkeypatch.setattr("arbor.checkpoint.load_config", load)
+    monkeypatch.setattr("arbor.model.checkpoint.load_config", load)
 
     ran = command("solve", "4 5 6 10", *arguments)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_run import fake_run, header
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_run import fake_run, header
 
 from arbor.events import (
     KV,

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, WINDOW, build, config_of, path_logits
+from support.models import ARCHITECTURES, WINDOW, build, config_of, path_logits
+from support.trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
 
-from arbor.engine.runner import ModelRunner, check_layer_types
 from arbor.errors import ModelError
 from arbor.events import Rehydrated
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.runner import ModelRunner, check_layer_types
 from arbor.tree import ThoughtTree
 
 TOLERANCE = 1e-4

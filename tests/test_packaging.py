@@ -75,9 +75,9 @@ def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
 
 
 def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
-    folder = ROOT / "arbor/trace/html"
-    assets = {f"arbor/trace/html/{path.name}" for path in folder.glob("viewer.*")}
-    assets |= {f"arbor/trace/html/{path.name}" for path in folder.glob("*.js")}
+    folder = ROOT / "arbor/view/assets"
+    assets = {f"arbor/view/assets/{path.name}" for path in folder.glob("viewer.*")}
+    assets |= {f"arbor/view/assets/{path.name}" for path in folder.glob("*.js")}
 
     assert len(assets) > 5 and assets <= set(wheel)
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.engine.plan import (
+from arbor.kernels.base import CascadeLayout
+from arbor.model.plan import (
     ForwardPlan,
     Piece,
     Segment,
@@ -22,7 +23,6 @@ from arbor.engine.plan import (
     share,
     windowed_layout,
 )
-from arbor.kernels.base import CascadeLayout
 
 
 def keys_of_rows(layout: CascadeLayout, window: int | None) -> list[list[int]]:

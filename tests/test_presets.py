@@ -10,9 +10,9 @@ from arbor.budget import Budget, Footprint
 from arbor.cli.solve import solve as command
 from arbor.errors import BudgetInfeasible, UnknownName
 from arbor.events import Opened, Selected, Verified
-from arbor.presets import PRESETS, preset
 from arbor.retention.base import NEVER
-from arbor.retention.uses import Uses
+from arbor.retention.future_reads import FutureReads
+from arbor.run.presets import PRESETS, preset
 from arbor.solver import DEFAULT_POLICY
 
 SHAPES = {"config-s": (3, 6, 64), "config-l": (5, 8, 256)}
@@ -63,7 +63,7 @@ def test_uses_say_which_operation_reads_a_block_next() -> None:
     def opened(node: int, parent: int | None) -> Opened:
         return Opened(node=node, parent=parent, index=0, depth=0, tokens=1, text="")
 
-    uses = Uses.of(
+    uses = FutureReads.of(
         [
             opened(0, None),
             Selected(((0, 2),)),  # operation 1

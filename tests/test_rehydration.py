@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import build, path_logits
+from support.models import build, path_logits
+from support.trees import GREEDY, Lab, grown, leaves_of, path_ids, relative_error
 from torch import Tensor
-from trees import GREEDY, Lab, grown, leaves_of, path_ids, relative_error
 
-from arbor.engine.plan import Piece, Segment, plan_forward
 from arbor.events import Forwarded, Rehydrated
 from arbor.memory.pool import KVPool
+from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.tree import Node, ThoughtTree
 
 NAMES = (

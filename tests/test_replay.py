@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cli import in_process
+from support.run_cli import in_process
 
 from arbor import Solver
-from arbor.engine.loading import BUILTIN
 from arbor.errors import BudgetInfeasible, TraceError
 from arbor.events import Boundary, Event, Rehydrated, Selected
+from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.metrics import Metrics
-from arbor.replay import Recording, replay, replay_smallest
+from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
-from arbor.trace.replay import Replay
+from arbor.trace.fold import Replay
 
 TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
 SEARCHES = (
@@ -135,7 +135,7 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
     often = tokenizer.encode("4 - 4", add_special_tokens=False)[1]
-    monkeypatch.setattr("arbor.checkpoint.eos_ids", lambda model, tokenizer: (often,))
+    monkeypatch.setattr("arbor.model.checkpoint.eos_ids", lambda model, tokenizer: (often,))
     events: list[Event] = []
     with Solver(
         task="reasoning",

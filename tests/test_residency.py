@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import VOCABULARY, WINDOW, Words, build
-from trees import (
+from support.models import VOCABULARY, WINDOW, Words, build
+from support.trees import (
     GREEDY,
     LENGTH,
     PROMPT,
@@ -22,17 +22,17 @@ from trees import (
     relative_error,
 )
 
-from arbor.engine.boundary import StopRule
-from arbor.engine.completing import Rehydrate
 from arbor.engine.engine import Mode
-from arbor.engine.plan import Piece, Segment, visibility
-from arbor.engine.source import Growth
+from arbor.engine.rehydration import Rehydrate
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
+from arbor.model.plan import Piece, Segment, visibility
+from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Ints, Scorer, Tokens
-from arbor.retention.lru import LRU
 from arbor.retention.policy import POLICIES, Policy, Protect
-from arbor.tasks.base import Boundary
+from arbor.tasks.base import BlockLimits
 
 WORKING = sorted(set(POLICIES) - {"full"})
 REVERSIBLE = ("selective", "span")
@@ -520,7 +520,7 @@ def test_room_is_made_for_what_is_decoded_and_not_for_what_could_be() -> None:
     tree = lab.plant(len(PROMPT) + 3 * LENGTH + 3)
     first, second = lab.sprout([(tree.root, 2)])
     longest = lab.memory.slots - first.end
-    stop = StopRule(Words(), Boundary((), longest, 8), tuple(range(VOCABULARY)))
+    stop = StopRule(Words(), BlockLimits((), longest, 8), tuple(range(VOCABULARY)))
     (short,) = lab.grow([(first, 1)], Growth(3, GREEDY, stop))
 
     assert len(short.tokens) == 1

@@ -13,14 +13,14 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from models import build, path_keys, path_logits
 from numpy.typing import NDArray
-from trees import LENGTH, PROMPT, Lab, path_ids, relative_error
+from support.models import build, path_keys, path_logits
+from support.trees import LENGTH, PROMPT, Lab, path_ids, relative_error
 
 from arbor.engine.engine import Mode
-from arbor.engine.runner import ModelRunner
 from arbor.events import Evicted, Rehydrated
 from arbor.memory.slots import SlotTable
+from arbor.model.runner import ModelRunner
 from arbor.retention.policy import POLICIES, Protect
 from arbor.tree import Node, NodeState, ThoughtTree
 

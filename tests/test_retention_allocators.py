@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offers import SEEDS, offer, permuted, room_for
+from support.offers import SEEDS, offer, permuted, room_for
 
+from arbor.retention.allocators.belady import Belady
+from arbor.retention.allocators.kkt import KKT
+from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.allocators.ratio import Ratio
+from arbor.retention.allocators.reentry import Reentry
+from arbor.retention.allocators.uniform import Uniform
+from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.base import NEVER, Blocks, Floats, Ints, Tokens
-from arbor.retention.belady import Belady
-from arbor.retention.kkt import KKT
-from arbor.retention.lru import LRU
 from arbor.retention.ordering import order, ranks
-from arbor.retention.pooled import Pooled
-from arbor.retention.ratio import Ratio
-from arbor.retention.recency import Recency
-from arbor.retention.reentry import Reentry
-from arbor.retention.uniform import Uniform
-from arbor.retention.waterfill import rounded, waterfill
+from arbor.retention.scorers.recency import Recency
 
 SHARES = st.floats(0, 1)
 ANY = Recency()

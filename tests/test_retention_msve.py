@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offers import SEEDS
+from support.offers import SEEDS
 
 from arbor.errors import UsageError
 from arbor.retention.msve import MSVE, fit, normalised, rank_correlation

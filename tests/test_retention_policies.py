@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
+from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.registry import BUILTIN, build, spec_of
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
-from arbor.retention.keep import kept, shared_out
 from arbor.retention.ordering import first, order
 from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.selection import kept, shared_out
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
@@ -314,7 +314,7 @@ def test_floors_that_do_not_fit_are_noticed() -> None:
             POLICIES[name].allocator.counts(blocks, room, POLICIES[name].scorer)
 
 
-# Kept sets
+# Selection sets
 
 
 def test_kept_sets_can_be_asked_for_like_a_list() -> None:

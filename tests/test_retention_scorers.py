@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offers import SEEDS, offer
+from support.offers import SEEDS, offer
 
 from arbor.retention.base import Scorer, Tokens
-from arbor.retention.chance import Chance
-from arbor.retention.heavy import HeavyHitters
-from arbor.retention.recency import Recency
-from arbor.retention.statistics import TokenStatistics
-from arbor.retention.tova import TOVA
+from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers.tova import TOVA
+from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Node, ThoughtTree
 
 SCORERS: tuple[Scorer, ...] = (

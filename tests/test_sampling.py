@@ -11,14 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from models import Words, build
-from trees import SAMPLED, Lab, own_logits
+from support.models import Words, build
+from support.trees import SAMPLED, Lab, own_logits
 
-from arbor.engine.boundary import StopRule
-from arbor.engine.sampling import Code, Sampling, confidence, sample, stream
-from arbor.engine.source import Growth
+from arbor.engine.sampling import ArithmeticCode, confidence, sample, stream
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
 from arbor.errors import ModelError, UsageError
-from arbor.tasks.base import Boundary
+from arbor.model.sampling_params import Sampling
+from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
 
 ALMOST_ONE = 1 - 2.0**-53
@@ -288,7 +289,7 @@ def test_with_a_code_the_blocks_own_number_decides_every_token() -> None:
     children = lab.sprout([(tree.root, 3)], EVERYTHING, length=6, seed=5)
 
     for child in children:
-        code = Code(5, child, EVERYTHING)
+        code = ArithmeticCode(5, child, EVERYTHING)
         for logits, token in zip(own_logits(own, tree)[child.id], child.tokens, strict=False):
             drawn = sample(logits[None], [code.number], EVERYTHING)
             assert drawn.tokens == [token]
@@ -319,9 +320,9 @@ def test_what_is_left_of_a_number_and_its_tokens_share_give_the_number_back(
             assert start - 1e-9 <= (i + 0.5) / 512 <= start + drawn.share[0] + 1e-9
 
 
-def siblings(seed: int, count: int) -> list[Code]:
+def siblings(seed: int, count: int) -> list[ArithmeticCode]:
     tree = ThoughtTree([1])
-    return [Code(seed, tree.fork(tree.root), EVERYTHING) for _ in range(count)]
+    return [ArithmeticCode(seed, tree.fork(tree.root), EVERYTHING) for _ in range(count)]
 
 
 @given(seed=st.integers(0, 10_000), count=st.integers(2, 64))
@@ -353,7 +354,7 @@ def test_a_child_alone_follows_the_models_distribution(index: int) -> None:
     draws = 4000
     tree = ThoughtTree([1])
     child = [tree.fork(tree.root) for _ in range(index + 1)][index]
-    codes = [Code(seed, child, EVERYTHING) for seed in range(draws)]
+    codes = [ArithmeticCode(seed, child, EVERYTHING) for seed in range(draws)]
     texts = [[0] for _ in range(draws)]
     for _ in range(3):
         rows = torch.stack([logits[text[-1]] for text in texts])
@@ -375,7 +376,7 @@ def test_a_long_text_goes_on_with_numbers_of_its_own() -> None:
     """Once five bits of a point are used, every token has a fresh number, which no rounding was stretched into."""
     tree = ThoughtTree([1])
     child = tree.fork(tree.root)
-    code, own = Code(3, child, EVERYTHING), stream(3, child)
+    code, own = ArithmeticCode(3, child, EVERYTHING), stream(3, child)
     for _ in range(5):
         code.narrow(0.25, 0.5)
         assert code.number == 0.25
@@ -390,7 +391,9 @@ def test_a_point_does_not_depend_on_how_many_siblings_there_are() -> None:
     assert [code.number for code in few] == [code.number for code in many[:3]]
     tree = ThoughtTree([1])
     first, second = tree.fork(tree.root), tree.fork(tree.root)
-    cousins = [Code(8, tree.fork(parent), EVERYTHING).number for parent in (first, second)]
+    cousins = [
+        ArithmeticCode(8, tree.fork(parent), EVERYTHING).number for parent in (first, second)
+    ]
     assert len({*cousins, *(code.number for code in few)}) == 5
 
 
@@ -426,7 +429,7 @@ class Letters(Words):
 
 
 def rule(*stops: str, most: int = 99, eos: tuple[int, ...] = ()) -> StopRule:
-    return StopRule(Letters(), Boundary(stops, most, 3), eos)
+    return StopRule(Letters(), BlockLimits(stops, most, 3), eos)
 
 
 @given(
@@ -461,7 +464,7 @@ def test_a_stop_across_tokens_ends_a_grown_block() -> None:
     stop = f"{free[2]} {free[3]}"
     tree = lab.plant()
 
-    growth = Growth(3, SAMPLED, StopRule(Spaced(), Boundary((stop,), 8, 3), ()))
+    growth = Growth(3, SAMPLED, StopRule(Spaced(), BlockLimits((stop,), 8, 3), ()))
     (child,) = lab.grow([(tree.root, 1)], growth)
 
     assert child.tokens == free[:4]

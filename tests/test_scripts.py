@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import chromium
 import pytest
+from support import chromium
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HELPERS = {"random_llama"}  # not run by itself

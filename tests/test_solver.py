@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import ARCHITECTURES, config_of
+from support.models import ARCHITECTURES, config_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from arbor import Metrics, Sampling, Solution, Solver
-from arbor.checkpoint import Checkpoint
 from arbor.controllers.tot import ToT
-from arbor.engine.loading import BUILTIN
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, UsageError
 from arbor.events import Boundary, Ended, Event, Evicted, Forwarded, Header, Opened, Selected
 from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
+from arbor.model.checkpoint import Checkpoint
+from arbor.model.loading import BUILTIN
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.trace import TraceWriter, read_trace
@@ -147,7 +147,7 @@ def test_deterministic_is_refused_where_experts_depend_on_the_batch(tokenizer: A
 
 
 def test_deterministic_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.checkpoint.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("arbor.model.checkpoint.device_of", lambda device: torch.device("cuda"))
 
     with pytest.raises(UsageError, match="the device is cuda"):
         Solver(deterministic=True)

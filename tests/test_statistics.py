@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.statistics import bootstrap, bootstrap_groups, clopper_pearson, mcnemar, paired
+from arbor.measure.statistics import bootstrap, bootstrap_groups, clopper_pearson, mcnemar, paired
 
 
 @pytest.mark.parametrize(

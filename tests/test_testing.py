@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from arbor import registry
+from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
-from arbor.retention.lru import LRU
 from arbor.retention.ordering import order, whole_blocks
 from arbor.retention.policy import POLICIES, LRUPolicy, Policy
-from arbor.retention.recency import Recency
+from arbor.retention.scorers.recency import Recency
 from arbor.testing import check_policy, make_offer, reordered
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from arbor.engine.boundary import StopRule
-from arbor.engine.loading import BUILTIN
-from arbor.engine.source import Model
+from arbor.engine.stop_rule import StopRule
 from arbor.engine.text import LOOK_BACK, before
-from arbor.tasks.base import Boundary
+from arbor.engine.token_source import ModelSampler
+from arbor.model.loading import BUILTIN
+from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
 WORDS = ("▁the", "▁answer", "▁is", "▁42", ".", "er", "▁")
@@ -55,7 +55,7 @@ def ids(*texts: str) -> list[int]:
 
 def path(tokenizer: Any, blocks: Sequence[Sequence[int]]) -> Node:
     """The last block of a path, with the texts of all but the root."""
-    tree, source = ThoughtTree(blocks[0]), Model(tokenizer)
+    tree, source = ThoughtTree(blocks[0]), ModelSampler(tokenizer)
     node = tree.root
     for block in blocks[1:]:
         node = tree.fork(node)
@@ -121,7 +121,7 @@ def test_a_stop_is_found_where_the_text_has_it(
     stop: str, texts: list[str], lead: list[str]
 ) -> None:
     earlier, tokens = ids("▁the", *lead), ids(*texts)
-    rule = StopRule(PIECES, Boundary((stop,), 999, 3), ())
+    rule = StopRule(PIECES, BlockLimits((stop,), 999, 3), ())
     known = len(PIECES.decode(earlier))
 
     for end in range(1, len(tokens) + 1):

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from arbor.timing import Timing, differs, interleaved, regressed, turned
+from arbor.measure.timing import Timing, differs, interleaved, regressed, turned
 
 
 def test_median_and_quartiles_are_of_the_timings() -> None:

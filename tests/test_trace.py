@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 
 import pytest
-from fake_run import BUDGET, fake_run, header, tick
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_run import BUDGET, fake_run, header, tick
 
 from arbor.errors import TraceError, UsageError
 from arbor.events import KV, Boundary, Ended, Event, Evicted, Forwarded, Opened, Rehydrated

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_run import fake_run, tick
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fake_run import fake_run, tick
 
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS, Boundary, Ended, Event, Opened, Pruned, Rehydrated, Transition

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from fakes import FakeAsker, FakeTask, Thought, grow, scripted
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fakes import FakeAsker, FakeTask, Thought, grow, scripted
 
 from arbor.controllers.chain import Chain
 from arbor.errors import ModelError, UsageError

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_run import fake_run, header, tick
+from support.fake_run import fake_run, header, tick
 
 from arbor.cli import main
 from arbor.events import KV, Answered, Boundary, Ended, Event, Evicted, Opened, Verified
 from arbor.trace import Replay, TraceWriter, read_trace
-from arbor.trace.html import html_page, read_recording
+from arbor.view import html_page, read_page_trace
 
 Ran = tuple[int, str, str]
 Command = Callable[..., Ran]
@@ -83,7 +83,7 @@ def test_the_page_lies_beside_its_trace(command: Command, tmp_path: Path, name: 
 
     page = tmp_path / "there" / "run.html"
     assert (code, out) == (0, f"{page}\n")
-    assert page.read_text(encoding="utf-8") == html_page(read_recording(trace))
+    assert page.read_text(encoding="utf-8") == html_page(read_page_trace(trace))
 
 
 def test_two_traces_are_compared_on_one_page(command: Command, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_two_traces_are_compared_on_one_page(command: Command, tmp_path: Path) -
 
     page = tmp_path / "a-b.html"
     assert (code, out) == (0, f"{page}\n")
-    expected = html_page(read_recording(first), read_recording(second))
+    expected = html_page(read_page_trace(first), read_page_trace(second))
     assert page.read_text(encoding="utf-8") == expected
 
 
@@ -107,7 +107,7 @@ def test_the_page_goes_where_it_is_told(command: Command, trace: Path, tmp_path:
 def test_the_page_goes_to_stdout(command: Command, trace: Path, tmp_path: Path) -> None:
     code, out, _ = command("view", str(trace), "-o", "-")
 
-    assert (code, out) == (0, html_page(read_recording(trace)))
+    assert (code, out) == (0, html_page(read_page_trace(trace)))
     assert [path.name for path in tmp_path.iterdir()] == [trace.name]
 
 

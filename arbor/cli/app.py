@@ -16,10 +16,10 @@ from pathlib import Path
 
 import click
 
-import arbor
-from arbor.cli.options import COMPLETION, Group, voice_options
-from arbor.cli.stop import Interrupted
-from arbor.cli.voice import Voice, encodable, leave_the_log, listen_to_the_log
+from arbor._version import __version__
+from arbor.cli.options import COMPLETION, Group, output_options
+from arbor.cli.output import Output, encodable, leave_the_log, listen_to_the_log
+from arbor.cli.signals import Interrupted
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
 # where each command is, and what it is for: --help, --version and TAB import none of them
@@ -35,7 +35,7 @@ COMMANDS = {
     "list": ("arbor.cli.show:list_", "The names there are, with their settings and defaults."),
     "trace": ("arbor.cli.trace:trace", "Look into a trace, check, compare, convert, repair it."),
     "doctor": ("arbor.cli.show:doctor", "What a bug report needs to know of this machine."),
-    "completion": ("arbor.cli.complete:completion", "A script that completes on TAB."),
+    "completion": ("arbor.cli.completion:completion", "A script that completes on TAB."),
 }
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_BUG = 1
@@ -43,10 +43,10 @@ EXIT_INTERRUPTED = 130
 
 
 @click.group(cls=Group, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(arbor.__version__, prog_name="arbor", message="%(prog)s %(version)s")
-@voice_options
+@click.version_option(__version__, prog_name="arbor", message="%(prog)s %(version)s")
+@output_options
 @click.pass_obj
-def cli(voice: Voice) -> None:
+def cli(voice: Output) -> None:
     """Search a tree of thoughts with a language model, within a KV budget.
 
     \b
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    voice = Voice(json="--json" in given, debug="--debug" in given)
+    voice = Output(json="--json" in given, debug="--debug" in given)
     _open_streams()
     _write_anything()
     try:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         leave_the_log()
 
 
-def _run(given: list[str], voice: Voice) -> int:
+def _run(given: list[str], voice: Output) -> int:
     try:
         with cli.make_context("arbor", given, obj=voice, auto_envvar_prefix="ARBOR") as ctx:
             code = cli.invoke(ctx)
@@ -144,7 +144,7 @@ def _usage(error: click.ClickException) -> UsageError:
     return UsageError("usage", message, f"See '{path} --help'.")
 
 
-def _fail(voice: Voice, error: ArborError) -> int:
+def _fail(voice: Output, error: ArborError) -> int:
     """Tells an error; on stdout too where a program reads it."""
     if voice.debug and sys.exc_info()[0] is not None:
         traceback.print_exc()
@@ -155,10 +155,10 @@ def _fail(voice: Voice, error: ArborError) -> int:
     return error.exit_code
 
 
-def _crash(voice: Voice, given: list[str], error: Exception) -> int:
+def _crash(voice: Output, given: list[str], error: Exception) -> int:
     """Tells a bug, and keeps its traceback in a file."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    report = f"arbor {arbor.__version__}, Python {sys.version}\narguments: {given!r}\n\n" + "".join(
+    report = f"arbor {__version__}, Python {sys.version}\narguments: {given!r}\n\n" + "".join(
         traceback.format_exception(error)
     )
     saved = "it could not be saved"

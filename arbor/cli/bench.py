@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import arbor
+from arbor._version import __version__
 from arbor.budget import Budget
 from arbor.cli.build import build_solver, known_policy
 from arbor.cli.configure import all_settings
@@ -26,17 +26,17 @@ from arbor.cli.options import (
     model_option,
     names_of,
     option,
+    output_options,
     retention_options,
     sampling_options,
     search_shape_options,
-    voice_options,
 )
-from arbor.cli.outputs import refuse_nowhere
+from arbor.cli.output import Output
+from arbor.cli.output_paths import refuse_nowhere
 from arbor.cli.solve import use_threads
-from arbor.cli.voice import Voice
 from arbor.errors import BudgetInfeasible, InputError, UsageError
-from arbor.files import write_whole
-from arbor.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
+from arbor.measure.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
+from arbor.support.atomic_write import write_atomically
 from arbor.trace.write import finite
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
     heading="Output",
     help="With --compare: exit code 7 if a median is slower by more than this and than the noise.",
 )
-@voice_options
+@output_options
 @click.pass_obj
-def bench(voice: Voice, /, **given: Any) -> int:
+def bench(voice: Output, /, **given: Any) -> int:
     """Time one search under several budgets and policies, in turn; says no more than the noise allows.
 
     \b
@@ -137,7 +137,7 @@ def bench(voice: Voice, /, **given: Any) -> int:
     found = measure(voice, given, trial)
     if given["output_json"] is not None:
         text = json.dumps(finite(found), allow_nan=False, indent=1) + "\n"
-        write_whole(given["output_json"], text)
+        write_atomically(given["output_json"], text)
     slower = [] if before is None else compare(found, before, most)
     if voice.json:
         voice.document(found)
@@ -182,7 +182,7 @@ class Trial:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, voice: Voice, given: Mapping[str, Any]) -> Trial:
+    def of(cls, voice: Output, given: Mapping[str, Any]) -> Trial:
         """From the options of the command line.
 
         Raises:
@@ -212,7 +212,7 @@ class Trial:
         return cls(solvers, arms, problem, settings)
 
 
-def measure(voice: Voice, given: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
+def measure(voice: Output, given: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
     """Solves the problem under every policy and budget in turn."""
     voice.say(f"loading {given['model']} · seed {given['seed']}")
     first = next(iter(trial.solvers.values()))
@@ -235,7 +235,7 @@ def measure(voice: Voice, given: Mapping[str, Any], trial: Trial) -> dict[str, A
     ]
     return {
         "schema": SCHEMA,
-        "arbor": arbor.__version__,
+        "arbor": __version__,
         "settings": trial.settings,
         "machine": machine(),
         "warmup": given["warmup"],
@@ -354,7 +354,7 @@ def _plain(value: Any) -> Any:
 # What it says
 
 
-def show(voice: Voice, found: Mapping[str, Any]) -> None:
+def show(voice: Output, found: Mapping[str, Any]) -> None:
     """A row for each policy and budget, and what the noise lets one say of it."""
     from rich.table import Table
 

@@ -13,14 +13,14 @@ from arbor.cli.options import (
     Command,
     Group,
     option,
+    output_options,
     revision_option,
     trust_option,
-    voice_options,
 )
-from arbor.cli.outputs import refuse_nowhere
-from arbor.cli.voice import Voice
+from arbor.cli.output import Output
+from arbor.cli.output_paths import refuse_nowhere
 from arbor.errors import UsageError
-from arbor.kept import msve_file
+from arbor.support.cache_dir import msve_file
 
 
 @click.group(cls=Group)
@@ -64,10 +64,10 @@ def calibrate() -> None:
     heading="Output",
     help="What --msve reads; msve.json, or for a Hub model where solve finds it.",
 )
-@voice_options
+@output_options
 @click.pass_obj
 def msve(
-    voice: Voice,
+    voice: Output,
     /,
     model: str,
     revision: str | None,
@@ -86,9 +86,9 @@ def msve(
     """
     refuse_nowhere("--out", out)
 
-    from arbor.calibrate import calibrate as fitted
-    from arbor.calibrate import collect
-    from arbor.engine.loading import locate
+    from arbor.measure.calibrate import calibrate as fitted
+    from arbor.measure.calibrate import collect
+    from arbor.model.loading import locate
     from arbor.retention.msve import MSVE
     from arbor.solver import Solver
 

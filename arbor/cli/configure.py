@@ -12,13 +12,13 @@ import click
 from arbor.cli.build import PARTS
 from arbor.config import read_config, refuse_trust
 from arbor.errors import unknown_setting
-from arbor.presets import preset
 from arbor.registry import split_spec
+from arbor.run.presets import preset
 
 # what a solver calls it -> what the option is called
 OPTIONS = {"max_depth": "depth", "backend": "attn"}
 NOTES = ("arbor",)  # what a file says of itself: the version that wrote it
-SETTINGS = "arbor.settings"  # where the command keeps a file's settings, by part
+SETTINGS = "arbor.run.settings"  # where the command keeps a file's settings, by part
 
 
 CONFIG = "arbor.config"  # in a context's `meta`: the file its defaults are from

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from arbor.cli.options import Command, option, voice_options
-from arbor.cli.voice import Voice
+from arbor.cli.options import Command, option, output_options
+from arbor.cli.output import Output
 
 if TYPE_CHECKING:
-    from arbor.solution import Solution
+    from arbor.run.solution import Solution
 
 PROBLEM = "4 5 6 10"
 PAGE = Path("arbor-demo.html")
@@ -49,9 +49,9 @@ Open it in a browser and look at
     heading="Sampling",
     help="The first to try.",
 )
-@voice_options
+@output_options
 @click.pass_obj
-def demo(voice: Voice, output: Path, open: bool, seed: int) -> int:
+def demo(voice: Output, output: Path, open: bool, seed: int) -> int:
     """Watch a search in about ten seconds: offline, on a CPU, with the built-in model.
 
     It solves one Game of 24 with the smallest KV budget that works, and writes the search as a page.
@@ -63,12 +63,12 @@ def demo(voice: Voice, output: Path, open: bool, seed: int) -> int:
     """
     from arbor.cli.solve import EXIT_NO_ANSWER
     from arbor.cli.view import open_page
-    from arbor.trace.html import read_recording, write_page
+    from arbor.view import read_page_trace, write_page
 
     with tempfile.TemporaryDirectory() as folder:
         solution = search(voice, Path(folder), seed)
         assert solution.trace_path is not None, "the demo writes its trace"
-        recording = read_recording(solution.trace_path)
+        recording = read_page_trace(solution.trace_path)
         page = write_page(output, recording)
     metrics = solution.metrics
     if voice.json:
@@ -101,7 +101,7 @@ def demo(voice: Voice, output: Path, open: bool, seed: int) -> int:
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 
 
-def search(voice: Voice, folder: Path, seed: int) -> Solution:
+def search(voice: Output, folder: Path, seed: int) -> Solution:
     """Searches with one seed after the other until there is an answer and KV had to come back."""
     from arbor.cli.solve import use_threads
     from arbor.controllers.tot import ToT

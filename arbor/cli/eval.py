@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-import arbor
 from arbor import registry
+from arbor._version import __version__
 from arbor.cli.build import build_solver, parse_settings
 from arbor.cli.configure import all_settings
 from arbor.cli.encoding import decoded
@@ -28,28 +28,36 @@ from arbor.cli.options import (
     limit_options,
     model_option,
     option,
+    output_options,
     sampling_options,
     search_options,
     together,
     trace_detail_options,
-    voice_options,
 )
+from arbor.cli.output import Output
+from arbor.cli.progress import Progress
+from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.cli.solve import use_threads
-from arbor.cli.stop import EXIT_SIGNAL, Stop
-from arbor.cli.tally import Tally
-from arbor.cli.voice import Voice
 from arbor.errors import ArborError, InputError, ModelError, UsageError
-from arbor.evaluation.dataset import Sample, chosen, csv_rows, jsonl_rows, of_rows, of_task, window
-from arbor.evaluation.folder import CONFIG, PAGE, RESULTS, RunFolder, digest, read_rows
-from arbor.evaluation.page import index_page
-from arbor.evaluation.results import compare, is_right, results
+from arbor.measure.evaluation.dataset import (
+    Sample,
+    chosen,
+    csv_rows,
+    jsonl_rows,
+    of_rows,
+    of_task,
+    window,
+)
+from arbor.measure.evaluation.folder import CONFIG, PAGE, RESULTS, RunFolder, digest, read_rows
+from arbor.measure.evaluation.page import index_page
+from arbor.measure.evaluation.results import compare, is_right, results
+from arbor.support.units import human_bytes
 from arbor.tasks.base import Problem, Task
-from arbor.trace.numbers import human_bytes
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter, finite
 
 if TYPE_CHECKING:
-    from arbor.solution import Solution
+    from arbor.run.solution import Solution
     from arbor.solver import Solver
 
 FIRST = 100  # samples of a task without --limit; some tasks never run out of problems
@@ -148,7 +156,7 @@ _options = together(
     ),
     trace_detail_options,
     config_option,
-    voice_options,
+    output_options,
 )
 
 
@@ -167,7 +175,7 @@ def eval_(ctx: click.Context, /, **given: Any) -> int:
       arbor eval problems.jsonl --task reasoning --on-error continue
       arbor eval game24 --limit 50 --output runs/full --compare runs/baseline
     """
-    voice = ctx.ensure_object(Voice)
+    voice = ctx.ensure_object(Output)
     own = given["dataset"] in registry.names("task")
     if own:
         _take_task(ctx, given)
@@ -175,7 +183,7 @@ def eval_(ctx: click.Context, /, **given: Any) -> int:
     task = registry.build("task", given["task"], **parse_settings(given)["task"])
     samples = read_samples(given, task, own)
     theirs = None if given["compare"] is None else _others(given["compare"], samples)
-    with Stop() as stop, build_solver(given) as solver:
+    with StopSignals() as stop, build_solver(given) as solver:
         config = run_config(given, solver, own)
         path = given["output"] or _new_folder(given["dataset"], config)
         if given["on_error"] == "stop" and samples[0].problem is not None:
@@ -325,7 +333,7 @@ def run_config(given: Mapping[str, Any], solver: Solver, own: bool) -> dict[str,
         if given[name] != ()
     }
     run = {name: given[name] for name in ("timeout", "max_tokens")}
-    config = {"arbor": arbor.__version__, "dataset": given["dataset"], **source, **selection, **run}
+    config = {"arbor": __version__, "dataset": given["dataset"], **source, **selection, **run}
     return config | dict(solver.config)
 
 
@@ -355,7 +363,7 @@ def _close(
     rows = list(folder.rows.values())
     missing = sum(not folder.finished(sample) for sample in samples)
     found = results(rows) | {
-        "arbor": arbor.__version__,
+        "arbor": __version__,
         "dataset": given["dataset"],
         "digest": digest(folder.config),
         "folder": str(folder.path),
@@ -372,12 +380,12 @@ def _close(
 
 
 def solve_all(
-    voice: Voice,
+    voice: Output,
     given: Mapping[str, Any],
     solver: Solver,
     folder: RunFolder,
     samples: list[Sample],
-    stop: Stop,
+    stop: StopSignals,
 ) -> None:
     """Solves every sample that is not finished; returns early where a signal asks for it.
 
@@ -394,7 +402,7 @@ def solve_all(
     voice.say(f"loading {given['model']} · seed {given['seed']}")
     use_threads(given["threads"], solver.describe())
     console = None if voice.progress == "none" else voice.console()
-    with Tally(console, voice.progress == "live", len(waiting)) as tally:
+    with Progress(console, voice.progress == "live", len(waiting)) as tally:
         for sample in waiting:
             row = solve_one(given, solver, folder, sample, stop, tally)
             if row is None:
@@ -410,8 +418,8 @@ def solve_one(
     solver: Solver,
     folder: RunFolder,
     sample: Sample,
-    stop: Stop,
-    tally: Tally,
+    stop: StopSignals,
+    tally: Progress,
 ) -> dict[str, Any] | None:
     """A line of ``samples.jsonl``; None if a signal ended the search.
 
@@ -469,8 +477,8 @@ def _search(
     solver: Solver,
     problem: Problem,
     path: Path | None,
-    stop: Stop,
-    tally: Tally,
+    stop: StopSignals,
+    tally: Progress,
 ) -> Solution:
     writer = None if path is None else TraceWriter(path, text=given["trace_text"])
     with writer or contextlib.nullcontext():

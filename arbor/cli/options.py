@@ -12,10 +12,10 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor.cli.configure import take_defaults, take_preset
-from arbor.cli.voice import LOG_LEVELS, LOG_SETTINGS, Voice, listen_to_the_log
+from arbor.cli.output import LOG_LEVELS, LOG_SETTINGS, Output, listen_to_the_log
 from arbor.errors import did_you_mean
 from arbor.events import Detail
-from arbor.presets import PRESETS
+from arbor.run.presets import PRESETS
 
 EXIT_GATE = 7  # a check or a gate failed
 # whoever reads it says what is wrong with it, and exits as for unreadable input
@@ -150,7 +150,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[F], F]:
 def _set(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     """Keeps a setting that was given; the one after the command wins over the one before it."""
     name = parameter.name or ""
-    voice = ctx.ensure_object(Voice)
+    voice = ctx.ensure_object(Output)
     if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
         setattr(voice, name, value)
         if name in LOG_SETTINGS:
@@ -168,7 +168,7 @@ def names_of(kind: str) -> Callable[[click.Context, click.Parameter, str], list[
 
 _SHARED: dict[str, Any] = {"heading": "Output", "expose_value": False, "callback": _set}
 
-voice_options = together(
+output_options = together(
     option("--json", is_flag=True, help="One JSON document on stdout.", **_SHARED),
     option("-q", "--quiet", is_flag=True, help="Nothing but the result and errors.", **_SHARED),
     option("-v", "--verbose", count=True, help="More on stderr; -vv for everything.", **_SHARED),

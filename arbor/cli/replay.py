@@ -11,11 +11,11 @@ import click
 from arbor import registry
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
-from arbor.cli.options import TRACE_PATH, Command, names_of, option, trust_option, voice_options
-from arbor.cli.voice import Voice
+from arbor.cli.options import TRACE_PATH, Command, names_of, option, output_options, trust_option
+from arbor.cli.output import Output
 
 if TYPE_CHECKING:
-    from arbor.replay import Recording
+    from arbor.measure.replay import Recording
 
 
 @click.command(cls=Command)
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     help="Whose tokenizer it was, where that is elsewhere now; by default as the trace says.",
 )
 @trust_option
-@voice_options
+@output_options
 @click.pass_obj
 def replay(
-    voice: Voice,
+    voice: Output,
     /,
     trace: Path,
     policy: tuple[str, ...],
@@ -75,8 +75,8 @@ def replay(
         registry.build("policy", name)  # its settings are what they should be
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
-    from arbor.engine.loading import load_tokenizer, locate
-    from arbor.replay import Recording
+    from arbor.measure.replay import Recording
+    from arbor.model.loading import load_tokenizer, locate
     from arbor.trace.read import read_trace
 
     read = read_trace(trace)
@@ -116,8 +116,8 @@ def _rows(
     rehydrate: Any,
 ) -> Iterator[dict[str, Any]]:
     """One row for each budget and policy; a budget that does not work says which would."""
-    from arbor.replay import replay as again
-    from arbor.replay import replay_smallest
+    from arbor.measure.replay import replay as again
+    from arbor.measure.replay import replay_smallest
 
     tree = sum(len(block.ids) for block in record.blocks.values()) + record.prompt
     room = tree * 2 + int(record.header.kv.get("full_tokens", 0))  # more than it can need

@@ -13,16 +13,16 @@ from typing import Any
 import click
 from rich.table import Table
 
-import arbor
 from arbor import registry
+from arbor._version import __version__
 from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver
 from arbor.cli.cache import cached_models
-from arbor.cli.options import Command, search_options, voice_options
-from arbor.cli.voice import Voice
+from arbor.cli.options import Command, output_options, search_options
+from arbor.cli.output import Output
 from arbor.errors import ArborError
-from arbor.kept import kept_folder
-from arbor.trace.numbers import human_bytes
+from arbor.support.cache_dir import cache_dir
+from arbor.support.units import human_bytes
 
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
 KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # as `arbor list` names them
@@ -48,9 +48,9 @@ PACKAGES = (
 @click.command(cls=Command)
 @click.argument("model", default="builtin:sapling")
 @search_options
-@voice_options
+@output_options
 @click.pass_obj
-def info(voice: Voice, /, **given: Any) -> int:
+def info(voice: Output, /, **given: Any) -> int:
     """What a model needs, and what budgets buy; reads its config, not its weights.
 
     \b
@@ -129,9 +129,9 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
 
 @click.command("list", cls=Command)
 @click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False)
-@voice_options
+@output_options
 @click.pass_obj
-def list_(voice: Voice, kind: str | None) -> int:
+def list_(voice: Output, kind: str | None) -> int:
     """The names there are, with their settings and defaults; every kind of them without KIND.
 
     \b
@@ -201,9 +201,9 @@ def _models() -> list[dict[str, Any]]:
 
 
 @click.command(cls=Command)
-@voice_options
+@output_options
 @click.pass_obj
-def doctor(voice: Voice) -> int:
+def doctor(voice: Output) -> int:
     """What a bug report needs to know of this machine.
 
     \b
@@ -234,7 +234,7 @@ def _report() -> dict[str, Any]:
         for i in range(torch.cuda.device_count())
     ]
     return {
-        "arbor": arbor.__version__,
+        "arbor": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -247,7 +247,7 @@ def _report() -> dict[str, Any]:
         "hub": {
             name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
         },
-        "cache": str(kept_folder()),
+        "cache": str(cache_dir()),
         "names": {kind: list(registry.names(kind)) for kind in registry.KINDS},
         "plugins": {kind: registry.plugins(kind) for kind in registry.KINDS},
         "settings": {name: os.environ[name] for name in sorted(os.environ) if _steers(name)},

@@ -23,27 +23,27 @@ from arbor.cli.options import (
     limit_options,
     model_option,
     option,
+    output_options,
     sampling_options,
     search_options,
     together,
     trace_detail_options,
-    voice_options,
 )
-from arbor.cli.outputs import refuse_nowhere, refuse_overwriting
-from arbor.cli.stop import EXIT_SIGNAL, Stop
-from arbor.cli.voice import Voice
+from arbor.cli.output import Output
+from arbor.cli.output_paths import refuse_nowhere, refuse_overwriting
+from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
-from arbor.trace.numbers import human_bytes
+from arbor.support.units import human_bytes
 from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
-    from arbor.engine.describe import ModelInfo
     from arbor.events import Event
-    from arbor.solution import Solution
+    from arbor.model.describe import ModelInfo
+    from arbor.run.solution import Solution
+    from arbor.run.stream import SearchStream
     from arbor.solver import Solver
-    from arbor.stream import SearchStream
 
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"
@@ -94,7 +94,7 @@ _options = together(
         heading="Output",
         help="Only the resolved configuration, as --config reads it.",
     ),
-    voice_options,
+    output_options,
 )
 
 
@@ -102,7 +102,7 @@ _options = together(
 @click.argument("problem", required=False)
 @_options
 @click.pass_obj
-def solve(voice: Voice, /, **given: Any) -> int:
+def solve(voice: Output, /, **given: Any) -> int:
     """Solve one problem.
 
     \b
@@ -117,7 +117,7 @@ def solve(voice: Voice, /, **given: Any) -> int:
         problem = None
     else:
         problem = read_problem(given["problem"], given["file"], given["encoding"])
-    with Stop() as stop, build_solver(given, problem) as solver:
+    with StopSignals() as stop, build_solver(given, problem) as solver:
         if given["print_config"]:
             print_config(voice, solver, problem, given)
             return 0
@@ -198,7 +198,7 @@ def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter 
 
 
 def print_config(
-    voice: Voice, solver: Solver, problem: str | None, given: Mapping[str, Any]
+    voice: Output, solver: Solver, problem: str | None, given: Mapping[str, Any]
 ) -> None:
     """Everything that repeats this run, resolved: the answer to which settings a file, a flag and a default give."""
     run = {name: given[name] for name in ("expected", "timeout", "max_tokens")}
@@ -220,10 +220,10 @@ def use_threads(threads: int | None, model: ModelInfo) -> None:
 
 
 def watch(
-    voice: Voice, stream: SearchStream, stop: Stop, keep: bool
+    voice: Output, stream: SearchStream, stop: StopSignals, keep: bool
 ) -> tuple[Solution, list[tuple[float, Event]]]:
     """Shows a search until it ends, or until a signal ends it; its events with their seconds too, if they are kept."""
-    from arbor.trace.live import LiveView, LogView  # rich: not before there is something to show
+    from arbor.view.live import LiveView, LogView  # rich: not before there is something to show
 
     view: LiveView | LogView | None = None
     if voice.progress == "live":
@@ -241,15 +241,15 @@ def watch(
     return stream.solution, kept
 
 
-def show_page(voice: Voice, path: Path, events: list[tuple[float, Event]], open_: bool) -> None:
+def show_page(voice: Output, path: Path, events: list[tuple[float, Event]], open_: bool) -> None:
     """Writes the search as a page, and opens it if that was asked for.
 
     Raises:
         UsageError: it cannot be written.
     """
-    from arbor.trace.html import record_events, write_page
+    from arbor.view import page_trace_of, write_page
 
-    write_page(path, record_events(path.stem, events))
+    write_page(path, page_trace_of(path.stem, events))
     voice.say(f"page {path}")
     if open_:
         webbrowser.open(path.resolve().as_uri())
@@ -310,7 +310,7 @@ def no_answer(solution: Solution) -> str:
     return f"[no-answer] no path gave an answer: {reason} ({solution.metrics.blocks:,} blocks)."
 
 
-def show_plan(voice: Voice, plan: Plan) -> None:
+def show_plan(voice: Output, plan: Plan) -> None:
     """The plan, on stdout."""
     if voice.json:
         voice.document({"schema": PLAN_SCHEMA, **plan.to_dict()})

@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 import click
 
-from arbor.cli.options import EXIT_GATE, TRACE_PATH, Command, Group, option, voice_options
-from arbor.cli.outputs import STDOUT, refuse_nowhere, refuse_overwriting
+from arbor.cli.options import EXIT_GATE, TRACE_PATH, Command, Group, option, output_options
+from arbor.cli.output import Output
+from arbor.cli.output_paths import STDOUT, refuse_nowhere, refuse_overwriting
 from arbor.cli.solve import numbers_line
-from arbor.cli.voice import Voice
 from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS
-from arbor.files import write_whole
+from arbor.support.atomic_write import write_atomically
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
 from arbor.trace.perfetto import to_perfetto
@@ -29,7 +29,7 @@ _file = click.argument("file", type=TRACE_PATH)
 
 
 @click.group(cls=Group)
-@voice_options
+@output_options
 def trace() -> None:
     """Look into a trace.
 
@@ -44,9 +44,9 @@ def trace() -> None:
 
 @trace.command(cls=Command)
 @_file
-@voice_options
+@output_options
 @click.pass_obj
-def info(voice: Voice, file: Path) -> int:
+def info(voice: Output, file: Path) -> int:
     """What was run, how it ended and what it cost.
 
     \b
@@ -97,9 +97,9 @@ def _name(spec: Any) -> str:
 
 @trace.command(cls=Command)
 @_file
-@voice_options
+@output_options
 @click.pass_obj
-def check(voice: Voice, file: Path) -> int:
+def check(voice: Output, file: Path) -> int:
     """Whether a trace is whole and agrees with itself; exit code 7 if not.
 
     \b
@@ -155,9 +155,9 @@ def check(voice: Voice, file: Path) -> int:
 @option(
     "--limit", type=click.IntRange(1), heading="Selection", help="Only so many, from the first."
 )
-@voice_options
+@output_options
 @click.pass_obj
-def events(voice: Voice, file: Path, type: tuple[str, ...], limit: int | None) -> int:
+def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
     """The events, one a line.
 
     \b
@@ -204,9 +204,9 @@ def _short(value: Any) -> str:
     heading="Conversion",
     help="Where to; stdout without it.",
 )
-@voice_options
+@output_options
 @click.pass_obj
-def convert(voice: Voice, file: Path, output: Path | None) -> int:
+def convert(voice: Output, file: Path, output: Path | None) -> int:
     """A timeline for ui.perfetto.dev or chrome://tracing: Trace Event JSON.
 
     \b
@@ -223,7 +223,7 @@ def convert(voice: Voice, file: Path, output: Path | None) -> int:
     if output is None:
         voice.print(document)
         return 0
-    write_whole(output, document + "\n")
+    write_atomically(output, document + "\n")
     tell(voice, "arbor.trace-convert/1", {"path": str(output), "events": len(read.events)})
     return 0
 
@@ -232,9 +232,9 @@ def convert(voice: Voice, file: Path, output: Path | None) -> int:
 @click.argument("first", type=TRACE_PATH)
 @click.argument("second", type=TRACE_PATH)
 @option("--exit-code", is_flag=True, heading="Gate", help="Exit with 7 if the trees differ.")
-@voice_options
+@output_options
 @click.pass_obj
-def diff(voice: Voice, first: Path, second: Path, exit_code: bool) -> int:
+def diff(voice: Output, first: Path, second: Path, exit_code: bool) -> int:
     """Where two runs part: settings, blocks, the first event, what they cost.
 
     \b
@@ -270,10 +270,10 @@ def diff(voice: Voice, first: Path, second: Path, exit_code: bool) -> int:
     heading="Repair",
     help="none leaves out the words of problem, thoughts and answer.",
 )
-@voice_options
+@output_options
 @click.pass_obj
 def repair(
-    voice: Voice, file: Path, output: Path | None, trace_text: Literal["full", "none"]
+    voice: Output, file: Path, output: Path | None, trace_text: Literal["full", "none"]
 ) -> int:
     """Copy the readable lines of a damaged trace, and end it where it has no end.
 
@@ -304,9 +304,9 @@ def repair(
 
 
 @trace.command(cls=Command)
-@voice_options
+@output_options
 @click.pass_obj
-def schema(voice: Voice) -> int:
+def schema(voice: Output) -> int:
     """What each line of a trace is, as JSON Schema.
 
     \b
@@ -320,9 +320,9 @@ def schema(voice: Voice) -> int:
 
 @trace.command(cls=Command)
 @_file
-@voice_options
+@output_options
 @click.pass_obj
-def config(voice: Voice, file: Path) -> int:
+def config(voice: Output, file: Path) -> int:
     """The configuration that repeats a run, for 'arbor solve --config'.
 
     \b
@@ -354,7 +354,7 @@ def config(voice: Voice, file: Path) -> int:
 # What they share
 
 
-def tell(voice: Voice, name: str, facts: dict[str, Any]) -> None:
+def tell(voice: Output, name: str, facts: dict[str, Any]) -> None:
     """What a command did: a document, or a line."""
     if voice.json:
         voice.document({"schema": name, **facts})
@@ -362,7 +362,7 @@ def tell(voice: Voice, name: str, facts: dict[str, Any]) -> None:
         voice.print(", ".join(f"{key} {value}" for key, value in facts.items()))
 
 
-def tell_damage(voice: Voice, read: Trace) -> None:
+def tell_damage(voice: Output, read: Trace) -> None:
     """A warning if a trace is not whole."""
     if read.banner:
         voice.warn(f"warning: {read.path}: {read.banner}")
@@ -413,7 +413,7 @@ def _diff_record(found: TraceDiff) -> dict[str, Any]:
     }
 
 
-def show_diff(voice: Voice, found: TraceDiff) -> None:
+def show_diff(voice: Output, found: TraceDiff) -> None:
     """A comparison for people: what was set, where it led, what it cost."""
     for setting in found.settings:
         voice.print(f"setting   {setting.name}: {setting.first} | {setting.second}")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from arbor.cli.options import TRACE_PATH, Command, option, voice_options
-from arbor.cli.outputs import STDOUT, refuse_nowhere, refuse_overwriting
-from arbor.cli.voice import Voice
+from arbor.cli.options import TRACE_PATH, Command, option, output_options
+from arbor.cli.output import Output
+from arbor.cli.output_paths import STDOUT, refuse_nowhere, refuse_overwriting
 from arbor.errors import UsageError
 
 SUFFIXES = (".gz", ".jsonl", ".arbor")
@@ -37,10 +37,10 @@ PIPED_WIDTH = 120  # columns where stdout is no terminal
     heading="Terminal",
     help="With --term: as it was after the Nth event, from 0.",
 )
-@voice_options
+@output_options
 @click.pass_obj
 def view(
-    voice: Voice,
+    voice: Output,
     traces: tuple[Path, ...],
     output: Path | None,
     open: bool,
@@ -73,14 +73,14 @@ def view(
     return make_page(voice, traces, output, open)
 
 
-def make_page(voice: Voice, traces: tuple[Path, ...], output: Path | None, show: bool) -> int:
+def make_page(voice: Output, traces: tuple[Path, ...], output: Path | None, show: bool) -> int:
     """Writes the page and says where it is."""
-    from arbor.trace.html import html_page, read_recording, write_page
+    from arbor.view import html_page, read_page_trace, write_page
 
     if output is not None and output != STDOUT:
         refuse_overwriting({"-o": output}, traces)
         refuse_nowhere("-o", output)
-    recordings = [read_recording(path) for path in traces]
+    recordings = [read_page_trace(path) for path in traces]
     for path, recording in zip(traces, recordings, strict=True):
         if recording.banner:
             voice.warn(f"warning: {path}: {recording.banner}")
@@ -130,19 +130,19 @@ def stem(path: Path) -> str:
     return name or path.name
 
 
-def open_page(voice: Voice, page: Path) -> None:
+def open_page(voice: Output, page: Path) -> None:
     """Opens a page in the browser, if there is one."""
     if not webbrowser.open(page.resolve().as_uri()):
         voice.warn(f"no browser answers; open {page} in one")
 
 
-def print_tree(voice: Voice, path: Path, event: int | None) -> int:
+def print_tree(voice: Output, path: Path, event: int | None) -> int:
     """The tree with what each block holds, at the end or after an event."""
     from rich.text import Text
 
     from arbor.trace import Replay, read_trace
-    from arbor.trace.draw import NARROW, meter_lines, tree_lines
-    from arbor.trace.live import glyphs_of
+    from arbor.view.draw import NARROW, meter_lines, tree_lines
+    from arbor.view.live import glyphs_of
 
     trace = read_trace(path)
     if trace.banner:

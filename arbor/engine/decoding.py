@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.boundary import Stop
-from arbor.engine.completing import Completing
-from arbor.engine.forwards import Forwards
+from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.last_logits import LastLogits
-from arbor.engine.plan import Piece, SharedPrefix
+from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
-from arbor.engine.running import MARGIN, Lengths, Row, Running, ended
-from arbor.engine.source import Growth, Source
+from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, ended
+from arbor.engine.stop_rule import StopReason
+from arbor.engine.token_source import Growth, TokenSource
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Detail, Evicted, Sampled
+from arbor.model.plan import Piece, SharedPrefix
 from arbor.tree import Node, NodeState
 
 
@@ -38,10 +38,10 @@ class Decoding:
     def __init__(
         self,
         residency: Residency,
-        forwards: Forwards,
-        completing: Completing,
+        forwards: ForwardPasses,
+        completing: Rehydration,
         logits: LastLogits,
-        source: Source,
+        source: TokenSource,
         *,
         detail: Detail,
         interrupted: Callable[[], bool],
@@ -59,7 +59,7 @@ class Decoding:
         self._lengths = Lengths()
         self._layers = forwards.runner.layer_count
 
-    def run(self, running: Running, growth: Growth) -> None:
+    def run(self, running: DecodeScheduler, growth: Growth) -> None:
         """Every block decodes until its own boundary; all that fit together do so in one batch.
 
         A block's last token is run too: its K/V complete the block, and its logits are where children begin. After an
@@ -114,7 +114,7 @@ class Decoding:
             if row.pending is None and row.node.tokens and not row.node.span.resident[-1]:
                 self._tree.take_back(row.node)
 
-    def _join(self, running: Running, growth: Growth) -> bool:
+    def _join(self, running: DecodeScheduler, growth: Growth) -> bool:
         """Let the rows begin, or go on, that fit beside those that run; whether there were any."""
         beside = running.nodes
         joined = running.admit(self._lengths.expected(running.longest))
@@ -147,7 +147,7 @@ class Decoding:
                 contexts[row.leaf.id] = (self._completing.context(row.leaf), exact)
             row.context, row.exact = contexts[row.leaf.id]
 
-    def _squeeze(self, running: Running) -> bool:
+    def _squeeze(self, running: DecodeScheduler) -> bool:
         """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case. Lossless, rows
         wait again where the running paths leave no room for all (one row always fits). Whether the rows, or what they read,
         have changed."""
@@ -167,12 +167,12 @@ class Decoding:
             self._look_back(rows)
         return changed
 
-    def _pinned(self, running: Running) -> int:
+    def _pinned(self, running: DecodeScheduler) -> int:
         """Slots of what stays while these rows run: their paths, or (lossy mode) their own tokens."""
         kept = running.nodes if self._lossy else self._tree.paths(running.nodes)
         return sum(int(np.count_nonzero(node.span.resident)) for node in kept)
 
-    def _preempt(self, running: Running) -> None:
+    def _preempt(self, running: DecodeScheduler) -> None:
         """The row that joined last waits again: its tokens are known, their K/V are computed anew when it goes on."""
         row = running.preempt()
         row.pending = row.node.tokens[-1]
@@ -204,7 +204,7 @@ class Decoding:
             logprobs = tuple(row.logprob for row in rows)
             self._residency.emit(Sampled(nodes, tuple(tokens), logprobs))
 
-    def _end(self, running: Running, done: Sequence[Row], logits: Tensor) -> None:
+    def _end(self, running: DecodeScheduler, done: Sequence[Row], logits: Tensor) -> None:
         """These blocks are whole."""
         running.end(done)
         nodes = [row.node for row in done]
@@ -219,7 +219,7 @@ class Decoding:
         for node in nodes:
             self._lengths.add(len(node.tokens))
 
-    def _tell(self, node: Node, stop: Stop) -> None:
+    def _tell(self, node: Node, stop: StopReason) -> None:
         self._source.finish(node)
         self._residency.emit(
             Boundary(

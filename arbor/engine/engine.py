@@ -12,24 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.engine.completing import Completing, Rehydrate
 from arbor.engine.decoding import Decoding
-from arbor.engine.forwards import Forwards
+from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.last_logits import LastLogits
-from arbor.engine.plan import Segment
-from arbor.engine.ranges import phase
+from arbor.engine.nvtx import nvtx_range
+from arbor.engine.rehydration import Rehydrate, Rehydration
 from arbor.engine.residency import Residency
-from arbor.engine.runner import ModelRunner
-from arbor.engine.running import Row, Running
-from arbor.engine.sampling import Code
-from arbor.engine.source import Growth, Model, Source
+from arbor.engine.sampling import ArithmeticCode
+from arbor.engine.scheduler import DecodeScheduler, Row
+from arbor.engine.token_source import Growth, ModelSampler, TokenSource
 from arbor.engine.waves import fitting, halves
 from arbor.errors import BudgetInfeasible, OutOfMemory
 from arbor.events import KV, Detail, Event, Evicted, Opened
 from arbor.memory import KVMemory
+from arbor.model.plan import Segment
+from arbor.model.runner import ModelRunner
+from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.retention.uses import Uses
 from arbor.tree import Node, NodeState, ThoughtTree
 
 T = TypeVar("T")
@@ -42,8 +42,8 @@ class _Open:
 
     residency: Residency
     logits: LastLogits
-    forwards: Forwards
-    completing: Completing
+    forwards: ForwardPasses
+    completing: Rehydration
     decoding: Decoding
 
 
@@ -82,7 +82,7 @@ class Engine:
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
         msve: MSVE | None = None,
-        source: Source | None = None,
+        source: TokenSource | None = None,
         emit: Callable[[Event], None] = lambda event: None,
         detail: Detail = "events",
         min_saved_reads: int = 0,
@@ -100,7 +100,7 @@ class Engine:
         self._lossy = mode == "lossy"
         self._min_saved_reads = min_saved_reads
         self._debug = debug
-        self._source = source or Model(tokenizer, self.msve.top)
+        self._source = source or ModelSampler(tokenizer, self.msve.top)
         self._memory: KVMemory | None = None
         self._opened: _Open | None = None
 
@@ -111,7 +111,7 @@ class Engine:
         tree: ThoughtTree,
         slots: int,
         interrupted: Callable[[], bool] = lambda: False,
-        uses: Uses | None = None,
+        uses: FutureReads | None = None,
     ) -> None:
         """Begin a tree within a budget of `slots`; the last tree's KV is freed.
 
@@ -145,8 +145,8 @@ class Engine:
             emit=lambda event: self.emit(event),
         )
         logits = LastLogits()
-        forwards = Forwards(self.runner, residency, self._min_saved_reads)
-        completing = Completing(residency, forwards, logits, self.rehydrate)
+        forwards = ForwardPasses(self.runner, residency, self._min_saved_reads)
+        completing = Rehydration(residency, forwards, logits, self.rehydrate)
         decoding = Decoding(
             residency,
             forwards,
@@ -189,7 +189,7 @@ class Engine:
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
         self._require([node], [0])
-        with self._open.forwards.naming_a_shortage("prefill"):
+        with self._open.forwards.explaining_out_of_memory("prefill"):
             self._open.completing.complete([node], reserve=0, want=[node])
 
     def room(self, leaf_tokens: int) -> int:
@@ -250,7 +250,7 @@ class Engine:
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
         rows = deque(
-            Row(child, leaf, Code(growth.seed, child, growth.sampling))
+            Row(child, leaf, ArithmeticCode(growth.seed, child, growth.sampling))
             for child, leaf in zip(order, parents, strict=True)
         )
         for row in rows:
@@ -259,9 +259,9 @@ class Engine:
                 self.tree.take_back(row.node)
         self.residency.changed(children)
         self.residency.operation += bool(rows)
-        running = Running(self.memory.slots, longest, self._lossy, rows)
+        running = DecodeScheduler(self.memory.slots, longest, self._lossy, rows)
         try:
-            with phase("decode"), self._open.forwards.naming_a_shortage("decode"):
+            with nvtx_range("decode"), self._open.forwards.explaining_out_of_memory("decode"):
                 self._open.decoding.run(running, growth)
         except (BudgetInfeasible, OutOfMemory):
             self._open.decoding.take_back(running.rows)
@@ -287,7 +287,7 @@ class Engine:
         lengths = [len(questions[i]) for i in order]
         for wave in self._waves([nodes[i] for i in order], lengths):
             chosen = [order[i] for i in wave]
-            with self._open.forwards.naming_a_shortage("verify"):
+            with self._open.forwards.explaining_out_of_memory("verify"):
                 logits = self._ask([nodes[i] for i in chosen], [questions[i] for i in chosen])
             for row, index in enumerate(chosen):
                 answers[index] = logits[row]

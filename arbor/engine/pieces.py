@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.engine.plan import Piece, Segment
+from arbor.model.plan import Piece, Segment
 from arbor.tree import Node
 
 

@@ -11,17 +11,17 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.engine.ranges import phase
+from arbor.engine.nvtx import nvtx_range
 from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Allocated, Cause, Event, Evicted, Pressure
 from arbor.memory import KVMemory
 from arbor.retention.base import NEVER, Blocks, Tokens
-from arbor.retention.keep import Kept, shared_out
+from arbor.retention.block_table import BlockTable
+from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.statistics import TokenStatistics
-from arbor.retention.table import BlockTable
-from arbor.retention.uses import Uses
+from arbor.retention.selection import Selection, shared_out
+from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import NO_SLOT, Node, ThoughtTree
 
 Where = Literal["beside", "on", "anywhere"]  # blocks beside the running paths, on them, or both
@@ -51,7 +51,7 @@ class Residency:
         *,
         msve: MSVE,
         lossy: bool,
-        uses: Uses | None,
+        uses: FutureReads | None,
         emit: Callable[[Event], None],
     ) -> None:
         self.tree = tree
@@ -130,7 +130,7 @@ class Residency:
         """
         if needed <= self.memory.free:
             return False
-        with phase("policy"):
+        with nvtx_range("policy"):
             self._free(needed, leaves, cause, spare)
         return True
 
@@ -152,14 +152,14 @@ class Residency:
         blocks, counts, chosen = self.decide(blocks, room, lambda protect: offer(protect=protect))
         if beside is not None and len(beside):
             none = np.zeros(len(beside), np.int64)
-            self.keep(beside, Kept(beside, none), none, 0, cause, began)
+            self.keep(beside, Selection(beside, none), none, 0, cause, began)
             began = time.perf_counter()  # what came before has been told
         self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
 
     def decide(
         self, blocks: Blocks, room: int, eased: Callable[[Protect], Blocks]
-    ) -> tuple[Blocks, NDArray[np.int64], Kept]:
+    ) -> tuple[Blocks, NDArray[np.int64], Selection]:
         """How many tokens each block keeps, and which: what the policy answers, checked.
 
         Args:
@@ -191,7 +191,7 @@ class Residency:
     def keep(
         self,
         blocks: Blocks,
-        chosen: Kept,
+        chosen: Selection,
         counts: NDArray[np.int64],
         room: int,
         cause: Cause,

@@ -9,36 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arbor.errors import ModelError, UsageError
+from arbor.errors import ModelError
+from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        temperature: 0 takes the most probable token (greedy).
-        top_p: nucleus: the smallest set of most probable tokens whose mass reaches it; 1 = off.
-        top_k: only the k most probable tokens; 0 = off.
-        arithmetic: siblings are spread over the texts that may follow (see `Code`), each of them still drawn with exactly
-            the probabilities above; False draws every token by itself.
-    """
-
-    temperature: float = 0.7
-    top_p: float = 0.9
-    top_k: int = 0
-    arithmetic: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise UsageError(
-                "sampling", f"temperature is {self.temperature}.", "It is 0 or more, and finite."
-            )
-        if not 0 < self.top_p <= 1:
-            raise UsageError("sampling", f"top_p is {self.top_p}.", "It lies in (0, 1]; 1 is off.")
-        if self.top_k < 0:
-            raise UsageError("sampling", f"top_k is {self.top_k}.", "It is 0 (off) or more.")
 
 
 def stream(seed: int, node: Node) -> np.random.Generator:
@@ -58,7 +31,7 @@ _SIBLINGS = 2**32 - 1  # in a key: no child, but all children of a block togethe
 _FINEST = 2.0**-5  # an interval so small holds one of 32 siblings, who need no spreading any more
 
 
-class Code:
+class ArithmeticCode:
     """The numbers by which one block's tokens are chosen.
 
     Arithmetic sampling (Vilnis et al., ICML 2023, arXiv 2210.15458): all texts that may follow a block lie side by side in
@@ -102,9 +75,9 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class Draws:
     """tokens: int [n]; logprob: float [n], of the token under the unmodified distribution; top1: float [n], its
-    largest probability; left and share: float [n], see `Code.narrow` (0 and 1 for greedy ones)."""
+    largest probability; left and share: float [n], see `ArithmeticCode.narrow` (0 and 1 for greedy ones)."""
 
     tokens: list[int]
     logprob: list[float]
@@ -116,7 +89,7 @@ class Sampled:
 _PREFIX = 256  # tokens a nucleus is looked for in before the whole vocabulary is sorted
 
 
-def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled:
+def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Draws:
     """Choose one token per row by inverting the cumulative distribution at its uniform number.
 
     Args:
@@ -144,7 +117,7 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Sampled
             tokens, place, length = _cut(probability, uniform, sampling)
         left, share = place.tolist(), length.tolist()
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Sampled(tokens.tolist(), chosen.tolist(), top1, left, share)
+    return Draws(tokens.tolist(), chosen.tolist(), top1, left, share)
 
 
 def not_finite() -> ModelError:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.kernels.hugepages import on_huge_pages
-from arbor.memory.shortage import is_shortage, kv_too_large
+from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class KVPool:
             ):  # whatever the caller's mode, slots can be written in any
                 return torch.zeros(numbers, dtype=self.dtype, device=self.device)
         except RuntimeError as error:
-            if not is_shortage(error):
+            if not is_out_of_memory(error):
                 raise
             raise kv_too_large(
                 self.device, self.slots, self.bytes_per_token, weight_bytes

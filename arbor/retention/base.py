@@ -158,6 +158,6 @@ class TokenAllocator(Allocator, Protocol):
 
         Returns:
             int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them. Of each block they are those
-            that `arbor.retention.keep.kept` would not keep.
+            that `arbor.retention.selection.kept` would not keep.
         """
         ...

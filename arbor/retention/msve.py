@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from arbor.errors import UsageError
-from arbor.files import write_whole
 from arbor.retention.base import Floats
+from arbor.support.atomic_write import write_atomically
 
 _FORMAT = "arbor.msve/1"
 _LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less says next to nothing
@@ -99,7 +99,7 @@ class MSVE:
             "top": self.top,
             "provenance": provenance,
         }
-        write_whole(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
+        write_atomically(path, json.dumps(document, indent=2, sort_keys=True) + "\n")
 
     @staticmethod
     def load(path: Path) -> MSVE:

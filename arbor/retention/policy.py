@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 
 from arbor.errors import UsageError
 from arbor.registry import BUILTIN, build
+from arbor.retention.allocators.belady import Belady
+from arbor.retention.allocators.full import Full
+from arbor.retention.allocators.kkt import KKT
+from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.allocators.ratio import Ratio
+from arbor.retention.allocators.reentry import Reentry
+from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
-from arbor.retention.belady import Belady
-from arbor.retention.chance import Chance
-from arbor.retention.full import Full
-from arbor.retention.heavy import HeavyHitters
-from arbor.retention.kkt import KKT
-from arbor.retention.lru import LRU
-from arbor.retention.pooled import Pooled
-from arbor.retention.ratio import Ratio
-from arbor.retention.recency import Recency
-from arbor.retention.reentry import Reentry
-from arbor.retention.tova import TOVA
-from arbor.retention.uniform import Uniform
+from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers.tova import TOVA
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class BlockLimits:
     """Where a thought ends.
 
     Attributes:
@@ -88,7 +88,7 @@ class Task(Protocol):
         ...
 
     @property
-    def boundary(self) -> Boundary: ...
+    def boundary(self) -> BlockLimits: ...
 
     def parse(self, text: str) -> Problem:
         """A user's text as a problem; raises `InputError` naming what is wrong and a text that would work."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
@@ -209,8 +209,8 @@ class Chains(Generated):
         return "chains"
 
     @property
-    def boundary(self) -> Boundary:
-        return Boundary(stop=("\n",), max_tokens=48, max_depth=self.most + 4)
+    def boundary(self) -> BlockLimits:
+        return BlockLimits(stop=("\n",), max_tokens=48, max_depth=self.most + 4)
 
     def make(self, facts: Sequence[Fact], asked: str) -> Problem:
         """The problem of these facts, in this order."""

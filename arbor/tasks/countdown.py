@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
@@ -63,7 +63,7 @@ def calculate(a: Number, sign: str, b: Number) -> Number | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ParsedStep:
     """One line of a solution: ``a sign b = result`` and the sorted numbers `left` after it."""
 
     a: Number
@@ -78,7 +78,7 @@ class Step:
         return f"{self.a} {self.sign} {self.b} = {self.result} (left: {' '.join(map(str, self.left))})\n"
 
 
-def parse_step(thought: str) -> Step | None:
+def parse_step(thought: str) -> ParsedStep | None:
     """The step a thought writes, checked for form only; None if it is no such line."""
     match = _STEP.fullmatch(thought.translate(_SIGNS))
     if match is None:
@@ -87,10 +87,10 @@ def parse_step(thought: str) -> Step | None:
     left = [_read(word) for word in match[5].split(" ")]
     if a is None or b is None or result is None or None in left:
         return None
-    return Step(a, match[2], b, result, tuple(sorted(n for n in left if n is not None)))
+    return ParsedStep(a, match[2], b, result, tuple(sorted(n for n in left if n is not None)))
 
 
-def take(state: State, thought: str) -> Step | None:
+def take(state: State, thought: str) -> ParsedStep | None:
     """The step a thought takes from a state; None unless its numbers are there, its result is exact and its rest right."""
     step = parse_step(thought)
     if step is None:
@@ -105,7 +105,7 @@ def take(state: State, thought: str) -> Step | None:
     return step if tuple(sorted([*rest, step.result])) == step.left else None
 
 
-def replay(numbers: Sequence[int], thoughts: Sequence[str]) -> list[Step] | None:
+def replay(numbers: Sequence[int], thoughts: Sequence[str]) -> list[ParsedStep] | None:
     """The steps of a path, in order; None if any of them is not legal."""
     state: State = tuple(sorted(numbers))
     steps = []
@@ -128,7 +128,7 @@ def _pairs(state: State) -> Iterator[tuple[Number, Number, State]]:
             yield a, b, state[:i] + state[i + 1 : j] + state[j + 1 :]
 
 
-def exact_steps(state: State) -> list[Step]:
+def exact_steps(state: State) -> list[ParsedStep]:
     """Every distinct step from a sorted state, fractions included, in a fixed order.
 
     ``a + b`` and ``a * b`` are written with a <= b, and of ``a - b`` and ``b - a`` only the one that is not negative
@@ -147,11 +147,11 @@ def exact_steps(state: State) -> list[Step]:
         for x, sign, y in lines:
             result = calculate(x, sign, y)
             if result is not None:
-                steps.append(Step(x, sign, y, result, tuple(sorted((*rest, result)))))
+                steps.append(ParsedStep(x, sign, y, result, tuple(sorted((*rest, result)))))
     return steps
 
 
-def legal_steps(state: tuple[int, ...]) -> list[Step]:
+def legal_steps(state: tuple[int, ...]) -> list[ParsedStep]:
     """The steps of `exact_steps` that stay among the non-negative integers."""
     steps = []
     for a, b, rest in _pairs(state):
@@ -165,7 +165,7 @@ def legal_steps(state: tuple[int, ...]) -> list[Step]:
         elif a == 0 and b != 0:
             lines.append((a, "/", b, 0))
         for x, sign, y, result in lines:
-            steps.append(Step(x, sign, y, result, tuple(sorted((*rest, result)))))
+            steps.append(ParsedStep(x, sign, y, result, tuple(sorted((*rest, result)))))
     return steps
 
 
@@ -389,8 +389,8 @@ class Countdown(Generated):
         return "countdown"
 
     @property
-    def boundary(self) -> Boundary:
-        return Boundary(stop=("\n",), max_tokens=48, max_depth=self.most - 1)
+    def boundary(self) -> BlockLimits:
+        return BlockLimits(stop=("\n",), max_tokens=48, max_depth=self.most - 1)
 
     example = "3 7 25 50 -> 331"
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from arbor.tasks.base import Boundary, Problem
+from arbor.tasks.base import BlockLimits, Problem
 from arbor.tasks.countdown import Countdown, can_reach, solution_paths
 from arbor.tasks.splits import content_id
 
@@ -69,8 +69,8 @@ class Game24(Countdown):
         return "game24"
 
     @property
-    def boundary(self) -> Boundary:
-        return Boundary(stop=("\n",), max_tokens=32, max_depth=3)
+    def boundary(self) -> BlockLimits:
+        return BlockLimits(stop=("\n",), max_tokens=32, max_depth=3)
 
     def make(self, numbers: Sequence[int], target: int = TARGET) -> Problem:
         canonical = " ".join(map(str, sorted(numbers)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from arbor.errors import InputError, UsageError
-from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.splits import content_id
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -79,8 +79,8 @@ class Reasoning:
         return "reasoning"
 
     @property
-    def boundary(self) -> Boundary:
-        return Boundary(stop=self.stop, max_tokens=self.max_tokens, max_depth=self.max_depth)
+    def boundary(self) -> BlockLimits:
+        return BlockLimits(stop=self.stop, max_tokens=self.max_tokens, max_depth=self.max_depth)
 
     def parse(self, text: str) -> Problem:
         if not text.strip():

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arbor.tasks.base import Boundary, Grade, Problem, Question
+from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
@@ -72,8 +72,8 @@ class Recall(Generated):
         return "recall"
 
     @property
-    def boundary(self) -> Boundary:
-        return Boundary(stop=("\n",), max_tokens=32, max_depth=2 * self.most + 1)
+    def boundary(self) -> BlockLimits:
+        return BlockLimits(stop=("\n",), max_tokens=32, max_depth=2 * self.most + 1)
 
     def make(self, rooms: Sequence[tuple[str, tuple[str, ...]]], start: str, goal: str) -> Problem:
         """The problem of these rooms, told in this order."""

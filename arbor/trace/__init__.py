@@ -9,19 +9,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from arbor.trace.fold import Block, Replay, canonical
     from arbor.trace.read import Trace, read_trace
-    from arbor.trace.replay import Block, Replay, canonical
     from arbor.trace.write import SCHEMA, TraceWriter
 
 __all__ = ["SCHEMA", "Block", "Replay", "Trace", "TraceWriter", "canonical", "read_trace"]
 
 _HOME = {
     "SCHEMA": "write",
-    "Block": "replay",
-    "Replay": "replay",
+    "Block": "fold",
+    "Replay": "fold",
     "Trace": "read",
     "TraceWriter": "write",
-    "canonical": "replay",
+    "canonical": "fold",
     "read_trace": "read",
 }
 

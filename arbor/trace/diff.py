@@ -9,8 +9,8 @@ from typing import Any
 
 from arbor.events import Boundary, Opened
 from arbor.metrics import Metrics
+from arbor.trace.fold import Replay, canonical
 from arbor.trace.read import Trace
-from arbor.trace.replay import Replay, canonical
 
 Key = tuple[int, ...]  # child indices from the root
 

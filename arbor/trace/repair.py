@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from arbor.errors import UsageError
 from arbor.events import Ended
-from arbor.files import write_whole
+from arbor.support.atomic_write import write_atomically
+from arbor.trace.fold import Replay
 from arbor.trace.read import Reading, lines_of
-from arbor.trace.replay import Replay
 from arbor.trace.write import GZIP, to_line, to_record, without_words
 
 
@@ -91,4 +91,4 @@ def _write(target: Path, records: list[dict[str, Any]]) -> None:
     if target.suffix == ".gz":
         packer = zlib.compressobj(9, wbits=GZIP)
         data = packer.compress(data) + packer.flush()
-    write_whole(target, data)
+    write_atomically(target, data)

@@ -1,0 +1,173 @@
+"""How the command speaks: what goes to stdout, what to stderr, and how much of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import click
+
+from arbor.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+LOG_LEVELS = ("error", "warning", "info", "debug")
+LOG_SETTINGS = ("quiet", "verbose", "log_level", "log_file")
+
+
+@dataclass
+class Output:
+    """The settings every command shares.
+
+    Attributes:
+        quiet: nothing but results and errors.
+        verbose: how often ``-v`` was given.
+        json: one JSON document on stdout instead of text.
+        debug: tracebacks with errors.
+        color, display, log_level, log_file: as on the command line.
+    """
+
+    quiet: bool = False
+    verbose: int = 0
+    json: bool = False
+    debug: bool = False
+    color: Literal["auto", "always", "never"] = "auto"
+    display: Literal["auto", "live", "plain", "none"] = "auto"
+    log_level: str | None = None
+    log_file: Path | None = None
+
+    @property
+    def detailed(self) -> bool:
+        """Whether the numbers around a result are told: somebody watches, or asked for them."""
+        if self.quiet or self.display == "none":
+            return False
+        asked = self.display in ("live", "plain") or self.verbose > 0
+        return asked or sys.stderr.isatty()
+
+    @property
+    def progress(self) -> Literal["live", "plain", "none"]:
+        """How progress is shown."""
+        if self.quiet or self.display == "none":
+            return "none"
+        if self.display != "auto":
+            return self.display
+        dumb = os.environ.get("TERM") in ("dumb", "unknown")
+        return "live" if sys.stderr.isatty() and not dumb else "plain"
+
+    def console(self, stream: IO[str] | None = None) -> Console:
+        """A rich console on `stream`; stderr by default."""
+        from arbor.cli.console import PipedConsole  # rich takes longer to import than --version may
+
+        settings: dict[str, Any] = {"file": stream or sys.stderr, "highlight": False}
+        if self.color == "always":
+            settings["force_terminal"] = True
+        elif self.color == "never":
+            settings["color_system"] = None
+        return PipedConsole(**settings)
+
+    def say(self, text: str) -> None:
+        """A line on stderr for whoever reads along."""
+        if self.detailed:
+            shown = encodable(text, sys.stderr)
+            self.console().print(shown, soft_wrap=True, style="dim", markup=False)
+
+    def warn(self, text: str) -> None:
+        """A line on stderr that is no error, told unless all is to be quiet."""
+        if not self.quiet:
+            print(encodable(f"arbor: {text}", sys.stderr), file=sys.stderr)
+
+    def print(self, text: str) -> None:
+        """A line of the result, on stdout."""
+        click.echo(encodable(text, sys.stdout))
+
+    def document(self, data: Any) -> None:
+        """The one JSON document of ``--json``; ASCII, so that every terminal and pipe can hold it."""
+        from arbor.trace.write import finite
+
+        indent = 2 if sys.stdout.isatty() else None
+        click.echo(json.dumps(finite(data), allow_nan=False, indent=indent, default=str))
+
+    def table(self, table: Table) -> None:
+        """A table on stdout; as wide as it needs to be where stdout is no terminal."""
+        console = self.console(sys.stdout)
+        if not console.is_terminal:
+            console.width = 200
+        console.print(table)
+
+
+def encodable(text: str, stream: IO[str]) -> str:
+    """The text with separators that the stream's encoding lacks replaced by ASCII ones."""
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return text.replace(" · ", " | ").replace("…", "...")
+    return text
+
+
+class LogHandler(logging.Handler):
+    """Sends arbor's log to stderr, one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"arbor: {record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+class LogFile(logging.FileHandler):
+    """Appends arbor's log to a file, one JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record as JSON; its traceback too, if it has one."""
+        row = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            row["traceback"] = logging.Formatter().formatException(record.exc_info)
+        return json.dumps(row)
+
+
+def listen_to_the_log(voice: Output) -> None:
+    """Shows arbor's log on stderr, as much of it as was asked for, and writes it to a file if one was named.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    logger = logging.getLogger("arbor")
+    logger.setLevel(logging.DEBUG)
+    shown = next((each for each in logger.handlers if isinstance(each, LogHandler)), None)
+    if shown is None:
+        shown = LogHandler()
+        logger.addHandler(shown)
+    level = "error" if voice.quiet else ("warning", "info", "debug")[min(voice.verbose, 2)]
+    shown.setLevel((voice.log_level or level).upper())
+    if voice.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
+        return
+    try:
+        logger.addHandler(LogFile(voice.log_file, encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            "log-unwritable",
+            f"--log-file {voice.log_file} cannot be written: {error.strerror}.",
+            "Name a file in a folder that exists and may be written.",
+            path=str(voice.log_file),
+        ) from error
+
+
+def leave_the_log() -> None:
+    """Closes the log's file."""
+    logger = logging.getLogger("arbor")
+    for handler in [each for each in logger.handlers if isinstance(each, LogFile)]:
+        logger.removeHandler(handler)
+        handler.close()

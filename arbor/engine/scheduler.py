@@ -1,0 +1,199 @@
+"""Which open blocks decode together: as many as will probably fit, later ones joining as others end."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from arbor.engine.sampling import ArithmeticCode
+from arbor.engine.stop_rule import StopReason
+from arbor.model.plan import Piece, Segment
+from arbor.tree import NO_SLOT, Node
+
+MARGIN = (
+    4  # tokens of each row that are made room for at once while blocks decode (ArborKV's delta)
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """One block while it decodes.
+
+    Attributes:
+        node, leaf: the block, and the one it grows from.
+        code: where its next token comes from.
+        pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
+        next_slot: where the K/V of its next token would best lie; a hint.
+        context: what it reads before itself.
+        exact: whether that is whole and exact.
+        stop: why it ends with its last token; None while it goes on.
+        logprob, top1: of its last token the log probability and the highest there was (0 if the token was given).
+    """
+
+    node: Node
+    leaf: Node
+    code: ArithmeticCode
+    pending: int | None = None
+    next_slot: int = NO_SLOT
+    context: tuple[Piece, ...] = ()
+    exact: bool = True
+    stop: StopReason | None = None
+    logprob: float = 0.0
+    top1: float = 0.0
+
+    @property
+    def begin(self) -> Node:
+        """The block that has to be complete before it (re)joins."""
+        return self.node if self.node.tokens else self.leaf
+
+    def segment(self) -> Segment:
+        """Its last token, after everything before it."""
+        node = self.node
+        slots = node.span.slot
+        return Segment(
+            context=self.context,
+            tokens=node.tokens[-1:],
+            positions=np.array([node.end - 1]),
+            tail=slots,
+            write=slots[-1:],
+            logits=1,
+        )
+
+
+@dataclass(slots=True)
+class Lengths:
+    """How long the blocks of one tree became."""
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+
+    def add(self, tokens: int) -> None:
+        """A block has ended."""
+        self.count += 1
+        self.total += tokens
+        self.squares += tokens * tokens
+
+    def expected(self, longest: int) -> int:
+        """Tokens to reckon with for one more block: mean and standard deviation; half of the longest while nothing is
+        known."""
+        if not self.count:
+            return math.ceil(longest / 2)
+        mean = self.total / self.count
+        spread = math.sqrt(max(0.0, self.squares / self.count - mean * mean))
+        return min(longest, math.ceil(mean + spread))
+
+
+@dataclass(slots=True)
+class DecodeScheduler:
+    """The blocks of one operation: those that decode now, and those that wait.
+
+    Lossless, a block joins as soon as it can be expected to fit, with the paths of all that run, until the others have
+    ended; where blocks grow longer than expected, the last one has to wait again (`preempt`). Lossy, where any token may
+    leave for good, blocks join in waves, each of which takes at most half of the budget at its longest.
+
+    Attributes:
+        slots: the budget in tokens.
+        longest: tokens of a block at most.
+        lossy: see above.
+        waiting: in depth-first order of the tree, so that blocks which share a path run together; preempted ones first.
+        rows: those that decode.
+    """
+
+    slots: int
+    longest: int
+    lossy: bool
+    waiting: deque[Row]
+    rows: list[Row] = field(default_factory=list)
+    _users: dict[int, int] = field(default_factory=dict)  # rows by block they grow from or above it
+    _paths: int = 0  # tokens of these blocks
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.waiting)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The blocks that decode: ends of the running paths."""
+        return [row.node for row in self.rows]
+
+    def admit(self, expected: int) -> list[Row]:
+        """The rows that join now; one in any case if none runs.
+
+        Args:
+            expected: tokens a block is expected to have.
+        """
+        joined: list[Row] = []
+        if self.lossy and self.rows:
+            return joined
+        while self.waiting and (not self.rows or self._fits(self.waiting[0], expected)):
+            row = self.waiting.popleft()
+            self._take(row)
+            joined.append(row)
+        return joined
+
+    def end(self, done: Iterable[Row]) -> None:
+        """These rows decode no more."""
+        gone = {row.node.id for row in done}
+        for row in self.rows:
+            if row.node.id in gone:
+                self._release(row)
+        self.rows = [row for row in self.rows if row.node.id not in gone]
+
+    def preempt(self) -> Row:
+        """The row that joined last waits again, first in the queue."""
+        row = self.rows.pop()
+        self._release(row)
+        self.waiting.appendleft(row)
+        return row
+
+    def upcoming(self) -> list[list[Node]]:
+        """Blocks at whose end the waiting rows begin, as many at a time as run now."""
+        width = max(1, len(self.rows))
+        leaves = [row.leaf for row in self.waiting]
+        return [list(dict.fromkeys(leaves[at : at + width])) for at in range(0, len(leaves), width)]
+
+    def _fits(self, row: Row, expected: int) -> bool:
+        if self.lossy:
+            return 2 * self.longest * (len(self.rows) + 1) <= self.slots
+        new = sum(len(node.tokens) for node in row.leaf.path if node.id not in self._users)
+        return self._paths + new + most_held((*self.rows, row), expected) <= self.slots
+
+    def _take(self, row: Row) -> None:
+        self.rows.append(row)
+        for node in row.leaf.path:
+            if node.id not in self._users:
+                self._paths += len(node.tokens)
+            self._users[node.id] = self._users.get(node.id, 0) + 1
+
+    def _release(self, row: Row) -> None:
+        for node in row.leaf.path:
+            self._users[node.id] -= 1
+            if not self._users[node.id]:
+                del self._users[node.id]
+                self._paths -= len(node.tokens)
+
+
+def most_held(rows: Iterable[Row], expected: int) -> int:
+    """Tokens that the blocks hold together at most while all of them grow, a token a step, and leave as they end.
+
+    Each is reckoned to end at its expected length, or `MARGIN` tokens from now if it is about there already.
+    """
+    lengths = [len(row.node.tokens) for row in rows]
+    left = sorted(((max(expected - each, MARGIN), each) for each in lengths), reverse=True)
+    most = held = 0
+    for count, (steps, length) in enumerate(
+        left, 1
+    ):  # when this one ends, those before it still run
+        held += length
+        most = max(most, held + count * steps)
+    return most
+
+
+def ended(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """Indices of the rows whose blocks have ended, and of the others."""
+    done = [i for i, row in enumerate(rows) if row.stop is not None]
+    return done, [i for i, row in enumerate(rows) if row.stop is None]

@@ -1,0 +1,78 @@
+"""Where a thought ends, on tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from arbor.engine.text import BROKEN, LOOK_BACK, MOST_HELD, added
+from arbor.tasks.base import BlockLimits
+
+StopReason = Literal["step", "eos", "length", "limit"]
+
+
+class StopRule:
+    """Says after each token whether the block ends with it.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        boundary: the task's.
+        eos: ids that end a sequence.
+    """
+
+    def __init__(self, tokenizer: Any, boundary: BlockLimits, eos: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = boundary.stop
+        self._span = max((len(stop) for stop in boundary.stop), default=0)
+        self._eos = frozenset(eos)
+        self._pieces: dict[tuple[int, ...], str] = {}
+        self.max_tokens = boundary.max_tokens
+
+    def is_eos(self, token: int) -> bool:
+        """Whether the token ends a sequence."""
+        return token in self._eos
+
+    def after(self, tokens: list[int], before: Sequence[int] = ()) -> StopReason | None:
+        """Why the block ends with its last token; None if it goes on. A stop may span several tokens.
+
+        Args:
+            tokens: the block's.
+            before: the end of the path before it; no stop is looked for there.
+        """
+        if tokens[-1] in self._eos:
+            return "eos"
+        if self._stops:
+            text = self._end(tokens, before)
+            if any(stop in text for stop in self._stops):
+                return "step"
+        return "length" if len(tokens) >= self.max_tokens else None
+
+    def _end(self, tokens: list[int], before: Sequence[int]) -> str:
+        """The text of the block's end, long enough for any stop that the last token completes."""
+        most = 4 * self._span + MOST_HELD  # a character has four bytes at most
+        text, enough = "", 0
+        for i in range(len(tokens) - 1, max(-1, len(tokens) - 1 - most), -1):
+            previous = tokens[i - 1 : i] if i else before[-1:]
+            text = self._piece(previous, tokens[i]) + text
+            enough = enough or self._span + len(text)
+            if len(text) >= enough:
+                break
+        if BROKEN not in text:
+            return text
+        # parts of characters: only together do they say what they are
+        begin = max(0, len(tokens) - most)
+        earlier = [*before, *tokens[max(0, begin - LOOK_BACK) : begin]]
+        return added(self._decode, earlier[-LOOK_BACK:], tokens[begin:])
+
+    def _piece(self, previous: Sequence[int], token: int) -> str:
+        """The token's text after the one before it, if there is one."""
+        key = (*previous, token)
+        text = self._pieces.get(key)
+        if text is None:
+            known = len(self._piece((), previous[0])) if previous else 0
+            text = self._pieces[key] = self._decode(list(key))[known:]
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens)
+        return text

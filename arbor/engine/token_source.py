@@ -1,0 +1,83 @@
+"""Where the tokens of blocks come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from arbor.engine.sampling import confidence, sample
+from arbor.engine.scheduler import Row
+from arbor.engine.stop_rule import StopReason, StopRule
+from arbor.engine.text import added, before
+from arbor.model.sampling_params import Sampling
+from arbor.tree import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends."""
+
+    seed: int
+    sampling: Sampling
+    stop: StopRule
+
+
+class TokenSource(Protocol):
+    """Chooses tokens, and says where blocks end and what is told of them."""
+
+    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+        """The next token of each row ([n, V] float32); its `logprob` and `top1` are set."""
+        ...
+
+    def stop(self, node: Node, growth: Growth) -> StopReason | None:
+        """Why the block ends with its last token; None if it goes on."""
+        ...
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        """How sure the model is of what follows these whole blocks (`sampling.confidence`)."""
+        ...
+
+    def finish(self, node: Node) -> None:
+        """The block is over: set its text, and make `logprob` and `top1` those of the whole block."""
+        ...
+
+
+class ModelSampler:
+    """Samples from the model's own distribution.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        top: tokens whose entropy is the confidence, see `sampling.confidence`.
+    """
+
+    def __init__(self, tokenizer: Any, top: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+
+    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+        """One sampled token per row."""
+        drawn = sample(logits, [row.code.number for row in rows], growth.sampling)
+        for i, row in enumerate(rows):
+            row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
+            row.code.narrow(drawn.left[i], drawn.share[i])
+        return drawn.tokens
+
+    def stop(self, node: Node, growth: Growth) -> StopReason | None:
+        """By the rule of the operation."""
+        return growth.stop.after(node.tokens, before(node))
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        """From the logits."""
+        return confidence(logits, self._top)
+
+    def finish(self, node: Node) -> None:
+        """Decodes the text; `top1` becomes a mean."""
+        node.top1 /= max(1, len(node.tokens))
+        node.text = added(self._decode, before(node), node.tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

@@ -1,0 +1,233 @@
+"""RunFolder: what an evaluation has finished, kept so that it can stop at any moment and go on later.
+
+    run.toml        every setting, resolved; ``arbor eval --config`` reads it
+    samples.jsonl   one line per finished sample, in the order in which they finished
+    traces/         one trace per sample
+    results.json    what it adds up to
+    index.html      a list of the samples
+
+The first two are enough: the others are made of them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from arbor.config import config_text, read_config
+from arbor.errors import InputError, UsageError
+from arbor.measure.evaluation.dataset import Sample
+from arbor.support.atomic_write import write_atomically
+from arbor.trace.write import to_line
+
+CONFIG, SAMPLES, RESULTS, PAGE, TRACES = (
+    "run.toml",
+    "samples.jsonl",
+    "results.json",
+    "index.html",
+    "traces",
+)
+TRACE_SUFFIX = ".arbor.jsonl.gz"
+SAMPLE_SCHEMA = "arbor.sample/1"
+
+# which samples are solved and what is written of them: a sample's result depends on none of it
+SELECTION = ("limit", "sample_id", "on_error", "trace", "trace_level", "trace_text")
+SHOWN = 8  # settings that an error names
+
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,79}")
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """A name for a configuration: runs that have it solve a sample alike."""
+    settings = json.dumps(sorted(_flat(config).items()), default=str)
+    return hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+
+
+class RunFolder:
+    """A run's folder, opened to go on with it; one process at a time.
+
+    Args:
+        path: made if it is not there.
+        config: every setting of the run.
+        fresh: throws away what an earlier run left here.
+
+    Attributes:
+        rows: sample id -> its last line in ``samples.jsonl``.
+        unreadable: lines of it that were none.
+
+    Raises:
+        UsageError: it cannot be written, holds something else, a run with other settings, or one in progress.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], fresh: bool = False) -> None:
+        self.path = path
+        self.config = tomllib.loads(config_text(config))
+        try:
+            self._check()
+            (path / TRACES).mkdir(parents=True, exist_ok=True)
+            self._file = (path / SAMPLES).open("ab", buffering=0)
+        except OSError as error:
+            raise UsageError(
+                "run-unwritable",
+                f"the folder {path} cannot be written: {error.strerror}.",
+                "Name one that may be: --output DIR.",
+                path=str(path),
+            ) from error
+        try:
+            self._lock()
+            if fresh:
+                self._clear()
+            elif (path / CONFIG).exists():
+                self._compare()
+            self._cut_torn_line()
+            self.rows, self.unreadable = read_rows(path)
+            self.write(CONFIG, config_text(config))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the file of samples; everything written stays."""
+        self._file.close()
+
+    def finished(self, sample: Sample) -> bool:
+        """Whether this very sample has been solved; one that failed is tried again."""
+        row = self.rows.get(sample.id)
+        return (
+            row is not None
+            and row.get("error") is None
+            and (row.get("problem"), row.get("expected")) == (sample.text, sample.expected)
+        )
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Appends a finished sample; when this returns, a killed process no longer loses it."""
+        data = memoryview(to_line({"schema": SAMPLE_SCHEMA, **row}) + b"\n")
+        while data:
+            data = data[self._file.write(data) :]
+        self.rows[str(row["id"])] = dict(row)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file of the run as a whole."""
+        write_atomically(self.path / name, text)
+
+    def trace_path(self, identity: str) -> Path:
+        """Where a sample's trace goes: its id, and a hash where the id is no name for a file."""
+        if _PLAIN.fullmatch(identity):
+            return self.path / TRACES / f"{identity}{TRACE_SUFFIX}"
+        plain = re.sub(r"[^A-Za-z0-9_-]+", "-", identity)[:40].strip("-")
+        named = hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=6)
+        return self.path / TRACES / f"{plain or 'sample'}~{named.hexdigest()}{TRACE_SUFFIX}"
+
+    def _check(self) -> None:
+        """Refuses a folder with something else in it."""
+        if not self.path.is_dir() or (self.path / CONFIG).exists():
+            return
+        strange = [each.name for each in self.path.iterdir() if each.name not in (SAMPLES, TRACES)]
+        strange = sorted(name for name in strange if not name.startswith("."))
+        if strange:
+            raise UsageError(
+                "run-foreign",
+                f"{self.path} holds no run, but {', '.join(strange[:3])}.",
+                "Name a new folder: --output DIR.",
+                path=str(self.path),
+            )
+
+    def _lock(self) -> None:
+        """Keeps the folder for this process, where the system can."""
+        try:
+            import fcntl
+        except ImportError:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                "run-busy",
+                f"another process is writing to {self.path}.",
+                "Wait for it, or name another folder: --output DIR.",
+                path=str(self.path),
+            ) from error
+        except OSError:  # a file system without locks
+            return
+
+    def _clear(self) -> None:
+        self._file.truncate(0)
+        for name in (CONFIG, RESULTS, PAGE):
+            (self.path / name).unlink(missing_ok=True)
+        for trace in (self.path / TRACES).glob(f"*{TRACE_SUFFIX}"):
+            trace.unlink()
+
+    def _compare(self) -> None:
+        """Refuses other settings than those of the run that is here."""
+        there, here = _flat(read_config(self.path / CONFIG)), _flat(self.config)
+        keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+        if keys:
+            # another controller has other settings, which says no more than its name
+            named = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}
+            main = [k for k in keys if k.endswith(".name") or k.split(".")[0] not in named]
+            told = [f"{k} ({_said(there, k)} there, {_said(here, k)} here)" for k in main[:SHOWN]]
+            more = f" and {len(main) - SHOWN} more" if len(main) > SHOWN else ""
+            raise UsageError(
+                "run-differs",
+                f"{self.path} holds a run with other settings: {', '.join(told)}{more}.",
+                "Give the same settings, name another folder with --output, or start over with --fresh.",
+                path=str(self.path),
+                keys=keys,
+            )
+
+    def _cut_torn_line(self) -> None:
+        """A process that was killed may have left half a line, which the next one must not continue."""
+        data = (self.path / SAMPLES).read_bytes()
+        if data and not data.endswith(b"\n"):
+            self._file.truncate(data.rfind(b"\n") + 1)
+
+
+def read_rows(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """The last line of each sample in a run's folder, and how many lines are none.
+
+    Raises:
+        InputError: there is no run.
+    """
+    try:
+        data = (path / SAMPLES).read_bytes()
+    except OSError as error:
+        raise InputError(
+            "run-unreadable",
+            f"{path / SAMPLES} cannot be read: {error.strerror}.",
+            "Name a folder that 'arbor eval --output' has written.",
+            path=str(path),
+        ) from error
+    rows: dict[str, dict[str, Any]] = {}
+    unreadable = 0
+    for line in data.split(b"\n"):
+        row: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("id"), str):
+            rows[row["id"]] = row
+        elif line.strip():
+            unreadable += 1
+    return rows, unreadable
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"policy": {"name": "lru"}}`` as ``{"policy.name": "lru"}``, without what a sample's result does not depend on."""
+    return dict(_settings({k: v for k, v in config.items() if k not in SELECTION}, ""))
+
+
+def _settings(table: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{place}{key}.")
+        elif value is not None:
+            yield f"{place}{key}", value
+
+
+def _said(settings: Mapping[str, Any], key: str) -> str:
+    return str(settings[key]) if key in settings else "none"

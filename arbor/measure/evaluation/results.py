@@ -1,0 +1,90 @@
+"""What samples add up to, and how two runs of the same samples compare."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from arbor.measure.statistics import bootstrap, clopper_pearson, paired
+
+RESULTS_SCHEMA = "arbor.results/1"
+COSTS = ("tokens_generated", "tokens_recomputed", "peak_tokens", "peak_bytes")
+
+Row = Mapping[str, Any]
+
+
+def is_right(row: Row) -> bool:
+    """Whether a sample counts as solved: a wrong answer, no answer and an error do not."""
+    return row.get("correct") is True
+
+
+def cost(row: Row, name: str) -> float:
+    """A number of a sample's metrics; of one that failed, 0."""
+    return float((row.get("metrics") or {}).get(name, 0))
+
+
+def results(rows: Sequence[Row]) -> dict[str, Any]:
+    """Accuracy with its exact 95 % interval, and what the samples cost.
+
+    Args:
+        rows: of ``samples.jsonl``; the costs are of those that were solved to an end.
+    """
+    right = sum(map(is_right, rows))
+    solved = [row for row in rows if row.get("error") is None]
+    failed = [row for row in rows if row.get("error") is not None]
+    found: dict[str, Any] = {
+        "schema": RESULTS_SCHEMA,
+        "n": len(rows),
+        "right": right,
+        "accuracy": right / len(rows) if rows else None,
+        "interval": list(clopper_pearson(right, len(rows))),
+        "no_answer": sum(row.get("answer") is None for row in solved),
+        "errors": len(failed),
+        "error_codes": dict(sorted(Counter(row["error"]["code"] for row in failed).items())),
+        "first_error": failed[0]["error"] if failed else None,
+        "finish_reasons": dict(sorted(Counter(str(r.get("finish_reason")) for r in rows).items())),
+    }
+    for name in COSTS:
+        found[name] = _spread([cost(row, name) for row in solved])
+    found["cpu_s"] = _spread([float(row.get("cpu_s", 0)) for row in solved])
+    found["wall_s"] = _spread([float(row.get("wall_s", 0)) for row in solved])
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, largest and sum."""
+    if not values:
+        return {"mean": 0.0, "max": 0.0, "total": 0.0}
+    total = sum(values)
+    return {"mean": total / len(values), "max": max(values), "total": total}
+
+
+def compare(mine: Mapping[str, Row], theirs: Mapping[str, Row]) -> dict[str, Any]:
+    """Two runs over the samples that both have: outcomes paired, costs side by side.
+
+    Args:
+        mine, theirs: sample id -> row; at least one id is in both.
+
+    Returns:
+        The fields of `arbor.measure.statistics.Paired` (the first is `mine`), and for each cost the two means, their difference and
+        its bootstrap 95 % interval.
+    """
+    common = [each for each in mine if each in theirs]
+    pair = paired([is_right(mine[i]) for i in common], [is_right(theirs[i]) for i in common])
+    found = dataclasses.asdict(pair) | {"interval": list(pair.interval)}
+    for name in (*COSTS, "cpu_s"):
+        first, second = (_costs((run[each] for each in common), name) for run in (mine, theirs))
+        differences = [a - b for a, b in zip(first, second, strict=True)]
+        found[name] = {
+            "here": sum(first) / len(first),
+            "there": sum(second) / len(second),
+            "difference": sum(differences) / len(differences),
+            "interval": list(bootstrap(differences)),
+        }
+    return found
+
+
+def _costs(rows: Iterable[Row], name: str) -> list[float]:
+    return [float(row.get("cpu_s", 0)) if name == "cpu_s" else cost(row, name) for row in rows]

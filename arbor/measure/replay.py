@@ -1,0 +1,259 @@
+"""Replay: a recorded search again under another policy and budget, without running the model.
+
+The tree, the values and the order of a lossless search do not depend on the budget, so what a policy costs (tokens
+recomputed, evictions, slots held) follows from a trace: the engine does all it does, except that forward passes compute
+nothing and tokens and verdicts are those of the recording. Attention is not recorded: where it counts (arborkv, kkt, h2o,
+tova) policies see zeros, so that they keep other tokens and, by MSVE's third signal, other numbers of them than the run did;
+their costs are close, not equal. A run that was cut short is replayed up to its last whole round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arbor import registry
+from arbor.engine.engine import Engine
+from arbor.engine.rehydration import Rehydrate
+from arbor.engine.scheduler import Row
+from arbor.engine.stop_rule import StopReason, StopRule
+from arbor.engine.token_source import Growth, ModelSampler
+from arbor.errors import BudgetInfeasible, TraceError, UsageError
+from arbor.events import Boundary, Ended, Event, Header, Opened, Verified
+from arbor.memory.pool import KVPool, LayerKV
+from arbor.metrics import Metrics, MetricsFold
+from arbor.model.plan import ForwardPlan
+from arbor.model.runner import ForwardResult
+from arbor.model.sampling_params import Sampling
+from arbor.retention.future_reads import FutureReads
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.run.session import Limits, Session
+from arbor.tasks.base import Problem, Task
+from arbor.trace.read import NO_TOKEN, Trace
+from arbor.tree import Node, NodeState
+from arbor.verifiers.base import Asker, Verdict, Verifier
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a replay needs of a trace.
+
+    Attributes:
+        header: of the run.
+        prompt: tokens of the root (their ids are not recorded; only their number counts).
+        blocks: by node id, as they closed.
+        values: by node id, what the verifier said.
+        uses: when each block is read.
+        rounds: whole rounds there are, where the run was cut short; None: it ended by itself.
+    """
+
+    header: Header
+    prompt: int
+    blocks: Mapping[int, Boundary]
+    values: Mapping[int, float]
+    uses: FutureReads
+    rounds: int | None = None
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Recording:
+        """From the events of a run.
+
+        Raises:
+            TraceError: they do not begin with a header and a prompt, or leave out the tokens (``--trace-text none``).
+        """
+        header = next((event for event in events if isinstance(event, Header)), None)
+        opened = [event for event in events if isinstance(event, Opened)]
+        root = next((event for event in opened if event.parent is None), None)
+        verified = [event for event in events if isinstance(event, Verified)]
+        values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
+        blocks = {e.node: e for e in events if isinstance(e, Boundary) and e.node in values}
+        lacks = "no header" if header is None else "no prompt" if root is None else ""
+        if any(NO_TOKEN in block.ids for block in blocks.values()):
+            lacks = "no words (--trace-text none)"
+        if header is None or root is None or lacks:
+            raise TraceError(
+                "trace-replay",
+                f"the trace has {lacks}, which a replay of the search needs.",
+                "Record it whole, with --trace-text full.",
+            )
+        end = next((event for event in events if isinstance(event, Ended)), None)
+        rounds: int | None = None
+        if end is None or end.status not in ("solved", "exhausted"):
+            cut = [e.node for e in opened if e.parent is not None and e.node not in values]
+            rounds = sum(max(event.nodes) < min(cut, default=len(opened)) for event in verified)
+        return cls(header, root.tokens, blocks, values, FutureReads.of(events), rounds)
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that ended a sequence."""
+        return frozenset(block.ids[-1] for block in self.blocks.values() if block.stop == "eos")
+
+
+def replay(
+    recorded: Recording | Trace,
+    tokenizer: Any,
+    *,
+    policy: str | Policy,
+    slots: int,
+    rehydrate: Rehydrate = "selective",
+    msve: MSVE | None = None,
+    listen: Callable[[Event], None] = lambda event: None,
+) -> Metrics:
+    """Run a recorded search again within a budget of `slots`, in lossless mode.
+
+    Args:
+        recorded: the search; under full retention or not, its tree is the same.
+        tokenizer: of its model, for the verifier's questions.
+        policy: a name or a ready policy; ``belady`` knows the recording's future.
+        slots: tokens of KV.
+        rehydrate: ``selective`` or ``span``.
+        msve: block values for policies that read them; by default those of the recorded run.
+        listen: called with every event.
+
+    Returns:
+        The counters; times are those of the replay.
+
+    Raises:
+        BudgetInfeasible: a path does not fit.
+        TraceError: the trace cannot be replayed.
+    """
+    record = recorded if isinstance(recorded, Recording) else Recording.of(recorded.events)
+    config = record.header.config
+    task: Task = registry.build("task", config["task"])
+    boundary = dataclasses.replace(
+        task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
+    )
+    fold = MetricsFold()
+
+    def emit(event: Event) -> None:
+        fold(event)
+        listen(event)
+
+    values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
+    runner: Any = _NoModel(len(tokenizer))
+    engine = Engine(
+        runner,
+        tokenizer,
+        policy=registry.build("policy", policy),
+        rehydrate=rehydrate,
+        msve=values,
+        source=_Recorded(record, tokenizer),
+        emit=emit,
+    )
+    judge = _Judge(registry.build("verifier", config["verifier"]), record)
+    session = Session(
+        engine,
+        task,
+        task.parse(record.header.problem),
+        registry.build("controller", config["controller"]),
+        judge,
+        Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
+        Limits(config["max_depth"], config.get("max_expansions")),
+        slots,
+        emit,
+        record.uses,
+    )
+    emit(record.header)
+    if record.rounds is not None:
+        judge.end = lambda: session.stop("limit")
+        if record.rounds == 0:
+            judge.end()
+    session.run([0] * record.prompt, record.header.problem)
+    return fold.metrics()
+
+
+def replay_smallest(
+    recorded: Recording | Trace, tokenizer: Any, *, slots: int, **settings: Any
+) -> tuple[int, Metrics]:
+    """`replay` in the smallest budget, from `slots` on, in which the whole search runs.
+
+    Returns:
+        Slots, and the counters.
+    """
+    while True:
+        try:
+            return slots, replay(recorded, tokenizer, slots=slots, **settings)
+        except BudgetInfeasible as error:
+            assert error.needed > slots, f"{error.needed} slots are needed and {slots} are there"
+            slots = error.needed
+
+
+class _NoModel:
+    """A runner whose forward passes compute nothing."""
+
+    layer_kv = (LayerKV(1, 1, 1),)
+    layer_count = 1
+    dtype = torch.float32
+    device = torch.device("cpu")
+    weight_bytes = 0
+
+    def __init__(self, vocabulary: int) -> None:
+        self._nothing = torch.zeros(1, vocabulary)
+
+    def forward(self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None) -> ForwardResult:
+        """Logits that nobody reads; attention is not recorded."""
+        return ForwardResult(self._nothing.expand(len(plan.logit_rows), -1))
+
+
+class _Recorded(ModelSampler):
+    """The blocks of the recording."""
+
+    def __init__(self, record: Recording, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._blocks = record.blocks
+
+    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+        """The recorded tokens."""
+        return [self._of(row.node).ids[len(row.node.tokens)] for row in rows]
+
+    def stop(self, node: Node, growth: Growth) -> StopReason | None:
+        """Where the recorded block ended."""
+        block = self._of(node)
+        return block.stop if len(node.tokens) == len(block.ids) else None
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        """As recorded."""
+        return [self._of(node).confidence for node in nodes]
+
+    def finish(self, node: Node) -> None:
+        """As recorded."""
+        if node.state is NodeState.PRUNED:  # cut short, as the recorded one was not
+            return super().finish(node)
+        block = self._of(node)
+        node.text, node.logprob, node.top1 = block.text, block.logprob, block.top1
+
+    def _of(self, node: Node) -> Boundary:
+        if node.id not in self._blocks:
+            raise UsageError("trace-replay", "the search left the recorded one.")
+        return self._blocks[node.id]
+
+
+class _Judge:
+    """The recorded verdicts, after asking what the verifier asks; calls `end` after those of the last whole round."""
+
+    def __init__(self, verifier: Verifier, record: Recording) -> None:
+        self.verifier = verifier
+        self.values = record.values
+        self.end: Callable[[], None] = lambda: None
+        self._left = record.rounds
+
+    @property
+    def needs_model(self) -> bool:
+        return self.verifier.needs_model
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """What was said of the candidates."""
+        asked = self.verifier.verify(task, problem, candidates, engine).asked
+        if self._left is not None:
+            self._left -= 1
+            if self._left <= 0:
+                self.end()
+        return Verdict(tuple(self.values[node.id] for node in candidates), asked)

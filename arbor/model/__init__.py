@@ -1,0 +1,1 @@
+"""A Hugging Face decoder: loading it, describing it, running it over slots."""

@@ -1,0 +1,229 @@
+"""Checkpoint: the model a solver runs, read in two steps: config and tokenizer, then weights."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+
+from arbor import registry
+from arbor.errors import ModelError, UsageError
+from arbor.kernels.base import AttentionBackend
+from arbor.kernels.linear import pack_linears
+from arbor.model.agreement import check_agreement, own_logits
+from arbor.model.describe import ModelInfo, describe_config
+from arbor.model.loading import (
+    ModelLocation,
+    eos_ids,
+    load_config,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    locate,
+    no_revision,
+    sampling_defaults,
+)
+from arbor.model.placement import (
+    FLASHINFER,
+    backend_of,
+    device_of,
+    device_of_model,
+    dtype_name,
+    refuse_batch_dependent,
+)
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What can be known without the weights.
+
+    Attributes:
+        tokenizer: a Hugging Face tokenizer.
+        info: what the model needs, and whether it is supported.
+        sampling: how the model's authors would choose tokens.
+    """
+
+    tokenizer: Any
+    info: ModelInfo
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The model, ready to run.
+
+    Attributes:
+        runner: over the model with arbor's attention.
+        eos: ids that end a text.
+    """
+
+    runner: ModelRunner
+    eos: tuple[int, ...]
+
+
+class Checkpoint:
+    """A model on disk, of the Hub or handed over; threads that ask together wait for the one that reads.
+
+    Args:
+        model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
+        tokenizer: for a ready model.
+        revision, trust_remote_code, dtype, device, backend, deterministic: see `Solver`.
+
+    Raises:
+        UsageError: settings that cannot be meant; nothing was read.
+        ModelError: no such model.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any,
+        tokenizer: Any,
+        *,
+        revision: str | None,
+        trust_remote_code: bool,
+        dtype: str,
+        device: str,
+        backend: str,
+        deterministic: bool,
+    ) -> None:
+        self._given = None if isinstance(model, str | os.PathLike) else model
+        self._tokenizer = tokenizer
+        self.dtype = dtype
+        self.device = (
+            device_of(device) if self._given is None else device_of_model(model, dtype, device)
+        )
+        self.deterministic = deterministic
+        self.backend = backend_of(backend, self.device, deterministic)
+        self.source = (
+            locate(model, revision, trust_remote_code)
+            if self._given is None
+            else ModelLocation(getattr(model, "name_or_path", "") or type(model).__name__, "")
+        )
+        if self._given is not None and tokenizer is None:
+            raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
+        if self._given is not None and revision is not None:
+            raise no_revision(revision, "the model is loaded already")
+        self._files: Files | None = None
+        self._weights: Weights | None = None
+        self._reading = threading.Lock()
+        self._loading = threading.Lock()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether config and tokenizer were read."""
+        return self._files is not None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights were loaded."""
+        return self._weights is not None
+
+    def close(self) -> None:
+        """Forget what was read and loaded."""
+        self._files = self._weights = None
+
+    def read(self) -> Files:
+        """Config and tokenizer, read once.
+
+        Raises:
+            ModelError: unreadable.
+        """
+        with self._reading:
+            if self._files is None:
+                self._files = self._read()
+            return self._files
+
+    def load(self) -> Weights:
+        """The weights, loaded once, compared with the model's own forward, and packed where that is faster.
+
+        Raises:
+            ModelError: unsupported, incomplete or unreadable.
+            UsageError: `deterministic`, and layers of the model depend on the batch.
+        """
+        with self._loading:
+            if self._weights is None:
+                self._weights = self._load(self.read())
+            return self._weights
+
+    def backend_name(self, info: ModelInfo) -> str:
+        """What computes attention: ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
+        everywhere else.
+
+        Raises:
+            UsageError: FlashInfer was asked for and has no kernel for this model.
+        """
+        if self.deterministic:
+            return "rowwise"
+        if self.backend not in ("auto", FLASHINFER):
+            return self.backend
+        if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
+            from arbor.kernels.flashinfer_cascade import DTYPES, HEAD_DIMS
+
+            dtype: torch.dtype = getattr(torch, info.dtype)
+            if dtype in DTYPES and set(info.head_dims) <= set(HEAD_DIMS):
+                return FLASHINFER
+            if self.backend == FLASHINFER:
+                heads = " and ".join(map(str, info.head_dims))
+                raise UsageError(
+                    "backend",
+                    f"--attn flashinfer: no kernels for {dtype_name(dtype)} and heads of {heads}.",
+                    "Use --attn torch, or --dtype bfloat16 if it is the dtype.",
+                )
+        return "torch"
+
+    def _backend(self, info: ModelInfo) -> AttentionBackend:
+        name = self.backend_name(info)
+        if name == FLASHINFER:
+            from arbor.kernels.flashinfer_cascade import FlashInferCascade
+
+            return FlashInferCascade(self.device, getattr(torch, info.dtype))
+        return cast(AttentionBackend, registry.build("backend", name))
+
+    def _read(self) -> Files:
+        config = load_config(self.source) if self._given is None else self._given.config
+        tokenizer = self._tokenizer or load_tokenizer(self.source)
+        dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
+        info = describe_config(config, self.source, dtype=dtype)
+        generation = (
+            load_generation_config(self.source)
+            if self._given is None
+            else getattr(self._given, "generation_config", None)
+        )
+        return Files(tokenizer, info, sampling_defaults(generation))
+
+    def _load(self, files: Files) -> Weights:
+        info = files.info
+        if not info.supported:
+            raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+        model = self._given or load_model(self.source, getattr(torch, info.dtype), self.device)
+        if self.deterministic:
+            refuse_batch_dependent(model)
+        backend = self._backend(info)
+        own, attention = own_logits(model), model.config._attn_implementation
+        runner = ModelRunner(model, backend)
+        if runner.device.type == "cpu":
+            pack_linears(model, deterministic=self.deterministic)
+        if own is not None:
+            try:
+                check_agreement(runner, own)
+            except ModelError:
+                model.set_attn_implementation(attention)  # not to pass for checked
+                raise
+        logger.info(
+            "%s: %s weights, %s on %s, attention by %s",
+            self.source.name,
+            f"{info.parameters:,}",
+            info.dtype,
+            runner.device,
+            type(backend).__name__,
+        )
+        return Weights(runner, eos_ids(model, files.tokenizer))

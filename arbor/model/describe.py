@@ -1,0 +1,187 @@
+"""What a model needs, from its config alone: no weights are read."""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from arbor.errors import ModelError
+from arbor.memory.pool import LayerKV, bytes_per_token
+from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe
+from arbor.model.context_limit import context_limit
+from arbor.model.loading import (
+    ModelLocation,
+    commit_of,
+    load_config,
+    locate,
+    remote_code,
+    wants_trust,
+)
+from arbor.model.runner import check_layer_types, checked
+
+EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a budget needs to know of a model.
+
+    Attributes:
+        id: what the user wrote.
+        revision: commit of a model of the Hub; None for others.
+        architecture: class name, e.g. ``LlamaForCausalLM``.
+        model_type: as in the config.
+        supported: whether arbor runs it exactly.
+        reason: why not; empty if it does.
+        layers: decoder layers.
+        num_qo_heads, num_kv_heads, head_dim: of the first layer, as probed; 0 if unsupported.
+        head_dims: every size of a head, of keys or values, in any layer; increasing.
+        window: the shortest sliding window of any layer, None if there is none.
+        dtype: of the weights and the KV.
+        kv_bytes_per_token: over all layers; 0 if unsupported.
+        parameters: number of weights.
+        context: longest path that runs exactly, tokens.
+        vocabulary: number of token ids.
+    """
+
+    id: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    supported: bool
+    reason: str
+    layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dims: tuple[int, ...]
+    window: int | None
+    dtype: str
+    kv_bytes_per_token: int
+    parameters: int
+    context: int
+    vocabulary: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, JSON-able."""
+        return asdict(self)
+
+
+def describe(
+    model: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> ModelInfo:
+    """Everything a plan needs, from the config: the decoder is built without weights and probed with one token.
+
+    Args:
+        model, revision, trust_remote_code: as in `locate`.
+        dtype: as in `resolve_dtype`.
+
+    Raises:
+        ModelError: the model is not there, or needs code of its own. An unsupported one is described, not refused.
+    """
+    source = locate(model, revision, trust_remote_code)
+    config = load_config(source)
+    return describe_config(config, source, dtype=dtype)
+
+
+def describe_config(config: Any, source: ModelLocation, *, dtype: str = "auto") -> ModelInfo:
+    """`describe` for a config that is already read."""
+    chosen = resolve_dtype(dtype, config)
+    text = config.get_text_config()
+    reason, parameters = "", 0
+    specs: tuple[LayerSpec, ...] = ()
+    try:
+        specs, parameters = _probe_without_weights(config, source)
+    except ModelError as error:
+        if error.code != "arch-unsupported":
+            raise
+        reason = error.message
+    windows = [spec.shape.window for spec in specs if spec.shape.window is not None]
+    layers = [
+        LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo) for s in specs
+    ]
+    first = specs[0].shape if specs else None
+    return ModelInfo(
+        id=source.name,
+        revision=commit_of(source),
+        architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
+        model_type=config.model_type,
+        supported=not reason,
+        reason=reason,
+        layers=int(getattr(text, "num_hidden_layers", 0) or 0),
+        num_qo_heads=first.num_qo_heads if first else 0,
+        num_kv_heads=first.num_kv_heads if first else 0,
+        head_dim=first.head_dim_qk if first else 0,
+        head_dims=tuple(
+            sorted({d for s in specs for d in (s.shape.head_dim_qk, s.shape.head_dim_vo)})
+        ),
+        window=min(windows, default=None),
+        dtype=str(chosen).removeprefix("torch."),
+        kv_bytes_per_token=bytes_per_token(layers, chosen),
+        parameters=parameters,
+        context=context_limit(text),
+        vocabulary=int(getattr(text, "vocab_size", 0) or 0),
+    )
+
+
+def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[LayerSpec, ...], int]:
+    check_layer_types(config.get_text_config())
+    config = copy.deepcopy(config)  # transformers writes to it
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=IMPLEMENTATION,
+                experts_implementation=EXPERTS,
+                trust_remote_code=source.trust_remote_code,
+            )
+    except (ValueError, KeyError, ImportError) as error:
+        if wants_trust(error):
+            raise remote_code(source.label) from error
+        raise _unbuilt(
+            config, "transformers cannot build it with arbor's attention", error
+        ) from error
+    parameters = sum(p.numel() for p in model.parameters())
+    text = config.get_text_config()
+    # the tokens have no values, and padding would be looked for among them
+    text.pad_token_id = model.config.pad_token_id = None
+    try:
+        specs = probe(model, int(text.num_hidden_layers))
+    except Exception as error:  # a model's own code may fail in any way where there are no weights
+        raise _unbuilt(config, "it does not run without weights", error) from error
+    return checked(specs, text), parameters
+
+
+def _unbuilt(config: Any, what: str, error: Exception) -> ModelError:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return ModelError(
+        "arch-unsupported",
+        f"model_type '{config.model_type}': {what} ({lines[0]}).",
+        model_type=config.model_type,
+    )
+
+
+def resolve_dtype(dtype: str, config: Any) -> torch.dtype:
+    """`auto` is the dtype the weights were saved in; otherwise a torch dtype by name.
+
+    Raises:
+        ModelError: no such floating-point dtype.
+    """
+    if dtype == "auto":
+        saved = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+        return saved if isinstance(saved, torch.dtype) else torch.float32
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelError(
+            "dtype", f"--dtype {dtype} is no floating-point dtype.", "Use float32 or bfloat16."
+        )
+    return found

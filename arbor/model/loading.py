@@ -1,0 +1,324 @@
+"""From what a user writes (a directory, a Hub id, `builtin:sapling`) to a model and its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as loading_bars
+
+from arbor.errors import ModelError, UnknownName, UsageError
+from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
+from arbor.model.sampling_params import Sampling
+
+logger = logging.getLogger(__name__)
+
+BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLocation:
+    """Where a model lies.
+
+    Attributes:
+        name: as the user wrote it.
+        path: what transformers loads from.
+        revision: branch, tag or commit on the Hub; None = its main branch, and always None for a directory.
+        trust_remote_code: whether Python files that lie beside the weights may run.
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name and revision, for people."""
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """What every loader of transformers is told beside the path. Trust is always told: asked for nothing,
+        transformers asks the terminal."""
+        version = {} if self.revision is None else {"revision": self.revision}
+        return {**version, "trust_remote_code": self.trust_remote_code}
+
+
+def locate(
+    model: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False
+) -> ModelLocation:
+    """Find a model without reading its weights.
+
+    Args:
+        model, revision, trust_remote_code: as in `ModelLocation`.
+
+    Raises:
+        ModelError: no such directory, or a directory without config or weights.
+        UnknownName: an unknown ``builtin:`` model.
+        UsageError: a revision of what has none.
+    """
+    found = _locate(os.fspath(model))
+    if revision is not None and Path(found.path).is_dir():
+        raise no_revision(revision, f"{found.name} is a directory")
+    return dataclasses.replace(found, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def no_revision(revision: str, what: str) -> UsageError:
+    """Why a revision cannot be meant."""
+    return UsageError(
+        "revision",
+        f"--revision {revision}: {what}, and only a model of the Hub has revisions.",
+        "Leave --revision out, or name a Hub id, as in Qwen/Qwen2.5-7B-Instruct.",
+        revision=revision,
+    )
+
+
+def _locate(name: str) -> ModelLocation:
+    if name.startswith("builtin:"):
+        builtin = name.removeprefix("builtin:")
+        if builtin not in BUILTIN:
+            raise UnknownName("model", name, [f"builtin:{known}" for known in BUILTIN])
+        return _directory(name, BUILTIN[builtin])
+    if not name.strip():
+        raise ModelError(
+            "model-not-found",
+            "the model's name is empty.",
+            "Name a directory, a Hub id, or builtin:sapling.",
+            model=name,
+        )
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _directory(name, path)
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.exists()
+    if looks_local:
+        what = "is a file, not a directory" if path.exists() else "no such directory"
+        raise ModelError(
+            "model-not-found",
+            f"{what}: {name}. It is not a Hub id either (a Hub id looks like "
+            "Qwen/Qwen2.5-7B-Instruct).",
+            f"Local models found: {', '.join(_nearby(path)) or 'none'}. Built in: builtin:sapling.",
+            model=name,
+        )
+    return ModelLocation(name, name)
+
+
+def _directory(name: str, path: Path) -> ModelLocation:
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            "model-incomplete",
+            f"{name} has no config.json.",
+            "A model directory holds config.json, *.safetensors and a tokenizer.",
+            model=name,
+        )
+    if not any(path.glob("*.safetensors")):
+        pickles = sorted(p.name for p in path.glob("*.bin"))
+        found = f" (found {pickles[0]}: convert it to safetensors)" if pickles else ""
+        raise ModelError(
+            "model-incomplete",
+            f"{name} has config.json but no *.safetensors{found}.",
+            "Copy the weights there.",
+            model=name,
+        )
+    return ModelLocation(name, str(path))
+
+
+def _nearby(path: Path) -> list[str]:
+    """Model directories beside where the user looked."""
+    parent = path.parent if path.parent.is_dir() else Path()
+    try:
+        return sorted(str(p.parent) for p in parent.glob("*/config.json"))[:5]
+    except OSError:
+        return []
+
+
+def load_config(source: ModelLocation) -> Any:
+    """The model's config.
+
+    Raises:
+        ModelError: unreadable, or a model_type transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(source.path, **source.loading)
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(source, error) from error
+
+
+def commit_of(source: ModelLocation) -> str | None:
+    """The commit that a Hub model's config was read from; None for a directory, and for a config not read yet."""
+    if Path(source.path).is_dir():
+        return None
+    found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def load_tokenizer(source: ModelLocation) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        ModelError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source.path, **source.loading)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if Path(source.path).is_dir() and not wants_trust(error):
+            raise ModelError(
+                "model-incomplete",
+                f"{source.name} has no readable tokenizer ({_first_line(error)}).",
+                "Copy tokenizer.json and tokenizer_config.json there.",
+                model=source.name,
+            ) from error
+        raise _unreadable(source, error) from error
+
+
+def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) -> Any:
+    """The decoder with its weights.
+
+    Raises:
+        ModelError: weights that cannot be read or do not fit the config.
+        OutOfMemory: they do not fit into memory.
+    """
+    try:
+        with _no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source.path, dtype=dtype, output_loading_info=True, **source.loading
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise weights_too_large(torch.device("cpu"), None) from error
+        raise _unreadable(source, error) from error
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":
+            raise _unreadable(source, error) from error
+        raise
+    model, report = loaded
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        raise ModelError(
+            "model-incomplete",
+            f"{source.name}: the weights lack {len(missing)} tensors, among them {missing[0]}.",
+            "Copy every *.safetensors file there.",
+            model=source.name,
+        )
+    weights = sum(each.nbytes for each in model.parameters())
+    try:
+        return model.to(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise weights_too_large(device, weights) from error
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading is announced by whoever shows progress, not by transformers."""
+    shown = loading_bars.is_progress_bar_enabled()
+    loading_bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            loading_bars.enable_progress_bar()
+
+
+def wants_trust(error: Exception) -> bool:
+    """Whether transformers refused to run a model's own code."""
+    return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
+
+
+def remote_code(name: str) -> ModelError:
+    """A model that runs only with code of its own, which nobody has allowed."""
+    return ModelError(
+        "remote-code",
+        f"{name} needs Python code that lies beside its weights, and that code may do anything.",
+        "Read it; if you trust it, add --trust-remote-code.",
+        model=name,
+    )
+
+
+def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
+    if wants_trust(error):
+        return remote_code(source.label)
+    if Path(source.path).is_dir():
+        return ModelError(
+            "model-incomplete",
+            f"{source.name} cannot be read: {_first_line(error)}",
+            model=source.name,
+        )
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return ModelError(
+            "offline",
+            f"{source.label} is not in HF_HOME={home} and HF_HUB_OFFLINE=1.",
+            "Download it first, or use --model builtin:sapling.",
+            model=source.name,
+        )
+    return ModelError(
+        "model-not-found",
+        f"{source.label} is neither a directory nor a model the Hub gave us: {_first_line(error)}",
+        "A Hub id looks like Qwen/Qwen2.5-7B-Instruct.",
+        model=source.name,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def load_generation_config(source: ModelLocation) -> Any:
+    """The model's generation config; None if it has none."""
+    try:
+        return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
+    except OSError as error:
+        if (Path(source.path) / "generation_config.json").exists():
+            reason = _first_line(error)
+            logger.warning("generation_config.json of %s is left out: %s", source.name, reason)
+        return None
+
+
+def sampling_defaults(generation: Any) -> Sampling:
+    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says nothing.
+
+    Raises:
+        ModelError: what it says cannot be meant.
+    """
+    if generation is None or not getattr(generation, "do_sample", False):
+        return Sampling()
+
+    def said(name: str, otherwise: float) -> Any:
+        value = getattr(generation, name, None)
+        return otherwise if value is None else value
+
+    try:
+        return Sampling(
+            temperature=float(said("temperature", 1.0)),
+            top_p=float(said("top_p", 1.0)),
+            top_k=int(said("top_k", 0)),
+        )
+    except (TypeError, ValueError, UsageError) as error:
+        raise ModelError(
+            "model-incomplete",
+            f"generation_config.json says nothing that can be meant of sampling: {_first_line(error)}",
+            "Correct temperature, top_p and top_k there.",
+        ) from error
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a sequence: the generation config's, or the tokenizer's."""
+    config = getattr(model, "generation_config", None)
+    ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

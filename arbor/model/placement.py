@@ -1,0 +1,110 @@
+"""Where and how a model runs: device, dtype and attention backend, checked before anything loads."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from arbor import registry
+from arbor.errors import UsageError
+from arbor.kernels.linear import batch_dependent
+
+FLASHINFER = "flashinfer"  # both the backend and its package
+
+
+def device_of(device: str) -> torch.device:
+    """The device a user means; ``auto`` is CUDA where there is one.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(
+            "device", f"--device {device} is no device.", "Use auto, cpu or cuda."
+        ) from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
+    return chosen
+
+
+def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
+    """The device of a ready model, which stays as it is.
+
+    Raises:
+        UsageError: another dtype or device was asked for.
+    """
+    weight: torch.Tensor = next(model.parameters())
+    if dtype not in ("auto", dtype_name(weight.dtype)):
+        raise UsageError(
+            "dtype",
+            f"dtype={dtype}, and the ready model's is {dtype_name(weight.dtype)}.",
+            f"Leave dtype out, or pass model.to(torch.{dtype}).",
+        )
+    if device != "auto":
+        chosen = device_of(device)
+        if chosen.type != weight.device.type or chosen.index not in (None, weight.device.index):
+            raise UsageError(
+                "device",
+                f"device={device}, and the ready model is on {weight.device}.",
+                f"Leave device out, or pass model.to('{device}').",
+            )
+    return weight.device
+
+
+def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
+    """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends on the model.
+
+    Raises:
+        UnknownName: no such backend.
+        UsageError: one that does not go with the other settings, or that cannot run here.
+    """
+    special = ("auto", FLASHINFER)
+    if backend not in (*special, *registry.names("backend")) and ":" not in backend:
+        raise registry.unknown("backend", backend, special)
+    if deterministic and device.type != "cpu":
+        raise UsageError(
+            "deterministic",
+            f"--deterministic runs on a CPU, and the device is {device}.",
+            "Use --device cpu, or leave --deterministic out.",
+        )
+    if deterministic and backend not in ("auto", "rowwise"):
+        raise UsageError(
+            "backend",
+            f"--deterministic attends row by row, which --attn {backend} does not.",
+            "Leave one of them out, or use --attn rowwise.",
+        )
+    if backend == FLASHINFER and (device.type != "cuda" or find_spec(FLASHINFER) is None):
+        raise UsageError(
+            "backend",
+            "--attn flashinfer needs a GPU and the package flashinfer.",
+            "Use --attn torch, or install arbor-search[cuda] on a machine with a GPU.",
+        )
+    return backend
+
+
+def refuse_batch_dependent(model: Any) -> None:
+    """Refuse to call a model deterministic whose layers are not.
+
+    Raises:
+        UsageError: names them.
+    """
+    found = batch_dependent(model)
+    if found:
+        raise UsageError(
+            "deterministic",
+            f"--deterministic: in model_type '{model.config.model_type}' a row's result depends on the other rows of the "
+            f"batch in {' and '.join(dict.fromkeys(found.values()))} ({next(iter(found))}, {len(found)} in all).",
+            "Leave --deterministic out, or take a model without experts.",
+            layers=list(found),
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,251 @@
+"""ModelRunner: the only place that calls the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbor.errors import ModelError
+from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.linear import weight_bytes
+from arbor.memory.pool import KVPool, LayerKV
+from arbor.model.attention import IMPLEMENTATION, AttentionCall, LayerSpec, answered_by, probe
+from arbor.model.layers import Leave, Tap, install
+from arbor.model.plan import ForwardPlan, select_rows
+
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """What a forward returns.
+
+    Attributes:
+        logits: [n, V] float32, of the plan's `logit_rows`.
+        hidden: layer -> [T, d], output of the chosen layers (before the final norm).
+        exit_layer: int64 [T], the last layer each row went through; None when all ran to the end.
+        mass: float32 [slots + 1], attention mass each slot received in the chosen layers, summed over rows, query
+            heads and layers; None unless asked.
+    """
+
+    logits: Tensor
+    hidden: Mapping[int, Tensor] = field(default_factory=dict)
+    exit_layer: Tensor | None = None
+    mass: Tensor | None = None
+
+
+class ModelRunner:
+    """An unmodified Hugging Face decoder whose attention reads our slots.
+
+    Args:
+        model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
+        backend: runs the attention.
+
+    Raises:
+        ModelError: a layer we cannot run exactly, by name.
+    """
+
+    def __init__(self, model: nn.Module, backend: AttentionBackend) -> None:
+        self.model = model.eval()
+        self.backend = backend
+        config: Any = model.config
+        self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        check_layer_types(self.config)
+        self.layer_count = int(self.config.num_hidden_layers)
+        try:
+            model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
+            everywhere = range(self.layer_count)
+            raise _unsupported(
+                self.config, "take no attention but their own", everywhere
+            ) from error
+        self._layers = install(model, self.layer_count)
+        self.specs = checked(probe(model, self.layer_count), self.config)
+        parameter = next(model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the model's weights take now, packed or not."""
+        return weight_bytes(self.model)
+
+    @property
+    def layer_kv(self) -> tuple[LayerKV, ...]:
+        """What each layer stores per token, as probed."""
+        return tuple(
+            LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo)
+            for s in self.specs
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        *,
+        stop_after: int | None = None,
+        hidden: Sequence[int] = (),
+        leave: Leave | None = None,
+        mass: Mapping[int, Tensor | None] | None = None,
+    ) -> ForwardResult:
+        """Run one ragged batch; every layer writes all new K/V before it attends.
+
+        Args:
+            plan: the batch.
+            pool: holds the context, receives the new K/V.
+            stop_after: last layer to run (0-based); norm and head follow it. None = all.
+            hidden: layers whose outputs are returned.
+            leave: asked after each layer which rows leave; they write no K/V in later layers, and their logits come from
+                the state they left with.
+            mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all. Rows that run again give
+                none.
+        """
+        last = self.layer_count - 1 if stop_after is None else stop_after
+        assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
+        attend = _Attention(plan, pool, self.backend, self.device, mass or {})
+        tap = None
+        if hidden or leave is not None:
+            tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
+        self._layers.stop_after = None if stop_after is None else last
+        try:
+            with answered_by(attend):
+                output = self.model(
+                    input_ids=plan.ids.unsqueeze(0).to(self.device),
+                    position_ids=plan.positions.unsqueeze(0).to(self.device),
+                    use_cache=False,
+                    logits_to_keep=plan.logit_rows.to(self.device),
+                )
+        finally:
+            self._layers.stop_after = None
+            if tap is not None:
+                tap.remove()
+        assert attend.deepest >= 0, "the model's attention was changed after arbor took it over"
+        assert attend.deepest <= last, f"layer {attend.deepest} ran, {last} was to be the last"
+        return ForwardResult(
+            logits=output.logits[0].float(),
+            hidden=tap.hidden if tap is not None else {},
+            exit_layer=tap.exit_layer if leave is not None and tap is not None else None,
+            mass=attend.mass,
+        )
+
+
+class _Attention:
+    """Answers the attention calls of one forward: write, then attend."""
+
+    def __init__(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        backend: AttentionBackend,
+        device: torch.device,
+        mass: Mapping[int, Tensor | None],
+    ) -> None:
+        self._plan = plan
+        self._pool = pool
+        self._backend = backend
+        self._write = plan.write.to(device)
+        self._alive: Tensor | None = None
+        self._plans: dict[AttentionShape, Any] = {}
+        self._mass_heads = mass
+        self._again = plan.again if mass and any(s.again for s in plan.segments) else None
+        self.deepest = -1
+        self.mass: Tensor | None = None
+
+    def keep_rows(self, alive: Tensor) -> None:
+        """From the next layer on only these rows (int64 [T']) run."""
+        self._alive = alive
+        self._write = self._plan.write[alive].to(self._write.device)
+        self._plans.clear()
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        pool, layer = self._pool, call.layer
+        self.deepest = max(self.deepest, layer)
+        pool.write(layer, self._write, call.k, call.v)
+        plan = self._plans.get(call.shape)
+        if plan is None:
+            layout = self._plan.layout(call.shape.window)
+            if self._alive is not None:
+                layout = select_rows(layout, self._alive, call.shape.window)
+            plan = self._plans[call.shape] = self._backend.plan(layout, call.shape)
+        out, lse = self._backend.run(plan, call.q, pool.k[layer], pool.v[layer], call.sinks)
+        if layer in self._mass_heads:
+            heads = self._mass_heads[layer]
+            if self._again is not None:
+                again = self._again if self._alive is None else self._again[self._alive]
+                lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(-inf) = 0
+            added = self._backend.mass(plan, call.q, pool.k[layer], lse, heads)
+            self.mass = added if self.mass is None else self.mass + added
+        return out
+
+
+def check_layer_types(config: Any) -> None:
+    """Refuse layer types whose attention our segments cannot express, from the config alone.
+
+    Raises:
+        ModelError: names the types and the layers.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    wrong = sorted({kind for kind in kinds if kind not in SUPPORTED_LAYERS})
+    if wrong:
+        places = [i for i, kind in enumerate(kinds) if kind in wrong]
+        runs = " and ".join(SUPPORTED_LAYERS)
+        raise _unsupported(config, f"are {', '.join(wrong)}; arbor runs {runs} exactly", places)
+    every = list(range(config.num_hidden_layers))
+    if getattr(config, "is_causal", True) is False:
+        raise _unsupported(config, "are not causal", every)
+    # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to `floor_scale` tokens
+    unscaled = int(getattr(config, "floor_scale", 0) or 0)
+    longest = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if getattr(config, "attn_temperature_tuning", False) and longest > unscaled:
+        without_rope = getattr(config, "no_rope_layers", None) or []
+        layers = [i for i, rope in enumerate(without_rope) if not rope] or every
+        raise _unsupported(config, "scale their queries by position", layers)
+
+
+def checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
+    """The specs, if every layer attends once, causally, through our attention.
+
+    Raises:
+        ModelError: names the layers that do not.
+    """
+    for reason, places in (
+        (
+            "have no attention KV that arbor could own",
+            [i for i, spec in enumerate(specs) if spec is None],
+        ),
+        ("attend several times", [i for i, spec in enumerate(specs) if spec and spec.calls > 1]),
+        (
+            "mask their attention in a way of their own",
+            [i for i, spec in enumerate(specs) if spec and not spec.causal],
+        ),
+    ):
+        if places:
+            raise _unsupported(config, reason, places)
+    return tuple(spec for spec in specs if spec is not None)
+
+
+def _unsupported(config: Any, reason: str, layers: Sequence[int]) -> ModelError:
+    return ModelError(
+        "arch-unsupported",
+        f"model_type '{config.model_type}': layers {_ranges(layers)} {reason}.",
+        "See 'arbor info MODEL'.",
+        model_type=config.model_type,
+        layers=list(layers),
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> '0-2, 5'."""
+    parts: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], -2]:
+        if number != previous + 1:
+            parts.append(f"{start}-{previous}" if previous > start else str(start))
+            start = number
+        previous = number
+    return ", ".join(parts)

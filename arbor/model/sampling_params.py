@@ -1,0 +1,36 @@
+"""Sampling: how the next token is chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from arbor.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: 0 takes the most probable token (greedy).
+        top_p: nucleus: the smallest set of most probable tokens whose mass reaches it; 1 = off.
+        top_k: only the k most probable tokens; 0 = off.
+        arithmetic: siblings are spread over the texts that may follow (see `ArithmeticCode`), each of them still drawn with exactly
+            the probabilities above; False draws every token by itself.
+    """
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    top_k: int = 0
+    arithmetic: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise UsageError(
+                "sampling", f"temperature is {self.temperature}.", "It is 0 or more, and finite."
+            )
+        if not 0 < self.top_p <= 1:
+            raise UsageError("sampling", f"top_p is {self.top_p}.", "It lies in (0, 1]; 1 is off.")
+        if self.top_k < 0:
+            raise UsageError("sampling", f"top_k is {self.top_k}.", "It is 0 (off) or more.")

@@ -1,0 +1,1 @@
+"""Allocators: how many tokens each block keeps."""

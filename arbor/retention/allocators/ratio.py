@@ -1,0 +1,71 @@
+"""ArborKV's tree-aware eviction: a ratio for each block from its score and its place in the tree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from arbor.errors import UsageError
+from arbor.retention.allocators.kkt import check_decay, log_weight
+from arbor.retention.allocators.waterfill import rounded, waterfill
+from arbor.retention.base import Blocks, Floats, Ints, Scorer
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tree-Aware Eviction (TAE), ArborKV Eqs. 2-3.
+
+        r = clip(alpha eta^[off path] s^gamma e^(-lambda_d d) e^(-lambda_Delta Delta), ratio_min, 1)
+        k = min(n, max(floor, r n)), at most what is resident
+
+    Differs from the paper: Algorithm 1 leaves out eta, this follows Eq. 2; alpha is no knob but solved, so that the
+    counts meet the room in one pass (Pressure is the same call with less room); instead of rounding every block down,
+    integers go by largest remainder, ties by node id; where `ratio_min` asks for more than there is room for, every block
+    is granted the same part of what it asks above its floor.
+
+    Attributes:
+        eta: what a block off the running paths counts, in (0, 1]; 1 = no sibling coordination.
+        gamma: weight of the score, > 0.
+        lambda_depth: decay per edge from the root; any sign.
+        lambda_distance: decay per edge from the nearest running leaf, >= 0.
+        ratio_min: least ratio, in [0, 1].
+    """
+
+    eta: float = 0.5
+    gamma: float = 2.0
+    lambda_depth: float = 0.0
+    lambda_distance: float = 0.5
+    ratio_min: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_decay(self.gamma, self.lambda_depth, self.lambda_distance)
+        if not 0 < self.eta <= 1:
+            raise UsageError(
+                "setting-range", f"eta={self.eta}: it must be above 0 and at most 1, such as 0.5."
+            )
+        if not 0 <= self.ratio_min <= 1:
+            raise UsageError(
+                "setting-range", f"ratio_min={self.ratio_min}: it must be from 0 to 1."
+            )
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        level = log_weight(blocks, self.gamma, self.lambda_depth, self.lambda_distance)
+        level = np.where(blocks.active, level, level + math.log(self.eta))
+        level += np.log(np.maximum(blocks.length, 1))
+        least = self._least(blocks, room)
+        kept = waterfill(level, least, blocks.resident, room)
+        return rounded(kept, blocks.floor, blocks.resident, room)
+
+    def _least(self, blocks: Blocks, room: int) -> Floats:
+        """max(floor, ratio_min n), or the largest even part of it above the floors that there is room for."""
+        floor = blocks.floor.astype(np.float64)
+        wanted: Floats = np.minimum(
+            np.maximum(self.ratio_min * blocks.length, floor), blocks.resident
+        )
+        more = float(wanted.sum() - floor.sum())
+        left = room - float(floor.sum())
+        if more <= max(left, 0.0):
+            return wanted
+        return floor + (wanted - floor) * (left / more)

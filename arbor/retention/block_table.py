@@ -1,0 +1,266 @@
+"""All blocks of a tree as columns by node id, and its geometry for all of them at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.retention.base import NEVER, Bools, Floats, Ints
+from arbor.retention.held_tokens import HeldTokens
+from arbor.retention.msve import normalised
+from arbor.tree import Node, NodeState
+
+NO_PARENT = -1
+FAR = int(np.iinfo(np.int64).max) // 2  # twice as far is still a number
+_ABSENT = -2  # as a parent: no such block is known
+
+_INTS = ("parent", "depth", "start", "length", "resident", "last_used", "tail")
+_FLOATS = ("value", "confidence")
+IntsLike = Sequence[int] | NDArray[np.integer]
+FloatsLike = Sequence[float] | NDArray[np.floating]
+
+
+class BlockTable:
+    """Struct of arrays over the blocks of a tree; only what was touched since the last `refresh` is read again.
+
+    Each column is a view of the first `len(self)` entries, valid until the next `refresh`:
+
+    parent: int64 [N], node id; `NO_PARENT` for the root.
+    depth: int64 [N], edges to the root.
+    start: int64 [N], position of the first token on the path.
+    length: int64 [N], tokens.
+    resident: int64 [N], of these, tokens on the device.
+    last_used: int64 [N], clock of the last forward that read the block, 0 = none; written by `use` alone.
+    tail: int64 [N], of the last tokens of the block that a policy protects, how many are on the device.
+    value: float64 [N], the search's opinion; nan while it has none.
+    confidence: float64 [N], 1 - H / ln|V| at the boundary.
+    open: bool [N], still being decoded.
+    held: which tokens these are that are on the device.
+
+    Node ids that were never touched, nor any block below them, have no tokens and are far from everything.
+    Geometry passes over the tree level by level: O(N) numbers in O(depth) calls of numpy.
+
+    Args:
+        protected_tail: how many last tokens of each block `tail` counts.
+    """
+
+    def __init__(self, protected_tail: int = 0) -> None:
+        self._protected_tail = protected_tail
+        self.held = HeldTokens()
+        self._size = 0
+        self._ints = np.zeros((len(_INTS), 0), np.int64)
+        self._floats = np.zeros((len(_FLOATS), 0))
+        self._open = np.zeros(0, np.bool_)
+        self._touched: dict[int, Node] = {}
+        self._levels = _Levels(self.depth, self.parent)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def parent(self) -> Ints:
+        return self._ints[0, : self._size]
+
+    @property
+    def depth(self) -> Ints:
+        return self._ints[1, : self._size]
+
+    @property
+    def start(self) -> Ints:
+        return self._ints[2, : self._size]
+
+    @property
+    def length(self) -> Ints:
+        return self._ints[3, : self._size]
+
+    @property
+    def resident(self) -> Ints:
+        return self._ints[4, : self._size]
+
+    @property
+    def last_used(self) -> Ints:
+        return self._ints[5, : self._size]
+
+    @property
+    def tail(self) -> Ints:
+        return self._ints[6, : self._size]
+
+    @property
+    def value(self) -> Floats:
+        return self._floats[0, : self._size]
+
+    @property
+    def confidence(self) -> Floats:
+        return self._floats[1, : self._size]
+
+    @property
+    def open(self) -> Bools:
+        return self._open[: self._size]
+
+    def touch(self, node: Node) -> None:
+        """Say that a block is new or has changed: its tokens, residency, value, confidence or state."""
+        self._touched[node.id] = node
+
+    def use(self, nodes: Iterable[Node], clock: int) -> None:
+        """Note the clock of a forward that read these blocks."""
+        ids = [node.id for node in nodes]
+        self._reserve(max(ids, default=-1) + 1)
+        self._ints[5, ids] = clock
+
+    def refresh(self) -> None:
+        """Read the touched blocks, and the ancestors of new ones."""
+        grown = self._reach(max(self._touched, default=-1) + 1)
+        if self._touched:
+            self._read(list(self._touched.values()))
+        self._touched.clear()
+        if grown:
+            self._levels = _Levels(self.depth, self.parent)
+
+    def on_paths(self, leaf_ids: IntsLike) -> Bools:
+        """Path*: blocks on the path of some leaf, bool [N]."""
+        result = np.zeros(self._size, np.bool_)
+        parent = self.parent
+        at = np.asarray(leaf_ids, np.int64)
+        while len(at):
+            result[at] = True
+            at = parent[at]
+            at = at[at >= 0]
+            at = at[~result[at]]
+        return result
+
+    def distances(self, leaf_ids: IntsLike) -> Ints:
+        """Edges from every block to the nearest of the leaves, int64 [N]; what `ThoughtTree.distances` gives.
+
+        Up, each block learns the nearest leaf below it; down, the nearest through its parent. `FAR` where there is none.
+        """
+        levels = self._levels
+        near = np.full(self._size, FAR, np.int64)
+        near[levels.place[np.asarray(leaf_ids, np.int64)]] = 0
+        for begin, end in reversed(levels.below_root):
+            np.minimum.at(near, levels.parent[begin:end], near[begin:end] + 1)
+        for begin, end in levels.below_root:
+            through = near.take(levels.parent[begin:end])
+            through += 1
+            np.minimum(near[begin:end], through, out=near[begin:end])
+        return near[levels.place]
+
+    def reentry(self, leaf_ids: IntsLike, probabilities: FloatsLike) -> Floats:
+        """Probability that a block is read again: the sum over the leaves at or below it, float64 [N], at most 1.
+
+        Args:
+            leaf_ids: int [L], node ids of what the search may grow next.
+            probabilities: float [L], that it does. Where they are no distribution (several grow at once) the sum is the
+                union bound, cut at 1.
+        """
+        levels = self._levels
+        total = np.zeros(self._size)
+        at = levels.place[np.asarray(leaf_ids, np.int64)]
+        np.add.at(total, at, np.asarray(probabilities, np.float64))
+        for begin, end in reversed(levels.below_root):
+            np.add.at(total, levels.parent[begin:end], total[begin:end])
+        result: Floats = np.minimum(total, 1.0)[levels.place]
+        return result
+
+    def soonest(self, leaf_ids: IntsLike, waits: IntsLike) -> Ints:
+        """When each block is needed: the shortest wait of the leaves at or below it, int64 [N]; `NEVER` if none needs it.
+
+        Args:
+            leaf_ids: int [L], node ids of blocks whose paths are needed.
+            waits: int [L], in how long.
+        """
+        levels = self._levels
+        wait = np.full(self._size, NEVER)
+        np.minimum.at(wait, levels.place[np.asarray(leaf_ids, np.int64)], waits)
+        for begin, end in reversed(levels.below_root):
+            np.minimum.at(wait, levels.parent[begin:end], wait[begin:end])
+        return wait[levels.place]
+
+    def expected(self) -> Floats:
+        """What each block is worth to the search, float64 [N], in [0, 1].
+
+        A block that was not valued yet is worth what the nearest valued one above it is; without one (the prompt, and
+        what grows from it) as much as the best block there is, or 1. Values that do not all lie in [0, 1] are scaled from
+        the smallest to the largest of the tree, whichever blocks are offered (the paper leaves this open).
+        """
+        levels = self._levels
+        known = self.value[~np.isnan(self.value)]
+        worth = np.empty(self._size)
+        worth[levels.place] = self.value
+        unknown = np.isnan(worth)
+        best = float(known.max()) if len(known) else 1.0
+        roots = levels.below_root[0][0] if levels.below_root else self._size
+        worth[:roots][unknown[:roots]] = best
+        for begin, end in levels.below_root:
+            above = worth[levels.parent[begin:end]]
+            worth[begin:end] = np.where(unknown[begin:end], above, worth[begin:end])
+        return normalised(worth)[levels.place]
+
+    def _reach(self, size: int) -> bool:
+        """Take in new blocks and their ancestors; whether there were any."""
+        new = dict(sorted(self._touched.items()))
+        grown = False
+        self._reserve(size)
+        self._size = max(size, self._size)
+        for node in new.values():
+            each: Node | None = node
+            while each is not None and self._ints[0, each.id] == _ABSENT:
+                parent = NO_PARENT if each.parent is None else each.parent.id
+                self._ints[:3, each.id] = parent, each.depth, each.start
+                self._touched[each.id] = each
+                grown = True
+                each = each.parent
+        return grown
+
+    def _read(self, nodes: list[Node]) -> None:
+        """What is on the device of these blocks, all of one tree, and what the search says of them."""
+        ids = np.array([node.id for node in nodes])
+        length = np.array([len(node.tokens) for node in nodes])
+        begin = np.array([node.span.begin for node in nodes])
+        row = np.repeat(np.arange(len(nodes)), length)
+        offset = np.arange(len(row)) - (np.cumsum(length) - length)[row]
+        resident = nodes[0].span.spans.slot[begin[row] + offset] >= 0
+        held = np.bincount(row[resident], minlength=len(nodes))
+        self.held.read(ids, length, held, offset[resident])
+        self._ints[3, ids] = length
+        self._ints[4, ids] = held
+        if self._protected_tail:
+            last = resident & (offset >= length[row] - self._protected_tail)
+            self._ints[6, ids] = np.bincount(row[last], minlength=len(nodes))
+        self._floats[0, ids] = [node.value if node.valued else np.nan for node in nodes]
+        self._floats[1, ids] = [node.confidence for node in nodes]
+        self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
+
+    def _reserve(self, size: int) -> None:
+        old = self._ints.shape[1]
+        if size <= old:
+            return
+        more = max(size, 2 * old, 64) - old
+        fresh = np.zeros((len(_INTS), more), np.int64)
+        unvalued = np.zeros((len(_FLOATS), more))
+        unvalued[0] = np.nan
+        fresh[0] = _ABSENT
+        self._ints = np.concatenate([self._ints, fresh], axis=1)
+        self._floats = np.concatenate([self._floats, unvalued], axis=1)
+        self._open = np.concatenate([self._open, np.zeros(more, np.bool_)])
+
+
+class _Levels:
+    """The blocks sorted by depth, so that a level is a slice; ids of no block stand among the roots.
+
+    place: int64 [N], by node id, where the block stands in that order.
+    parent: int64 [N], in that order, where its parent stands.
+    below_root: (begin, end) of the levels 1, 2, ...
+    """
+
+    def __init__(self, depth: Ints, parent: Ints) -> None:
+        # int16 sorts by radix
+        narrow = depth.astype(np.int16) if depth.max(initial=0) < 1 << 15 else depth
+        by_depth = np.argsort(narrow, kind="stable")
+        self.place = np.empty(len(depth), np.int64)
+        self.place[by_depth] = np.arange(len(depth))
+        self.parent = self.place[parent[by_depth]] if len(depth) else by_depth
+        ends = np.cumsum(np.bincount(depth)).tolist()
+        self.below_root = list(itertools.pairwise(ends))

@@ -1,0 +1,1 @@
+"""Scorers: which tokens a block keeps."""

@@ -1,0 +1,209 @@
+"""Which tokens stay: protected ones first, then by score, the newer of equals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+
+from arbor.retention.base import (
+    Allocator,
+    Blocks,
+    Bools,
+    Floats,
+    Ints,
+    Scorer,
+    TokenAllocator,
+    Tokens,
+)
+
+
+class Selection(Sequence[Ints]):
+    """Sorted offsets each block keeps, int64 [count]; made block by block when they are asked for.
+
+    Args:
+        blocks: what was offered.
+        counts: int64 [M], how many each keeps.
+        tokens: T tokens, of at least the blocks that keep a part of what they have; None if there are none.
+        stays: bool [T], which of them stay.
+        whole: whether these are the tokens of all blocks.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        counts: Ints,
+        tokens: Tokens | None = None,
+        stays: Bools | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._blocks = blocks
+        self._counts = counts
+        self._tokens = tokens
+        self._stays = stays
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Ints: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Ints]: ...
+    def __getitem__(self, index: int | slice) -> Ints | list[Ints]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        count = int(self._counts[index])
+        if count in (0, self._blocks.length[index]):
+            return np.arange(count)
+        if count == self._blocks.resident[index]:  # all it has, and that has gaps
+            return self._blocks.see(np.array([index])).offset
+        assert self._tokens is not None and self._stays is not None
+        begin, end = np.searchsorted(self._tokens.block, [index, index + 1])
+        return self._tokens.offset[begin:end][self._stays[begin:end]]
+
+    def leaving(self) -> tuple[Ints, Ints]:
+        """What does not stay: int64 [T'], index of each token's block, increasing, and int64 [T'], its offset, increasing
+        in each block."""
+        blocks, counts = self._blocks, self._counts
+        views = []
+        if self._tokens is not None and self._stays is not None:
+            gone = np.flatnonzero(~self._stays)
+            views.append((self._tokens.block[gone], self._tokens.offset[gone]))
+        empty = np.flatnonzero((counts == 0) & (blocks.resident > 0))
+        if len(empty) and not self._whole:
+            rest = blocks.see(empty)
+            views.append((rest.block, rest.offset))
+        if not views:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        if len(views) == 1:
+            return views[0]
+        block, offset = (np.concatenate(columns) for columns in zip(*views, strict=True))
+        by_block = np.argsort(block, kind="stable")
+        return block[by_block], offset[by_block]
+
+
+def kept(blocks: Blocks, counts: Ints, scorer: Scorer) -> Selection:
+    """Tokens each block keeps on the device.
+
+    Tokens are looked at only in blocks that keep a part of what they have.
+
+    Args:
+        blocks: what was offered.
+        counts: int64 [M], how many each keeps, 0 <= count <= resident.
+        scorer: which tokens matter.
+    """
+    parted = np.flatnonzero((counts > 0) & (counts < blocks.resident))
+    if len(parted) == 0:
+        return Selection(blocks, counts)
+    tokens = blocks.see(parted)
+    stays = best(tokens.protected, scored(scorer, tokens), blocks.resident[parted], counts[parted])
+    return Selection(blocks, counts, tokens, stays)
+
+
+def shared_out(
+    blocks: Blocks, room: int, allocator: Allocator, scorer: Scorer
+) -> tuple[Ints, Selection]:
+    """How many tokens each block keeps, int64 [M], and which. An allocator that ranks tokens is not made to do so twice."""
+    if isinstance(allocator, TokenAllocator):
+        return without(blocks, allocator.leaving(blocks, room, scorer))
+    counts = allocator.counts(blocks, room, scorer)
+    return counts, kept(blocks, counts, scorer)
+
+
+def without(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
+    """What is left when some tokens leave, given by index in `blocks.tokens`: how many of each block, and which."""
+    if len(gone) == 0:
+        counts = blocks.resident.copy()
+        return counts, Selection(blocks, counts)
+    tokens = blocks.tokens
+    stays = np.ones(len(tokens.block), np.bool_)
+    stays[gone] = False
+    counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
+    return counts, Selection(blocks, counts, tokens, stays, whole=True)
+
+
+def scored(scorer: Scorer, tokens: Tokens) -> Floats:
+    """A scorer's answer, checked: one finite number a token."""
+    scores = scorer.scores(tokens)
+    assert scores.shape == tokens.block.shape, f"{scorer} scored {scores.shape}, not every token"
+    assert np.isfinite(scores).all(), f"{scorer} gave a score that is not finite"
+    return scores
+
+
+def best(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> Bools:
+    """The best tokens of each block: protected ones first, then the higher score, then the later position.
+
+    Args:
+        protected: bool [S], block after block.
+        scores: float64 [S], finite.
+        sizes: int64 [P], how many tokens of each block these are; summing to S.
+        counts: int64 [P], how many to choose; no more than there are.
+
+    Returns:
+        bool [S], summing to sum(counts).
+    """
+    if protected.any():
+        safe = _sums(protected, sizes)
+        tight = np.repeat(safe > counts, sizes)  # not even the protected ones fit: they compete
+        scores = np.where(protected & ~tight, np.inf, scores)
+        scores[tight & ~protected] = -np.inf
+    return ~_worst(scores, sizes, sizes - counts)
+
+
+def _worst(scores: Floats, sizes: Ints, lose: Ints) -> Bools:
+    """The lowest scores of each block, as many as it loses; of equals the earlier one.
+
+    Each block has a score up to which tokens go, so no order of all tokens is needed.
+
+    Args:
+        scores: float64 [S].
+        sizes: int64 [P].
+        lose: int64 [P], how many; 0 <= lose <= sizes.
+
+    Returns:
+        bool [S].
+    """
+    most = _nth_lowest(scores, sizes, lose)
+    limit = np.repeat(most, sizes)
+    gone = scores < limit
+    # of those at the limit the first ones go, until there are enough
+    level = np.flatnonzero(scores == limit)
+    block = np.searchsorted(np.cumsum(sizes), level, side="right")
+    begins = np.searchsorted(block, np.arange(len(sizes)))
+    wanted = lose - _sums(gone, sizes)
+    gone[level[np.arange(len(level)) - begins[block] < wanted[block]]] = True
+    return gone
+
+
+def _nth_lowest(scores: Floats, sizes: Ints, nth: Ints) -> Floats:
+    """The nth lowest score of each block, float64 [P]; -inf where n is 0."""
+    result = np.full(len(sizes), -np.inf)
+    begins = np.cumsum(sizes) - sizes
+    some = np.flatnonzero(sizes > 0)
+    if len(some):
+        result[some] = np.minimum.reduceat(scores, begins[some])
+    result[nth == 0] = -np.inf
+    left = np.flatnonzero(nth > 1)
+    # blocks of about the same size are sorted together, as the rows of a matrix
+    width = np.int64(1) << np.ceil(np.log2(sizes[left])).astype(np.int64)
+    for columns in np.unique(width).tolist():
+        rows = left[width == columns]
+        place = np.arange(columns)
+        inside = place < sizes[rows, None]
+        at = np.where(inside, begins[rows, None] + place, 0)
+        table = np.where(inside, scores[at], np.inf)
+        table.sort(axis=1)
+        result[rows] = table[np.arange(len(rows)), nth[rows] - 1]
+    return result
+
+
+def _sums(flags: Bools, sizes: Ints) -> Ints:
+    """How many flags of each block are set, int64 [P]."""
+    total = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
+    ends = np.cumsum(sizes)
+    counts: Ints = total[ends] - total[ends - sizes]
+    return counts

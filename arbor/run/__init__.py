@@ -1,0 +1,1 @@
+"""One run: settings, session, limits, listeners and its solution."""

@@ -1,0 +1,1 @@
+"""Small helpers that know no search: files, folders, units."""

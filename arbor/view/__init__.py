@@ -1,0 +1,13 @@
+"""Runs as one HTML file that needs no server and no network: the page's assets and what fills them."""
+
+from arbor.view.page import html_page, notebook_frame, write_page
+from arbor.view.page_trace import PageTrace, page_trace_of, read_page_trace
+
+__all__ = [
+    "PageTrace",
+    "html_page",
+    "notebook_frame",
+    "page_trace_of",
+    "read_page_trace",
+    "write_page",
+]

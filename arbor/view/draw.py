@@ -1,0 +1,165 @@
+"""A run's state as text for a terminal: a meter of the KV, and the tree with what each block still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Group
+from rich.panel import Panel
+from rich.text import Text
+
+from arbor.metrics import Metrics
+from arbor.support.units import human_bytes
+from arbor.trace.fold import Block, Replay
+from arbor.tree import NodeState
+
+CELLS = 8  # of a block's bar
+METER_CELLS = 30
+NARROW = 60  # columns; below this there is only the meter
+MOST_ROWS = 24
+MOST_SIBLINGS = 3  # off the running paths, per parent
+
+
+@dataclass(frozen=True, slots=True)
+class Glyphs:
+    """The signs a terminal can show."""
+
+    full: str
+    parts: str  # growing parts of a cell, without none and all of it
+    gone: str
+    branch: str
+    last: str
+    bar: str
+    verified: str
+    pruned: str
+    answer: str
+    more: str
+
+
+UNICODE = Glyphs("█", "▏▎▍▌▋▊▉", "·", "├── ", "└── ", "│   ", "✓", "✗", "◆", "…")
+ASCII = Glyphs("#", "", ".", "|-- ", "`-- ", "|   ", "+", "x", "*", "...")
+
+
+def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> Group:
+    """The state a replay has come to.
+
+    Args:
+        replay: of a trace, or of a run in progress.
+        width, height: of the terminal; below `NARROW` columns the tree is left out.
+        glyphs: `ASCII` where the terminal knows no better.
+    """
+    metrics = replay.metrics()
+    meter = list(meter_lines(replay, metrics, glyphs, width))
+    if width < NARROW:
+        return Group(*meter)
+    shown: list[Text | Panel] = list(meter)
+    if glyphs is UNICODE:
+        title = "arbor" if replay.header is None else f"arbor {replay.header.task}"
+        shown = [Panel(Group(*meter), title=title, title_align="left", width=width)]
+    rows = min(MOST_ROWS, height - len(meter) - 4)
+    return Group(*shown, *tree_lines(replay, glyphs, width, rows))
+
+
+def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) -> Iterator[Text]:
+    """What is held against the budget, each lower tier, and the counters."""
+    held, budget = replay.kv, metrics.budget_tokens
+    part = held.device / budget if budget else 0.0
+    cells = min(METER_CELLS, max(CELLS, width - 50))
+    size = human_bytes(held.device * metrics.bytes_per_token)
+    yield Text.assemble(
+        "KV   ",
+        (bar(part, cells, glyphs), "red" if part > 1 else "blue"),
+        f" {held.device:,} of {budget:,} tokens, {size}, {100 * part:.0f} % of budget",
+    )
+    for name, tokens in (("host", held.host), ("packed", held.compressed)):
+        if tokens:
+            size = human_bytes(tokens * metrics.bytes_per_token)
+            yield Text(f"{name:<7}{tokens:,} tokens, {size}")
+    yield Text(
+        f"{metrics.blocks:,} blocks  {metrics.expansions:,} expansions  "
+        f"{metrics.tok_per_s:.0f} tok/s  {metrics.transitions:,} transitions  "
+        f"{metrics.pressure_events:,} pressure"
+    )
+    yield Text(
+        f"{metrics.evictions:,} evictions  {metrics.rehydrations:,} rehydrations  "
+        f"{metrics.tokens_recomputed:,} recomputed  {metrics.asked:,} asked  {metrics.wall_s:.1f} s"
+    )
+
+
+def bar(part: float, cells: int, glyphs: Glyphs) -> str:
+    """A bar that is filled to `part` of its cells; what is not filled is gone."""
+    part = min(1.0, max(0.0, part))
+    steps = len(glyphs.parts) + 1
+    filled, rest = divmod(round(part * cells * steps), steps)
+    partial = glyphs.parts[rest - 1] if rest else ""
+    return (glyphs.full * filled + partial).ljust(cells, glyphs.gone)
+
+
+def tree_lines(replay: Replay, glyphs: Glyphs, width: int, rows: int) -> Iterator[Text]:
+    """The tree, at most `rows` lines of it: the running paths and the youngest of their siblings."""
+    paths = _running(replay)
+    if 0 not in replay.blocks or rows < 1:
+        return
+    lines = list(_branch(replay, 0, "", "", paths, glyphs))
+    if len(lines) > rows:
+        hidden = len(lines) - rows + 1
+        lines = [*lines[: rows - 1], Text(f"{glyphs.more} {hidden:,} more lines", "dim")]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis" if glyphs is UNICODE else "crop")
+        yield line
+
+
+def _running(replay: Replay) -> dict[int, None]:
+    """Every block on the path of a running leaf; of the answer, once there is one."""
+    leaves = replay.running if replay.answered is None else replay.answered.path[-1:]
+    found: dict[int, None] = {}
+    for leaf in leaves:
+        node: int | None = leaf
+        while node is not None and node in replay.blocks and node not in found:
+            found[node] = None
+            node = replay.blocks[node].parent
+    return found
+
+
+def _branch(
+    replay: Replay, node: int, stem: str, below: str, paths: dict[int, None], glyphs: Glyphs
+) -> Iterator[Text]:
+    block = replay.blocks[node]
+    yield _line(block, stem, node in paths, glyphs)
+    if node not in paths and node != 0:
+        return
+    on = [child for child in block.children if child in paths]
+    off = [child for child in block.children if child not in paths]
+    shown = sorted([*on, *off[-MOST_SIBLINGS:]])
+    hidden = len(off) - MOST_SIBLINGS
+    for number, child in enumerate(shown):
+        last = number == len(shown) - 1 and hidden <= 0
+        turn, further = (glyphs.last, "    ") if last else (glyphs.branch, glyphs.bar)
+        yield from _branch(replay, child, below + turn, below + further, paths, glyphs)
+    if hidden > 0:
+        yield Text(f"{below}{glyphs.last}({glyphs.more} {hidden:,} more)", "dim")
+
+
+def _line(block: Block, stem: str, running: bool, glyphs: Glyphs) -> Text:
+    """One block: what of it is resident, what the verifier thinks, how its text begins."""
+    if block.state is NodeState.OPEN:
+        cells = glyphs.more.ljust(CELLS)[:CELLS]
+    else:
+        cells = bar(block.resident / block.tokens if block.tokens else 0.0, CELLS, glyphs)
+    marks = []
+    if block.verified:
+        marks.append(f"{glyphs.verified} v={block.value:.2f}")
+    if block.state is NodeState.PRUNED:
+        marks.append(f"{glyphs.pruned} pruned")
+    if block.state is NodeState.TERMINAL:
+        marks.append(glyphs.answer if block.answer is None else f"{glyphs.answer} {block.answer}")
+    text = "".join(each if each.isprintable() else " " for each in " ".join(block.text.split()))
+    if glyphs is ASCII:
+        text = text.encode("ascii", "replace").decode("ascii")
+    style = "bold" if running else ("dim" if block.state is NodeState.PRUNED else "")
+    line = Text().append(stem, "dim")  # as a base style it would dim the whole line
+    line.append(f"#{block.id} ", style)
+    line.append(cells, "blue")
+    line.append(" ".join(["", *marks, text]), style)
+    return line

@@ -1,0 +1,115 @@
+"""Shows a run while it happens: a meter that is redrawn on a terminal, or a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from arbor.events import Ended, Event
+from arbor.metrics import Metrics
+from arbor.trace.fold import Replay
+from arbor.view.draw import ASCII, UNICODE, Glyphs, draw
+
+FRAME_S = 0.25  # at most four frames a second
+LINE_S = 30.0
+
+
+def progress_line(metrics: Metrics, held_tokens: int) -> str:
+    """A run so far, in one line of a log."""
+    return (
+        f"{metrics.wall_s:.0f} s, {metrics.blocks:,} blocks, {metrics.expansions:,} expansions, "
+        f"{metrics.tok_per_s:.0f} tok/s, "
+        f"KV {held_tokens:,} of {metrics.budget_tokens:,} tokens, "
+        f"{metrics.tokens_recomputed:,} recomputed"
+    )
+
+
+class LogView:
+    """A listener that writes a line to a log, at most every `LINE_S` seconds.
+
+    Args:
+        console: where to.
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._console = console
+        self._clock = clock
+        self._replay = Replay()
+        self._start = self._last = clock()
+
+    def __call__(self, event: Event) -> None:
+        now = self._clock()
+        self._replay.feed(event, now - self._start)
+        if now - self._last >= LINE_S and not isinstance(event, Ended):
+            self._last = now
+            line = progress_line(self._replay.metrics(), self._replay.kv.device)
+            self._console.print(f"arbor: {line}", soft_wrap=True, highlight=False, markup=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class LiveView:
+    """A listener that redraws meter and tree, at most every `FRAME_S` seconds, and wipes them at the end.
+
+    It draws when an event arrives and has no thread of its own.
+
+    Args:
+        console: a terminal.
+        clock: seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._console = console
+        self._clock = clock
+        self._replay = Replay()
+        self._start = clock()
+        self._last = self._start - FRAME_S
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __call__(self, event: Event) -> None:
+        now = self._clock()
+        self._replay.feed(event, now - self._start)
+        if now - self._last >= FRAME_S:
+            self._last = now
+            self._live.update(self.frame(), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def frame(self) -> Group:
+        """The state as it stands, in the signs that the terminal can show."""
+        size = self._console.size
+        return draw(self._replay, size.width, size.height, glyphs_of(self._console))
+
+
+def glyphs_of(console: Console) -> Glyphs:
+    """The signs that a console can show."""
+    try:
+        "".join((UNICODE.full, UNICODE.branch, UNICODE.verified)).encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE

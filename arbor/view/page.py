@@ -1,0 +1,91 @@
+"""Puts recordings and the hand-written assets together into one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import zlib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from arbor.errors import UsageError
+from arbor.support.atomic_write import write_atomically
+from arbor.trace.write import GZIP
+from arbor.view.page_trace import PageTrace
+
+MOST_RUNS = 2  # one run, or two side by side
+SCRIPTS = (
+    "fold.js",
+    "describe.js",
+    "map.js",
+    "timeline.js",
+    "inspector.js",
+    "panels.js",
+    "viewer.js",
+)
+FRAME_HEIGHT = 720  # CSS pixels in a notebook
+
+
+def html_page(*recordings: PageTrace) -> str:
+    """One self-contained page that shows one run, or compares two.
+
+    The same recordings give the same page, byte for byte.
+
+    Raises:
+        UsageError: no recording, or more than `MOST_RUNS`.
+    """
+    if not 1 <= len(recordings) <= MOST_RUNS:
+        raise UsageError(
+            "view-count",
+            f"a page shows one trace or compares two, not {len(recordings)}.",
+            "arbor view TRACE [TRACE2]",
+        )
+    data = "\n".join(
+        f'<script type="application/octet-stream" class="run">{_packed(recording)}</script>'
+        for recording in recordings
+    )
+    page = _asset("viewer.html")
+    for mark, text in (
+        ("/*styles*/", _asset("viewer.css")),
+        ("/*scripts*/", "\n".join(_asset(name) for name in SCRIPTS)),
+        ("<!--runs-->", data),
+    ):
+        before, found, after = page.partition(mark)
+        assert found, f"viewer.html has no place for {mark}"
+        page = before + text + after
+    return page
+
+
+def write_page(path: str | os.PathLike[str], *recordings: PageTrace) -> Path:
+    """Writes `html_page` to a file.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    path = Path(path)
+    write_atomically(path, html_page(*recordings))
+    return path
+
+
+def notebook_frame(page: str, height: int = FRAME_HEIGHT) -> str:
+    """A page as a frame inside another one: scripts run, but it has no origin and reaches nothing outside."""
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" title="arbor search trace" '
+        f'style="width:100%;height:{height}px;border:0"></iframe>'
+    )
+
+
+def _packed(recording: PageTrace) -> str:
+    """A recording as base64 of gzip of JSON: no byte of it can end the script it stands in."""
+    data = {"name": recording.name, "banner": recording.banner, "records": recording.records}
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
+    packer = zlib.compressobj(9, wbits=GZIP)  # writes no time, so the same run gives the same bytes
+    return base64.b64encode(packer.compress(text.encode()) + packer.flush()).decode()
+
+
+@cache
+def _asset(name: str) -> str:
+    return (resources.files("arbor.view") / "assets" / name).read_text(encoding="utf-8")

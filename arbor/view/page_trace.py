@@ -1,0 +1,74 @@
+"""What a page holds of a run: its records as they were written, types of later versions included."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbor.events import Event
+from arbor.trace.read import Reading, lines_of
+from arbor.trace.write import to_record
+
+IDS = "ids"  # token ids are half of a trace's bytes and nothing a page shows; their number stays
+
+
+@dataclass(frozen=True, slots=True)
+class PageTrace:
+    """A run to show.
+
+    Attributes:
+        name: what to call it, as a file is called.
+        records: its events as JSON objects, in order; a boundary has its number of tokens instead of their ids.
+        banner: what is wrong with it, in one line; empty if nothing is.
+    """
+
+    name: str
+    records: tuple[dict[str, Any], ...]
+    banner: str = ""
+
+    def count(self, kind: str) -> int:
+        """How many events are of a type."""
+        return sum(record["e"] == kind for record in self.records)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run came to its end."""
+        return self.count("end") > 0
+
+
+def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
+    """Reads a trace, plain or gzip, whole or cut; events of unknown types are kept, lines that are no events are not.
+
+    Raises:
+        TraceError: as `read_trace`.
+    """
+    reading = Reading(Path(path))
+    records = []
+    for line, whole in lines_of(reading.path):
+        if reading.add(line, whole):
+            record = json.loads(line)
+            if isinstance(record["e"], str):
+                records.append(_shortened(record))
+    trace = reading.trace()
+    return PageTrace(trace.path.name, tuple(records), trace.banner)
+
+
+def page_trace_of(name: str, events: Iterable[tuple[float, Event]]) -> PageTrace:
+    """A recording of (seconds, event) pairs that were never written to a file."""
+    records = [
+        _shortened({"e": event.name, "i": number, "t": round(seconds, 6)} | to_record(event))
+        for number, (seconds, event) in enumerate(events)
+    ]
+    recording = PageTrace(name, tuple(records))
+    return recording if recording.ended else PageTrace(name, tuple(records), "incomplete trace")
+
+
+def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+    ids = record.get(IDS)
+    if not isinstance(ids, list | tuple):
+        return record
+    return {key: value for key, value in record.items() if key != IDS} | {"tokens": len(ids)}

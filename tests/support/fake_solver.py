@@ -1,0 +1,201 @@
+"""A solver that solves nothing, for the tests of the command line: `install` puts it where the real one is imported from."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from support.fake_run import fake_run
+
+from arbor.budget import Budget, Footprint, Plan
+from arbor.errors import InputError
+from arbor.events import Answered, Ended, Event
+from arbor.metrics import Metrics, MetricsFold
+from arbor.tasks.base import Problem
+from arbor.trace import TraceWriter
+
+SOLVERS: list[FakeSolver] = []  # every one that was built, for a test to look at
+STEP_TOKENS, DEPTH, BLOCKS, PROMPT = 8, 3, 30, 20
+
+
+@dataclass
+class FakeSolution:
+    answer: str | None
+    finish_reason: str
+    metrics: Metrics
+    correct: bool | None = None
+    trace_path: str | None = None
+    score: float = 0.75
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.answer or ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": "arbor.solution/1",
+            "answer": self.answer,
+            "finish_reason": self.finish_reason,
+            "correct": self.correct,
+            "metrics": self.metrics.to_dict(),
+            "config": self.config,
+            "trace_path": self.trace_path,
+        }
+
+
+class FakeStream:
+    """Emits a fake run; problems in words steer it: ``endless`` until it is stopped, ``none`` without an answer.
+
+    A `Problem` is solved if its key is the answer; one with the word ``unsolvable`` in it cannot be, and one with
+    ``endless`` takes until it is stopped.
+    """
+
+    def __init__(
+        self, solver: FakeSolver, problem: str | Problem, trace: TraceWriter | None
+    ) -> None:
+        self._solver, self._problem, self._trace = solver, problem, trace
+        self._stopped: str | None = None
+        self._solution: FakeSolution | None = None
+
+    def stop(self, status: str = "interrupted") -> None:
+        self._stopped = status
+
+    @property
+    def solution(self) -> FakeSolution:
+        assert self._solution is not None
+        return self._solution
+
+    def __iter__(self) -> Iterator[Event]:
+        fold = MetricsFold()
+        writer = self._trace
+        answer: str | None = "(10 - 4) * 5 - 6"
+        for event in self._events():
+            if isinstance(event, Answered) and event.text is None:
+                answer = None
+            for listener in (fold, *([writer] if writer else [])):
+                listener(event)
+            yield event
+        if writer:
+            writer.close()
+        status = self._stopped or ("exhausted" if answer is None else "solved")
+        self._solution = FakeSolution(
+            answer,
+            status,
+            fold.metrics(),
+            correct=self._correct(answer),
+            trace_path=str(writer.path) if writer else None,
+            config=self._solver.config,
+        )
+
+    def _correct(self, answer: str | None) -> bool | None:
+        problem = self._problem
+        return problem.expected == answer if isinstance(problem, Problem) and answer else None
+
+    def _events(self) -> Iterator[Event]:
+        words = self._solver.words
+        if isinstance(self._problem, Problem):
+            self._solver.solved.append(self._problem.id)
+            words = [*words, *self._problem.text.split()]
+        if "unsolvable" in words:
+            raise InputError("problem-too-long", "9,120 tokens; the context is 8,192.", "Shorter.")
+        if "bug" in words:
+            raise RuntimeError("a plank came loose")
+        for event in fake_run(seed=1):
+            if isinstance(event, Answered):
+                endless = "endless" in words
+                if endless:
+                    print("running", file=sys.stderr, flush=True)
+                while endless and self._stopped is None:
+                    time.sleep(0.01)
+                if "stuck" in words:
+                    time.sleep(30)
+                if "none" in words:
+                    event = Answered(None, (), None, 0.0, None)
+            if isinstance(event, Ended) and self._stopped:
+                event = Ended("interrupted", event.nodes, event.metrics)
+            yield event
+
+
+class FakeSolver:
+    """Takes what the real one takes. `words`, a comma-separated ``--device``, steers it."""
+
+    def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
+        self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
+        self.settings = settings
+        self.words = settings["device"].split(",")
+        self._budget = Budget.parse(settings["budget"])
+        self.solved: list[str] = []
+        SOLVERS.append(self)
+
+    def __enter__(self) -> FakeSolver:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def describe(self) -> Any:
+        return types.SimpleNamespace(parameters=10**9)
+
+    def load(self) -> None:
+        return None
+
+    @property
+    def task(self) -> Any:
+        return types.SimpleNamespace(example="4 5 6 10")
+
+    @property
+    def device(self) -> str:
+        return "cpu"
+
+    def solve(self, problem: str, *, budget: str, **limits: Any) -> FakeSolution:
+        self.solved.append(budget)
+        time.sleep(0.002 if "slow" in self.words else 0)
+        for _ in (stream := FakeStream(self, problem, None)):
+            pass
+        return stream.solution
+
+    def plan(self, problem: str | Problem | None = None, *, budget: str | None = None) -> Plan:
+        asked = self._budget if budget is None else Budget.parse(budget)
+        return asked.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
+
+    def stream(
+        self,
+        problem: str | Problem,
+        *,
+        expected: str | None = None,
+        timeout: float | None = None,
+        max_tokens: int | None = None,
+        trace: TraceWriter | None = None,
+        trace_level: str = "events",
+    ) -> FakeStream:
+        self.config["expected"] = expected
+        self.config["timeout"] = timeout
+        self.config["max_tokens"] = max_tokens
+        self.config["trace_level"] = trace_level
+        self.config["problem"] = problem
+        return FakeStream(self, problem, trace)
+
+
+def install() -> None:
+    """Makes ``from arbor.solver import Solver`` give the fake."""
+    module = types.ModuleType("arbor.solver")
+    module.Solver = FakeSolver
+    sys.modules["arbor.solver"] = module
+
+
+def install_light() -> None:
+    """Makes commands use the fake without importing anything the real one needs."""
+    import arbor.cli.bench
+    import arbor.cli.eval
+    import arbor.cli.solve
+
+    def build(given: dict[str, Any], problem: str | None = None) -> FakeSolver:
+        return FakeSolver(given["model"], device=given["device"], budget=given["budget"])
+
+    arbor.cli.solve.build_solver = build
+    arbor.cli.eval.build_solver = build
+    arbor.cli.bench.build_solver = build

@@ -1,0 +1,59 @@
+"""Runs the command line for the tests: in this process, or in one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arbor.cli import main
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+
+REAL = "import sys; from arbor.cli import main; sys.exit(main())"
+FAKE = "import sys; from support import fake_solver; fake_solver.install_light(); from arbor.cli import main; sys.exit(main())"
+
+
+class Ran:
+    """How a command ended and what it said."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+Arbor = Callable[..., Ran]
+
+
+def in_process(capsys: pytest.CaptureFixture[str]) -> Arbor:
+    """Runs ``arbor`` in this process."""
+
+    def run(*arguments: str) -> Ran:
+        code = main(arguments)
+        said = capsys.readouterr()
+        return Ran(code, said.out, said.err)
+
+    return run
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without what would steer the command."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ARBOR_", "NO_COLOR"))}
+    path = os.pathsep.join((str(TESTS), str(ROOT)))
+    return kept | {"PYTHONPATH": path, "COLUMNS": "200"} | more
+
+
+def spawn(*arguments: str, code: str = FAKE, **settings: Any) -> subprocess.Popen[bytes]:
+    """``arbor`` in a process of its own, with the fake solver."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], **(streams | settings))

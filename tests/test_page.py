@@ -1,0 +1,225 @@
+"""The page that shows a run: what is in the file, before any browser opens it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_run import fake_run, header, tick
+
+from arbor.errors import TraceError, UsageError
+from arbor.events import Boundary, Ended, Opened
+from arbor.trace import TraceWriter
+from arbor.view import (
+    PageTrace,
+    html_page,
+    notebook_frame,
+    page_trace_of,
+    read_page_trace,
+    write_page,
+)
+from arbor.view.page import SCRIPTS
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028\u2029<!--"
+
+
+def written(path: Path, seed: int = 1) -> Path:
+    with TraceWriter(path, clock=tick()) as writer:
+        for event in fake_run(seed):
+            writer(event)
+    return path
+
+
+def unpacked(page: str) -> list[Any]:
+    """The data of every run in a page."""
+    packed = re.findall(r'<script type="application/octet-stream" class="run">(.*?)</script>', page)
+    return [json.loads(gzip.decompress(base64.b64decode(each))) for each in packed]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return written(tmp_path / "run.arbor.jsonl")
+
+
+def test_a_page_holds_every_event_of_its_trace(trace: Path) -> None:
+    lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+
+    (data,) = unpacked(html_page(read_page_trace(trace)))
+
+    assert data["name"] == "run.arbor.jsonl" and data["banner"] == ""
+    assert [record["i"] for record in data["records"]] == [line["i"] for line in lines]
+    for record, line in zip(data["records"], lines, strict=True):
+        ids = line.pop("ids", None)
+        assert record == (line if ids is None else line | {"tokens": len(ids)})
+
+
+def test_the_same_trace_gives_the_same_bytes(trace: Path, tmp_path: Path) -> None:
+    first = write_page(tmp_path / "a.html", read_page_trace(trace))
+    second = write_page(tmp_path / "b.html", read_page_trace(trace))
+
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_plain_and_gzip_traces_give_the_same_data(tmp_path: Path) -> None:
+    plain = read_page_trace(written(tmp_path / "a.arbor.jsonl"))
+    packed = read_page_trace(written(tmp_path / "a.arbor.jsonl.gz"))
+
+    assert plain.records == packed.records
+
+
+def test_a_page_names_no_address_and_forbids_all_of_them(trace: Path) -> None:
+    page = html_page(read_page_trace(trace))
+
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None
+    assert policy[1] == (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+    )
+    assert "://" not in page
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?!data:,|#)""", page)
+    assert "@import" not in page and "url(" not in page
+
+
+def test_no_script_makes_markup_or_code_of_text() -> None:
+    folder = resources.files("arbor.view") / "assets"
+    code = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+    ):
+        assert way not in code, way
+    assert "</script" not in code
+
+
+def test_a_script_that_is_there_is_in_the_page() -> None:
+    names = {entry.name for entry in (resources.files("arbor.view") / "assets").iterdir()}
+
+    assert {name for name in names if name.endswith(".js")} == set(SCRIPTS)
+
+
+def test_hostile_text_is_nowhere_in_the_file_as_text(tmp_path: Path) -> None:
+    path = tmp_path / f"run{'<b>'}.arbor.jsonl"
+    with TraceWriter(path, clock=tick()) as writer:
+        writer(header(problem=HOSTILE))
+        writer(Opened(0, None, 0, 0, 3, HOSTILE))
+        writer(Ended("exhausted", 1))
+
+    page = html_page(read_page_trace(path))
+
+    assert "onerror" not in page and "alert(" not in page and "\u2028" not in page
+    assert unpacked(page)[0]["records"][1]["text"] == HOSTILE
+
+
+def test_events_of_later_versions_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    written(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"e":"retain","i":999,"t":1.0,"nodes":[[1,5]],"reason":"new"}\n')
+
+    records = read_page_trace(path).records
+
+    assert records[-1] == {"e": "retain", "i": 999, "t": 1.0, "nodes": [[1, 5]], "reason": "new"}
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("not JSON", "no JSON"),
+        ('{"e":"evict"}', "an event without its fields"),
+        ("[1,2]", "no object"),
+        ('{"e":"retain","x":NaN}', "no number of JSON"),
+    ],
+)
+def test_lines_that_are_no_events_are_left_out_and_told(trace: Path, line: str, what: str) -> None:
+    before = len(read_page_trace(trace).records)
+    with trace.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+
+    recording = read_page_trace(trace)
+
+    assert len(recording.records) == before, what
+    assert "1 unreadable line(s) skipped" in recording.banner
+
+
+def test_a_trace_that_breaks_off_has_a_banner(trace: Path) -> None:
+    data = trace.read_bytes()
+    trace.write_bytes(data[: len(data) * 6 // 10])
+
+    recording = read_page_trace(trace)
+
+    assert recording.banner.startswith("incomplete trace")
+    assert len(recording.records) > 5
+
+
+def test_lost_lines_have_a_banner(trace: Path) -> None:
+    lines = trace.read_bytes().splitlines(keepends=True)
+    trace.write_bytes(b"".join(lines[:10] + lines[12:]))
+
+    assert read_page_trace(trace).banner == "1 gap(s) in the numbering, first at line 11"
+
+
+def test_a_file_without_an_event_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "none.arbor.jsonl"
+    path.write_text("nothing\n", encoding="utf-8")
+
+    with pytest.raises(TraceError, match="trace-corrupt"):
+        read_page_trace(path)
+
+
+def test_events_that_were_never_written_make_the_same_page(trace: Path) -> None:
+    events = list(fake_run(1))
+    times = [json.loads(line)["t"] for line in trace.read_text(encoding="utf-8").splitlines()]
+
+    recording = page_trace_of("run.arbor.jsonl", zip(times, events, strict=True))
+
+    assert html_page(recording) == html_page(read_page_trace(trace))
+
+
+def test_events_without_an_end_are_told_to_be_incomplete() -> None:
+    assert page_trace_of("run", [(0.0, header())]).banner == "incomplete trace"
+
+
+def test_token_ids_are_counted_and_dropped() -> None:
+    closed = Boundary(0, (5, 6, 7), "abc", "step", -1.0, 0.5, 0.5)
+
+    (record,) = page_trace_of("run", [(0.0, closed)]).records
+
+    assert record["tokens"] == 3 and "ids" not in record
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_page_takes_one_run_or_two(count: int) -> None:
+    run = PageTrace("run", ({"e": "end"},))
+
+    with pytest.raises(UsageError, match="view-count"):
+        html_page(*[run] * count)
+
+
+def test_a_page_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    run = PageTrace("run", ({"e": "end"},))
+
+    with pytest.raises(UsageError, match="output-unwritable"):
+        write_page(tmp_path / "missing" / "page.html", run)
+
+
+def test_a_frame_for_notebooks_cannot_be_left(trace: Path) -> None:
+    page = html_page(read_page_trace(trace))
+
+    frame = notebook_frame(page)
+
+    inside = re.fullmatch(
+        r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^<>]*></iframe>', frame
+    )
+    assert inside is not None
+    assert "<" not in inside[1]

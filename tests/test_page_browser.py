@@ -1,0 +1,810 @@
+"""The page in a real browser: what it shows, what moves it, and that nothing in a trace can act."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.chromium import FLAGS, Browser, Page, chromium, program
+from support.fake_run import fake_run, header, tick
+
+from arbor.events import (
+    KV,
+    Allocated,
+    Answered,
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Opened,
+    Rehydrated,
+    Transition,
+)
+from arbor.trace import Replay, TraceWriter, read_trace
+from arbor.trace.write import to_line
+from arbor.view import html_page, notebook_frame, read_page_trace, write_page
+
+pytestmark = pytest.mark.skipif(program() is None, reason="there is no Chromium")
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+HOSTILE = "</script><script>window.hit=1</script><img src=x onerror='window.hit=2'>\u2028\u2029<!--"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser) -> Page:
+    return browser.page()
+
+
+@pytest.fixture
+def page(tab: Page) -> Page:
+    """The one tab, as if it were new: every test opens a file of its own in it."""
+    tab.send("Page.navigate", url="about:blank")
+    tab.emulate()
+    tab.settle()
+    tab.errors.clear()
+    tab.requests.clear()
+    return tab
+
+
+def written(path: Path, events: Iterator[Event] | list[Event]) -> Path:
+    with TraceWriter(path, clock=tick()) as writer:
+        for event in events:
+            writer(event)
+    return path
+
+
+def shown(*traces: Path) -> Path:
+    """The page of one trace or two, beside the first."""
+    return write_page(traces[0].with_suffix(".html"), *map(read_page_trace, traces))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return written(tmp_path / "run.arbor.jsonl", fake_run(seed=6, rounds=20))
+
+
+def cursor(page: Page) -> int:
+    event = page.evaluate("arbor.current.event")
+    assert isinstance(event, int)
+    return event
+
+
+def types(trace: Path) -> list[str]:
+    return [event.name for event in read_trace(trace).events]
+
+
+def text(page: Page, selector: str) -> str:
+    found = page.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+    assert isinstance(found, str)
+    return found
+
+
+def is_seen(page: Page, selector: str) -> bool:
+    return bool(page.evaluate(f"document.querySelector({json.dumps(selector)}).checkVisibility()"))
+
+
+# What it is
+
+
+def test_it_opens_without_an_error_and_asks_for_nothing_but_itself(page: Page, trace: Path) -> None:
+    html = shown(trace)
+
+    page.open(html)
+    page.settle()
+
+    assert page.errors == []
+    assert page.requests == [html.resolve().as_uri()]
+    assert text(page, "#problem") == "4 5 6 10"
+
+
+def test_it_opens_in_a_plain_headless_browser(trace: Path, tmp_path: Path) -> None:
+    flags = [flag for flag in FLAGS if "pipe" not in flag]
+    found = program()
+    assert found is not None
+    command = [found, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=8000", "--dump-dom", shown(trace).resolve().as_uri()]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    assert re.search(r'<html[^>]* data-ready="\d+"', done.stdout)
+    assert f" / {len(types(trace)) - 1}" in done.stdout
+
+
+def states_of(trace: Path, chosen: list[int]) -> dict[int, dict[str, Any]]:
+    """The Python fold after some events, in the form of the page's own."""
+    replay, states = Replay(), {}
+    for number, _ in enumerate(replay.steps(read_trace(trace))):
+        if number in chosen:
+            states[number] = {
+                "event": number,
+                "blocks": [
+                    {
+                        "id": block.id,
+                        "tokens": block.tokens,
+                        "device": block.resident,
+                        "state": str(block.state),
+                        "value": block.value,
+                    }
+                    for block in replay.blocks.values()
+                ],
+                "running": list(replay.running),
+                "device": replay.kv.device,
+                "host": replay.kv.host,
+                "compressed": replay.kv.compressed,
+            }
+    return states
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: int) -> None:
+    trace = written(tmp_path / "run.arbor.jsonl", fake_run(seed, rounds=25))
+    chosen = random.Random(seed).sample(range(len(types(trace))), 50)
+    states = states_of(trace, chosen)
+
+    page.open(shown(trace))
+
+    for number in chosen:  # in no order: forwards, backwards, across keyframes
+        assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
+
+
+@pytest.mark.parametrize("nodes", [1281, pytest.param(10_001, marks=pytest.mark.slow)])
+def test_a_large_tree_opens_and_is_right_wherever_one_jumps(
+    page: Page, tmp_path: Path, nodes: int
+) -> None:
+    """How fast is for scripts/bench_view.py to say, whose search that never ran this is."""
+    simulated = runpy.run_path(str(SCRIPTS / "bench_view.py"))["Simulation"](nodes, seed=3)
+    trace = written(tmp_path / "run.arbor.jsonl", simulated.events())
+    last = len(types(trace)) - 1
+    chosen = [last, 0, *random.Random(nodes).sample(range(last), 4)]
+    states = states_of(trace, chosen)
+    assert len(states[last]["blocks"]) == nodes
+
+    page.open(shown(trace))
+    page.settle()
+
+    for number in chosen:
+        assert page.evaluate(f"arbor.seek({number}), arbor.draw(), arbor.state()") == states[number]
+    page.press("End")
+    assert cursor(page) == last
+    page.press("Home")
+    assert cursor(page) == 0
+    assert page.errors == []
+
+
+def test_the_fold_is_right_across_keyframes(page: Page, tmp_path: Path) -> None:
+    trace = written(tmp_path / "run.arbor.jsonl", fake_run(7, rounds=90))
+    last = len(types(trace)) - 1
+    assert last > 3 * 256, "the run has several keyframes"
+
+    page.open(shown(trace))
+    forwards = page.evaluate(
+        f"Array.from({{length: {last + 1}}}, (_, i) => (arbor.seek(i), JSON.stringify(arbor.state())))"
+    )
+    backwards = page.evaluate(
+        f"Array.from({{length: {last + 1}}}, (_, i) => (arbor.seek({last} - i), JSON.stringify(arbor.state())))"
+    )
+
+    assert forwards == backwards[::-1]
+    assert len(set(forwards)) == last + 1
+
+
+# Nothing in a trace can act
+
+
+def test_hostile_text_is_inert(page: Page, tmp_path: Path) -> None:
+    events: list[Event] = [
+        header(problem=HOSTILE, config={"controller": {"name": HOSTILE}, HOSTILE: HOSTILE}),
+        Opened(0, None, 0, 0, 3, HOSTILE),
+        Opened(1, 0, 0, 1, 0, ""),
+        Boundary(1, (1, 2), HOSTILE, "step", -1.0, 0.5, 0.5),
+        Forwarded("decode", 1, 1, 1, 1, KV(5), 5, 0.1),
+        Answered(1, (0, 1), HOSTILE, 0.5, None),
+        Ended("solved", 2),
+    ]
+    trace = written(tmp_path / "run.arbor.jsonl", events)
+    with trace.open("ab") as file:
+        file.write(to_line({"e": HOSTILE, "i": 7, "t": 1.0, "node": 1, "why": HOSTILE}) + b"\n")
+
+    page.open(shown(trace))
+    for panel in range(6):
+        page.evaluate(f"arbor.show({panel})")
+        page.settle()
+
+    assert page.evaluate("window.hit") is None
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert page.errors == []
+    assert HOSTILE in text(page, "pre.text")
+
+
+@pytest.mark.parametrize("kind", ["cut", "garbled", "headless", "orphaned"])
+def test_a_damaged_trace_opens_with_a_banner(page: Page, trace: Path, kind: str) -> None:
+    lines = trace.read_bytes().splitlines(keepends=True)
+    damaged = {
+        "cut": b"".join(lines)[: len(b"".join(lines)) * 6 // 10],
+        "garbled": b"".join([*lines[:9], b"\xff\x00 nonsense\n", *lines[9:]]),
+        "headless": b"".join(lines[1:]),
+        "orphaned": b"".join(line for line in lines if b'"node":2,' not in line),
+    }
+    trace.write_bytes(damaged[kind])
+
+    page.open(shown(trace))
+    page.settle()
+    for event in range(0, len(types(trace)), 9):
+        page.evaluate(f"arbor.seek({event}), arbor.draw()")
+
+    assert page.errors == []
+    assert is_seen(page, "#banner") and len(text(page, "#banner")) > 10
+    assert page.evaluate("arbor.current.run.count") > 1
+
+
+def test_a_whole_trace_has_no_banner(page: Page, trace: Path) -> None:
+    page.open(shown(trace))
+
+    assert not is_seen(page, "#banner")
+
+
+def test_a_trace_without_blocks_opens(page: Page, tmp_path: Path) -> None:
+    trace = written(tmp_path / "run.arbor.jsonl", [header(), Ended("exhausted", 0)])
+
+    page.open(shown(trace))
+    for key in ("h", "a", "r", "f", "m", "m", "Home"):
+        page.press(key)
+
+    assert page.errors == []
+
+
+def test_events_of_unknown_types_are_shown_by_their_fields(page: Page, trace: Path) -> None:
+    record = {
+        "e": "retain",
+        "i": 0,
+        "t": 9.0,
+        "policy": "new",
+        "nodes": [1, 2],
+        "score": [0.25, 0.5],
+    }
+    record |= {"reason": {"1": "far away", "2": "near"}}
+    with trace.open("ab") as file:
+        file.write(to_line(record) + b"\n")
+
+    page.open(shown(trace), "#tab=2")
+    page.settle()
+    listed = text(page, ".space")
+    page.evaluate("arbor.select(1)")
+    page.settle()
+    told = text(page, "#panel-0")
+
+    assert "retain" in listed and "policy=new" in listed
+    assert "far away" in told and "0.25" in told and "near" not in told
+
+
+def anything(draw: random.Random, depth: int = 0) -> Any:
+    """Some JSON value; block ids are among its numbers."""
+    simple = (None, True, -1, 0, 1, 2, 3, 10**18, 0.5, -1e300, "", "a\n", HOSTILE, "__proto__")
+    if depth > 2 or draw.random() < 0.5:
+        return draw.choice(simple)
+    if draw.random() < 0.6:
+        return [anything(draw, depth + 1) for _ in range(draw.randrange(4))]
+    keys = ("node", "1", "__proto__", "toString", "x")
+    return {draw.choice(keys): anything(draw, depth + 1) for _ in range(draw.randrange(3))}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_event_of_a_later_version_breaks_it(page: Page, trace: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    fields = ("node", "nodes", "leaves", "path", "keep", "text", "kv", "score", "reason", "dur")
+    names = ("retain", "demote", "offload", "toString", "__proto__", "")
+    known = [json.loads(line) for line in trace.read_bytes().splitlines()]
+    records = []
+    for record in known:
+        # what this version knows has fields that it does not know
+        records.append(record | {f"new_{draw.choice(fields)}": anything(draw)})
+        if draw.random() < 0.5:
+            extra = {name: anything(draw) for name in draw.sample(fields, 4)}
+            records.append(
+                {"e": draw.choice(names), "i": 0, "t": draw.choice((-1, 0.5, 1e9))} | extra
+            )
+    trace.write_bytes(b"".join(to_line(record) + b"\n" for record in records))
+    html = shown(trace)
+    assert len(read_page_trace(trace).records) > len(known) * 1.2, "they are in the page"
+
+    page.open(html)
+    for panel in range(6):
+        page.evaluate(f"arbor.show({panel})")
+        for event in range(panel, len(records) - 20, 37):
+            page.evaluate(f"arbor.seek({event}), arbor.select({event} % 8), arbor.draw()")
+
+    assert page.errors == []
+    assert page.evaluate("window.hit") is None
+
+
+def test_a_notebook_frame_shows_it_and_is_shut_off(
+    browser: Browser, page: Page, trace: Path, tmp_path: Path
+) -> None:
+    outer = tmp_path / "notebook.html"
+    frame = notebook_frame(html_page(read_page_trace(trace)))
+    outer.write_text(
+        f"<!doctype html><html data-ready='0'><meta charset='utf-8'>{frame}", encoding="utf-8"
+    )
+
+    page.open(outer)
+
+    inside = browser.frame()
+    inside.wait("window.arbor !== undefined")
+    assert inside.errors == page.errors == []
+    assert text(inside, "#problem") == "4 5 6 10"
+    assert inside.evaluate("(arbor.setTheme('dark'), arbor.theme)") == "dark", "without a storage"
+    assert inside.evaluate("window.origin") == "null"
+
+
+# What moves it
+
+
+def test_keys_move_the_cursor(page: Page, trace: Path) -> None:
+    kinds = types(trace)
+    last = len(kinds) - 1
+    page.open(shown(trace))
+    assert cursor(page) == last
+
+    page.press("Home")
+    assert cursor(page) == 0
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    assert cursor(page) == 2
+    page.press("ArrowLeft")
+    assert cursor(page) == 1
+    page.press("ArrowRight", shift=True)
+    assert cursor(page) == 51
+    page.press("End")
+    assert cursor(page) == last
+
+
+@pytest.mark.parametrize(("key", "kind"), [("p", "pressure"), ("r", "rehydrate")])
+def test_keys_jump_to_what_moved_kv(page: Page, trace: Path, key: str, kind: str) -> None:
+    places = [number for number, name in enumerate(types(trace)) if name == kind]
+    assert len(places) > 1, "the run has two of them"
+    page.open(shown(trace), "#e=0")
+
+    page.press(key)
+    first = cursor(page)
+    page.press(key)
+    second = cursor(page)
+    page.press(key.upper(), shift=True)
+    back = cursor(page)
+
+    assert [first, second, back] == [places[0], places[1], places[0]]
+
+
+def test_backtracks_are_transitions_that_leave_the_path(page: Page, trace: Path) -> None:
+    events = read_trace(trace).events
+    parent = {event.node: event.parent for event in events if isinstance(event, Opened)}
+
+    def above(node: int | None) -> Iterator[int]:
+        while node is not None:
+            yield node
+            node = parent[node]
+
+    expected = [
+        number
+        for number, event in enumerate(events)
+        if event.name == "transition"
+        and any(not set(above(leaf)) & set(event.previous) for leaf in event.leaves)  # type: ignore[union-attr]
+    ]
+    page.open(shown(trace), "#e=0")
+
+    found = []
+    for _ in expected:
+        page.press("b")
+        found.append(cursor(page))
+
+    assert found == expected != []
+
+
+def test_the_first_transition_and_going_on_below_are_no_backtracks(
+    page: Page, tmp_path: Path
+) -> None:
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 3, "prompt")]
+    events += [Transition((0,), (), 0), Opened(1, 0, 0, 1, 0, ""), Opened(2, 0, 1, 1, 0, "")]
+    events += [Transition((1,), (0,), 1), Transition((2,), (1,), 2), Ended("exhausted", 3)]
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+
+    assert page.evaluate("arbor.current.run.backtracks") == [6]
+
+
+def test_keys_walk_the_tree(page: Page, trace: Path) -> None:
+    children = [e.node for e in read_trace(trace).events if isinstance(e, Opened) and e.parent == 0]
+    page.open(shown(trace), "#n=0")
+
+    walked = []
+    for key in ("l", "j", "k", "h"):
+        page.press(key)
+        walked.append(page.evaluate("arbor.current.run.id[arbor.current.selected]"))
+
+    assert walked == [children[0], children[1], children[0], 0]
+
+
+def test_the_answer_key_selects_the_answers_block(page: Page, trace: Path) -> None:
+    (answer,) = (event for event in read_trace(trace).events if isinstance(event, Answered))
+    page.open(shown(trace), "#n=0")
+
+    page.press("a")
+
+    assert page.evaluate("arbor.current.run.id[arbor.current.selected]") == answer.node
+
+
+def test_keys_in_a_field_are_text(page: Page, trace: Path) -> None:
+    page.open(shown(trace), "#e=5")
+
+    page.press("/")
+    page.press("r")
+
+    assert page.evaluate("document.getElementById('filter').value") == "r"
+    assert cursor(page) == 5
+
+
+def test_playing_moves_on_and_stops_at_the_end(page: Page, trace: Path) -> None:
+    page.open(shown(trace), "#e=0")
+    page.evaluate("document.getElementById('speed').value = '16'")
+
+    page.press(" ")
+    page.wait("arbor.current.event > 0")
+    page.wait("!arbor.playing")
+
+    assert cursor(page) == len(types(trace)) - 1
+
+
+def test_a_click_on_the_strip_seeks(page: Page, trace: Path) -> None:
+    page.open(shown(trace))
+    box = page.evaluate(
+        "(({x, y, width, height}) => [x, y, width, height])(arbor.current.strip.canvas.getBoundingClientRect())"
+    )
+    last = len(types(trace)) - 1
+    x = page.evaluate(f"arbor.current.strip.x({last // 3})")
+
+    page.click(box[0] + x + 0.4, box[1] + 30)
+
+    assert abs(cursor(page) - last // 3) <= 1
+
+
+def test_the_wheel_zooms_a_drag_pans_and_a_click_selects(page: Page, trace: Path) -> None:
+    page.open(shown(trace), "#n=0")
+    where = """(() => { const map = arbor.current.map, box = map.canvas.getBoundingClientRect(), block = 3;
+      return [box.x + map.sx(map.x0(block)) + 3, box.y + map.sy(map.run.row[block] + 0.5)]; })()"""
+    view = "({...arbor.current.map.view})"
+
+    page.click(*page.evaluate(where))
+    selected = page.evaluate("arbor.current.selected")
+    before = page.evaluate(view)
+    page.mouse("mouseWheel", 400, 300, deltaX=0, deltaY=-200)
+    page.wait(f"arbor.current.map.view.ky > {before['ky']}")
+    zoomed = page.evaluate(view)
+    page.mouse("mousePressed", 400, 300, button="left", clickCount=1)
+    page.mouse("mouseMoved", 360, 330, button="left", buttons=1)
+    page.mouse("mouseReleased", 360, 330, button="left", clickCount=1)
+    panned = page.evaluate(view)
+    page.press("f")
+
+    assert selected == 3
+    assert zoomed["kx"] == before["kx"]
+    assert panned["x"] > zoomed["x"] and panned["y"] < zoomed["y"]
+    assert page.evaluate("arbor.current.selected") == 3, "a drag is no click"
+    assert page.evaluate(view) == before
+
+
+def test_the_address_keeps_event_and_block(page: Page, trace: Path) -> None:
+    html = shown(trace)
+    page.open(html)
+    page.evaluate("arbor.seek(17), arbor.select(2)")
+    page.press("m")
+
+    page.wait("location.hash === '#e=17&n=2&m=icicle'")
+    page.send("Page.navigate", url="about:blank")
+    page.open(html, "#e=17&n=2&m=icicle")
+
+    assert cursor(page) == 17
+    assert page.evaluate("[arbor.current.selected, arbor.mode]") == [2, "icicle"]
+
+
+@pytest.mark.parametrize("address", ["#e=99999&n=99999", "#e=-1", "#t=9&m=x&x=y&tab=99", "#%%%"])
+def test_a_wrong_address_does_no_harm(page: Page, trace: Path, address: str) -> None:
+    page.open(shown(trace), address)
+    page.settle()
+
+    assert page.errors == []
+    assert 0 <= cursor(page) < len(types(trace))
+
+
+@pytest.mark.parametrize(
+    ("asked", "test"),
+    [
+        ("#4", "run.id[block] === 4"),
+        ("thought", "run.text(block).includes('thought')"),
+        ("v>0.5", "state.value[block] > 0.5"),
+        ("v<=0.5", "state.value[block] <= 0.5"),
+        ("pruned", "state.state[block] === 3"),
+        ("tier:gone", "state.tokens[block] > 0 && state.device[block] === 0"),
+        ("answer", "run.answerPath[block] === 1"),
+        ("running", "state.active[block] === 1"),
+    ],
+)
+def test_blocks_are_found(page: Page, trace: Path, asked: str, test: str) -> None:
+    page.open(shown(trace))
+    expected = page.evaluate(
+        f"""(() => {{ const {{run, state}} = arbor.current;
+          return Array.from({{length: run.count}}, (_, block) => block).filter((block) => {test}); }})()"""
+    )
+    assert 0 < len(expected) < page.evaluate("arbor.current.run.count"), "it tells blocks apart"
+
+    page.evaluate(f"arbor.setFilter({json.dumps(asked)})")
+
+    assert page.evaluate("arbor.current.hits") == expected
+    assert text(page, "#found") == str(len(expected))
+
+
+def test_the_list_of_events_is_filtered_by_type(page: Page, trace: Path) -> None:
+    kinds = types(trace)
+    page.open(shown(trace), "#tab=2")
+    page.settle()
+
+    page.evaluate(
+        "[...document.querySelectorAll('button.filter')].find((b) => b.textContent.startsWith('node')).click()"
+    )
+    page.settle()
+
+    assert page.evaluate("arbor.panels[1].shown.length") == len(kinds) - kinds.count("node")
+
+
+def test_regret_counts_what_was_given_up_and_needed_again(page: Page, tmp_path: Path) -> None:
+    events: list[Event] = [
+        header(),
+        Opened(0, None, 0, 0, 10, "prompt"),
+        Evicted("pressure", ((0, 6),), KV(4)),
+        Forwarded("decode", 1, 1, 1, 1, KV(4), 10, 0.1),
+    ]
+    events += [Rehydrated(((0, 6),), "recompute", KV(10)), Ended("exhausted", 1)]
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=3")
+    page.settle()
+
+    said = text(page, "#panel-2")
+    page.evaluate(
+        "(() => { const field = document.querySelector('.within input'); field.value = 1; field.dispatchEvent(new Event('input')); })()"
+    )
+
+    assert "6 tokens came back within 100 events: 100 % of the 6 that were evicted." in said
+    assert "0 tokens came back within 1 event: 0 %" in text(page, "#panel-2")
+
+
+def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) -> None:
+    record = {"e": "verify", "i": 0, "t": 9.0, "verifier": "self", "nodes": [1], "values": [0.5]}
+    record |= {
+        "asked": 1,
+        "elapsed_s": 0.1,
+        "exit_layer": 2,
+        "layers": 4,
+        "entropy": [3.0, 2.0, 0.5],
+    }
+    with trace.open("ab") as file:
+        file.write(to_line(record) + b"\n")
+
+    page.open(shown(trace), "#n=1")
+    page.settle()
+
+    cells = page.evaluate(
+        "[...document.querySelectorAll('.exits i')].map((cell) => cell.className)"
+    )
+    assert cells == ["", "", "exit", "skipped"]
+
+
+def test_what_the_retention_policy_decided_is_told_at_its_block(page: Page, tmp_path: Path) -> None:
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 15, "prompt")]
+    signals = {"score": [0.2403], "last_used": [1234], "next_use": [None]}
+    events += [Allocated("arborkv", "pressure", 25, 3, ((0, 15, 9),), signals, 0.001)]
+    events += [Evicted("pressure", ((0, 6),), KV(9)), Ended("exhausted", 1)]
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#n=0")
+    page.settle()
+
+    told = text(page, "#panel-0")
+    assert "arborkv" in told and "9 of 15 tokens" in told and "0.240" in told
+    assert "25 for 3 blocks" in told
+    assert re.search(r"score\s*0\.240\s*last used\s*1,234\s*next use\s*never", told)
+    page.evaluate("arbor.seek(1)")
+    page.settle()
+    assert "arborkv, " not in text(page, "#panel-0"), "it has not decided yet"
+
+
+def test_what_lies_on_the_host_has_a_strip_of_its_own(page: Page, tmp_path: Path) -> None:
+    plain = written(tmp_path / "plain.arbor.jsonl", fake_run(6))
+    hosted = tmp_path / "hosted.arbor.jsonl"
+    hosted.write_text(
+        plain.read_text(encoding="utf-8").replace('"host":0', '"host":7'), encoding="utf-8"
+    )
+    tall = "arbor.current.strip.canvas.getBoundingClientRect().height"
+
+    page.open(shown(plain))
+    without = page.evaluate(tall)
+    page.open(shown(hosted))
+
+    assert page.evaluate(tall) > without + 20
+    assert page.evaluate("arbor.state().host") == 7
+    assert "on host" in text(page, "#legend")
+
+
+# Two runs
+
+
+def test_two_runs_move_together(page: Page, tmp_path: Path) -> None:
+    first = written(tmp_path / "a.arbor.jsonl", fake_run(6, rounds=20))
+    second = written(tmp_path / "b.arbor.jsonl", fake_run(6, rounds=20))
+    lines = second.read_text(encoding="utf-8").splitlines(keepends=True)
+    second.write_text("".join(lines[:1] + lines[3:]), encoding="utf-8")  # two events fewer
+
+    page.open(shown(first, second))
+    page.settle()
+    page.evaluate("arbor.seek(40, 0)")
+    closed = page.evaluate("arbor.panes.map(({run, event}) => run.closedAt[event])")
+    page.press("End")
+    ends = page.evaluate("arbor.panes.map(({run, event}) => run.events - 1 - event)")
+
+    assert page.errors == []
+    assert closed[0] == closed[1] > 0
+    assert ends == [0, 0]
+    assert page.evaluate(
+        "arbor.panes.map(({strip}) => strip.axisEnd).every((end, _, all) => end === all[0])"
+    )
+
+
+def test_two_runs_say_where_they_part(page: Page, tmp_path: Path) -> None:
+    first = written(tmp_path / "a.arbor.jsonl", fake_run(3))
+    second = written(tmp_path / "b.arbor.jsonl", fake_run(3))
+    second.write_text(
+        second.read_text(encoding="utf-8").replace("thought 2\\n", "another\\n"), encoding="utf-8"
+    )
+
+    page.open(shown(first, second))
+    page.settle()
+
+    assert "The trees differ from block #2 on." in text(page, "#panel-6")
+
+
+def test_equal_runs_are_told_to_be_equal(page: Page, tmp_path: Path) -> None:
+    first = written(tmp_path / "a.arbor.jsonl", fake_run(3))
+    second = written(tmp_path / "b.arbor.jsonl.gz", fake_run(3))
+
+    page.open(shown(first, second))
+    page.settle()
+
+    assert "The trees are equal" in text(page, "#panel-6")
+
+
+# How it looks
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_the_theme_is_the_systems_until_it_is_chosen(page: Page, trace: Path, theme: str) -> None:
+    html = shown(trace)
+    other = "light" if theme == "dark" else "dark"
+    page.emulate(prefers_color_scheme=theme)
+    page.open(html)
+    page.evaluate("localStorage.clear()")
+    page.reload()
+
+    at_first = page.evaluate("document.documentElement.dataset.theme")
+    page.press("d")
+    after = []
+    for _ in range(10):  # a browser may take a moment to store what a page has chosen
+        page.reload()
+        after.append(page.evaluate("document.documentElement.dataset.theme"))
+        if after[-1] == other:
+            break
+
+    assert at_first == theme
+    assert after[-1] == other
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_stands_out_from_its_ground(page: Page, trace: Path, theme: str) -> None:
+    page.open(shown(trace), f"#theme={theme}")
+    colours: dict[str, Any] = page.evaluate("arbor.colours")
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        lighter, darker = sorted((luminance(colours[one]), luminance(colours[other])), reverse=True)
+        return (lighter + 0.05) / (darker + 0.05)
+
+    for ink, ground in (
+        ("ink", "paper"),
+        ("ink", "raised"),
+        ("ink", "gone"),
+        ("muted", "paper"),
+        ("muted", "raised"),
+        ("muted", "gone"),
+        ("on-active", "active"),
+        ("on-idle", "idle"),
+        ("on-host", "host"),
+        ("budget", "paper"),
+        ("mark", "paper"),
+        ("full", "paper"),
+    ):
+        assert contrast(ink, ground) >= 4.5, (ink, ground)
+    assert contrast("active", "idle") >= 1.8
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_it_fits_on_a_narrow_screen(page: Page, tmp_path: Path, count: int) -> None:
+    traces = [written(tmp_path / f"{i}.arbor.jsonl", fake_run(3)) for i in range(count)]
+
+    page.open(shown(*traces), size=(320, 640))
+    page.settle()
+    for panel in range(6 + (count > 1)):
+        page.evaluate(f"arbor.show({panel})")
+        page.settle()
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 320, f"panel {panel} makes the page {wide} wide"
+
+    assert page.evaluate("arbor.current.map.canvas.getBoundingClientRect().height") > 200
+
+
+def test_every_control_has_a_name(page: Page, trace: Path) -> None:
+    page.open(shown(trace))
+    page.settle()
+    page.send("Accessibility.enable")
+
+    tree = page.send("Accessibility.getFullAXTree")["nodes"]
+
+    roles = {"button", "slider", "searchbox", "combobox", "tab", "img", "spinbutton"}
+    named = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in tree
+        if not node.get("ignored") and node["role"]["value"] in roles
+    ]
+    assert len(named) > 20
+    assert [role for role, name in named if not name.strip()] == []
+
+
+def test_the_table_tells_what_the_picture_shows(page: Page, trace: Path) -> None:
+    replay = Replay.of(read_trace(trace))
+
+    page.open(shown(trace), "#tab=5")
+    page.settle()
+
+    rows = page.evaluate(
+        "[...document.querySelectorAll('.tree tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
+    )
+    told = {row[0]: row[1:4] for row in rows}
+    assert told == {
+        f"#{block.id}": [
+            str(block.state),
+            f"{block.resident}/{block.tokens}",
+            f"{block.value:.2f}" if block.verified else "–",
+        ]
+        for block in replay.blocks.values()
+    }
+
+
+def test_it_prints_in_light_colours(page: Page, trace: Path) -> None:
+    page.open(shown(trace), "#theme=dark")
+
+    printed = page.send("Page.printToPDF")["data"]
+
+    assert len(printed) > 10_000
+    assert page.errors == []
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"

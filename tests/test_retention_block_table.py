@@ -1,0 +1,288 @@
+"""The table of all blocks: what a tree says block by block, said for all of them at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.offers import SEEDS
+
+from arbor.retention.base import NEVER
+from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, _Levels
+from arbor.retention.held_tokens import HeldTokens
+from arbor.tree import Node, NodeState, ThoughtTree
+
+
+def random_tree(seed: int, blocks: int, *, deep: bool = False) -> ThoughtTree:
+    rng = np.random.default_rng(seed)
+    tree = ThoughtTree(range(int(rng.integers(1, 6))))
+    for _ in range(blocks):
+        parent = tree.nodes[-1] if deep else tree[int(rng.integers(len(tree)))]
+        alter(tree.fork(parent), rng)
+    return tree
+
+
+def alter(node: Node, rng: np.random.Generator) -> None:
+    """Tokens, residency, value, confidence and state of a block become something else."""
+    count = int(rng.integers(0, 5))
+    node.tokens.extend([7] * count)
+    node.span.grow(count)
+    node.span.slot[:] = np.where(rng.random(len(node.span)) < 0.6, 1, -1)
+    node.value, node.confidence = rng.random(2).tolist()
+    node.valued = bool(rng.random() < 0.7)
+    node.state = list(NodeState)[int(rng.integers(4))]
+
+
+def table_of(tree: ThoughtTree) -> BlockTable:
+    table = BlockTable()
+    for node in tree:
+        table.touch(node)
+    table.refresh()
+    return table
+
+
+def check(table: BlockTable, tree: ThoughtTree) -> None:
+    """Every column is what the tree says."""
+    assert len(table) == len(tree)
+    for node in tree:
+        assert table.parent[node.id] == (NO_PARENT if node.parent is None else node.parent.id)
+        assert table.depth[node.id] == node.depth
+        assert table.start[node.id] == node.start
+        assert table.length[node.id] == len(node.tokens)
+        assert table.resident[node.id] == int(node.span.resident.sum())
+        value = node.value if node.valued else np.nan
+        np.testing.assert_equal(table.value[node.id], value)
+        assert table.confidence[node.id] == node.confidence
+        assert table.open[node.id] == (node.state is NodeState.OPEN)
+
+
+def some_leaves(tree: ThoughtTree, seed: int) -> list[Node]:
+    rng = np.random.default_rng(seed)
+    return [tree[int(i)] for i in rng.integers(0, len(tree), int(rng.integers(1, 5)))]
+
+
+@given(seed=SEEDS, blocks=st.integers(0, 80))
+def test_the_table_says_what_the_tree_says(seed: int, blocks: int) -> None:
+    tree = random_tree(seed, blocks)
+
+    check(table_of(tree), tree)
+
+
+@given(seed=SEEDS)
+def test_a_table_that_is_told_what_changed_is_one_made_anew(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tree = random_tree(seed, 5)
+    table = table_of(tree)
+    for clock in range(1, 30):
+        if rng.random() < 0.5:
+            node = tree.fork(tree[int(rng.integers(len(tree)))])
+        else:
+            node = tree.nodes[
+                -int(rng.integers(1, 3))
+            ]  # its start must not move under its children
+        if not node.children:
+            alter(node, rng)
+        table.touch(node)
+        table.use(node.path, clock)
+        if rng.random() < 0.6:
+            table.refresh()
+    table.refresh()
+
+    check(table, tree)
+    leaves = [leaf.id for leaf in some_leaves(tree, seed)]
+    anew = table_of(tree)
+    assert (table.distances(leaves) == anew.distances(leaves)).all()
+    assert (table.on_paths(leaves) == anew.on_paths(leaves)).all()
+
+
+def test_the_tail_is_what_is_on_the_device_of_the_last_tokens() -> None:
+    tree = ThoughtTree([1, 2, 3, 4, 5])
+    short = tree.fork(tree.root)
+    for node, resident in ((tree.root, [1, 1, 0, 0, 1]), (short, [1])):
+        node.tokens[:] = [7] * len(resident)
+        node.span.grow(len(resident) - len(node.span))
+        node.span.slot[:] = np.where(resident, 1, -1)
+    table = BlockTable(protected_tail=3)
+    for node in tree:
+        table.touch(node)
+    table.refresh()
+
+    assert table.tail.tolist() == [1, 1]  # the first three of the root would be two
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_blocks_are_expected_to_be_worth_is_what_a_walk_up_the_tree_finds(seed: int) -> None:
+    tree = random_tree(seed, 30)
+    table = table_of(tree)
+    best = max(node.value for node in tree if node.valued)
+    for node, found in zip(tree, table.expected(), strict=True):
+        valued = next((each for each in reversed(node.path) if each.valued), None)
+        assert found == (best if valued is None else valued.value)
+
+
+def test_what_is_not_touched_is_not_read() -> None:
+    tree = random_tree(1, 9)
+    table = table_of(tree)
+
+    tree[3].value, tree[4].value = 0.123, 0.456
+    tree[3].valued = tree[4].valued = True
+    table.touch(tree[4])
+    table.refresh()
+
+    assert table.value[4] == 0.456
+    assert table.value[3] != 0.123
+
+
+def test_a_block_brings_its_ancestors_along_and_unknown_ids_are_far() -> None:
+    tree = ThoughtTree([1, 2])
+    first, second = tree.fork(tree.root), tree.fork(tree.root)
+    third = tree.fork(second)
+    table = BlockTable()
+    table.touch(third)
+    table.refresh()
+
+    assert len(table) == 4
+    assert table.length.tolist() == [2, 0, 0, 0]
+    assert table.distances([third.id]).tolist() == [2, FAR, 1, 0]
+    assert table.on_paths([third.id]).tolist() == [True, False, True, True]
+    table.touch(first)
+    table.refresh()
+    assert table.distances([third.id]).tolist() == [2, 3, 1, 0]
+
+
+def test_the_clock_of_a_block_is_that_of_the_last_forward_that_read_it() -> None:
+    tree = random_tree(2, 20)
+    table = BlockTable()
+    table.use(tree[20].path, 5)  # before the table has seen any of them
+    for node in tree:
+        table.touch(node)
+    table.refresh()
+    table.use([tree[3], tree.root], 6)
+
+    on_path = {node.id for node in tree[20].path}
+    expected = [6 if i in (0, 3) else 5 if i in on_path else 0 for i in range(21)]
+    assert table.last_used.tolist() == expected
+
+
+@given(seed=SEEDS, blocks=st.integers(0, 80))
+def test_distances_are_those_of_the_tree(seed: int, blocks: int) -> None:
+    tree = random_tree(seed, blocks)
+    leaves = some_leaves(tree, seed)
+
+    found = table_of(tree).distances([leaf.id for leaf in leaves])
+
+    assert found.tolist() == tree.distances(leaves).tolist()
+    for node in tree:
+        assert found[node.id] == min(tree.distance(node, leaf) for leaf in leaves)
+
+
+@given(seed=SEEDS, blocks=st.integers(0, 80))
+def test_on_paths_is_the_union_of_the_paths(seed: int, blocks: int) -> None:
+    tree = random_tree(seed, blocks)
+    leaves = some_leaves(tree, seed)
+
+    found = table_of(tree).on_paths([leaf.id for leaf in leaves])
+
+    assert np.flatnonzero(found).tolist() == [node.id for node in tree.paths(leaves)]
+
+
+@given(seed=SEEDS, blocks=st.integers(0, 80))
+def test_reentry_is_the_sum_over_the_leaves_below(seed: int, blocks: int) -> None:
+    tree = random_tree(seed, blocks)
+    rng = np.random.default_rng(seed)
+    leaves = rng.integers(0, len(tree), 4)  # one may come twice
+    chance = rng.random(4) * 0.4
+
+    found = table_of(tree).reentry(leaves, chance)
+
+    for node in tree:
+        below = [
+            p for i, p in zip(leaves.tolist(), chance.tolist(), strict=True) if node in tree[i].path
+        ]
+        assert found[node.id] == pytest.approx(min(1.0, sum(below)))
+        if node.parent is not None:
+            assert found[node.id] <= found[node.parent.id] + 1e-12
+
+
+@given(seed=SEEDS, blocks=st.integers(1, 40))
+def test_a_block_is_needed_with_the_first_leaf_below_it(seed: int, blocks: int) -> None:
+    tree = random_tree(seed, blocks)
+    rng = np.random.default_rng(seed)
+    leaves, waits = rng.integers(0, len(tree), 5), rng.integers(1, 9, 5)
+
+    found = table_of(tree).soonest(leaves, waits)
+
+    for node in tree:
+        below = [
+            wait
+            for i, wait in zip(leaves.tolist(), waits.tolist(), strict=True)
+            if node in tree[i].path
+        ]
+        assert found[node.id] == min(below, default=NEVER)
+
+
+def test_without_leaves_everything_is_far_and_nothing_comes_back() -> None:
+    table = table_of(random_tree(3, 10))
+
+    assert (table.distances([]) == FAR).all()
+    assert not table.on_paths([]).any()
+    assert not table.reentry([], []).any()
+
+
+def test_an_empty_table_answers() -> None:
+    table = BlockTable()
+    table.refresh()
+
+    assert len(table) == len(table.on_paths([])) == len(table.distances([])) == 0
+    assert len(table.reentry([], [])) == 0
+
+
+def test_a_chain_is_a_tree_too() -> None:
+    levels = 300
+    table = table_of(random_tree(4, levels, deep=True))
+
+    assert table.distances([0]).tolist() == list(range(levels + 1))
+    assert table.distances([levels]).tolist() == list(range(levels, -1, -1))
+    assert table.reentry([levels], [0.5]).tolist() == [0.5] * (levels + 1)
+
+
+@pytest.mark.parametrize("deepest", [5, 40_000])
+def test_levels_are_sorted_by_depth_however_deep(deepest: int) -> None:
+    depth = np.array([0, 1, deepest, 1, 2])
+    parent = np.array([NO_PARENT, 0, 4, 0, 1])
+
+    levels = _Levels(depth, parent)
+
+    assert levels.place.tolist() == [0, 1, 4, 2, 3]
+    assert levels.parent[1:].tolist() == [0, 0, 1, 3]
+    assert [end - begin for begin, end in levels.below_root][:2] == [2, 1]
+    assert len(levels.below_root) == deepest
+
+
+@given(
+    notes=st.lists(
+        st.dictionaries(st.integers(0, 5), st.lists(st.booleans(), max_size=9), min_size=1),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_what_blocks_hold_is_what_was_last_read_of_each(notes: list[dict[int, list[bool]]]) -> None:
+    held, last = HeldTokens(), dict[int, list[bool]]()
+    for note in notes:
+        held.read(
+            np.array(list(note)),
+            np.array([len(resident) for resident in note.values()]),
+            np.array([sum(resident) for resident in note.values()]),
+            np.array(
+                [at for resident in note.values() for at in np.flatnonzero(resident)], np.int64
+            ),
+        )
+        last |= note
+    ids = sorted(last)
+
+    counts, offsets = held.of(np.array(ids))
+
+    assert counts.tolist() == [sum(last[node]) for node in ids]
+    want = [offset for node in ids for offset, there in enumerate(last[node]) if there]
+    assert offsets.tolist() == want

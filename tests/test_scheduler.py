@@ -1,0 +1,233 @@
+"""Which blocks decode together: how many fit, who joins when, who has to wait again."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import Words, build
+from support.trees import LENGTH, PROMPT, SAMPLED, Lab
+
+from arbor.engine.sampling import ArithmeticCode
+from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, most_held
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
+from arbor.errors import BudgetInfeasible
+from arbor.events import Boundary, Evicted, Forwarded, Rehydrated
+from arbor.model.sampling_params import Sampling
+from arbor.tasks.base import BlockLimits
+from arbor.tree import Node, NodeState, ThoughtTree
+
+
+def row(tree: ThoughtTree, leaf: Node, length: int = 0) -> Row:
+    child = tree.fork(leaf)
+    for _ in range(length):
+        tree.append(child, 7)
+    return Row(child, leaf, ArithmeticCode(0, child, Sampling()))
+
+
+def running(
+    slots: int, rows: list[Row], *, longest: int = 8, lossy: bool = False
+) -> DecodeScheduler:
+    return DecodeScheduler(slots, longest, lossy, deque(rows))
+
+
+@given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 30))
+def test_most_held_is_what_a_step_by_step_account_gives(lengths: list[int], expected: int) -> None:
+    tree = ThoughtTree(PROMPT)
+    rows = [row(tree, tree.root, each) for each in lengths]
+    left = [max(expected - each, MARGIN) for each in lengths]
+
+    account = [
+        sum(each + step for each, more in zip(lengths, left, strict=True) if more >= step)
+        for step in range(1, max(left, default=0) + 1)
+    ]
+
+    assert most_held(rows, expected) == max(account, default=0)
+
+
+def test_a_block_is_expected_to_be_as_long_as_those_before_it() -> None:
+    lengths = Lengths()
+    assert lengths.expected(33) == 17  # half of the longest while nothing is known
+    for tokens in (10, 10, 14, 14):
+        lengths.add(tokens)
+    assert lengths.expected(33) == 14  # mean 12, standard deviation 2
+    assert lengths.expected(13) == 13
+
+
+def test_blocks_join_while_they_fit_and_later_as_others_end() -> None:
+    tree = ThoughtTree(PROMPT)
+    rows = [row(tree, tree.root) for _ in range(5)]
+    queue = running(len(PROMPT) + 2 * 6, rows)
+
+    assert queue.admit(6) == rows[:2]
+    assert queue.admit(6) == []
+    queue.end(rows[:1])
+    assert queue.admit(6) == rows[2:3]
+    assert queue.rows == rows[1:3]
+    queue.end(rows[1:3])
+    assert queue.admit(6) == rows[3:]
+    queue.end(rows[3:])
+    assert not queue
+
+
+def test_a_young_block_joins_where_an_old_one_will_have_ended_before_it_grows() -> None:
+    tree = ThoughtTree(PROMPT)
+    old, other = row(tree, tree.root, 6), row(tree, tree.root, 6)
+    queue = running(len(PROMPT) + 24, [old, other, row(tree, tree.root), row(tree, tree.root)])
+
+    # 10 + 10 + 4 when the old ones end; two young ones would be 28
+    assert len(queue.admit(10)) == 3
+
+
+def test_one_block_joins_however_little_room_there_is() -> None:
+    tree = ThoughtTree(PROMPT)
+    queue = running(1, [row(tree, tree.root), row(tree, tree.root)])
+    assert len(queue.admit(8)) == 1
+
+
+def test_the_block_that_joined_last_waits_again_and_is_the_next_to_join() -> None:
+    tree = ThoughtTree(PROMPT)
+    rows = [row(tree, tree.root) for _ in range(4)]
+    queue = running(len(PROMPT) + 3 * 4, rows)
+    queue.admit(4)
+
+    assert queue.preempt() is rows[2]
+    assert queue.admit(5) == []
+    queue.end(rows[:1])
+    assert queue.admit(5) == rows[2:3]
+
+
+def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> None:
+    tree = ThoughtTree(PROMPT)
+    rows = [row(tree, tree.root) for _ in range(5)]
+    queue = running(50, rows, longest=8, lossy=True)
+
+    assert queue.admit(1) == rows[:3]
+    queue.end(rows[:2])
+    assert queue.admit(1) == []
+    queue.end(rows[2:3])
+    assert queue.admit(1) == rows[3:]
+
+
+@given(st.data())
+def test_nobody_is_lost_and_the_budget_is_reckoned_with_whole_paths(data: Any) -> None:
+    tree = ThoughtTree(PROMPT)
+    leaves = [tree.root]
+    for _ in range(data.draw(st.integers(0, 6))):
+        leaf = row(tree, data.draw(st.sampled_from(leaves)), data.draw(st.integers(1, 5))).node
+        leaf.state = NodeState.CLOSED
+        leaves.append(leaf)
+    rows = [row(tree, data.draw(st.sampled_from(leaves))) for _ in range(8)]
+    slots, expected = data.draw(st.integers(10, 90)), data.draw(st.integers(1, 8))
+    queue = running(slots, rows)
+    over: set[int] = set()
+    while queue:
+        before = len(queue.rows)
+        joined = queue.admit(expected)
+        assert queue.rows[before:] == joined and queue.rows
+        paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in queue.rows))
+        if len(queue.rows) > 1 and joined:
+            assert paths + most_held(queue.rows, expected) <= slots
+        if data.draw(st.booleans()) and len(queue.rows) > 1:
+            queue.preempt()
+        else:
+            done = data.draw(st.lists(st.sampled_from(queue.rows), min_size=1, unique_by=id))
+            assert over.isdisjoint(each.node.id for each in done)
+            over |= {each.node.id for each in done}
+            queue.end(done)
+    assert over == {each.node.id for each in rows}
+
+
+# In the engine
+
+
+def grow(slots: int, lengths: tuple[int, ...]) -> tuple[Lab, list[Node]]:
+    """Two short blocks, then four longer ones, from which the engine expects no more."""
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(slots)
+    for length in lengths[:-1]:
+        lab.forget(lab.sprout([(tree.root, 2)], length=length))
+    lab.events.clear()
+    return lab, lab.sprout([(tree.root, 4)], length=lengths[-1])
+
+
+def test_a_block_that_has_to_wait_again_goes_on_where_it_was() -> None:
+    free, wanted = grow(4096, (2, 8))
+    lab, children = grow(len(PROMPT) + 17, (2, 8))
+
+    assert [child.tokens for child in children] == [child.tokens for child in wanted]
+    assert [child.logprob for child in children] == pytest.approx(
+        [child.logprob for child in wanted], abs=1e-4
+    )
+    nodes = {child.id for child in children}
+    ended: set[int] = set()
+    again: dict[int, int] = {}
+    for event in lab.events:
+        match event:
+            case Boundary(node=node):
+                ended.add(node)
+            case Evicted(nodes=lost, cause="pressure"):
+                again |= {node: count for node, count in lost if node in nodes - ended}
+            case Rehydrated(nodes=back):
+                for node, count in back:
+                    assert again.pop(node, count) == count
+            case _:
+                pass
+    assert any(isinstance(event, Rehydrated) for event in lab.events)
+    assert not again
+    assert lab.memory.peak <= lab.memory.slots
+    lab.extend(children[-1])
+    difference = lab.ask(children[-1:], [(7,)]) - free.ask(wanted[-1:], [(7,)])
+    assert float(difference.abs().max()) < 1e-4
+
+
+def test_steps_are_as_wide_as_blocks_turn_out_long_rather_than_as_they_might_become() -> None:
+    lab = Lab(build("llama"))
+    longest = 24
+    tree = lab.plant(len(PROMPT) + longest + 6)
+    lab.forget(lab.sprout([(tree.root, 2)], length=LENGTH))
+    lab.events.clear()
+    every_other = tuple(range(0, 100, 2))  # tokens that end a block
+    stop = StopRule(Words(), BlockLimits((), longest, 3), every_other)
+    children = lab.grow([(tree.root, 12)], Growth(3, SAMPLED, stop))
+
+    steps = [event for event in lab.events if isinstance(event, Forwarded)]
+    decoded = [event for event in steps if event.kind == "decode"]
+    rows = sum(event.rows for event in decoded)
+    assert rows == sum(len(child.tokens) for child in children)
+    assert rows / sum(event.steps for event in decoded) > 2
+    assert all(child.span.exact[child.span.resident].all() for child in children)
+    assert torch.isfinite(lab.ask(children, [(7,)] * len(children))).all()
+
+
+def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = {child.key: child.tokens for child in grow(4096, (2, 8))[1]}
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 17)
+    lab.forget(lab.sprout([(tree.root, 2)], length=2))
+    lab.events.clear()
+    decoding = lab._open.decoding
+    right = decoding._preempt
+
+    def preempt(queue: DecodeScheduler) -> None:
+        right(queue)
+        raise BudgetInfeasible(99, lab.memory.slots, "a test")
+
+    monkeypatch.setattr(decoding, "_preempt", preempt)
+    with pytest.raises(BudgetInfeasible):
+        lab.sprout([(tree.root, 4)], length=8)
+
+    (lost,) = [event.nodes for event in lab.events if isinstance(event, Evicted)][:1]
+    told = {event.node: event.ids for event in lab.events if isinstance(event, Boundary)}
+    assert [len(told[node]) for node, _ in lost] == [count for _, count in lost]
+    for node in list(tree)[3:]:
+        assert told[node.id] == tuple(node.tokens) == tuple(whole[node.key][: len(node.tokens)])
+    steps = sum(event.rows for event in lab.events if isinstance(event, Forwarded))
+    assert steps == sum(map(len, told.values())) > 0
