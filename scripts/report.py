@@ -1,12 +1,13 @@
 """Tables and plots of EXPERIMENTS.md, rendered from the CSV files in docs/experiments.
 
-    python scripts/report.py            writes the tables into EXPERIMENTS.md and the plots next to the CSV files
-    python scripts/report.py --check    writes nothing; exit code 1 if a table or a plot is not what the CSV files give
-    python scripts/report.py --tables   leaves the plots out, whose SVG text depends on the version of matplotlib
+    python scripts/report.py            writes the tables into the page and the plots as SVG
+    python scripts/report.py --check    writes nothing; exit code 1 if a table or a plot differs
+    python scripts/report.py --tables   leaves out the plots, which depend on matplotlib's version
 
-A table stands in the page between ``<!-- table: NAME -->`` and ``<!-- end -->``. CSV files are append-only, oldest row
-first: a cell of a table or a point of a plot shows the last row of the file that fits, so a measurement that is
-repeated and appended replaces the older one on the page and leaves it in the file.
+A table stands in the page between ``<!-- table: NAME -->`` and ``<!-- end -->``. CSV files are
+append-only, oldest row first: a cell of a table or a point of a plot shows the last row of the file
+that fits, so a measurement that is repeated and appended replaces the older one on the page and
+leaves it in the file.
 """
 
 from __future__ import annotations
@@ -310,7 +311,7 @@ def cell(row: Row | None, column: Column) -> str:
 
 
 def keys(rows: Sequence[Row], table: Table) -> list[tuple[str, ...]]:
-    """The values that identify the rows of a table, in the order of its filters, else of the file."""
+    """The values that identify the rows of a table, in the order of its filters or the file."""
     found = dict.fromkeys(tuple(row[name] for name in table.by) for row in rows)
 
     def place(key: tuple[str, ...]) -> tuple[int, ...]:
@@ -396,7 +397,7 @@ def legend(figure: Figure, axes: Axes) -> None:
 def solved_by_policy(
     source: str, where: Where, fractions: Sequence[str], policies: Sequence[str]
 ) -> Figure:
-    """Shares solved with a part of the KV: policies down, one panel per part, lost and coming back."""
+    """Shares solved by policy, one panel for each part of the KV, lost or coming back."""
     rows = read(source)
     figure, axes = panels(len(fractions), 2.9)
     arms = (("off", "what left is lost", ORANGE, 0.15), ("selective", "it comes back", BLUE, -0.15))
