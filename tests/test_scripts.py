@@ -25,6 +25,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
     ),
     "gpu_check": ("--device cpu --size 5m --rounds 1 --json FOLDER/out.json",),
+    "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --json FOLDER/out.json",),
