@@ -1,11 +1,16 @@
-# One check, the same everywhere: `make check` is what .ci/run and the README run.
+# One check, the same everywhere: `make check` is the README's test command; .ci/run adds `make slow`.
 
 PYTHON ?= python
 CODE := arbor kernels controllers verifiers tests scripts
 
-.PHONY: help check format lint types architecture test fix bench golden docs size
+# Processes that run tests; each holds torch and one model. A process that runs out of tests takes
+# half of another's, so the long tests of one file do not end up last in one process.
+WORKERS ?= auto
+PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-help:  ## what can be made
+.PHONY: help check format lint types architecture test slow fix bench golden docs size
+
+help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
 check: format lint types architecture test  ## format, lint, types, architecture, tests
@@ -23,7 +28,10 @@ architecture:  ## imports go down only
 	$(PYTHON) -m pytest -q tests/test_architecture.py
 
 test:  ## the default tests; markers gpu and slow are left out
-	$(PYTHON) -m pytest -q --deselect tests/test_architecture.py
+	$(PYTHON) -m pytest -q $(PARALLEL) --deselect tests/test_architecture.py
+
+slow:  ## the tests too long for every run
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu"
 
 fix:  ## format, and repair what the linter can
 	$(PYTHON) -m ruff check --fix $(CODE)

@@ -1,13 +1,15 @@
 """How fast the HTML view opens and seeks: synthetic traces of several sizes in headless Chromium.
 
-A trace is simulated, not searched: blocks of 40 to 128 tokens below a prompt of 220, grown a few leaves at a time with
-jumps between branches, within a quarter of what all blocks need, so that KV is evicted and rehydrated all the time.
+Traces are simulated: blocks of 40 to 128 tokens below a prompt of 220, grown a few leaves at a time
+with jumps between branches, within a quarter of the slots that all blocks need, so that KV is
+evicted and rehydrated all the time. Needs the `test` extra and Chromium.
 
     python scripts/bench_view.py --nodes 193 1281 10001 --loads 5 --seeks 200
 
-Every load is in a new tab of a browser that runs. `ready` is from the start of the navigation to the end of the first drawing, and the processor time of the page's main
-thread until the frame after it; `seek` is the time of one jump to a random event with its drawing, `frame` the time until
-the frame after it was put on the screen. `empty` is `ready` of a page that does nothing.
+Every load is in a new tab of a running browser. `ready` is the time from the start of the
+navigation to the end of the first drawing, `ready_cpu` the processor time of the page's main thread
+until the next frame; `seek` is the time of one jump to a random event with its drawing, `frame` the
+time until the next frame is shown. `empty` is `ready` of an empty page.
 """
 
 from __future__ import annotations
@@ -47,9 +49,8 @@ from arbor.events import (
 from arbor.trace import TraceWriter
 from arbor.view import read_page_trace, write_page
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1] / "tests")
-)  # the browser's pipe is a tool of the tests
+# the browser's driver is shared with the tests
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.chromium import Page, chromium
 
@@ -80,7 +81,7 @@ WORDS = [
 
 
 class Simulation:
-    """A search that never ran, whose KV keeps its budget; `events` tells it."""
+    """A simulated search whose KV keeps its budget; `events` yields its trace."""
 
     def __init__(self, nodes: int, seed: int) -> None:
         self.nodes = nodes
@@ -213,7 +214,7 @@ class Simulation:
 
 
 def write_trace(path: Path, nodes: int, seed: int = 0) -> Path:
-    """A synthetic trace of so many blocks, the root included."""
+    """A synthetic trace of `nodes` blocks, the root included."""
     ticks = iter(range(10**9))
     with TraceWriter(path, clock=lambda: next(ticks) / 1000) as writer:
         for event in Simulation(nodes, seed).events():
@@ -243,7 +244,7 @@ SEEK = """(async (count, seed) => {
 })"""
 
 
-# a page that does nothing: what the browser itself takes for a tab and a file
+# an empty page: the time of the browser itself for a tab and a file
 EMPTY = """<!doctype html><title>empty</title>
 <script>document.documentElement.dataset.ready = Math.round(performance.now())</script>"""
 
@@ -287,7 +288,7 @@ def main() -> None:
             built = time.perf_counter() - began
             loads, empties = [], []
             with chromium("--enable-precise-memory-info") as browser:
-                browser.page().open(empty)  # starts what a browser that is in use has running
+                browser.page().open(empty)  # warm the browser up
                 for _ in range(given.loads):
                     empties.append(ready_ms(browser.page().open(empty)))
                     page = browser.page()

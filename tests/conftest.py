@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no network, a fixed hypothesis profile, golden traces."""
+"""Setup of every test: one thread, no network, a fixed hypothesis profile, golden traces."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ settings.register_profile("dev", deadline=None, max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 GOLDEN = Path(__file__).parent / "golden"
+SLOW_TIMEOUT_S = 900
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,9 +43,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests a longer time limit."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
 @pytest.fixture(autouse=True)
 def names_are_given_back() -> Iterator[None]:
-    """What a test names with `register` is unknown to the next one."""
+    """A name that a test registers is unknown to the next test."""
     before = {kind: dict(named) for kind, named in register._named.items()}
     yield
     register._named.clear()
@@ -55,7 +63,7 @@ def names_are_given_back() -> Iterator[None]:
 def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Any]:
-    """Runs ``arbor`` in this process, in an empty folder, with a solver that solves nothing."""
+    """Run ``arbor`` in this process, in an empty folder, with the fake solver."""
     from support import fake_solver
     from support.run_cli import in_process
 
@@ -66,7 +74,7 @@ def command(
 
 
 def difference(kept: Any, made: Any, where: str = "") -> str | None:
-    """The first place where two JSON values differ; floats may by a thousandth, machines round differently."""
+    """The first place where two JSON values differ; floats may differ by a thousandth."""
     if isinstance(kept, float) and isinstance(made, float):
         return (
             None if made == pytest.approx(kept, rel=1e-3, abs=1e-4) else f"{where}: {kept}, {made}"
@@ -83,7 +91,7 @@ def difference(kept: Any, made: Any, where: str = "") -> str | None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
-    """``golden(name, trace)``: the trace's canonical form is the one in ``tests/golden``, event by event."""
+    """``golden(name, trace)`` compares a trace's canonical form with ``tests/golden``, event by event."""
     from arbor.trace import canonical, read_trace
 
     def compare(name: str, trace: Path) -> None:

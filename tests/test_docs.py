@@ -50,6 +50,7 @@ def test_the_python_of_a_page_runs(
     assert capsys.readouterr().out.strip(), "it prints something"
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", SHELL, ids=lambda page: page.stem)
 def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     programs = tmp_path / "bin"

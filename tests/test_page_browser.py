@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, what moves it, and that nothing in a trace can act."""
+"""The page in a real browser: what it shows, how it is moved, and that text of a trace stays inert."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import runpy
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from support.chromium import FLAGS, Browser, Page, chromium, program
+from playwright.sync_api import Frame
+from support.chromium import FLAGS, MISSING, Browser, Page, chromium, program
 from support.fake_run import fake_run, header, tick
 
 from arbor.events import (
@@ -32,7 +33,7 @@ from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
 
-pytestmark = pytest.mark.skipif(program() is None, reason="there is no Chromium")
+pytestmark = pytest.mark.skipif(program() is None, reason=MISSING)
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror='window.hit=2'>\u2028\u2029<!--"
@@ -51,12 +52,8 @@ def tab(browser: Browser) -> Page:
 
 @pytest.fixture
 def page(tab: Page) -> Page:
-    """The one tab, as if it were new: every test opens a file of its own in it."""
-    tab.send("Page.navigate", url="about:blank")
-    tab.emulate()
-    tab.settle()
-    tab.errors.clear()
-    tab.requests.clear()
+    """The module's tab, emptied: every test opens a file of its own in it."""
+    tab.blank()
     return tab
 
 
@@ -68,7 +65,7 @@ def written(path: Path, events: Iterator[Event] | list[Event]) -> Path:
 
 
 def shown(*traces: Path) -> Path:
-    """The page of one trace or two, beside the first."""
+    """The page of one trace or two, written next to the first."""
     return write_page(traces[0].with_suffix(".html"), *map(read_page_trace, traces))
 
 
@@ -87,7 +84,7 @@ def types(trace: Path) -> list[str]:
     return [event.name for event in read_trace(trace).events]
 
 
-def text(page: Page, selector: str) -> str:
+def text(page: Page | Frame, selector: str) -> str:
     found = page.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
     assert isinstance(found, str)
     return found
@@ -97,7 +94,7 @@ def is_seen(page: Page, selector: str) -> bool:
     return bool(page.evaluate(f"document.querySelector({json.dumps(selector)}).checkVisibility()"))
 
 
-# What it is
+# Opening
 
 
 def test_it_opens_without_an_error_and_asks_for_nothing_but_itself(page: Page, trace: Path) -> None:
@@ -112,10 +109,9 @@ def test_it_opens_without_an_error_and_asks_for_nothing_but_itself(page: Page, t
 
 
 def test_it_opens_in_a_plain_headless_browser(trace: Path, tmp_path: Path) -> None:
-    flags = [flag for flag in FLAGS if "pipe" not in flag]
     found = program()
     assert found is not None
-    command = [found, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [found, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=8000", "--dump-dom", shown(trace).resolve().as_uri()]
 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -162,10 +158,10 @@ def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: 
 
 
 @pytest.mark.parametrize("nodes", [1281, pytest.param(10_001, marks=pytest.mark.slow)])
-def test_a_large_tree_opens_and_is_right_wherever_one_jumps(
+def test_a_large_tree_opens_and_is_right_at_any_event(
     page: Page, tmp_path: Path, nodes: int
 ) -> None:
-    """How fast is for scripts/bench_view.py to say, whose search that never ran this is."""
+    """The simulated search of scripts/bench_view.py, which measures the time."""
     simulated = runpy.run_path(str(SCRIPTS / "bench_view.py"))["Simulation"](nodes, seed=3)
     trace = written(tmp_path / "run.arbor.jsonl", simulated.events())
     last = len(types(trace)) - 1
@@ -202,7 +198,7 @@ def test_the_fold_is_right_across_keyframes(page: Page, tmp_path: Path) -> None:
     assert len(set(forwards)) == last + 1
 
 
-# Nothing in a trace can act
+# Hostile and damaged traces
 
 
 def test_hostile_text_is_inert(page: Page, tmp_path: Path) -> None:
@@ -285,10 +281,10 @@ def test_events_of_unknown_types_are_shown_by_their_fields(page: Page, trace: Pa
     listed = text(page, ".space")
     page.evaluate("arbor.select(1)")
     page.settle()
-    told = text(page, "#panel-0")
+    panel = text(page, "#panel-0")
 
     assert "retain" in listed and "policy=new" in listed
-    assert "far away" in told and "0.25" in told and "near" not in told
+    assert "far away" in panel and "0.25" in panel and "near" not in panel
 
 
 def anything(draw: random.Random, depth: int = 0) -> Any:
@@ -331,9 +327,7 @@ def test_no_event_of_a_later_version_breaks_it(page: Page, trace: Path, seed: in
     assert page.evaluate("window.hit") is None
 
 
-def test_a_notebook_frame_shows_it_and_is_shut_off(
-    browser: Browser, page: Page, trace: Path, tmp_path: Path
-) -> None:
+def test_a_notebook_frame_shows_it_and_is_shut_off(page: Page, trace: Path, tmp_path: Path) -> None:
     outer = tmp_path / "notebook.html"
     frame = notebook_frame(html_page(read_page_trace(trace)))
     outer.write_text(
@@ -342,15 +336,14 @@ def test_a_notebook_frame_shows_it_and_is_shut_off(
 
     page.open(outer)
 
-    inside = browser.frame()
-    inside.wait("window.arbor !== undefined")
-    assert inside.errors == page.errors == []
+    inside = page.frame()
+    assert page.errors == []
     assert text(inside, "#problem") == "4 5 6 10"
     assert inside.evaluate("(arbor.setTheme('dark'), arbor.theme)") == "dark", "without a storage"
     assert inside.evaluate("window.origin") == "null"
 
 
-# What moves it
+# Keys, mouse and address
 
 
 def test_keys_move_the_cursor(page: Page, trace: Path) -> None:
@@ -366,7 +359,7 @@ def test_keys_move_the_cursor(page: Page, trace: Path) -> None:
     assert cursor(page) == 2
     page.press("ArrowLeft")
     assert cursor(page) == 1
-    page.press("ArrowRight", shift=True)
+    page.press("Shift+ArrowRight")
     assert cursor(page) == 51
     page.press("End")
     assert cursor(page) == last
@@ -382,7 +375,7 @@ def test_keys_jump_to_what_moved_kv(page: Page, trace: Path, key: str, kind: str
     first = cursor(page)
     page.press(key)
     second = cursor(page)
-    page.press(key.upper(), shift=True)
+    page.press(f"Shift+{key.upper()}")
     back = cursor(page)
 
     assert [first, second, back] == [places[0], places[1], places[0]]
@@ -460,7 +453,7 @@ def test_playing_moves_on_and_stops_at_the_end(page: Page, trace: Path) -> None:
     page.open(shown(trace), "#e=0")
     page.evaluate("document.getElementById('speed').value = '16'")
 
-    page.press(" ")
+    page.press("Space")
     page.wait("arbor.current.event > 0")
     page.wait("!arbor.playing")
 
@@ -489,12 +482,10 @@ def test_the_wheel_zooms_a_drag_pans_and_a_click_selects(page: Page, trace: Path
     page.click(*page.evaluate(where))
     selected = page.evaluate("arbor.current.selected")
     before = page.evaluate(view)
-    page.mouse("mouseWheel", 400, 300, deltaX=0, deltaY=-200)
+    page.wheel(400, 300, by=-200)
     page.wait(f"arbor.current.map.view.ky > {before['ky']}")
     zoomed = page.evaluate(view)
-    page.mouse("mousePressed", 400, 300, button="left", clickCount=1)
-    page.mouse("mouseMoved", 360, 330, button="left", buttons=1)
-    page.mouse("mouseReleased", 360, 330, button="left", clickCount=1)
+    page.drag((400, 300), (360, 330))
     panned = page.evaluate(view)
     page.press("f")
 
@@ -512,7 +503,7 @@ def test_the_address_keeps_event_and_block(page: Page, trace: Path) -> None:
     page.press("m")
 
     page.wait("location.hash === '#e=17&n=2&m=icicle'")
-    page.send("Page.navigate", url="about:blank")
+    page.blank()
     page.open(html, "#e=17&n=2&m=icicle")
 
     assert cursor(page) == 17
@@ -547,7 +538,9 @@ def test_blocks_are_found(page: Page, trace: Path, asked: str, test: str) -> Non
         f"""(() => {{ const {{run, state}} = arbor.current;
           return Array.from({{length: run.count}}, (_, block) => block).filter((block) => {test}); }})()"""
     )
-    assert 0 < len(expected) < page.evaluate("arbor.current.run.count"), "it tells blocks apart"
+    assert 0 < len(expected) < page.evaluate("arbor.current.run.count"), (
+        "it selects some blocks only"
+    )
 
     page.evaluate(f"arbor.setFilter({json.dumps(asked)})")
 
@@ -609,7 +602,9 @@ def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) ->
     assert cells == ["", "", "exit", "skipped"]
 
 
-def test_what_the_retention_policy_decided_is_told_at_its_block(page: Page, tmp_path: Path) -> None:
+def test_what_the_retention_policy_decided_is_shown_at_its_block(
+    page: Page, tmp_path: Path
+) -> None:
     events: list[Event] = [header(), Opened(0, None, 0, 0, 15, "prompt")]
     signals = {"score": [0.2403], "last_used": [1234], "next_use": [None]}
     events += [Allocated("arborkv", "pressure", 25, 3, ((0, 15, 9),), signals, 0.001)]
@@ -618,16 +613,16 @@ def test_what_the_retention_policy_decided_is_told_at_its_block(page: Page, tmp_
     page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#n=0")
     page.settle()
 
-    told = text(page, "#panel-0")
-    assert "arborkv" in told and "9 of 15 tokens" in told and "0.240" in told
-    assert "25 for 3 blocks" in told
-    assert re.search(r"score\s*0\.240\s*last used\s*1,234\s*next use\s*never", told)
+    panel = text(page, "#panel-0")
+    assert "arborkv" in panel and "9 of 15 tokens" in panel and "0.240" in panel
+    assert "25 for 3 blocks" in panel
+    assert re.search(r"score\s*0\.240\s*last used\s*1,234\s*next use\s*never", panel)
     page.evaluate("arbor.seek(1)")
     page.settle()
     assert "arborkv, " not in text(page, "#panel-0"), "it has not decided yet"
 
 
-def test_what_lies_on_the_host_has_a_strip_of_its_own(page: Page, tmp_path: Path) -> None:
+def test_tokens_on_the_host_have_a_strip_of_their_own(page: Page, tmp_path: Path) -> None:
     plain = written(tmp_path / "plain.arbor.jsonl", fake_run(6))
     hosted = tmp_path / "hosted.arbor.jsonl"
     hosted.write_text(
@@ -681,7 +676,7 @@ def test_two_runs_say_where_they_part(page: Page, tmp_path: Path) -> None:
     assert "The trees differ from block #2 on." in text(page, "#panel-6")
 
 
-def test_equal_runs_are_told_to_be_equal(page: Page, tmp_path: Path) -> None:
+def test_equal_runs_are_reported_equal(page: Page, tmp_path: Path) -> None:
     first = written(tmp_path / "a.arbor.jsonl", fake_run(3))
     second = written(tmp_path / "b.arbor.jsonl.gz", fake_run(3))
 
@@ -695,10 +690,12 @@ def test_equal_runs_are_told_to_be_equal(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_theme_is_the_systems_until_it_is_chosen(page: Page, trace: Path, theme: str) -> None:
+def test_the_theme_is_the_systems_until_it_is_chosen(
+    page: Page, trace: Path, theme: Literal["light", "dark"]
+) -> None:
     html = shown(trace)
     other = "light" if theme == "dark" else "dark"
-    page.emulate(prefers_color_scheme=theme)
+    page.emulate(theme)
     page.open(html)
     page.evaluate("localStorage.clear()")
     page.reload()
@@ -780,7 +777,7 @@ def test_every_control_has_a_name(page: Page, trace: Path) -> None:
     assert [role for role, name in named if not name.strip()] == []
 
 
-def test_the_table_tells_what_the_picture_shows(page: Page, trace: Path) -> None:
+def test_the_table_lists_what_the_picture_shows(page: Page, trace: Path) -> None:
     replay = Replay.of(read_trace(trace))
 
     page.open(shown(trace), "#tab=5")
@@ -789,8 +786,8 @@ def test_the_table_tells_what_the_picture_shows(page: Page, trace: Path) -> None
     rows = page.evaluate(
         "[...document.querySelectorAll('.tree tbody tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
     )
-    told = {row[0]: row[1:4] for row in rows}
-    assert told == {
+    listed = {row[0]: row[1:4] for row in rows}
+    assert listed == {
         f"#{block.id}": [
             str(block.state),
             f"{block.resident}/{block.tokens}",

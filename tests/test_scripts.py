@@ -1,6 +1,6 @@
-"""Every script runs: its smallest run ends well and says something that can be read.
+"""Every script's smallest run succeeds and writes a readable report.
 
-What a script measures is not looked at; `make types` sees that scripts call what is there.
+The figures are not checked; mypy checks the calls of every script.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 from support import chromium
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-HELPERS = {"random_llama"}  # not run by itself
+HELPERS = {"random_llama"}  # imported by other scripts
 
-# by name: the arguments of small runs; FOLDER is an empty one
+# script -> arguments of its small runs; FOLDER is an empty folder
 QUICK: dict[str, tuple[str, ...]] = {
     "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
@@ -24,7 +24,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
     ),
-    "gpu_check": ("--device cpu --size 5m --rounds 1 --json FOLDER/out.json",),
     "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
@@ -42,6 +41,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     "eval_sapling": ("--n 2 --tree 1 --words 1 --steps 2 --json FOLDER/out.json",),
     "eval_search": ("--n 1 --json FOLDER/out.json",),
+    "gpu_check": ("--device cpu --size 5m --rounds 1 --json FOLDER/out.json",),
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
 
@@ -52,7 +52,7 @@ def runs(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 def check(name: str, arguments: str, folder: Path) -> None:
     if name == "bench_view" and chromium.program() is None:
-        pytest.skip("there is no Chromium")
+        pytest.skip(chromium.MISSING)
     given = arguments.replace("FOLDER", str(folder)).split()
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / f"{name}.py"), *given],

@@ -1,20 +1,17 @@
-"""Drives a headless Chromium over a pipe, by its DevTools protocol: no port, no driver, no package."""
+"""The system's Chromium, headless, driven by Playwright; Playwright's own browsers are not needed."""
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import select
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
+
+from playwright.sync_api import Browser as PlaywrightBrowser
+from playwright.sync_api import ConsoleMessage, Frame, sync_playwright
+from playwright.sync_api import Page as PlaywrightPage
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -28,85 +25,67 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
-    "--remote-debugging-pipe",
 )
-PATIENCE_S = 60.0
-
-# Chromium reads commands from descriptor 3 and writes to 4: the pipes are put there, by way of higher numbers
-PLACE = """
-import fcntl, os, sys
-pipes = [fcntl.fcntl(int(pipe), fcntl.F_DUPFD, 10) for pipe in sys.argv[1:3]]
-for place, pipe in enumerate(pipes, 3):
-    os.dup2(pipe, place)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-
-# what a key is called when it is no letter: (code, virtual key)
-NAMED_KEYS = {
-    " ": ("Space", 32),
-    "ArrowLeft": ("ArrowLeft", 37),
-    "ArrowRight": ("ArrowRight", 39),
-    "Home": ("Home", 36),
-    "End": ("End", 35),
-    "Escape": ("Escape", 27),
-    "Tab": ("Tab", 9),
-    "Enter": ("Enter", 13),
-}
+TIMEOUT_MS = 60_000
+READY = "html[data-ready]"
+MISSING = "no Chromium installed (Debian: apt-get install chromium)"
 
 
 def program() -> str | None:
-    """Where Chromium is, if it is."""
+    """Path of the installed Chromium, if any."""
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 
 class Page:
-    """One tab, and everything it said and asked for.
+    """One tab with a storage of its own.
 
     Attributes:
-        errors: exceptions, console errors and messages of the browser about the page.
-        requests: every address the page asked for.
+        errors: exceptions, console errors and warnings, and the browser's messages about the page;
+            those of its frames too.
+        requests: every address the page requested.
     """
 
-    def __init__(self, browser: Browser, session: str) -> None:
-        self._browser = browser
-        self._session = session
+    def __init__(self, page: PlaywrightPage) -> None:
+        self._page = page
+        self._protocol = page.context.new_cdp_session(page)
         self.errors: list[str] = []
         self.requests: list[str] = []
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.send(f"{domain}.enable")
+        page.on("pageerror", lambda error: self.errors.append(error.stack or error.message))
+        page.on("console", self._on_console)
+        # the protocol's event: Playwright's own leaves out data: addresses
+        self._protocol.send("Network.enable")
+        self._protocol.on(
+            "Network.requestWillBeSent",
+            lambda event: self.requests.append(event["request"]["url"]),
+        )
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Calls a method of the protocol and waits for what it returns."""
-        return self._browser.send(method, parameters, self._session)
+        """Call a method of the DevTools protocol and return its result."""
+        return self._protocol.send(method, parameters)
+
+    def blank(self) -> None:
+        """Leave the page; forget its errors, requests and emulated media."""
+        self._page.goto("about:blank")
+        self.emulate()
+        self.settle()
+        self.errors.clear()
+        self.requests.clear()
 
     def open(self, path: Path, hash: str = "", size: tuple[int, int] = (1280, 800)) -> Self:
-        """Opens a file and waits until the view is drawn, or says that it cannot be."""
-        self.resize(*size)
-        self.send("Page.navigate", url=f"{path.resolve().as_uri()}{hash}")
-        self.wait("document.documentElement?.dataset.ready !== undefined")
+        """Open a file and wait until the view is drawn, or reports that it cannot be."""
+        self._page.set_viewport_size({"width": size[0], "height": size[1]})
+        self._page.goto(f"{path.resolve().as_uri()}{hash}", wait_until="commit")
+        self._page.wait_for_selector(READY, state="attached")
         return self
 
     def reload(self) -> None:
-        """Opens the same page anew; waits for the new one, not for what is left of the old one."""
-        self.evaluate("document.documentElement.dataset.old = 'old'")
-        self.send("Page.reload")
-        new = "document.documentElement?.dataset"
-        self.wait(f"{new}?.ready !== undefined && {new}.old === undefined")
+        """Load the same page again and wait until it is drawn."""
+        self._page.reload(wait_until="commit")
+        self._page.wait_for_selector(READY, state="attached")
 
-    def resize(self, width: int, height: int, scale: float = 1) -> None:
-        """Sets the size of the window's inside, CSS pixels."""
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=False,
-        )
-
-    def emulate(self, **features: str) -> None:
-        """Sets media features: ``prefers_color_scheme="dark"``."""
-        named = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
-        self.send("Emulation.setEmulatedMedia", features=named)
+    def emulate(self, colours: Literal["light", "dark"] | None = None) -> None:
+        """Set the system's preferred colour scheme; None: the browser's default."""
+        self._page.emulate_media(color_scheme=colours or "null")
 
     def evaluate(self, expression: str) -> Any:
         """The JSON value of an expression, awaited if it is a promise."""
@@ -117,158 +96,75 @@ class Page:
         return done["result"].get("value")
 
     def wait(self, expression: str) -> None:
-        """Waits until an expression is true."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Wait until an expression is true.
+
+        `wait_for_function` would evaluate it within the page, whose content policy forbids that.
+        """
+        deadline = time.monotonic() + TIMEOUT_MS / 1000
         while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"never: {expression}; {self.errors}"
-            time.sleep(0.01)
+            assert time.monotonic() < deadline, f"still false: {expression}; {self.errors}"
+            self._page.wait_for_timeout(10)
 
     def settle(self) -> None:
-        """Waits until what is to be drawn has been."""
+        """Wait until everything due has been drawn."""
         self.evaluate(
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
 
-    def press(self, key: str, shift: bool = False) -> None:
-        """Presses and releases a key."""
-        code, number = NAMED_KEYS.get(key, (f"Key{key.upper()}", ord(key.upper()[0])))
-        settings: dict[str, Any] = {
-            "key": key,
-            "code": code,
-            "windowsVirtualKeyCode": number,
-            "modifiers": 8 if shift else 0,
-        }
-        if len(key) == 1:
-            settings["text"] = key
-        self.send("Input.dispatchKeyEvent", type="keyDown", **settings)
-        settings.pop("text", None)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **settings)
+    def press(self, key: str) -> None:
+        """Press and release a key, for example ``"a"``, ``"Home"`` or ``"Shift+P"``."""
+        self._page.keyboard.press(key)
         self.settle()
-
-    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """Sends a mouse event: ``mousePressed``, ``mouseReleased``, ``mouseMoved``, ``mouseWheel``."""
-        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def click(self, x: float, y: float) -> None:
-        """Clicks at a point of the window."""
-        self.mouse("mousePressed", x, y, button="left", clickCount=1)
-        self.mouse("mouseReleased", x, y, button="left", clickCount=1)
+        """Click at a point of the window."""
+        self._page.mouse.click(x, y)
         self.settle()
 
-    def screenshot(self, path: Path) -> None:
-        """Saves what is seen as PNG."""
-        data = self.send("Page.captureScreenshot", format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
+    def wheel(self, x: float, y: float, by: float) -> None:
+        """Turn the wheel with the mouse at a point of the window."""
+        self._page.mouse.move(x, y)
+        self._page.mouse.wheel(0, by)
 
-    def hear(self, method: str, parameters: dict[str, Any]) -> None:
-        """Takes in what the browser reports."""
-        if method == "Network.requestWillBeSent":
-            self.requests.append(parameters["request"]["url"])
-        elif method == "Runtime.exceptionThrown":
-            details = parameters["exceptionDetails"]
-            self.errors.append(details.get("exception", {}).get("description") or details["text"])
-        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning"):
-            self.errors.append(str(parameters["args"]))
-        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
-            self.errors.append(parameters["entry"]["text"])
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press at one point, release at another."""
+        self._page.mouse.move(*start)
+        self._page.mouse.down()
+        self._page.mouse.move(*end)
+        self._page.mouse.up()
+
+    def frame(self) -> Frame:
+        """The page's first frame, once its view is drawn."""
+        frame = self._page.frames[1]
+        frame.wait_for_selector(READY, state="attached")
+        return frame
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
 
 
 class Browser:
-    """A running Chromium; `page` opens tabs."""
+    """A running Chromium."""
 
-    def __init__(self, process: subprocess.Popen[bytes], to: int, back: int) -> None:
-        self._process = process
-        self._to, self._back = to, back
-        self._rest = b""
-        self._calls = 0
-        self._pages: dict[str, Page] = {}
+    def __init__(self, browser: PlaywrightBrowser) -> None:
+        self._browser = browser
 
     def page(self) -> Page:
         """A new tab with a storage of its own."""
-        context = self.send("Target.createBrowserContext", {})["browserContextId"]
-        target = self.send(
-            "Target.createTarget", {"url": "about:blank", "browserContextId": context}
-        )["targetId"]
-        return self._attach(target)
-
-    def frame(self) -> Page:
-        """The one frame that has a process of its own, as sandboxed frames have; waits until it is there."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
-            for target in self.send("Target.getTargets", {})["targetInfos"]:
-                if target["type"] == "iframe":
-                    return self._attach(target["targetId"])
-            time.sleep(0.02)
-        raise AssertionError("there is no frame")
-
-    def _attach(self, target: str) -> Page:
-        attached = self.send("Target.attachToTarget", {"targetId": target, "flatten": True})
-        session = attached["sessionId"]
-        page = Page(self, session)
-        self._pages[session] = page
-        return page
-
-    def send(
-        self, method: str, parameters: dict[str, Any], session: str | None = None
-    ) -> dict[str, Any]:
-        """Calls a method of the protocol and waits for what it returns."""
-        self._calls += 1
-        call: dict[str, Any] = {"id": self._calls, "method": method, "params": parameters}
-        if session is not None:
-            call["sessionId"] = session
-        rest = memoryview(json.dumps(call).encode() + b"\0")
-        while rest:
-            rest = rest[os.write(self._to, rest) :]
-        while True:
-            message = self._next()
-            if message.get("id") == self._calls:
-                assert "error" not in message, f"{method}: {message['error']}"
-                result: dict[str, Any] = message["result"]
-                return result
-            page = self._pages.get(message.get("sessionId", ""))
-            if page is not None:
-                page.hear(message["method"], message["params"])
-
-    def _next(self) -> dict[str, Any]:
-        """The next message; they end with a zero byte."""
-        while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._back], [], [], PATIENCE_S)
-            assert ready, "Chromium says nothing"
-            data = os.read(self._back, 1 << 20)
-            assert data, f"Chromium ended with {self._process.poll()}"
-            self._rest += data
-        message, _, self._rest = self._rest.partition(b"\0")
-        answer: dict[str, Any] = json.loads(message)
-        return answer
+        page = self._browser.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        return Page(page)
 
 
 @contextmanager
 def chromium(*flags: str) -> Iterator[Browser]:
-    """Starts Chromium for as long as the block runs."""
+    """Start Chromium for as long as the block runs."""
     found = program()
-    assert found is not None, "there is no Chromium"
-    theirs, to = os.pipe()
-    back, ours = os.pipe()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [sys.executable, "-c", PLACE, str(theirs), str(ours), found]
-        command += [*FLAGS, f"--user-data-dir={profile}", *flags]
-        process = subprocess.Popen(
-            command,
-            pass_fds=(theirs, ours),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        os.close(ours)
+    assert found is not None, MISSING
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=[*FLAGS, *flags])
         try:
-            yield Browser(process, to, back)
+            yield Browser(browser)
         finally:
-            os.close(to)
-            os.close(back)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            browser.close()
