@@ -29,12 +29,12 @@ import torch
 from eval_sapling import share
 
 from arbor import Solver
+from arbor.components import build
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Verified
 from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
-from arbor.registry import build
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, ArborKV, Policy, Protect

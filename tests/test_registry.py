@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor import registry
+from arbor import components, registry
+from arbor.components import build, spec_of
 from arbor.errors import UnknownName, UsageError
-from arbor.registry import BUILTIN, KINDS, build, names, resolve, spec_of
+from arbor.registry import BUILTIN, KINDS, names, resolve
 
 
 class Colour(enum.Enum):
@@ -507,11 +508,11 @@ def test_a_part_is_named_and_then_set() -> None:
 
 
 def test_a_name_with_settings_is_built_as_such() -> None:
-    assert registry.split_spec("tot") == ("tot", {})
-    assert registry.split_spec(" a:B , x = 1, 2 ,y=z") == ("a:B", {"x": "1,2", "y": "z"})
-    policy = registry.build("policy", "arborkv,scorer=recency,tail=16", tail="5")
+    assert components.split_spec("tot") == ("tot", {})
+    assert components.split_spec(" a:B , x = 1, 2 ,y=z") == ("a:B", {"x": "1,2", "y": "z"})
+    policy = components.build("policy", "arborkv,scorer=recency,tail=16", tail="5")
     assert (type(policy.scorer).__name__, policy.protect.tail) == ("Recency", 16)
     with pytest.raises(UsageError, match="twice"):
-        registry.split_spec("lru,tail=1,tail=2")
+        components.split_spec("lru,tail=1,tail=2")
     with pytest.raises(UsageError, match="'tail' is not KEY=VALUE"):
-        registry.build("policy", "lru,tail")
+        components.build("policy", "lru,tail")

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 
+from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.registry import BUILTIN, build, spec_of
+from arbor.registry import BUILTIN
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import first, order
 from arbor.retention.policy import POLICIES, Policy, Protect

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from arbor.components import build
 from arbor.errors import UsageError
-from arbor.registry import BUILTIN, build
+from arbor.registry import BUILTIN
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.full import Full
 from arbor.retention.allocators.kkt import KKT
