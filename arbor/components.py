@@ -1,10 +1,16 @@
-"""Components from their names and settings, and back: what the command line writes, a trace header holds."""
+"""Components from their names and settings, and back: the texts of the command line, the JSON of traces.
+
+Settings are the fields of a frozen dataclass; their types say how texts are read. The conversion is
+our own: of the readable settings of `tests/test_registry.py` msgspec's ``convert(strict=False)`` and
+pydantic's lax mode each read 19 of 27. Both refuse ``none`` for an optional number and every list as
+text (``1,2``), take ``5`` for text where a field is ``str | int``, ignore unknown settings of a part,
+and build nothing for a field typed by a protocol; pydantic also takes true for a number.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import json
 import math
 import types
@@ -15,20 +21,24 @@ from typing import Any
 from arbor import registry
 from arbor.errors import UsageError, unknown_setting
 
+NO_SETTING = {"setting": False}  # metadata of a field that neither texts nor specs hold
+
 
 def build(kind: str, spec: Any, /, **fields: Any) -> Any:
     """A component from its name and settings.
 
     Args:
         kind: one of `registry.KINDS`.
-        spec: a name, perhaps with settings (`split_spec`), what `spec_of` returned, a class, or a ready component.
-        fields: settings that replace the defaults, or those of a ready component. Strings are read by the field's type:
-            numbers, ``true``/``false``, ``none``, one of a fixed set of words, and ``1,2`` or JSON ``["a", "b"]`` for tuples.
-            A setting of a part goes by its own name: a policy's ``eta`` is its allocator's.
+        spec: a name, also with settings (`split_spec`), a result of `spec_of`, a class, or a ready
+            component.
+        fields: settings that replace the defaults, or those of a ready component. Texts are read by
+            the field's type: numbers, ``true``/``false``, ``none``, one of a fixed set of words, and
+            ``1,2`` or JSON ``["a", "b"]`` for tuples. A setting of a part goes by its own name: a
+            policy's ``eta`` is its allocator's.
 
     Raises:
-        UnknownName: no such name.
-        UsageError: a setting that does not exist, cannot be read, or that the component refuses.
+        UnknownName: unknown name.
+        UsageError: an unknown or unreadable setting, or one that the component refuses.
     """
     if isinstance(spec, Mapping):
         settings = dict(spec)
@@ -43,22 +53,19 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
         return build(kind, name, **{**settings, **fields})
     if isinstance(spec, str):
         name, own = split_spec(spec)
-        return _construct(registry.resolve(kind, name), name, {**fields, **own})
+        return _changed(registry.resolve(kind, name), name, {**fields, **own})
     registry.builtin(kind)
-    if isinstance(spec, type):
-        return _construct(spec, spec.__name__, fields)
-    if not fields:
-        return spec
-    label = str(spec_of(spec)["name"])
-    fields = _with_parts(type(spec), fields, functools.partial(getattr, spec))
-    return dataclasses.replace(spec, **_convert_all(type(spec), label, fields))
+    label = spec.__name__ if isinstance(spec, type) else registry.name_of(spec)
+    return _changed(spec, label, fields)
 
 
 def split_spec(text: str) -> tuple[str, dict[str, str]]:
-    """``arborkv,scorer=recency,tail=16`` as a name and its settings; a part without ``=`` belongs to the value before it.
+    """``arborkv,scorer=recency,tail=16`` as a name and its settings.
+
+    A part without ``=`` belongs to the value before it, as in ``pair=1,2``.
 
     Raises:
-        UsageError: what follows the name is not KEY=VALUE, or names a setting twice.
+        UsageError: a part that is not KEY=VALUE, or a setting named twice.
     """
     name, *rest = (part.strip() for part in text.split(","))
     settings: dict[str, str] = {}
@@ -75,234 +82,248 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     return name, settings
 
 
-def settings_of(cls: type[Any]) -> tuple[str, ...]:
-    """Every setting a class can be built with: its own fields, then those of its parts (fields that are dataclasses)."""
-    own = _fields(cls)
-    return (*own, *(name for part in _parts(cls).values() for name in _fields(part)))
+def settings_of(component: Any) -> tuple[str, ...]:
+    """Settings of a class or a ready component: its own fields, then those of its parts.
+
+    Parts are fields that are dataclasses.
+    """
+    parts = _parts(component).values()
+    return (*_fields(component), *(name for part in parts for name in _fields(part)))
+
+
+def defaults_of(component: Any) -> dict[str, Any]:
+    """A value for each own setting of a class or a ready component; '?' for a required one."""
+    found = {name: _default(component, name) for name in _fields(component)}
+    return {name: "?" if each is dataclasses.MISSING else each for name, each in found.items()}
+
+
+def summary_of(component: Any) -> str:
+    """One line on a class or a ready component: its `summary`, or its docstring's first line."""
+    documented = (component.__doc__ or "").strip().partition("\n")[0]
+    return documented if isinstance(component, type) else getattr(component, "summary", documented)
 
 
 def spec_of(component: Any) -> dict[str, Any]:
-    """Name and all settings of a component, JSON-able: ``build(kind, spec_of(c)) == c``.
+    """Name and settings of a component, JSON-able: ``build(kind, spec_of(c)) == c``.
 
-    A class that no name stands for is named ``package.module:Class``; a component that is no dataclass has only its name.
+    A class without a name goes by ``package.module:Class``. A part has a name of its own where it is
+    not of the class it has by default; a component that is not a dataclass has nothing but its name.
     """
-    cls = type(component)
-    spec: dict[str, Any] = {"name": registry.name_of(cls)}
-    if dataclasses.is_dataclass(component):
-        for field in dataclasses.fields(component):
-            if field.init:
-                value = getattr(component, field.name)
-                other = _is_kind(field.name, value) and type(value) is not _default_type(field)
-                spec[field.name] = spec_of(value) if other else _jsonable(value)
+    spec: dict[str, Any] = {"name": registry.name_of(component)}
+    named = getattr(component, "registered_as", "")
+    usually = registry.resolve(component.kind, named) if named else type(component)
+    for name in _fields(component):
+        value = getattr(component, name)
+        usual = dataclasses.is_dataclass(value) and type(value) is type(_default(usually, name))
+        is_part = name in registry.KINDS and type(value).__module__ != "builtins" and not usual
+        spec[name] = spec_of(value) if is_part else _jsonable(value)
     return spec
 
 
-def _is_kind(name: str, value: Any) -> bool:
-    """Whether a field holds a component that has a name of its own, as a policy's `scorer` does."""
-    return name in registry.KINDS and dataclasses.is_dataclass(value)
-
-
-def _default_type(field: dataclasses.Field[Any]) -> type[Any]:
-    """The class of a field's default."""
-    if field.default_factory is not dataclasses.MISSING:
-        return type(field.default_factory())
-    return type(field.default)
-
-
-def _fields(cls: type[Any]) -> list[str]:
-    """Names of the fields a dataclass is built with; none for another class."""
-    if not dataclasses.is_dataclass(cls):
-        return []
-    return [field.name for field in dataclasses.fields(cls) if field.init]
-
-
-def _parts(cls: type[Any]) -> dict[str, type[Any]]:
-    """The fields of a dataclass that are dataclasses themselves; one whose type is a protocol with the class of its default."""
-    if not _fields(cls):
+def _fields(component: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass, or of its class, that are settings; none of another class."""
+    if not dataclasses.is_dataclass(component):
         return {}
-    hints = typing.get_type_hints(cls)
-    return _protocols(cls) | {
-        name: typing.cast("type[Any]", hints[name])
-        for name in _fields(cls)
-        if isinstance(hints[name], type) and dataclasses.is_dataclass(hints[name])
+    return {
+        field.name: field
+        for field in dataclasses.fields(component)
+        if field.init and field.metadata.get("setting", True)
     }
 
 
-def _with_parts(
-    cls: type[Any], fields: Mapping[str, Any], part_of: Callable[[str], Any]
-) -> dict[str, Any]:
-    """``eta=1`` for a component whose part `allocator` has that setting becomes ``allocator=`` the part with eta 1.
+def _default(component: Any, name: str) -> Any:
+    """A setting of a ready component, or its default in a class; MISSING without one."""
+    if not isinstance(component, type):
+        return getattr(component, name)
+    field = _fields(component)[name]
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
+def _hints(component: Any) -> dict[str, Any]:
+    """The type of each setting; a part typed by a protocol has the class it has by default."""
+    cls = component if isinstance(component, type) else type(component)
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for name in _fields(component):
+        default = _default(component, name)
+        protocol = getattr(hints[name], "_is_protocol", False)
+        is_part = protocol and dataclasses.is_dataclass(default)
+        found[name] = type(default) if is_part else hints[name]
+    return found
+
+
+def _parts(component: Any) -> dict[str, type[Any]]:
+    """The classes of the settings that are dataclasses themselves."""
+    if not dataclasses.is_dataclass(component):
+        return {}
+    return {
+        name: hint
+        for name, hint in _hints(component).items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+
+
+def _changed(component: Any, label: str, fields: Mapping[str, Any]) -> Any:
+    """A class built with some settings, or a ready component with some of them replaced.
 
     Args:
-        part_of: the part as it is without these settings, by name.
+        label: its name in errors.
     """
-    own = _fields(cls)
-    if all(key in own for key in fields):
-        return dict(fields)
-    result: dict[str, Any] = {
-        key: build(key, value) if _names_a_component(key, value) else value
-        for key, value in fields.items()
-        if key in own
-    }
+    if not fields and not isinstance(component, type):
+        return component
+    values = _converted(component, label, _with_parts(component, label, fields))
+    if not isinstance(component, type):
+        return dataclasses.replace(component, **values)
+    for name in _fields(component):
+        if name not in values and _default(component, name) is dataclasses.MISSING:
+            raise UsageError(
+                "setting-missing",
+                f"'{label}' needs a value for '{name}'.",
+                "",
+                name=label,
+                setting=name,
+            )
+    return component(**values)
 
-    def ready(part: str) -> Any:
-        if part not in result:
-            return part_of(part)
-        if not dataclasses.is_dataclass(result[part]):  # a table, or one as text
-            result.update(_convert_all(cls, cls.__name__, {part: result[part]}))
-        return result[part]
 
-    for key, value in fields.items():
-        if key in own:
-            continue
-        owners = [name for name in _parts(cls) if key in _fields(type(ready(name)))]
+def _with_parts(component: Any, label: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Own settings for those of parts: ``eta=1`` becomes ``allocator=`` the allocator with eta 1.
+
+    An unknown setting stays as it is.
+    """
+    own = _fields(component)
+    result: dict[str, Any] = {key: value for key, value in fields.items() if key in own}
+    others = {key: value for key, value in fields.items() if key not in own}
+    if not others:
+        return result
+    ready: dict[str, Any] = {}
+    for name, cls in _parts(component).items():
+        default = _default(component, name)
+        ready[name] = cls() if default is dataclasses.MISSING else default
+    ready |= _converted(component, label, result)
+    for key, value in others.items():
+        owners = [name for name, part in ready.items() if key in _fields(part)]
         if len(owners) == 1:
-            part = ready(owners[0])
-            values = _convert_all(type(part), owners[0], {key: value})
-            result[owners[0]] = dataclasses.replace(part, **values)
+            part = ready[owners[0]]
+            values = _converted(part, owners[0], {key: value})
+            ready[owners[0]] = result[owners[0]] = dataclasses.replace(part, **values)
         else:
-            result[key] = value  # unknown, which the caller says
+            result[key] = value
     return result
 
 
-def _default(cls: type[Any], name: str) -> Any:
-    """A field's default; the class built with its defaults where there is none."""
-    field = next(field for field in dataclasses.fields(cls) if field.name == name)
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return _parts(cls)[name]()
+def _converted(component: Any, label: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a class or a ready component, each as its field's type.
 
-
-def _construct(cls: type[Any], name: str, fields: Mapping[str, Any]) -> Any:
-    fields = _with_parts(cls, fields, functools.partial(_default, cls))
-    values = _convert_all(cls, name, fields)
-    if dataclasses.is_dataclass(cls):
-        for field in dataclasses.fields(cls):
-            has_default = (
-                field.default is not dataclasses.MISSING
-                or field.default_factory is not dataclasses.MISSING
-            )
-            if field.init and not has_default and field.name not in values:
-                raise UsageError(
-                    "setting-missing",
-                    f"'{name}' needs a value for '{field.name}'.",
-                    "",
-                    name=name,
-                    setting=field.name,
-                )
-    return cls(**values)
-
-
-def _convert_all(cls: type[Any], name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    known = _fields(cls)
-    if "name" in known:
+    Raises:
+        UsageError: an unknown or unreadable setting, or a component with a setting called 'name'.
+    """
+    own = _fields(component)
+    if "name" in own:
         raise UsageError(
             "setting-reserved",
-            f"'{name}' has a setting called 'name', which names the component.",
+            f"'{label}' has a setting called 'name', which names the component.",
             "",
         )
     for key in fields:
-        if key not in known:
-            known = list(settings_of(cls))
-            known = [each for each in known if each != key]  # of a part that was replaced
-            raise unknown_setting(f"'{name}' has", key, known, name=name)
-    if not fields:
-        return {}
-    hints = typing.get_type_hints(cls) | _protocols(cls)
+        if key not in own:
+            # its own name is known where the part that has it was replaced by another
+            known = [name for name in settings_of(component) if name != key]
+            raise unknown_setting(f"'{label}' has", key, known, name=label)
+    hints = _hints(component) if fields else {}
     return {
         key: build(key, value)
         if _names_a_component(key, value)
-        else _convert(value, hints[key], f"{name}.{key}")
+        else _convert(value, hints[key], f"{label}.{key}")
         for key, value in fields.items()
     }
 
 
 def _names_a_component(key: str, value: Any) -> bool:
-    """``scorer=recency``, or a table with its name."""
+    """Whether a part is given by name: ``scorer=recency``, or a table with a name."""
     if key not in registry.KINDS:
         return False
     named = isinstance(value, str) and not value.lstrip().startswith("{")
     return named or (isinstance(value, Mapping) and "name" in value)
 
 
-def _protocols(cls: type[Any]) -> dict[str, type[Any]]:
-    """The fields whose type is a protocol, with the class of their default: what a table of settings builds."""
-    found = {}
-    for field in dataclasses.fields(cls):
-        if field.default_factory is dataclasses.MISSING:
-            part = field.default
-        else:
-            part = field.default_factory()
-        hint = typing.get_type_hints(cls).get(field.name)
-        if getattr(hint, "_is_protocol", False) and dataclasses.is_dataclass(part):
-            found[field.name] = type(part)
-    return found
-
-
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    """A string, or a value as JSON gives it back, as the type a field asks for.
+    """A text, or a value read from JSON, as the type of a field.
 
     Raises:
-        UsageError: it cannot be read as that type; `where` is the setting's name.
+        UsageError: unreadable as that type; `where` is the setting's name.
     """
     origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _convert(value, options[0], where)
     if origin in (typing.Union, types.UnionType):
-        return _first_that_fits(value, options, hint, where)
+        return _first_that_fits(value, options, where)
     if origin is typing.Literal:
-        for option in options:
-            if value == option or (isinstance(value, str) and value == str(option)):
-                return option
-        raise _unreadable(value, f"one of {', '.join(map(str, options))}", where)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum) and not isinstance(value, hint):
-        for member in hint:
-            if value in (member.value, member.name) or str(value) == str(member.value):
-                return member
-        raise _unreadable(value, f"one of {', '.join(str(member.value) for member in hint)}", where)
-    if hint is types.NoneType:
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        raise _unreadable(value, "none", where)
-    if hint is bool:
-        word = value.lower() if isinstance(value, str) else value
-        if word in (True, "true", "yes", "on", "1"):
-            return True
-        if word in (False, "false", "no", "off", "0"):
-            return False
-        raise _unreadable(value, "true or false", where)
-    if hint is int:
+        return _one_of({option: (option,) for option in options}, value, where)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _one_of({each: (each.value, each.name, each) for each in hint}, value, where)
+    if isinstance(hint, type) and hint in _READERS:
+        read, wanted = _READERS[hint]
         try:
-            if isinstance(value, str | int) and not isinstance(value, bool):
-                return int(value)
-            if isinstance(value, float) and value.is_integer():
-                return int(value)
-        except ValueError:
-            pass
-        raise _unreadable(value, "a whole number", where)
-    if hint is float:
-        try:
-            if isinstance(value, str | int | float) and not isinstance(value, bool):
-                return float(value)
-        except ValueError:
-            pass
-        raise _unreadable(value, "a number", where)
-    if hint is str:
-        if isinstance(value, str):
-            return value
-        raise _unreadable(value, "text", where)
+            return read(value)
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise _unreadable(value, wanted, where) from error
     if (origin or hint) in (tuple, list):
         return _convert_sequence(value, origin or hint, options, where)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping | str):
         table = _table(value, where) if isinstance(value, str) else value
-        return _construct(typing.cast("type[Any]", hint), where, table)
+        return _changed(hint, where, table)
     return value
 
 
+def _none(value: Any) -> None:
+    if value is not None and str(value).lower() != "none":
+        raise ValueError(value)
+
+
+def _whole_number(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True, True: True}
+_SWITCH |= {"false": False, "no": False, "off": False, "0": False, False: False}
+# how each plain type is read, and its name in errors
+_READERS: Mapping[type[Any], tuple[Callable[[Any], Any], str]] = {
+    types.NoneType: (_none, "none"),
+    bool: (
+        lambda value: _SWITCH[value.lower() if isinstance(value, str) else value],
+        "true or false",
+    ),
+    int: (_whole_number, "a whole number"),
+    float: (_number, "a number"),
+    str: (_text, "text"),
+}
+
+
+def _one_of(choices: Mapping[Any, tuple[Any, ...]], value: Any, where: str) -> Any:
+    """The choice that a value is one of the names of."""
+    for choice, names in choices.items():
+        if value in names or (isinstance(value, str) and value == str(names[0])):
+            return choice
+    known = ", ".join(str(names[0]) for names in choices.values())
+    raise _unreadable(value, f"one of {known}", where)
+
+
 def _table(text: str, where: str) -> Mapping[str, Any]:
-    """The settings of a part, written as a JSON object."""
+    """The settings of a part, from a JSON object."""
     try:
         table = json.loads(text)
     except ValueError:
@@ -331,8 +352,8 @@ def _convert_sequence(value: Any, kind: Any, options: tuple[Any, ...], where: st
     return tuple(_convert(item, hint, where) for item, hint in zip(value, options, strict=True))
 
 
-def _first_that_fits(value: Any, options: tuple[Any, ...], hint: Any, where: str) -> Any:
-    """None first, text last, so that ``none`` and ``3`` mean what they look like."""
+def _first_that_fits(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    """None first, text last: ``none`` and ``3`` are what they look like."""
     order = sorted(options, key=lambda option: (option is not types.NoneType, option is str))
     for option in order:
         try:
@@ -363,7 +384,5 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        return {name: _jsonable(getattr(value, name)) for name in _fields(value)}
     return value

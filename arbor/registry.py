@@ -1,32 +1,40 @@
-"""Names for the command line and the trace header, and the classes they stand for.
+"""Names of components: what the command line and the trace header call them, and what they stand for.
 
-Every class is named by its dotted path and imported when it is first asked for. Other distributions add names through
-entry points in the groups ``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks``, ``arbor.policies``,
+A name stands for a class, or for a ready component, and is imported by its dotted path when it is
+first asked for. Other distributions add names through entry points in the groups
+``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks``, ``arbor.policies``,
 ``arbor.allocators``, ``arbor.scorers`` and ``arbor.backends``:
 
     [project.entry-points."arbor.controllers"]
     mine = "package.module:Mine"
 
-In one's own program a decorator is enough:
+    [project.entry-points."arbor.policies"]
+    deepest = "package.module:DEEPEST"
+
+Within one program a call is enough, above a class as a decorator:
+
+    register.policy("deepest", Policy(Deepest()))
 
     @register.controller("mine")
     class Mine: ...
 
-A name that clashes with an earlier one (ours first, then by distribution name) is still reached as ``distribution/mine``.
-A class without a name is reached as ``package.module:Mine``. ``ARBOR_PLUGINS=off`` hides all plugins, and
-``ARBOR_PLUGINS=mine,other`` all but these.
+A name that clashes with an earlier one (built-in names first, then by distribution name) is reached
+as ``distribution/mine``; a component without a name as ``package.module:Mine``. ``ARBOR_PLUGINS=off``
+hides all plugins, and ``ARBOR_PLUGINS=mine,other`` all but these.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from arbor.errors import UnknownName, UsageError
 
@@ -48,17 +56,20 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "recall": "arbor.tasks.recall:Recall",
     },
     "policy": {
-        "arborkv": "arbor.retention.policy:ArborKV",
-        "belady": "arbor.retention.policy:BeladyPolicy",
-        "full": "arbor.retention.policy:FullRetention",
-        "h2o": "arbor.retention.policy:H2O",
-        "kkt": "arbor.retention.policy:KKTPolicy",
-        "lru": "arbor.retention.policy:LRUPolicy",
-        "random": "arbor.retention.policy:RandomTokens",
-        "reentry": "arbor.retention.policy:ReentryPolicy",
-        "streaming": "arbor.retention.policy:StreamingLLM",
-        "tova": "arbor.retention.policy:TOVAPolicy",
-        "uniform": "arbor.retention.policy:UniformPolicy",
+        name: f"arbor.retention.policy:POLICIES.{name}"
+        for name in (
+            "arborkv",
+            "belady",
+            "full",
+            "h2o",
+            "kkt",
+            "lru",
+            "random",
+            "reentry",
+            "streaming",
+            "tova",
+            "uniform",
+        )
     },
     "allocator": {
         "belady": "arbor.retention.allocators.belady:Belady",
@@ -71,8 +82,8 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "uniform": "arbor.retention.allocators.uniform:Uniform",
     },
     "scorer": {
-        "chance": "arbor.retention.scorers.random_tokens:Chance",
         "heavy": "arbor.retention.scorers.heavy_hitters:HeavyHitters",
+        "random": "arbor.retention.scorers.random_tokens:RandomTokens",
         "recency": "arbor.retention.scorers.recency:Recency",
         "tova": "arbor.retention.scorers.tova:TOVA",
     },
@@ -85,45 +96,72 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
 
 KINDS = tuple(BUILTIN)
 
+# earlier names that traces still hold, and today's
+RENAMED: Mapping[tuple[str, str], str] = {("scorer", "chance"): "random"}
 
+C = TypeVar("C")
 T = TypeVar("T", bound=type[Any])
 
 
 class Register:
-    """Names classes of one's own: ``@register.controller("mine")`` above one, for every kind of `KINDS`."""
+    """Names given within a program, for every kind of `KINDS`: ``register.policy("mine", MINE)``.
+
+    Without a component the call is a decorator: ``@register.controller("mine")`` above a class.
+    """
 
     def __init__(self) -> None:
-        self._named: dict[str, dict[str, type[Any]]] = {kind: {} for kind in KINDS}
+        self._named: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 
-    def __getattr__(self, kind: str) -> Callable[[str], Callable[[T], T]]:
+    def __getattr__(self, kind: str) -> Naming:
         if kind not in KINDS:
-            raise AttributeError(f"there is no kind '{kind}'; kinds are {', '.join(KINDS)}")
-        return functools.partial(self._name, kind)
+            raise AttributeError(f"unknown kind '{kind}'; kinds are {', '.join(KINDS)}")
+        return Naming(kind, self._named[kind])
 
-    def of(self, kind: str) -> Mapping[str, type[Any]]:
-        """The classes named so far, by name."""
-        return self._named.setdefault(kind, {})
+    def of(self, kind: str) -> Mapping[str, Any]:
+        """The classes and components of a kind named so far, by name."""
+        return self._named[kind]
 
-    def _name(self, kind: str, name: str) -> Callable[[T], T]:
-        def decorate(cls: T) -> T:
-            earlier = self.of(kind).get(name)
-            # running a notebook's cell again names the same class again
-            again = earlier is not None and _path_of(earlier) == _path_of(cls)
-            if not again and (earlier is not None or name in names(kind)):
-                raise UsageError(
-                    "name-taken",
-                    f"there is a {kind} '{name}' already.",
-                    f"Choose another name, such as 'my-{name}'.",
-                    name=name,
-                )
-            if ":" in name or not name:
-                raise UsageError(
-                    "name-taken", f"'{name}' is no name for a {kind}.", "Leave out the colon."
-                )
-            self._named[kind][name] = cls
-            return cls
 
-        return decorate
+class Naming:
+    """Gives names to components of one kind.
+
+    Args:
+        kind: one of `KINDS`.
+        named: the components named so far, by name; written.
+    """
+
+    def __init__(self, kind: str, named: dict[str, Any]) -> None:
+        self._kind = kind
+        self._named = named
+
+    @overload
+    def __call__(self, name: str) -> Callable[[T], T]: ...
+    @overload
+    def __call__(self, name: str, component: C) -> C: ...
+    def __call__(self, name: str, component: Any = None) -> Any:
+        """Name a class or a ready component, and return it; without one, a decorator that does.
+
+        Raises:
+            UsageError: the name is taken, empty or has a colon.
+        """
+        if component is None:
+            return functools.partial(self, name)
+        earlier = self._named.get(name)
+        # running a notebook's cell again names the same thing again
+        again = earlier is not None and _shape(earlier) == _shape(component)
+        if not again and name in names(self._kind):
+            raise UsageError(
+                "name-taken",
+                f"the {self._kind} name '{name}' is taken.",
+                f"Choose another name, such as 'my-{name}'.",
+                name=name,
+            )
+        if ":" in name or not name:
+            raise UsageError(
+                "name-taken", f"invalid {self._kind} name '{name}'.", "Leave out the colon."
+            )
+        self._named[name] = _named(component, name)
+        return self._named[name]
 
 
 def plural(kind: str) -> str:
@@ -132,47 +170,67 @@ def plural(kind: str) -> str:
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Every name of a kind, ours first, then plugins', then registered ones, each sorted; imports none of them."""
+    """Names of a kind: built-in ones, then plugins', then registered ones, each sorted.
+
+    Nothing is imported.
+    """
     return (*sorted(builtin(kind)), *sorted(_plugins(kind)), *sorted(register.of(kind)))
 
 
 def plugins(kind: str) -> dict[str, str]:
-    """Names that other distributions added, and the dotted paths they stand for; imports none of them."""
+    """Names added by other distributions, and their dotted paths. Nothing is imported."""
     return {name: point.value for name, point in sorted(_plugins(kind).items())}
 
 
-def resolve(kind: str, name: str) -> type[Any]:
-    """The class a name stands for.
+def resolve(kind: str, name: str) -> Any:
+    """The class or the ready component a name stands for.
 
     Args:
         kind: one of `KINDS`.
         name: one of `names(kind)`, or ``package.module:Class``, which imports that module.
 
     Raises:
-        UnknownName: no such name; says the nearest one.
-        UsageError: a plugin or a dotted path that cannot be imported, or is no class.
+        UnknownName: unknown name; suggests the closest match.
+        UsageError: a plugin or dotted path that cannot be imported, or holds a function or module.
     """
-    path = builtin(kind).get(name)
-    if path is not None:
-        return _load(path, kind, name)
-    registered = register.of(kind).get(name)
-    if registered is not None:
-        return registered
+    if name in builtin(kind):
+        return _load(builtin(kind)[name], name)
+    if name in register.of(kind):
+        return register.of(kind)[name]
     plugin = _plugins(kind).get(name)
-    if plugin is not None:
-        return _load(plugin.value, kind, name, plugin=True)
-    if ":" in name:
-        return _load(name, kind, name, plugin=True)
-    raise unknown(kind, name)
+    if plugin is None and ":" not in name:
+        if (kind, name) not in RENAMED:
+            raise unknown(kind, name)
+        return resolve(kind, RENAMED[kind, name])
+    path = name if plugin is None else plugin.value
+    try:
+        found = _load(path, name)
+    except Exception as error:
+        raise UsageError(
+            f"{kind}-broken",
+            f"the {kind} '{name}' ({path}) cannot be imported: {type(error).__name__}: {error}.",
+            "ARBOR_PLUGINS=off hides plugins.",
+            name=name,
+            path=path,
+        ) from error
+    if inspect.isroutine(found) or inspect.ismodule(found):
+        raise UsageError(
+            f"{kind}-broken",
+            f"the {kind} '{name}' ({path}) is neither a class nor a ready component.",
+            "",
+            name=name,
+            path=path,
+        )
+    return found
 
 
 def unknown(kind: str, name: str, more: Iterable[str] = ()) -> UnknownName:
-    """The error for a name that no table holds: every name there is, and which of them are plugins'.
+    """The error for an unknown name: lists all names, and those added by plugins.
 
     Args:
         kind: one of `KINDS`.
         name: what was asked.
-        more: names that mean something there though they stand for no class.
+        more: names valid there though they stand for no component.
     """
     allowed = _allowed()
     note = f"plugins loaded: {', '.join(plugins(kind)) or 'none'}"
@@ -181,26 +239,32 @@ def unknown(kind: str, name: str, more: Iterable[str] = ()) -> UnknownName:
     return UnknownName(kind, name, {*more, *names(kind)}, note)
 
 
-def name_of(cls: type[Any]) -> str:
-    """The name a class goes by, found without importing anything."""
-    path = _path_of(cls)
+def name_of(component: Any) -> str:
+    """The name of a class or a ready component; its dotted path without one. Nothing is imported."""
+    if not isinstance(component, type):
+        return getattr(component, "registered_as", "") or name_of(type(component))
+    path = _path_of(component)
     for kind in KINDS:
         for name, own in register.of(kind).items():
-            if own is cls:
+            if own is component:
                 return name
         for name, known in BUILTIN[kind].items():
             if known == path:
                 return name
         for name, point in _plugins(kind).items():
-            module, _, attribute = point.value.partition(":")
-            attribute = attribute.partition("[")[0].strip()
-            loaded = sys.modules.get(module.strip())
-            if point.value == path or (loaded and getattr(loaded, attribute, None) is cls):
+            module, attribute = _split(point.value)
+            loaded = sys.modules.get(module)
+            if point.value == path or (loaded and getattr(loaded, attribute, None) is component):
                 return name
     return path
 
 
 def builtin(kind: str) -> Mapping[str, str]:
+    """Built-in names of a kind, and their dotted paths.
+
+    Raises:
+        UnknownName: unknown kind.
+    """
     table = BUILTIN.get(kind)
     if table is None:
         raise UnknownName("kind", kind, KINDS)
@@ -217,7 +281,7 @@ def _allowed() -> str:
 
 @functools.cache
 def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
-    """Plugins by name, read from their distributions' metadata only; one warning for each that cannot be meant."""
+    """Plugins by name, from their distributions' metadata; warns once of each malformed entry."""
     if allowed.lower() == "off":
         return {}
     wanted = [word.strip() for word in allowed.split(",") if word.strip()]
@@ -230,10 +294,10 @@ def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
         full = f"{_distribution(point)}/{point.name}"
         if wanted and point.name not in wanted and full not in wanted:
             continue
-        module, colon, attribute = point.value.partition(":")
-        if not (module.strip() and colon and attribute.strip()):
+        if not all(_split(point.value)):
             warnings.warn(
-                f"arbor: the {kind} plugin '{full}' is left out: '{point.value}' is not package.module:Class.",
+                f"arbor: the {kind} plugin '{full}' is left out: "
+                f"'{point.value}' is not package.module:Class.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -247,32 +311,39 @@ def _distribution(point: metadata.EntryPoint) -> str:
     return point.dist.name if point.dist is not None else ""
 
 
-def _load(path: str, kind: str, name: str, plugin: bool = False) -> type[Any]:
+def _load(path: str, name: str) -> Any:
+    """What a dotted path holds: attributes, and the entries of a mapping."""
+    module, attributes = _split(path)
+    found = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        found = found[attribute] if isinstance(found, Mapping) else getattr(found, attribute)
+    return _named(found, name)
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Module and attribute of a dotted path; extras, as in ``module:Class [extra]``, are left out."""
     module, _, attribute = path.partition(":")
-    attribute = attribute.partition("[")[0].strip()  # extras, as in "module:Class [extra]"
-    try:
-        found = functools.reduce(
-            getattr, attribute.split("."), importlib.import_module(module.strip())
-        )
-    except Exception as error:
-        if not plugin:
-            raise
-        raise UsageError(
-            f"{kind}-broken",
-            f"the {kind} '{name}' ({path}) cannot be imported: {type(error).__name__}: {error}.",
-            "ARBOR_PLUGINS=off hides plugins.",
-            name=name,
-            path=path,
-        ) from error
-    if not isinstance(found, type):
-        raise UsageError(
-            f"{kind}-broken", f"the {kind} '{name}' ({path}) is no class.", "", name=name, path=path
-        )
-    return found
+    return module.strip(), attribute.partition("[")[0].strip()
+
+
+def _named(component: Any, name: str) -> Any:
+    """A ready component with its name in the field `registered_as`, if its class has that field."""
+    if isinstance(component, type) or getattr(component, "registered_as", name) == name:
+        return component
+    return dataclasses.replace(component, registered_as=name)
 
 
 def _path_of(cls: type[Any]) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _shape(component: Any) -> tuple[str, ...]:
+    """The path of a class; of a ready component, the paths of its class and of its parts' classes."""
+    if isinstance(component, type):
+        return (_path_of(component),)
+    parts = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()
+    values = (component, *(getattr(component, part.name) for part in parts))
+    return ("a ready component", *(_path_of(type(value)) for value in values))
 
 
 register = Register()

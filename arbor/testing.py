@@ -140,16 +140,16 @@ def _as_policy(given: Policy | Allocator | Scorer | type[Any] | str) -> Policy:
         return made
     name = type(made).__name__
     if isinstance(made, Allocator):
-        return Policy(name, made, Recency())
+        return Policy(made, Recency())
     assert isinstance(made, Scorer), (
         f"{name} is no policy: it has neither counts(blocks, room, scorer) nor scores(tokens)"
     )
-    return Policy(name, Pooled(), made)
+    return Policy(Pooled(), made)
 
 
 def _check_settings(policy: Policy) -> None:
-    """A trace names a policy by its class and settings, and builds it again from them."""
-    if type(policy) is Policy or not policy.name:
+    """A trace holds a policy's name and settings, and builds it again from them."""
+    if type(policy) is Policy and not policy.registered_as:
         return
     spec = components.spec_of(policy)
     try:
