@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, Unpack
 
 import torch
 
-from arbor import registry
+from arbor import components
 from arbor._version import __version__
 from arbor.budget import Budget, Footprint, Plan
 from arbor.config import read_config, refuse_trust
@@ -574,11 +574,11 @@ class Solver:
         return {
             "model": self.checkpoint.source.name,
             "revision": self.checkpoint.source.revision,
-            "task": registry.spec_of(self.task),
-            "controller": registry.spec_of(self.controller),
-            "verifier": registry.spec_of(self.verifier),
+            "task": components.spec_of(self.task),
+            "controller": components.spec_of(self.controller),
+            "verifier": components.spec_of(self.verifier),
             "budget": str(self.budget),
-            "policy": registry.spec_of(self.policy),
+            "policy": components.spec_of(self.policy),
             "mode": self.mode,
             "rehydrate": self.rehydrate,
             "msve": str(self.msve),

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from arbor import registry
+from arbor import components
 from arbor.errors import BudgetInfeasible
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
@@ -135,25 +135,25 @@ def _freeze(view: Tokens | Blocks) -> None:
 
 def _as_policy(given: Policy | Allocator | Scorer | type[Any] | str) -> Policy:
     """A whole policy around whatever was given."""
-    made = registry.build("policy", given) if isinstance(given, str | type) else given
+    made = components.build("policy", given) if isinstance(given, str | type) else given
     if isinstance(made, Policy):
         return made
     name = type(made).__name__
     if isinstance(made, Allocator):
-        return Policy(name, made, Recency())
+        return Policy(made, Recency())
     assert isinstance(made, Scorer), (
         f"{name} is no policy: it has neither counts(blocks, room, scorer) nor scores(tokens)"
     )
-    return Policy(name, Pooled(), made)
+    return Policy(Pooled(), made)
 
 
 def _check_settings(policy: Policy) -> None:
-    """A trace names a policy by its class and settings, and builds it again from them."""
-    if type(policy) is Policy or not policy.name:
+    """A trace holds a policy's name and settings, and builds it again from them."""
+    if type(policy) is Policy and not policy.registered_as:
         return
-    spec = registry.spec_of(policy)
+    spec = components.spec_of(policy)
     try:
-        again = registry.build("policy", json.loads(json.dumps(spec)))
+        again = components.build("policy", json.loads(json.dumps(spec)))
     except TypeError:
         again = None
     assert again == policy, (

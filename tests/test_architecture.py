@@ -17,6 +17,7 @@ PACKAGE = ROOT / "arbor"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors"),
     ("registry", "support"),
+    ("components",),
     ("budget", "config", "events", "kernels", "sapling", "tasks", "tree"),
     ("memory", "metrics", "retention"),
     ("controllers", "model", "testing", "trace"),

@@ -244,7 +244,7 @@ def test_an_allocator_that_keeps_too_much_is_noticed() -> None:
         def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> NDArray[np.int64]:
             return blocks.resident
 
-    lab = Lab(build("llama"), policy=Policy("greedy", Greedy()))
+    lab = Lab(build("llama"), policy=Policy(Greedy()))
     tree = lab.plant(20)
 
     with pytest.raises(AssertionError, match="more than there is room for"):

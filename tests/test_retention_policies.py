@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 
+from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.registry import BUILTIN, build, spec_of
+from arbor.registry import BUILTIN
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import first, order
 from arbor.retention.policy import POLICIES, Policy, Protect
@@ -376,7 +377,17 @@ def test_every_named_policy_is_in_the_table_and_goes_by_its_name() -> None:
         assert isinstance(policy.allocator, Allocator)
         assert isinstance(policy.scorer, Scorer)
         assert policy.observes == policy.scorer.observes
-        assert type(policy).__doc__
+        assert policy.summary.endswith(".")
+
+
+def test_a_policy_needs_a_recording_where_its_allocator_does() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.needs_recording] == ["belady"]
+    assert build("policy", "lru,allocator=belady").needs_recording
+    assert not build("policy", "belady,allocator=lru").needs_recording
+
+
+def test_a_policy_whose_allocator_keeps_everything_says_so() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.keeps_all] == ["full"]
 
 
 def test_policies_that_read_attention_say_so() -> None:

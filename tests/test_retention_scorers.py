@@ -13,7 +13,7 @@ from support.offers import SEEDS, offer
 
 from arbor.retention.base import Scorer, Tokens
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
 from arbor.retention.token_statistics import TokenStatistics
@@ -24,8 +24,8 @@ SCORERS: tuple[Scorer, ...] = (
     HeavyHitters(),
     HeavyHitters(normalise=True),
     TOVA(),
-    Chance(),
-    Chance(seed=3),
+    RandomTokens(),
+    RandomTokens(seed=3),
 )
 every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 
@@ -328,7 +328,7 @@ def test_chance_is_uniform_and_its_own_for_every_seed() -> None:
     tokens = offer(0, 2000, ties=False).tokens
     tokens = dataclasses.replace(tokens, key=np.arange(len(tokens.block)).astype(np.uint64))
 
-    first, second = Chance(0).scores(tokens), Chance(1).scores(tokens)
+    first, second = RandomTokens(0).scores(tokens), RandomTokens(1).scores(tokens)
 
     assert ((first >= 0) & (first < 1)).all()
     assert len(np.unique(first)) == len(first)
@@ -339,8 +339,8 @@ def test_chance_is_uniform_and_its_own_for_every_seed() -> None:
     ).sum() < 45  # chi-square, 19 degrees of freedom: p = 7e-4
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.05
-    assert (Chance(0).scores(tokens) == first).all()
+    assert (RandomTokens(0).scores(tokens) == first).all()
     assert (
-        np.isfinite(Chance(-1).scores(tokens)).all()
-        and np.isfinite(Chance(2**80).scores(tokens)).all()
+        np.isfinite(RandomTokens(-1).scores(tokens)).all()
+        and np.isfinite(RandomTokens(2**80).scores(tokens)).all()
     )

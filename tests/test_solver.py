@@ -513,7 +513,7 @@ class Half:
         ({"controller": Half()}, r"cannot be the controller: it has no 'max_blocks'"),
         ({"verifier": Half()}, r"cannot be the verifier: it has no 'needs_model' and no 'verify'"),
         ({"policy": Half()}, r"cannot be the policy: it is no arbor\.retention\.policy\.Policy"),
-        ({"policy": Policy("mine", Half())}, r"cannot be the policy: it has no 'counts'"),  # type: ignore[arg-type]
+        ({"policy": Policy(Half())}, r"cannot be the policy: it has no 'counts'"),  # type: ignore[arg-type]
         ({"task": Half()}, r"cannot be the task: it has no 'name'"),
     ],
 )

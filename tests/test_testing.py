@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from arbor import registry
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import order, whole_blocks
-from arbor.retention.policy import POLICIES, LRUPolicy, Policy
+from arbor.retention.policy import POLICIES, Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.testing import check_policy, make_offer, reordered
 
@@ -22,8 +22,8 @@ def test_every_policy_of_ours_passes(name: str) -> None:
     check_policy(name)
 
 
-def test_a_class_an_allocator_and_a_scorer_can_be_checked() -> None:
-    check_policy(LRUPolicy)
+def test_a_policy_an_allocator_and_a_scorer_can_be_checked() -> None:
+    check_policy(Policy(LRU()), examples=40)
     check_policy(LRU(), examples=40)
     check_policy(Recency(), examples=40)
 
@@ -142,19 +142,13 @@ class Forgetful:
         return whole_blocks(blocks, room, order(blocks.depth))
 
 
-@dataclass(frozen=True)
-class ForgetfulPolicy(Policy):
-    name: str = field(default="forgetful", init=False)
-    allocator: Forgetful = field(default_factory=Forgetful)
-
-
 def test_settings_that_a_trace_would_lose_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     register = registry.Register()
     monkeypatch.setattr(registry, "register", register)
-    register.policy("forgetful")(ForgetfulPolicy)
+    forgetful = register.policy("forgetful", Policy(Forgetful()))
 
     with pytest.raises(AssertionError, match="is every part a frozen dataclass"):
-        check_policy(ForgetfulPolicy())
+        check_policy(forgetful)
 
 
 def test_offers_differ_where_they_say_so() -> None:

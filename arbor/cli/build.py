@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from arbor import registry
+from arbor import components, registry
 from arbor.budget import Budget
 from arbor.errors import UsageError, unknown_setting
 
@@ -36,14 +36,14 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
     """
     Budget.parse(given["budget"])
     for kind in KINDS:
-        name, _ = registry.split_spec(given[kind])
+        name, _ = components.split_spec(given[kind])
         if ":" not in name and name not in registry.names(kind):
             registry.resolve(kind, name)  # raises, and says the nearest name
     settings = parse_settings(given)
-    task = registry.build("task", given["task"], **settings["task"])
+    task = components.build("task", given["task"], **settings["task"])
     if problem is not None:
         task.parse(problem)
-    controller = registry.build("controller", given["controller"], **settings["controller"])
+    controller = components.build("controller", given["controller"], **settings["controller"])
 
     from arbor.solver import Solver
 
@@ -54,9 +54,9 @@ def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver
         trust_remote_code=given["trust_remote_code"],
         task=task,
         controller=controller,
-        verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
+        verifier=components.build("verifier", given["verifier"], **settings["verifier"]),
         budget=given["budget"],
-        policy=registry.build("policy", given["policy"], **settings["policy"]),
+        policy=components.build("policy", given["policy"], **settings["policy"]),
         mode=given["mode"],
         rehydrate=given["rehydrate"],
         msve=given["msve"],
@@ -78,7 +78,7 @@ def known_policy(text: str) -> str:
     Raises:
         UsageError: no such policy, or what follows is not KEY=VALUE.
     """
-    name, settings = registry.split_spec(text)
+    name, settings = components.split_spec(text)
     if ":" not in name:
         registry.resolve("policy", name)  # raises, and says the nearest name
     return ",".join((name, *(f"{key}={value}" for key, value in settings.items())))
@@ -120,9 +120,9 @@ def _owner(name: str, given: Mapping[str, Any], setting: str) -> str:
     """The one part that has a setting of this name."""
     owners = {known: ["sampling"] for known in SAMPLING}
     for kind in KINDS:
-        component = registry.resolve(kind, registry.split_spec(given[kind])[0])
+        component = registry.resolve(kind, components.split_spec(given[kind])[0])
         if dataclasses.is_dataclass(component):
-            for setting_name in registry.settings_of(component):
+            for setting_name in components.settings_of(component):
                 owners.setdefault(setting_name, []).append(kind)
     if name not in owners:
         known = sorted(f"{owner}.{key}" for key, those in owners.items() for owner in those)

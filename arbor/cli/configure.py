@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from arbor.cli.build import PARTS
+from arbor.components import split_spec
 from arbor.config import read_config, refuse_trust
 from arbor.errors import unknown_setting
-from arbor.registry import split_spec
 from arbor.run.presets import preset
 
 # what a solver calls it -> what the option is called

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from arbor import registry
+from arbor import components, registry
 from arbor._version import __version__
 from arbor.cli.build import build_solver, parse_settings
 from arbor.cli.configure import all_settings
@@ -180,7 +180,7 @@ def eval_(ctx: click.Context, /, **given: Any) -> int:
     if own:
         _take_task(ctx, given)
     given["set"] = all_settings(given)
-    task = registry.build("task", given["task"], **parse_settings(given)["task"])
+    task = components.build("task", given["task"], **parse_settings(given)["task"])
     samples = read_samples(given, task, own)
     theirs = None if given["compare"] is None else _others(given["compare"], samples)
     with StopSignals() as stop, build_solver(given) as solver:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor import registry
+from arbor import components
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
 from arbor.cli.options import TRACE_PATH, Command, names_of, option, output_options, trust_option
@@ -72,7 +72,7 @@ def replay(
     chosen = policy or ("lru", "arborkv", "reentry", "belady")
     policies = tuple(dict.fromkeys(map(known_policy, chosen)))
     for name in policies:
-        registry.build("policy", name)  # its settings are what they should be
+        components.build("policy", name)  # its settings are what they should be
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.measure.replay import Recording

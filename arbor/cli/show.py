@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from arbor import registry
+from arbor import components, registry
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver
@@ -170,25 +169,9 @@ def _components(kind: str) -> list[dict[str, Any]]:
         except ArborError as error:
             rows.append({"name": name, "what": str(error), "settings": {}})
             continue
-        what = (component.__doc__ or "").strip().partition("\n")[0]
-        rows.append({"name": name, "what": what, "settings": _defaults(component)})
+        what, settings = components.summary_of(component), components.defaults_of(component)
+        rows.append({"name": name, "what": what, "settings": settings})
     return rows
-
-
-def _defaults(component: Any) -> dict[str, Any]:
-    """Settings and their defaults; '?' for one that must be given."""
-    if not dataclasses.is_dataclass(component):
-        return {}
-    missing = dataclasses.MISSING
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(component):
-        if field.default is not missing:
-            found[field.name] = field.default
-        elif field.default_factory is not missing:
-            found[field.name] = field.default_factory()
-        else:
-            found[field.name] = "?"
-    return found
 
 
 def _models() -> list[dict[str, Any]]:

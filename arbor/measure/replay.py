@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbor import registry
+from arbor import components
 from arbor.engine.engine import Engine
 from arbor.engine.rehydration import Rehydrate
 from arbor.engine.scheduler import Row
@@ -125,7 +125,7 @@ def replay(
     """
     record = recorded if isinstance(recorded, Recording) else Recording.of(recorded.events)
     config = record.header.config
-    task: Task = registry.build("task", config["task"])
+    task: Task = components.build("task", config["task"])
     boundary = dataclasses.replace(
         task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
     )
@@ -140,18 +140,18 @@ def replay(
     engine = Engine(
         runner,
         tokenizer,
-        policy=registry.build("policy", policy),
+        policy=components.build("policy", policy),
         rehydrate=rehydrate,
         msve=values,
         source=_Recorded(record, tokenizer),
         emit=emit,
     )
-    judge = _Judge(registry.build("verifier", config["verifier"]), record)
+    judge = _Judge(components.build("verifier", config["verifier"]), record)
     session = Session(
         engine,
         task,
         task.parse(record.header.problem),
-        registry.build("controller", config["controller"]),
+        components.build("controller", config["controller"]),
         judge,
         Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
         Limits(config["max_depth"], config.get("max_expansions")),

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from arbor import registry
+from arbor import components
 from arbor.errors import ModelError, UsageError
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.linear import pack_linears
@@ -186,7 +186,7 @@ class Checkpoint:
             from arbor.kernels.flashinfer_cascade import FlashInferCascade
 
             return FlashInferCascade(self.device, getattr(torch, info.dtype))
-        return cast(AttentionBackend, registry.build("backend", name))
+        return cast(AttentionBackend, components.build("backend", name))
 
     def _read(self) -> Files:
         config = load_config(self.source) if self._given is None else self._given.config

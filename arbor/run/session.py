@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arbor import registry
+from arbor import components
 from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
@@ -219,7 +219,7 @@ class Session:
             return
         began = time.perf_counter()
         verdict = self.verifier.verify(self.task, self.problem, children, self.engine)
-        name = str(registry.spec_of(self.verifier)["name"])
+        name = str(components.spec_of(self.verifier)["name"])
         _check(name, children, verdict.values)
         for child, value in zip(children, verdict.values, strict=True):
             child.value, child.valued = value, True

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from arbor import registry
+from arbor import components
 from arbor.engine.engine import Mode
 from arbor.engine.rehydration import Rehydrate
 from arbor.errors import UsageError, unknown_setting
@@ -26,14 +26,14 @@ def component_of(kind: str, given: Any, protocol: type[Any]) -> Any:
     """A component by its name or as it is, which has everything that is asked of its kind.
 
     Args:
-        kind: as in `registry.build`.
+        kind: as in `components.build`.
         given: a name, a table of settings, a class or a ready component.
         protocol: what the kind has to have; a `Policy` has to be one.
 
     Raises:
         UsageError: something is missing; says what.
     """
-    built = registry.build(kind, given)
+    built = components.build(kind, given)
     if protocol is Policy:
         wrong = "" if isinstance(built, Policy) else "is no arbor.retention.policy.Policy"
         parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
@@ -43,7 +43,7 @@ def component_of(kind: str, given: Any, protocol: type[Any]) -> Any:
     if lacking:
         wrong = f"has no {' and no '.join(repr(name) for name in lacking)}"
     if wrong:
-        name = registry.spec_of(built)["name"]
+        name = components.spec_of(built)["name"]
         raise UsageError(
             "component-incomplete",
             f"'{name}' cannot be the {kind}: it {wrong}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.ordering import order, whole_blocks
@@ -19,6 +20,8 @@ class Belady:
     operation, which follows from what is on the device: another policy can be some per cent cheaper where that order
     suits it.
     """
+
+    needs_recording: ClassVar[bool] = True  # it reads `next_use`
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         keys = (blocks.scheduled, blocks.next_use, blocks.depth, -blocks.last_used)

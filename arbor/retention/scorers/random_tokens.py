@@ -1,4 +1,4 @@
-"""Tokens win by lot: the control every scorer has to beat."""
+"""Random tokens win: the control every scorer has to beat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIECE = 1 << 13  # tokens
 
 
 @dataclass(frozen=True)
-class Chance:
+class RandomTokens:
     """A token scores a uniform number in [0, 1) that depends on its key and the seed alone.
 
     The same token has the same score whenever it is asked and whatever lies around it, so a kept set only shrinks.
