@@ -502,7 +502,7 @@ def test_a_part_is_named_and_then_set() -> None:
     assert policy.scorer == build("policy", "arborkv").scorer
     with pytest.raises(UsageError, match=r"has no setting 'eta'\. Did you mean '(?!eta)"):
         build("policy", "arborkv", allocator="kkt", eta=1)
-    with pytest.raises(UnknownName, match=r"'recncy' is no known scorer.*'recency'"):
+    with pytest.raises(UnknownName, match=r"unknown scorer 'recncy'.*'recency'"):
         build("policy", "arborkv", scorer="recncy")
 
 
