@@ -525,7 +525,7 @@ def test_trace_info_reads_a_damaged_trace_and_says_so(command: Arbor, trace: Pat
     ran = command("trace", "info", str(trace))
 
     assert ran.code == 0
-    assert "incomplete trace" in ran.err and "unreadable line(s) skipped" in ran.err
+    assert "incomplete trace" in ran.err and "lines are unreadable" in ran.err
 
 
 def test_trace_check_fails_with_seven(command: Arbor, trace: Path) -> None:
@@ -535,8 +535,8 @@ def test_trace_check_fails_with_seven(command: Arbor, trace: Path) -> None:
     ran = command("trace", "check", str(trace))
 
     assert ran.code == 7
-    assert "event 6 where 5 was due" in ran.out
-    assert "there is no end" in ran.out
+    assert "event 6 instead of 5" in ran.out
+    assert "the end is missing" in ran.out
     assert command("trace", "check", str(trace), "--json").document["ok"] is False
 
 

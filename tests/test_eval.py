@@ -410,7 +410,7 @@ def test_stdin_is_a_dataset() -> None:
     ) as process:
         _, err = process.communicate(b"not JSON\n", timeout=60)
     assert process.returncode == 4
-    assert b"[dataset-invalid] stdin: line 1 is no JSON" in err
+    assert b"[dataset-invalid] stdin: line 1 is not JSON" in err
 
 
 def test_only_some_samples_are_solved(command: Arbor) -> None:
@@ -470,9 +470,9 @@ ROWS = [
         ("line 2", "It has: q, r", "--input-key"),
     ),
     (broken('{"problem": ["a"]}\n'), 4, "dataset-invalid", ("no text in 'problem'",)),
-    (broken("[1]\n"), 4, "dataset-invalid", ("line 1 is no JSON object",)),
-    (broken('{"problem"\n'), 4, "dataset-invalid", ("line 1 is no JSON (Expecting",)),
-    (broken("[" * 100_000), 4, "dataset-invalid", ("line 1 is no JSON",)),
+    (broken("[1]\n"), 4, "dataset-invalid", ("line 1 is not a JSON object",)),
+    (broken('{"problem"\n'), 4, "dataset-invalid", ("line 1 is not JSON (Expecting",)),
+    (broken("[" * 100_000), 4, "dataset-invalid", ("line 1 is not JSON",)),
     (
         broken(
             '{"id": 1, "problem": "a", "answer": "1"}\n{"id": 1, "problem": "b", "answer": "1"}\n'
@@ -481,7 +481,7 @@ ROWS = [
     ),
     (broken(b'{"problem": "\xe9"}\n'), 4, "not-utf8", ("x.jsonl: byte 0xe9", "--encoding latin-1")),
     (broken("a,b\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("line 2 has more cells",)),
-    (broken('problem,answer\n"a,1\n', "x.csv"), 4, "dataset-invalid", ("is no CSV",)),
+    (broken('problem,answer\n"a,1\n', "x.csv"), 4, "dataset-invalid", ("is not CSV",)),
 ]
 
 

@@ -28,8 +28,8 @@ def test_a_policy_an_allocator_and_a_scorer_can_be_checked() -> None:
     check_policy(Recency(), examples=40)
 
 
-def test_what_is_no_policy_is_refused() -> None:
-    with pytest.raises(AssertionError, match="object is no policy"):
+def test_an_object_that_is_not_a_policy_is_refused() -> None:
+    with pytest.raises(AssertionError, match="object is not a policy"):
         check_policy(object())  # type: ignore[arg-type]
 
 
@@ -65,13 +65,13 @@ class Wrong:
     ("way", "sentence"),
     [
         ("greedy", "tokens in all; offered"),
-        ("more", "keeps tokens that are not there|tokens in all"),
+        ("more", "keeps more tokens than are resident|tokens in all"),
         ("negative", "falls below the floors"),
         ("list", "counts is list of \\?, not int64"),
         ("floats", "ndarray of float64, not int64"),
         ("short", "counts for [1-9]"),
         ("by id", "for the same blocks with their ids exchanged"),
-        ("writes", "writes into what it is shown; copy it first"),
+        ("writes", "writes into its arguments; copy them first"),
     ],
 )
 def test_every_way_an_allocator_goes_wrong_is_named(way: str, sentence: str) -> None:
@@ -120,7 +120,7 @@ class Sighted:
 @pytest.mark.parametrize(
     ("way", "sentence"),
     [
-        ("secretly", "reads attention, but says with `observes` that it does not"),
+        ("secretly", "reads attention, but `observes` is false"),
         ("infinite", "a score is not finite"),
         ("whole", "of int64, not float64"),
         ("by block", "other scores for the same blocks in another order"),

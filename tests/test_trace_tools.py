@@ -186,7 +186,7 @@ def test_a_line_lost_in_the_middle_stays_visible(tmp_path: Path, run: list[Event
     assert (repaired.dropped, repaired.lost, repaired.ended) == (1, 1, False)
     trace = read_trace(tmp_path / "clean.jsonl")
     assert trace.bad_lines == 0 and len(trace.gaps) == 1
-    assert any("event 8 where 7 was due" in each for each in Replay.of(trace).problems)
+    assert any("event 8 instead of 7" in each for each in Replay.of(trace).problems)
 
 
 def test_a_repair_keeps_what_it_does_not_know(tmp_path: Path, run: list[Event]) -> None:
@@ -223,9 +223,16 @@ def test_a_repair_never_writes_over_its_source(tmp_path: Path, run: list[Event])
 def test_what_is_no_trace_cannot_be_repaired(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
 
-    with pytest.raises(TraceError, match="holds no event"):
+    with pytest.raises(TraceError, match=r"none of 1 line\(s\) is an event of arbor.trace/1"):
         repair_trace(tmp_path / "notes.txt")
     assert list(tmp_path.iterdir()) == [tmp_path / "notes.txt"]
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "run.arbor.jsonl").touch()
+
+    with pytest.raises(TraceError, match="the file is empty"):
+        read_trace(tmp_path / "run.arbor.jsonl")
 
 
 # Comparison
