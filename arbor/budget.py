@@ -72,7 +72,7 @@ class Footprint:
     def levers(self, context: int) -> list[str]:
         """Flags that each limit the longest path to `context` positions."""
         room = context - self.prompt_tokens - self.question_tokens
-        flags = {"--depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
+        flags = {"--max-depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
         return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
 
     @property
@@ -288,7 +288,7 @@ class Budget:
         levers = []
         depth = (tokens - fixed) // footprint.step_tokens
         if self.unit != "ratio" and depth >= 1 and footprint.protected_tokens is None:
-            levers.append(f"--depth {depth}")
+            levers.append(f"--max-depth {depth}")
         for step in range(footprint.step_tokens - 1, 0, -1):
             shape = replace(footprint, step_tokens=step)
             if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
@@ -298,7 +298,7 @@ class Budget:
             return f"Or: {', '.join(levers)}."
         if footprint.smallest_tokens < footprint.path_tokens and footprint.protected_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
-        return "Or: a shorter prompt, or a smaller --depth."
+        return "Or: a shorter prompt, or a smaller --max-depth."
 
 
 def _round_up(ratio: Fraction) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arbor.cli.output_paths import refuse_nowhere
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.errors import UsageError
 from arbor.support.atomic_write import write_atomically
 
@@ -123,10 +123,10 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
         write_atomically(tmp_path / "a", "words")
     for path in (tmp_path / "a", tmp_path / ("x" * 300), tmp_path / "no" / "x"):
         with pytest.raises(UsageError, match="output-nowhere"):
-            refuse_nowhere("-o", path)
+            refuse_unwritable("-o", path)
     (tmp_path / "link").symlink_to(tmp_path / "no" / "x")
     with pytest.raises(UsageError, match=r"there is no folder .*no"):
-        refuse_nowhere("-o", tmp_path / "link")
+        refuse_unwritable("-o", tmp_path / "link")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support import fake_solver
 from support.run_cli import Arbor
 
-from arbor.cli.bench import compare, refuse_other, share
+from arbor.cli.bench import compare, parse_percentage, refuse_other_settings
 from arbor.errors import UsageError
 
 
@@ -78,10 +78,12 @@ def test_only_what_was_measured_alike_is_compared() -> None:
     arms = [("lru", "full"), ("h2o", "full")]
 
     with pytest.raises(UsageError, match="other settings: seed"):
-        refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"))
+        refuse_other_settings({"seed": 0}, arms, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"))
     with pytest.raises(UsageError, match="other policies and budgets"):
-        refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json"))
-    refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0), Path("b.json"))
+        refuse_other_settings(
+            {"seed": 0}, arms, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json")
+        )
+    refuse_other_settings({"seed": 0}, arms, timings(1.0, 1.0, 1.0), Path("b.json"))
 
 
 def test_what_cannot_be_compared_is_not_measured(
@@ -139,8 +141,8 @@ ROWS = [
     (["--max-regress", "5%"], 2, "usage", "--compare before.json"),
     (["--compare", "b.json", "--max-regress", "5"], 2, "usage", "Write it as in 5%"),
     (["--compare", "nowhere.json"], 4, "bench-unreadable", "No such file"),
-    (["--compare", "words.json"], 4, "bench-unreadable", "words.json is no JSON"),
-    (["--compare", "list.json"], 4, "bench-unreadable", "no arbor.bench/1"),
+    (["--compare", "words.json"], 4, "bench-unreadable", "words.json is not JSON"),
+    (["--compare", "list.json"], 4, "bench-unreadable", "not arbor.bench/1"),
     (["--compare", "other.json"], 2, "bench-differs", "other settings: "),
     (["--output-json", "no/where.json"], 2, "output-nowhere", "there is no folder no"),
     (["--repeat", "2"], 2, "usage", "x>=3"),
@@ -169,5 +171,5 @@ def test_an_error_says_what_would_work(
     assert words in ran.err
 
 
-def test_a_share_is_a_percentage() -> None:
-    assert (share("5%"), share("12.5%"), share(None)) == (0.05, 0.125, None)
+def test_a_percentage_is_a_fraction() -> None:
+    assert [parse_percentage(text) for text in ("5%", "12.5%", None)] == [0.05, 0.125, None]

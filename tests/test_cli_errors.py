@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_run import fake_run, header, tick
-from support.run_cli import REAL, Arbor, environment, in_process, spawn
+from support.run_cli import REAL, Arbor, await_line, environment, in_process, spawn
 
 from arbor.model.loading import BUILTIN
 from arbor.trace import TraceWriter
@@ -192,7 +192,16 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
     (broken_config, 2, "unknown-setting", ("run.toml: there is no setting 'budgte'", "'budget'")),
     (["solve", PUZZLE, "--config", "x.toml"], 4, "config-unreadable", ("--print-config",)),
     (
-        ["solve", PUZZLE, "--controller", "chain", "--set", "samples=100000000", "--depth", "20"],
+        [
+            "solve",
+            PUZZLE,
+            "--controller",
+            "chain",
+            "--set",
+            "samples=100000000",
+            "--max-depth",
+            "20",
+        ],
         6,
         "oom",
         ("cpu: the KV of ", " are free beside weights of ", "tokens fit: try --budget "),
@@ -275,7 +284,7 @@ def test_head_ends_a_long_answer_quietly(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:
     path = tmp_path / "run.arbor.jsonl"
     with spawn("solve", PUZZLE, "--device", "endless", "--trace", str(path)) as process:
-        assert process.stderr is not None and process.stderr.readline() == b"running\n"
+        await_line(process, b"running")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
 

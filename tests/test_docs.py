@@ -171,7 +171,7 @@ def test_a_code_is_found_however_it_is_made() -> None:
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_help() -> None:
-    from arbor.cli.options import EXIT_CODES
+    from arbor.cli.command import EXIT_CODES
 
     page = re.findall(r"^\| (\d+) \|", (DOCS / "exit-codes.md").read_text("utf-8"), re.MULTILINE)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support import fake_solver
-from support.run_cli import Arbor, in_process, spawn
+from support.run_cli import Arbor, await_line, in_process, spawn
 
 from arbor import Solver
 from arbor.cli.progress import Progress
@@ -259,9 +259,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
     arguments = ("eval", name, "--task", "reasoning", "--output", str(out))
     for _ in range(2):  # the second time, it begins where it was ended
         with spawn(*arguments) as process:
-            assert process.stderr is not None
-            while process.stderr.readline() != b"running\n":
-                pass
+            await_line(process, b"running")
             process.send_signal(number)
             said, err = process.communicate(timeout=60)
 
@@ -285,7 +283,7 @@ def test_a_sample_that_cannot_be_solved_stops_and_loses_nothing(command: Arbor) 
 
     assert (ran.code, ran.document["error"]["code"]) == (4, "problem-too-long")
     assert ran.document["error"]["data"]["sample"]
-    assert "1 finished sample(s) kept; to go on: arbor eval --config out/run.toml" in ran.err
+    assert "1 finished sample(s) kept; to resume: arbor eval --config out/run.toml" in ran.err
     assert [row["problem"] for row in rows()] == ["one"]
     assert json.loads(Path("out/results.json").read_text("utf-8"))["missing"] == 2
 
@@ -516,7 +514,7 @@ def test_a_gate_fails_with_seven(command: Arbor, gate: str, code: int) -> None:
     ran = run(command, three(), "--fail-under", gate)
 
     assert ran.code == code
-    assert ("[fail-under] the accuracy is 0.6667, which is below 0.67" in ran.err) == (code == 7)
+    assert ("[fail-under] the accuracy is 0.6667, below 0.67" in ran.err) == (code == 7)
     assert ran.document["n"] == 3
 
 
@@ -613,10 +611,10 @@ def shown(live: bool, seconds: float, samples: int = 40) -> list[str]:
     """What a run of so many seconds a sample shows."""
     now = [0.0]
     console = Console(file=io.StringIO(), width=100, force_terminal=live)
-    with Progress(console, live, samples, clock=lambda: now[0]) as tally:
+    with Progress(console, live, samples, clock=lambda: now[0]) as progress:
         for number in range(samples):
             now[0] += seconds
-            tally.add(number % 2 == 0)
+            progress.add(number % 2 == 0)
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
@@ -639,7 +637,7 @@ def test_a_terminal_gets_one_line_again_and_again() -> None:
 
 
 def test_a_run_that_says_nothing_counts_all_the_same() -> None:
-    tally = Progress(None, True, 2)
-    tally.add(True)
+    progress = Progress(None, True, 2)
+    progress.add(True)
 
-    assert tally.line().startswith("1 of 2, 100.0 % right")
+    assert progress.line().startswith("1 of 2, 100.0 % right")

@@ -291,9 +291,9 @@ def test_flashinfer_without_a_kernel_for_the_model_says_so(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--attn", "rowise"], "unknown-backend", "Did you mean 'rowwise'? Known: auto, flash"),
-        (["--attn", "torch", "--deterministic"], "backend", "or use --attn rowwise"),
-        (["--attn", "flashinfer", "--device", "cpu"], "backend", "Use --attn torch"),
+        (["--backend", "rowise"], "unknown-backend", "Did you mean 'rowwise'? Known: auto, flash"),
+        (["--backend", "torch", "--deterministic"], "backend", "or use --backend rowwise"),
+        (["--backend", "flashinfer", "--device", "cpu"], "backend", "Use --backend torch"),
         (["--revision", "v1"], "revision", "Leave --revision out, or name a Hub id"),
     ],
 )

@@ -445,8 +445,8 @@ def test_an_overlong_problem_is_refused(small: Path) -> None:
 
     assert error.value.code == "problem-too-long"
     assert "256" in error.value.message
-    assert error.value.hint.startswith("Shorten the problem, or --depth 1, or --step-tokens ")
-    for flag, name in (("--depth", "max_depth"), ("--step-tokens", "step_tokens")):
+    assert error.value.hint.startswith("Shorten the problem, or --max-depth 1, or --step-tokens ")
+    for flag, name in (("--max-depth", "max_depth"), ("--step-tokens", "step_tokens")):
         most = int(error.value.hint.split(f"{flag} ")[1].split(",")[0].rstrip("."))
         settings = {"step_tokens": 200, name: most}
         Solver(small, **settings).plan(PUZZLE)

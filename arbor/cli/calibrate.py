@@ -9,16 +9,10 @@ from typing import Any
 
 import click
 
-from arbor.cli.options import (
-    Command,
-    Group,
-    option,
-    output_options,
-    revision_option,
-    trust_option,
-)
+from arbor.cli.command import Command, Group, option
+from arbor.cli.options import output_options, revision_option, trust_option
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_nowhere
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.errors import UsageError
 from arbor.support.cache_dir import msve_file
 
@@ -67,7 +61,7 @@ def calibrate() -> None:
 @output_options
 @click.pass_obj
 def msve(
-    voice: Output,
+    output: Output,
     /,
     model: str,
     revision: str | None,
@@ -84,7 +78,7 @@ def msve(
       arbor calibrate msve --task chains --n 200 --out msve.json
       arbor calibrate msve --model ./model
     """
-    refuse_nowhere("--out", out)
+    refuse_unwritable("--out", out)
 
     from arbor.measure.calibrate import calibrate as fitted
     from arbor.measure.calibrate import collect
@@ -104,7 +98,7 @@ def msve(
         msve=MSVE(top=top),  # what was fitted before has no say
     ) as solver:
         problems = list(itertools.islice(solver.task.problems("train"), n))
-        voice.say(f"solving {len(problems)} problems of {task}, then losing each block in turn")
+        output.say(f"solving {len(problems)} problems of {task}, then losing each block in turn")
         result = fitted(collect(solver, problems), top)
     figures: dict[str, Any] = {
         "model": model,
@@ -121,13 +115,13 @@ def msve(
         "held_out": result.held_out,
     }
     result.msve.save(out, **figures)
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {"schema": "arbor.calibration/1", "out": str(out), "msve": str(result.msve), **figures}
         )
     else:
-        voice.print(str(out))
-        voice.say(
+        output.print(str(out))
+        output.say(
             f"s = sigmoid({result.msve.theta[0]:.2f} v + {result.msve.theta[1]:.2f} u + "
             f"{result.msve.theta[2]:.2f} a {result.msve.bias:+.2f}) from {result.blocks} blocks of {result.problems} "
             f"right answers, {100 * result.lost:.0f} % of them needed; held-out rank correlation "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from arbor.cli.options import COMPLETION, Command, output_options
+from arbor.cli.command import Command
+from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output
 
 SHELLS = ("bash", "zsh", "fish")

@@ -138,7 +138,7 @@ class LogFile(logging.FileHandler):
         return json.dumps(row)
 
 
-def listen_to_the_log(voice: Output) -> None:
+def configure_log(output: Output) -> None:
     """Shows arbor's log on stderr, as much of it as was asked for, and writes it to a file if one was named.
 
     Raises:
@@ -150,23 +150,23 @@ def listen_to_the_log(voice: Output) -> None:
     if shown is None:
         shown = LogHandler()
         logger.addHandler(shown)
-    level = "error" if voice.quiet else ("warning", "info", "debug")[min(voice.verbose, 2)]
-    shown.setLevel((voice.log_level or level).upper())
-    if voice.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
+    level = "error" if output.quiet else ("warning", "info", "debug")[min(output.verbose, 2)]
+    shown.setLevel((output.log_level or level).upper())
+    if output.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
         return
     try:
-        logger.addHandler(LogFile(voice.log_file, encoding="utf-8"))
+        logger.addHandler(LogFile(output.log_file, encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             "log-unwritable",
-            f"--log-file {voice.log_file} cannot be written: {error.strerror}.",
+            f"--log-file {output.log_file} cannot be written: {error.strerror}.",
             "Name a file in a folder that exists and may be written.",
-            path=str(voice.log_file),
+            path=str(output.log_file),
         ) from error
 
 
-def leave_the_log() -> None:
-    """Closes the log's file."""
+def close_log() -> None:
+    """Closes the log file."""
     logger = logging.getLogger("arbor")
     for handler in [each for each in logger.handlers if isinstance(each, LogFile)]:
         logger.removeHandler(handler)

@@ -34,7 +34,7 @@ def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path
         taken.add(os.path.realpath(path))
 
 
-def refuse_nowhere(flag: str, path: Path | None) -> None:
+def refuse_unwritable(flag: str, path: Path | None) -> None:
     """Before any work: an output that cannot be a file.
 
     Raises:

@@ -11,7 +11,8 @@ import click
 from arbor import components
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
-from arbor.cli.options import TRACE_PATH, Command, names_of, option, output_options, trust_option
+from arbor.cli.command import Command, option
+from arbor.cli.options import TRACE_PATH, names_of, output_options, trust_option
 from arbor.cli.output import Output
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 @output_options
 @click.pass_obj
 def replay(
-    voice: Output,
+    output: Output,
     /,
     trace: Path,
     policy: tuple[str, ...],
@@ -85,8 +86,8 @@ def replay(
     revision = config.get("revision") if model is None else None
     source = locate(config["model"] if model is None else model, revision, trust_remote_code)
     rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
-    if voice.json:
-        voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
+    if output.json:
+        output.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0
     from rich.table import Table
 
@@ -104,7 +105,7 @@ def replay(
                 else (f"needs {row['needs']:,}", "", "")
             ),
         )
-    voice.table(table)
+    output.table(table)
     return 0
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import webbrowser
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,22 +15,21 @@ import click
 
 from arbor.budget import Plan
 from arbor.cli.build import build_solver
-from arbor.cli.configure import CONFIG, all_settings
+from arbor.cli.command import Command, option, option_group
+from arbor.cli.configure import CONFIG_PATH
 from arbor.cli.encoding import decoded
+from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions, read_options
 from arbor.cli.options import (
-    Command,
     config_option,
     limit_options,
     model_option,
-    option,
     output_options,
     sampling_options,
     search_options,
-    together,
     trace_detail_options,
 )
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_nowhere, refuse_overwriting
+from arbor.cli.output_paths import refuse_overwriting, refuse_unwritable
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
@@ -50,7 +49,7 @@ PLAN_SCHEMA = "arbor.plan/1"
 CONFIG_SCHEMA = "arbor.config/1"
 SMALL_MODEL = 50_000_000  # parameters
 
-_options = together(
+_options = option_group(
     option(
         "--file",
         type=click.Path(path_type=Path),
@@ -98,64 +97,83 @@ _options = together(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SolveOptions:
+    """Options of ``arbor solve``, named as on the command line."""
+
+    problem: str | None
+    file: Path | None
+    encoding: str
+    expected: str | None
+    solver: SolverOptions
+    run: RunOptions
+    dry_run: bool
+    trace: Path | None
+    trace_detail: TraceOptions
+    html: Path | None
+    open: bool
+    print_config: bool
+
+
 @click.command(cls=Command)
 @click.argument("problem", required=False)
 @_options
 @click.pass_obj
-def solve(voice: Output, /, **given: Any) -> int:
+def solve(output: Output, /, **values: Any) -> int:
     """Solve one problem.
 
     \b
       arbor solve "4 5 6 10"
-      arbor solve "4 5 6 10" --budget 0.5 --trace run.arbor.jsonl
+      arbor solve "4 5 6 10" --budget 0.1 --trace run.arbor.jsonl
       echo "4 5 6 10" | arbor solve - --controller beam --json
     """
-    given["set"] = all_settings(given)
-    if given["open"] and given["html"] is None:
+    options = read_options(SolveOptions, values)
+    if options.open and options.html is None:
         raise UsageError("usage", "--open has no page to open.", "Add --html run.html.")
-    if given["print_config"] and given["problem"] is None and given["file"] is None:
+    if options.print_config and options.problem is None and options.file is None:
         problem = None
     else:
-        problem = read_problem(given["problem"], given["file"], given["encoding"])
-    with StopSignals() as stop, build_solver(given, problem) as solver:
-        if given["print_config"]:
-            print_config(voice, solver, problem, given)
+        problem = read_problem(options.problem, options.file, options.encoding)
+    with StopSignals() as signals, build_solver(options.solver, problem) as solver:
+        if options.print_config:
+            print_config(output, solver, problem, options)
             return 0
         assert problem is not None, "it was read above"
         plan = solver.plan(problem)
-        if given["dry_run"]:
-            show_plan(voice, plan)
+        if options.dry_run:
+            print_plan(output, plan)
             return 0
-        voice.say(budget_line(given["budget"], plan))
-        refuse_nowhere("--html", given["html"])
-        outputs = {"--trace": given["trace"], "--html": given["html"]}
-        refuse_overwriting(outputs, [given["file"], click.get_current_context().meta.get(CONFIG)])
-        writer = open_trace(given["trace"], given["trace_text"])
-        voice.say(f"loading {given['model']} · seed {given['seed']}")
-        use_threads(given["threads"], solver.describe())
+        output.say(budget_line(options.solver.budget, plan))
+        refuse_unwritable("--html", options.html)
+        outputs = {"--trace": options.trace, "--html": options.html}
+        config_path = click.get_current_context().meta.get(CONFIG_PATH)
+        refuse_overwriting(outputs, [options.file, config_path])
+        writer = open_trace(options.trace, options.trace_detail.trace_text)
+        output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
+        use_threads(options.run.threads, solver.describe())
         stream = solver.stream(
             problem,
-            expected=given["expected"],
-            timeout=given["timeout"],
-            max_tokens=given["max_tokens"],
+            expected=options.expected,
+            timeout=options.run.timeout,
+            max_tokens=options.run.max_tokens,
             trace=writer,
-            trace_level=given["trace_level"],
+            trace_level=options.trace_detail.trace_level,
         )
-        solution, events = watch(voice, stream, stop, given["html"] is not None)
-    if voice.json:
-        voice.document(solution.to_dict())
+        solution, events = watch(output, stream, signals, options.html is not None)
+    if output.json:
+        output.document(solution.to_dict())
     elif solution.answer is not None:
-        voice.print(solution.answer)
+        output.print(solution.answer)
     if solution.answer is None:
-        voice.warn(no_answer(solution))
+        output.warn(no_answer(solution))
     correct = None if solution.answer is None else solution.correct
-    voice.say(numbers_line(solution.finish_reason, solution.metrics, correct))
+    output.say(numbers_line(solution.finish_reason, solution.metrics, correct))
     if solution.trace_path is not None:
-        voice.say(f"trace {solution.trace_path}")
-    if given["html"] is not None:
-        show_page(voice, given["html"], events, given["open"])
-    if stop.signal is not None:
-        return EXIT_SIGNAL + stop.signal
+        output.say(f"trace {solution.trace_path}")
+    if options.html is not None:
+        write_events_page(output, options.html, events, options.open)
+    if signals.received is not None:
+        return EXIT_SIGNAL + signals.received
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 
 
@@ -198,19 +216,24 @@ def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter 
 
 
 def print_config(
-    voice: Output, solver: Solver, problem: str | None, given: Mapping[str, Any]
+    output: Output, solver: Solver, problem: str | None, options: SolveOptions
 ) -> None:
-    """Everything that repeats this run, resolved: the answer to which settings a file, a flag and a default give."""
-    run = {name: given[name] for name in ("expected", "timeout", "max_tokens")}
-    config = {"problem": problem, **run, **solver.config}
-    if voice.json:
-        voice.document({"schema": CONFIG_SCHEMA, **config})
+    """The resolved configuration of the run, which repeats it."""
+    config = {
+        "problem": problem,
+        "expected": options.expected,
+        "timeout": options.run.timeout,
+        "max_tokens": options.run.max_tokens,
+        **solver.config,
+    }
+    if output.json:
+        output.document({"schema": CONFIG_SCHEMA, **config})
     else:
-        voice.print(config_text(config).rstrip())
+        output.print(config_text(config).rstrip())
 
 
 def use_threads(threads: int | None, model: ModelInfo) -> None:
-    """Torch's threads: as asked, or one for a model so small that threads wait for each other longer than they work."""
+    """Sets torch's threads: as asked, or one for a small model, whose threads mostly wait for each other."""
     if threads is None and model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
     if threads is not None:
@@ -220,19 +243,23 @@ def use_threads(threads: int | None, model: ModelInfo) -> None:
 
 
 def watch(
-    voice: Output, stream: SearchStream, stop: StopSignals, keep: bool
+    output: Output, stream: SearchStream, signals: StopSignals, keep: bool
 ) -> tuple[Solution, list[tuple[float, Event]]]:
-    """Shows a search until it ends, or until a signal ends it; its events with their seconds too, if they are kept."""
+    """Shows a search until it ends, or until a signal ends it.
+
+    Returns:
+        The solution, and with `keep` every event with its second.
+    """
     from arbor.view.live import LiveView, LogView  # rich: not before there is something to show
 
     view: LiveView | LogView | None = None
-    if voice.progress == "live":
-        view = LiveView(voice.console())
-    elif voice.progress == "plain":
-        view = LogView(voice.console())
+    if output.progress == "live":
+        view = LiveView(output.console())
+    elif output.progress == "plain":
+        view = LogView(output.console())
     kept: list[tuple[float, Event]] = []
     began = time.perf_counter()
-    with stop.ending(stream), view or contextlib.nullcontext():
+    with signals.stopping(stream), view or contextlib.nullcontext():
         for event in stream:
             if keep:
                 kept.append((time.perf_counter() - began, event))
@@ -241,8 +268,10 @@ def watch(
     return stream.solution, kept
 
 
-def show_page(voice: Output, path: Path, events: list[tuple[float, Event]], open_: bool) -> None:
-    """Writes the search as a page, and opens it if that was asked for.
+def write_events_page(
+    output: Output, path: Path, events: list[tuple[float, Event]], show: bool
+) -> None:
+    """Writes the search as a page; with `show`, opens it.
 
     Raises:
         UsageError: it cannot be written.
@@ -250,12 +279,12 @@ def show_page(voice: Output, path: Path, events: list[tuple[float, Event]], open
     from arbor.view import page_trace_of, write_page
 
     write_page(path, page_trace_of(path.stem, events))
-    voice.say(f"page {path}")
-    if open_:
+    output.say(f"page {path}")
+    if show:
         webbrowser.open(path.resolve().as_uri())
 
 
-# What it says
+# Lines
 
 
 def budget_line(budget: str, plan: Plan) -> str:
@@ -310,10 +339,10 @@ def no_answer(solution: Solution) -> str:
     return f"[no-answer] no path gave an answer: {reason} ({solution.metrics.blocks:,} blocks)."
 
 
-def show_plan(voice: Output, plan: Plan) -> None:
+def print_plan(output: Output, plan: Plan) -> None:
     """The plan, on stdout."""
-    if voice.json:
-        voice.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
+    if output.json:
+        output.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
         return
     smallest_bytes = plan.smallest_tokens * plan.bytes_per_token
     least = f"--budget {plan.smallest_ratio:g} or {plan.smallest_tokens}tok"
@@ -322,8 +351,8 @@ def show_plan(voice: Output, plan: Plan) -> None:
         ("full retention", plan.full_tokens, plan.full_bytes, ""),
         ("smallest workable", plan.smallest_tokens, smallest_bytes, least),
     ):
-        voice.print(f"{name:<18}{tokens:>10,} tokens {human_bytes(size):>9}  {note}".rstrip())
-    voice.print(
+        output.print(f"{name:<18}{tokens:>10,} tokens {human_bytes(size):>9}  {note}".rstrip())
+    output.print(
         f"{'shape':<18}{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of "
         f"{plan.step_tokens:,} + {plan.question_tokens:,} question, {plan.max_depth} deep"
     )

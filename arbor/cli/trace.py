@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from arbor.cli.options import EXIT_GATE, TRACE_PATH, Command, Group, option, output_options
+from arbor.cli.command import Command, Group, option
+from arbor.cli.option_records import read_options
+from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
-from arbor.cli.output_paths import STDOUT, refuse_nowhere, refuse_overwriting
+from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
 from arbor.cli.solve import numbers_line
 from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
@@ -26,6 +29,23 @@ from arbor.trace.write import to_record
 SHOWN_CHARACTERS = 60
 
 _file = click.argument("file", type=TRACE_PATH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of ``arbor trace convert``, named as on the command line."""
+
+    file: Path
+    output: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions:
+    """Options of ``arbor trace repair``, named as on the command line."""
+
+    file: Path
+    output: Path | None
+    trace_text: Literal["full", "none"]
 
 
 @click.group(cls=Group)
@@ -46,7 +66,7 @@ def trace() -> None:
 @_file
 @output_options
 @click.pass_obj
-def info(voice: Output, file: Path) -> int:
+def info(output: Output, file: Path) -> int:
     """What was run, how it ended and what it cost.
 
     \b
@@ -59,8 +79,8 @@ def info(voice: Output, file: Path) -> int:
     header, metrics = read.header, replay.metrics()
     answer = replay.answered
     status = replay.ended.status if replay.ended else "cut off"
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.trace-info/1",
                 "path": str(file),
@@ -75,19 +95,19 @@ def info(voice: Output, file: Path) -> int:
             }
         )
         return 0
-    tell_damage(voice, read)
+    warn_if_damaged(output, read)
     if header is not None:
         problem = header.problem if read.words else "(left out)"
-        voice.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
-        voice.print(f"model     {header.model.get('id', '?')}")
+        output.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
+        output.print(f"model     {header.model.get('id', '?')}")
         names = (f"{part} {_name(header.config.get(part))}" for part in ("controller", "verifier"))
-        voice.print(f"search    {', '.join(names)}, budget {header.config.get('budget', '?')}")
-        voice.print(f"run       {header.run}, {header.created}, arbor {header.arbor}")
+        output.print(f"search    {', '.join(names)}, budget {header.config.get('budget', '?')}")
+        output.print(f"run       {header.run}, {header.created}, arbor {header.arbor}")
     if answer is not None:
         path = " > ".join(map(str, answer.path))
-        voice.print(f"answer    {answer.text}  (score {answer.score:.3f}, path {path})")
-    voice.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
-    voice.print(f"events    {len(read.events):,}")
+        output.print(f"answer    {answer.text}  (score {answer.score:.3f}, path {path})")
+    output.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
+    output.print(f"events    {len(read.events):,}")
     return 0
 
 
@@ -99,7 +119,7 @@ def _name(spec: Any) -> str:
 @_file
 @output_options
 @click.pass_obj
-def check(voice: Output, file: Path) -> int:
+def check(output: Output, file: Path) -> int:
     """Whether a trace is whole and agrees with itself; exit code 7 if not.
 
     \b
@@ -122,8 +142,8 @@ def check(voice: Output, file: Path) -> int:
         replay = Replay.of(read)
         problems, events, blocks = replay.problems, len(read.events), len(replay.blocks)
         status = replay.ended.status if replay.ended else None
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.trace-check/1",
                 "path": str(file),
@@ -136,10 +156,10 @@ def check(voice: Output, file: Path) -> int:
         )
     else:
         for problem in problems:
-            voice.print(f"{file}: {problem}")
+            output.print(f"{file}: {problem}")
         if not problems:
             ended = f"{status}, {events:,} events, {blocks:,} blocks"
-            voice.print(f"{file}: {ended}, no contradiction")
+            output.print(f"{file}: {ended}, no contradiction")
     return EXIT_GATE if problems else 0
 
 
@@ -157,7 +177,7 @@ def check(voice: Output, file: Path) -> int:
 )
 @output_options
 @click.pass_obj
-def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
+def events(output: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
     """The events, one a line.
 
     \b
@@ -171,8 +191,8 @@ def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) 
         for number, seconds, event in zip(read.sequence, read.times, read.events, strict=True)
         if not type or event.name in type
     ][:limit]
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.trace-events/1",
                 "path": str(file),
@@ -180,12 +200,12 @@ def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) 
             }
         )
         return 0
-    tell_damage(voice, read)
+    warn_if_damaged(output, read)
     for number, seconds, event in rows:
         record = to_record(event)
         del record["e"]
         facts = " ".join(f"{name}={_short(value)}" for name, value in record.items())
-        voice.print(f"{number:>6} {seconds:>10.6f} {event.name:<11}{facts}")
+        output.print(f"{number:>6} {seconds:>10.6f} {event.name:<11}{facts}")
     return 0
 
 
@@ -206,7 +226,7 @@ def _short(value: Any) -> str:
 )
 @output_options
 @click.pass_obj
-def convert(voice: Output, file: Path, output: Path | None) -> int:
+def convert(output: Output, /, **values: Any) -> int:
     """A timeline for ui.perfetto.dev or chrome://tracing: Trace Event JSON.
 
     \b
@@ -214,17 +234,17 @@ def convert(voice: Output, file: Path, output: Path | None) -> int:
       arbor trace convert run.arbor.jsonl | gzip > run.perfetto.json.gz
       arbor trace convert run.arbor.jsonl.gz -o run.json && vizviewer run.json
     """
-    if output == STDOUT:
-        output = None
-    refuse_overwriting({"--output": output}, [file])
-    refuse_nowhere("--output", output)
-    read = whole(read_trace(file))
+    options = read_options(ConvertOptions, values)
+    path = None if options.output == STDOUT else options.output
+    refuse_overwriting({"--output": path}, [options.file])
+    refuse_unwritable("--output", path)
+    read = refuse_damaged(read_trace(options.file))
     document = json.dumps(to_perfetto(read), allow_nan=False, separators=(",", ":"), default=str)
-    if output is None:
-        voice.print(document)
+    if path is None:
+        output.print(document)
         return 0
-    write_atomically(output, document + "\n")
-    tell(voice, "arbor.trace-convert/1", {"path": str(output), "events": len(read.events)})
+    write_atomically(path, document + "\n")
+    report(output, "arbor.trace-convert/1", {"path": str(path), "events": len(read.events)})
     return 0
 
 
@@ -234,7 +254,7 @@ def convert(voice: Output, file: Path, output: Path | None) -> int:
 @option("--exit-code", is_flag=True, heading="Gate", help="Exit with 7 if the trees differ.")
 @output_options
 @click.pass_obj
-def diff(voice: Output, first: Path, second: Path, exit_code: bool) -> int:
+def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
     """Where two runs part: settings, blocks, the first event, what they cost.
 
     \b
@@ -242,14 +262,14 @@ def diff(voice: Output, first: Path, second: Path, exit_code: bool) -> int:
       arbor trace diff full.arbor.jsonl small.arbor.jsonl --exit-code
       arbor trace diff a.arbor.jsonl b.arbor.jsonl --json
     """
-    traces = whole(read_trace(first)), whole(read_trace(second))
+    traces = refuse_damaged(read_trace(first)), refuse_damaged(read_trace(second))
     for read in traces:
-        tell_damage(voice, read)
+        warn_if_damaged(output, read)
     found = diff_traces(*traces)
-    if voice.json:
-        voice.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
+    if output.json:
+        output.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
     else:
-        show_diff(voice, found)
+        show_diff(output, found)
     return EXIT_GATE if exit_code and not found.same_tree else 0
 
 
@@ -272,9 +292,7 @@ def diff(voice: Output, first: Path, second: Path, exit_code: bool) -> int:
 )
 @output_options
 @click.pass_obj
-def repair(
-    voice: Output, file: Path, output: Path | None, trace_text: Literal["full", "none"]
-) -> int:
+def repair(output: Output, /, **values: Any) -> int:
     """Copy the readable lines of a damaged trace, and end it where it has no end.
 
     \b
@@ -284,14 +302,15 @@ def repair(
 
     Lines that are lost stay lost: 'arbor trace check' still names the gap. The trace itself is left as it is.
     """
-    if output == STDOUT:
+    options = read_options(RepairOptions, values)
+    if options.output == STDOUT:
         raise UsageError(
             "usage",
             "a repaired trace is a file, not stdout.",
             "Name one: --output clean.arbor.jsonl",
         )
-    refuse_nowhere("--output", output)
-    done = repair_trace(file, output, trace_text)
+    refuse_unwritable("--output", options.output)
+    done = repair_trace(options.file, options.output, options.trace_text)
     facts = {
         "path": str(done.path),
         "kept": done.kept,
@@ -299,14 +318,14 @@ def repair(
         "lost": done.lost,
         "ended": done.ended,
     }
-    tell(voice, "arbor.trace-repair/1", facts)
+    report(output, "arbor.trace-repair/1", facts)
     return 0
 
 
 @trace.command(cls=Command)
 @output_options
 @click.pass_obj
-def schema(voice: Output) -> int:
+def schema(output: Output) -> int:
     """What each line of a trace is, as JSON Schema.
 
     \b
@@ -314,7 +333,7 @@ def schema(voice: Output) -> int:
       arbor trace schema > arbor.trace.schema.json
       arbor trace schema | jq '."$defs".evict'
     """
-    voice.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))
+    output.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))
     return 0
 
 
@@ -322,7 +341,7 @@ def schema(voice: Output) -> int:
 @_file
 @output_options
 @click.pass_obj
-def config(voice: Output, file: Path) -> int:
+def config(output: Output, file: Path) -> int:
     """The configuration that repeats a run, for 'arbor solve --config'.
 
     \b
@@ -342,33 +361,33 @@ def config(voice: Output, file: Path) -> int:
     settings = dict(header.config) | {"seed": header.seed}
     if read.words:
         settings = {"problem": header.problem, "expected": header.expected} | settings
-    if voice.json:
-        voice.document({"schema": "arbor.config/1", **settings})
+    if output.json:
+        output.document({"schema": "arbor.config/1", **settings})
         return 0
     if not read.words:
-        voice.warn("warning: the trace was written without its problem; name one to solve.")
-    voice.print(config_text(settings).rstrip())
+        output.warn("warning: the trace was written without its problem; name one to solve.")
+    output.print(config_text(settings).rstrip())
     return 0
 
 
 # What they share
 
 
-def tell(voice: Output, name: str, facts: dict[str, Any]) -> None:
+def report(output: Output, name: str, facts: dict[str, Any]) -> None:
     """What a command did: a document, or a line."""
-    if voice.json:
-        voice.document({"schema": name, **facts})
+    if output.json:
+        output.document({"schema": name, **facts})
     else:
-        voice.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+        output.print(", ".join(f"{key} {value}" for key, value in facts.items()))
 
 
-def tell_damage(voice: Output, read: Trace) -> None:
+def warn_if_damaged(output: Output, read: Trace) -> None:
     """A warning if a trace is not whole."""
     if read.banner:
-        voice.warn(f"warning: {read.path}: {read.banner}")
+        output.warn(f"warning: {read.path}: {read.banner}")
 
 
-def whole(read: Trace) -> Trace:
+def refuse_damaged(read: Trace) -> Trace:
     """The same trace, if every line of it is readable.
 
     Raises:
@@ -413,27 +432,27 @@ def _diff_record(found: TraceDiff) -> dict[str, Any]:
     }
 
 
-def show_diff(voice: Output, found: TraceDiff) -> None:
+def show_diff(output: Output, found: TraceDiff) -> None:
     """A comparison for people: what was set, where it led, what it cost."""
     for setting in found.settings:
-        voice.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
+        output.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
     if found.same_tree:
-        voice.print("tree      the same, block by block")
+        output.print("tree      the same, block by block")
     else:
         first = ".".join(map(str, found.blocks[0])) or "root"
-        voice.print(f"tree      {len(found.blocks):,} blocks differ, the first is {first}")
+        output.print(f"tree      {len(found.blocks):,} blocks differ, the first is {first}")
     if found.parting is None:
-        voice.print("events    the same")
+        output.print("events    the same")
     else:
-        voice.print(f"events    they part after {found.parting.at:,}")
+        output.print(f"events    they part after {found.parting.at:,}")
         for side, record in (("first", found.parting.first), ("second", found.parting.second)):
-            voice.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
+            output.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
     for row in found.metrics:
         if row.first and isinstance(row.first, int | float):
             times = f"  x {row.second / row.first:.2f}"
         else:
             times = ""
-        voice.print(f"cost      {row.name}: {_number(row.first)} | {_number(row.second)}{times}")
+        output.print(f"cost      {row.name}: {_number(row.first)} | {_number(row.second)}{times}")
 
 
 def _event_line(record: dict[str, Any] | None, fields: tuple[str, ...]) -> str:

@@ -114,7 +114,7 @@ def forward_too_large(
     lacking = max(0, (wanted or 0) - free) or kv // 4  # free, but in pieces, or of unknown size
     fits = slots - int(lacking * (1 + SPARE)) // bytes_per_token - 1
     asked = "more memory" if wanted is None else size(wanted)
-    hint = "Try a smaller --step-tokens or --depth, --device cpu, or a smaller model."
+    hint = "Try a smaller --step-tokens or --max-depth, --device cpu, or a smaller model."
     if fits >= least:
         hint = f"Try --budget {fits}tok, or a smaller search."
     return OutOfMemory(

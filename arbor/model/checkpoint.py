@@ -175,8 +175,8 @@ class Checkpoint:
                 heads = " and ".join(map(str, info.head_dims))
                 raise UsageError(
                     "backend",
-                    f"--attn flashinfer: no kernels for {dtype_name(dtype)} and heads of {heads}.",
-                    "Use --attn torch, or --dtype bfloat16 if it is the dtype.",
+                    f"--backend flashinfer: no kernels for {dtype_name(dtype)} and heads of {heads}.",
+                    "Use --backend torch, or --dtype bfloat16 if it is the dtype.",
                 )
         return "torch"
 

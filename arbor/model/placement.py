@@ -76,14 +76,14 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
     if deterministic and backend not in ("auto", "rowwise"):
         raise UsageError(
             "backend",
-            f"--deterministic attends row by row, which --attn {backend} does not.",
-            "Leave one of them out, or use --attn rowwise.",
+            f"--deterministic attends row by row, which --backend {backend} does not.",
+            "Leave one of them out, or use --backend rowwise.",
         )
     if backend == FLASHINFER and (device.type != "cuda" or find_spec(FLASHINFER) is None):
         raise UsageError(
             "backend",
-            "--attn flashinfer needs a GPU and the package flashinfer.",
-            "Use --attn torch, or install arbor-search[cuda] on a machine with a GPU.",
+            "--backend flashinfer needs a GPU and the package flashinfer.",
+            "Use --backend torch, or install arbor-search[cuda] on a machine with a GPU.",
         )
     return backend
 
