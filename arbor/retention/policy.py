@@ -75,6 +75,7 @@ class Policy:
         protect: what stays whatever the two say.
         spares_paths: where running paths may lose tokens (lossy mode), they do only when nothing else is left to give up.
             So ArborKV, whose Path* is complete, and caches that lock what is in use; flat policies see no paths.
+        needs_recording: a run needs the reads of a recorded run of the same search.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Policy:
     scorer: Scorer = field(default_factory=Recency)
     protect: Protect = field(default_factory=Protect)
     spares_paths: bool = False
+    needs_recording: bool = field(default=False, init=False)
 
     @property
     def observes(self) -> bool:
@@ -165,6 +167,7 @@ class BeladyPolicy(Policy):
     scorer: Scorer = field(default_factory=Recency)
     protect: Protect = WHOLE
     spares_paths: bool = True
+    needs_recording: bool = field(default=True, init=False)
 
 
 @dataclass(frozen=True)
