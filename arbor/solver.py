@@ -1,4 +1,4 @@
-"""Solver: one object that owns the model, its engine and the settings; one call solves a problem."""
+"""Solver: one object that owns a model and its settings; one call solves a problem."""
 
 from __future__ import annotations
 
@@ -304,8 +304,8 @@ class Solver:
             InputError, BudgetInfeasible, ModelError: before the search begins.
             UsageError: an invalid option, or a search of this solver already runs in this thread.
             BudgetInfeasible, OutOfMemory: also during the search, where the policy gives up too
-                little (``full``) or the machine runs out of memory; the error's data hold the best
-                answer so far.
+                little (``full``), a question is longer than planned, or the machine runs out of
+                memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
         return self._solve(self._prepare(problem, options))

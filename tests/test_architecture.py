@@ -43,6 +43,7 @@ TORCH = (
     "memory",
     "model",
     "run.planning",
+    "run.questions",
     "run.run",
     "run.session",
     "run.settings",

@@ -6,8 +6,9 @@ from typing import Any
 
 from arbor.budget import Budget, Footprint, Plan
 from arbor.errors import InputError, ModelError
+from arbor.run.limits import check_count
 from arbor.run.setup import Setup
-from arbor.tasks.base import Problem
+from arbor.tasks.base import BoundedQuestions, Problem
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -61,6 +62,17 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
 
 
 def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
-    """Tokens of the longest question to the model that the plan counts on."""
-    text = setup.task.question(problem, ()).text
-    return len(tokenizer.encode(text, add_special_tokens=False))
+    """Tokens of a question to the model that the plan counts.
+
+    They are those of the question at no thoughts, and at least `max_question_tokens` of a task that
+    declares it.
+
+    Raises:
+        UsageError: the declared number is not a whole number of at least 1.
+    """
+    task = setup.task
+    text = task.question(problem, ()).text
+    declared = None
+    if isinstance(task, BoundedQuestions):
+        declared = check_count("max_question_tokens", task.max_question_tokens)
+    return max(declared or 0, len(tokenizer.encode(text, add_special_tokens=False)))

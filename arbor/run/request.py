@@ -16,7 +16,7 @@ from arbor.trace.write import TraceWriter
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `Solver.solve`, `stream`, `imap` and the like: the fields of `Request`."""
+    """Keyword arguments of `Solver.solve`, `stream`, `imap` and so on: the fields of `Request`."""
 
     expected: str | None
     budget: float | str | Budget | None

@@ -26,6 +26,7 @@ from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.limits import TokenLimit
 from arbor.run.planning import encode_prompt, plan_search
+from arbor.run.questions import PlannedQuestions
 from arbor.run.request import Request
 from arbor.run.session import Limits, Outcome, Session, Status
 from arbor.run.setup import Setup
@@ -161,6 +162,9 @@ class Run:
             emit,
             detail=request.trace_level,
             reads=reads,
+            asker=PlannedQuestions(
+                engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
+            ),
         )
         emit(self._header())
         try:

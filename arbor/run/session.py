@@ -13,7 +13,7 @@ from arbor import registry
 from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
-from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
+from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
     Detail,
@@ -28,7 +28,7 @@ from arbor.events import (
 from arbor.retention.future_reads import FutureReads
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Verifier
+from arbor.verifiers.base import Asker, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Session:
         emit: called with every event.
         detail: how closely events follow decoding.
         reads: of a recorded run of the same search, for policies that need one.
+        asker: answers the verifier's questions; by default the engine itself.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Session:
         *,
         detail: Detail = "events",
         reads: FutureReads | None = None,
+        asker: Asker | None = None,
     ) -> None:
         self.engine = engine
         self.task = task
@@ -112,6 +114,7 @@ class Session:
         self.emit = emit
         self.detail = detail
         self.reads = reads
+        self.asker: Asker = engine if asker is None else asker
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -129,8 +132,9 @@ class Session:
             text: of the prompt.
 
         Raises:
-            BudgetInfeasible: the prompt does not fit, or the policy gives up less than the search
-                needs.
+            BudgetInfeasible: the prompt does not fit, the policy gives up less than the search
+                needs, or a question is longer than planned.
+            InputError: a question is longer than planned and exceeds the model's context.
             OutOfMemory: the machine has less memory than KV and a forward pass need.
                 In the middle of a search the round in progress is given up, the best answer so far
                 is emitted, and the error's data hold it.
@@ -177,7 +181,7 @@ class Session:
                 self._verified = True
                 search.tell(children)
                 self._prune(tree)
-        except (BudgetInfeasible, OutOfMemory) as error:
+        except (BudgetInfeasible, InputError, OutOfMemory) as error:
             self._prune(tree)
             error.data["answer"] = self._finish(tree, search.best()).answer
             raise
@@ -252,7 +256,7 @@ class Session:
         if not children:
             return
         began = time.perf_counter()
-        verdict = self.verifier.verify(self.task, self.problem, children, self.engine)
+        verdict = self.verifier.verify(self.task, self.problem, children, self.asker)
         name = str(registry.spec_of(self.verifier)["name"])
         _check(name, children, verdict.values)
         for child, value in zip(children, verdict.values, strict=True):
