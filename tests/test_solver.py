@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import BUILTIN
+from arbor.model.plan import least_saved_reads
+from arbor.retention.allocators.belady import Belady
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.trace import TraceWriter, read_trace
@@ -512,7 +515,10 @@ class Half:
     [
         ({"controller": Half()}, r"cannot be the controller: it has no 'max_blocks'"),
         ({"verifier": Half()}, r"cannot be the verifier: it has no 'needs_model' and no 'verify'"),
-        ({"policy": Half()}, r"cannot be the policy: it is no arbor\.retention\.policy\.Policy"),
+        (
+            {"policy": Half()},
+            r"cannot be the policy: it is not an arbor\.retention\.policy\.Policy",
+        ),
         ({"policy": Policy(Half())}, r"cannot be the policy: it has no 'counts'"),  # type: ignore[arg-type]
         ({"task": Half()}, r"cannot be the task: it has no 'name'"),
     ],
@@ -588,3 +594,21 @@ def test_the_clairvoyant_knows_the_future_of_its_own_search_only(tmp_path: Path)
                 solver.solve(PUZZLE, **options)
         for known in (path, quiet):
             assert solver.solve(PUZZLE, recorded=known).answer is not None
+
+
+def test_a_policy_says_itself_that_it_needs_a_recorded_run(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Prophet(Policy):
+        needs_recording: bool = field(default=True, init=False)
+
+    path = tmp_path / "run.arbor.jsonl"
+    Solver(controller=SMALL).solve(PUZZLE, trace=path)
+    with Solver(controller=SMALL, policy=Prophet("prophet", Belady())) as solver:
+        with pytest.raises(UsageError, match="the policy 'prophet' needs a recorded run"):
+            solver.solve(PUZZLE)
+        assert solver.solve(PUZZLE, recorded=path).answer is not None
+
+
+def test_levels_of_a_cascade_have_to_pay_on_a_gpu_only() -> None:
+    assert least_saved_reads(torch.device("cpu")) == 0
+    assert least_saved_reads(torch.device("cuda:0")) > 0

@@ -1,4 +1,4 @@
-"""Solution: what a search found, as plain data."""
+"""Solution: the result of a search, as plain data."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a search found; JSON-able, no tensors, no live nodes.
+    """The result of a search; JSON-able, no tensors, no live nodes.
 
     Attributes:
         id: the problem's content hash.
-        task, problem: what was asked.
+        task, problem: names what was solved.
         answer: None if no path gave one.
         text: the answer's whole path as text, prompt excluded.
         score: the value of the answer's last block, in [0, 1].
-        correct: the grader's word; None where the task cannot tell.
+        correct: the grade of the answer; None without an answer key.
         finish_reason: how the run ended.
         path: node ids, root first.
         steps: the thoughts on the path.
         candidates: every finished path, best first.
-        metrics: what it cost.
+        metrics: its cost.
         seed, config: enough to repeat it.
-        trace_path: where the trace lies, if one was written.
-        error: what went wrong, as `ArborError.to_dict` tells it; then `finish_reason` is ``error``.
+        trace_path: the trace, if one was written.
+        error: `ArborError.to_dict` of the error; then `finish_reason` is ``error``.
     """
 
     id: str
@@ -97,7 +97,7 @@ class Solution:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The solution `to_dict` was made of."""
+        """The solution of a `to_dict`."""
         values = dict(data)
         values["path"] = tuple(values["path"])
         values["steps"] = tuple(Step(**step) for step in values["steps"])
@@ -106,16 +106,16 @@ class Solution:
         return cls(**values)
 
     def replay(self) -> Replay:
-        """The search as its trace tells it: every block, the memory plot, contradictions.
+        """The search, from its trace: every block, the memory plot, contradictions.
 
         Raises:
             UsageError: no trace was written.
-            TraceError: it cannot be read.
+            TraceError: the trace cannot be read.
         """
         return Replay.of(read_trace(self._trace()))
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Prints the answer's path; with a trace, the tree and what each block holds in the end.
+        """Print the answer's path; with a trace, the tree with the tokens each block holds.
 
         Args:
             file: instead of stdout.
@@ -135,10 +135,10 @@ class Solution:
             console.print(f"#{step.node} v={step.value:.2f} {step.text.strip()}", markup=False)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the search as one HTML file that needs no server and no network.
+        """Write the search as one HTML file that needs no server and no network.
 
         Raises:
-            UsageError: no trace was written, or the file cannot be.
+            UsageError: no trace was written, or the file cannot be written.
             TraceError: the trace cannot be read.
         """
         from arbor.view import read_page_trace, write_page
@@ -146,7 +146,7 @@ class Solution:
         return write_page(path, read_page_trace(self._trace()))
 
     def _repr_html_(self) -> str | None:
-        """The same in a notebook; without a trace, the notebook shows the plain text."""
+        """The page in a notebook; without a trace, the notebook shows the plain text."""
         if self.trace_path is None:
             return None
         from arbor.view import html_page, notebook_frame, read_page_trace
@@ -164,7 +164,7 @@ class Solution:
 def failed_solution(
     task: str, problem: str | Problem, error: ArborError, seed: int, config: Mapping[str, Any]
 ) -> Solution:
-    """What stands for a problem that could not be solved at all."""
+    """The solution of a problem that could not be solved because of an error."""
     text = problem if isinstance(problem, str) else problem.text
     return Solution(
         id=content_id(task, text) if isinstance(problem, str) else problem.id,
