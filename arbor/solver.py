@@ -494,8 +494,6 @@ class Solver:
                 if limit is not None and fold.metrics().tokens_generated >= limit:
                     session.stop("limit")
 
-            engine.emit = emit
-            engine.detail = request.trace_level
             stop = StopRule(self.tokenizer, self.boundary, self.eos)
             session = self._session = Session(
                 engine,
@@ -508,6 +506,7 @@ class Solver:
                 plan.budget_tokens,
                 emit,
                 uses,
+                request.trace_level,
             )
             begun(session)
             try:
@@ -529,6 +528,7 @@ class Solver:
                     cost.peak_tokens,
                 )
             finally:
+                engine.finish()
                 self._session = None
                 if writer is not None:
                     writer.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -13,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forward_pass import ForwardPasses, Written
-from arbor.engine.last_logits import LastLogits
-from arbor.engine.pieces import context_of, head, segments_of
+from arbor.engine.pieces import head, segments_of
 from arbor.engine.residency import Residency
+from arbor.engine.tree_state import TreeState
 from arbor.errors import BudgetInfeasible
 from arbor.events import Evicted, ForwardKind, Rehydrated
-from arbor.model.plan import Piece, Segment
+from arbor.model.plan import Segment
 from arbor.tree import NO_SLOT, Node
 
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
@@ -46,36 +44,29 @@ class Rehydration:
     """Completes paths of one tree.
 
     Args:
-        residency: of the tree; frees room.
+        state: of the tree.
+        residency: frees room.
         forwards: compute what was missing.
-        logits: after blocks' last tokens, where they are known.
-        rehydrate: what comes back, see `Engine`.
-
-    Attributes:
-        computed: ids of the blocks that were run before; what they miss comes back, rather than new.
-        hidden: ids of the blocks that nothing attends to.
+        lossy, rehydrate: see `Engine`.
     """
 
     def __init__(
         self,
+        state: TreeState,
         residency: Residency,
         forwards: ForwardPasses,
-        logits: LastLogits,
+        *,
+        lossy: bool,
         rehydrate: Rehydrate,
     ) -> None:
-        self.computed: set[int] = set()
-        self.hidden: frozenset[int] = frozenset()
+        self._state = state
         self._residency = residency
-        self._memory = residency.memory
-        self._lossy = residency.lossy
+        self._memory = state.memory
+        self._lossy = lossy
         self._forwards = forwards
-        self._logits = logits
+        self._logits = state.logits
         self._rehydrate = rehydrate
         self._layers = forwards.runner.layer_count
-
-    def context(self, node: Node) -> tuple[Piece, ...]:
-        """What a token after this block reads."""
-        return tuple(context_of(node, self.hidden))
 
     def complete(
         self,
@@ -83,7 +74,7 @@ class Rehydration:
         *,
         reserve: int,
         want: Sequence[Node],
-        beside: Sequence[Node] = (),
+        running: Sequence[Node] = (),
     ) -> list[Tensor]:
         """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
 
@@ -94,32 +85,32 @@ class Rehydration:
             leaves: whose paths.
             reserve: slots that must be free afterwards.
             want: those of them whose logits after the last token are needed.
-            beside: ends of other running paths, which stay.
+            running: ends of other running paths, which stay.
 
         Returns:
             [V] float32 for each that was wanted.
         """
-        path = self._residency.tree.paths(leaves)
+        path = self._state.tree.paths(leaves)
         root = path[0]
         if self._lossy and self._rehydrate != "off":
             for leaf in leaves:
                 if not leaf.span.exact.all():  # what was known was computed over a gap
                     self._logits.pop(leaf.id, None)
         room = self._memory.slots - reserve - len(want)
-        if self._lossy and root.id not in self.computed and root.end > room:
+        if self._lossy and root.id not in self._state.computed and root.end > room:
             self._prefill_in_pieces(root)
         known = {leaf.id: self._logits.get(leaf.id) for leaf in want}
-        placed = self.place(leaves, want=want, reserve=reserve, beside=beside)
+        placed = self.place(leaves, want=want, reserve=reserve, running=running)
         if placed.segments:
             kind: ForwardKind = "rehydrate" if placed.back else "prefill"
             logits = self.compute(placed, kind)
             known.update(zip(placed.wanted, logits, strict=True))
             self._logits.remember(placed.wanted, logits)
-        self._residency.used(path)
+        self._state.used(path)
         return [row for leaf in want if (row := known[leaf.id]) is not None]
 
     def compute(self, placed: Placed, kind: ForwardKind, behind: Sequence[Segment] = ()) -> Tensor:
-        """Run what was placed, in one forward. If it fails nothing of it is there, and listeners are told so.
+        """Run what was placed, in one forward. If it fails nothing of it is there, and listeners hear of it.
 
         Args:
             placed: by `place`.
@@ -133,10 +124,10 @@ class Rehydration:
             logits = self._forwards.run(kind, [*placed.segments, *behind], placed.writes)
         except BaseException:
             if placed.back:
-                nodes, kv = tuple(sorted(placed.back)), self._residency.kv
-                self._residency.emit(Evicted(cause="transition", nodes=nodes, kv=kv))
+                nodes, kv = tuple(sorted(placed.back)), self._state.kv
+                self._state.emit(Evicted(cause="transition", nodes=nodes, kv=kv))
             raise
-        self.computed.update(node.id for node, _ in placed.writes)
+        self._state.mark_computed(node for node, _ in placed.writes)
         return logits
 
     def place(
@@ -145,7 +136,7 @@ class Rehydration:
         *,
         want: Sequence[Node] = (),
         reserve: int,
-        beside: Sequence[Node] = (),
+        running: Sequence[Node] = (),
     ) -> Placed:
         """Give slots to what the leaves' paths miss; `compute` fills them.
 
@@ -153,14 +144,13 @@ class Rehydration:
             leaves: ends of the running paths.
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
-            beside: ends of other running paths, which stay.
+            running: ends of other running paths, which stay.
         """
-        path = sorted(self._residency.tree.paths(leaves), key=lambda node: node.key)
+        path = sorted(self._state.tree.paths(leaves), key=lambda node: node.key)
         wanted = {leaf.id for leaf in want if leaf.id not in self._logits}
         holes = self._holes(path, leaves, reserve + len(wanted))
-        for (
-            leaf
-        ) in want:  # its last token runs again for its logits, and needs a slot while it does
+        for leaf in want:
+            # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
             if leaf.id in wanted and leaf.span.slot[last] == NO_SLOT:
                 holes[leaf.id] = np.union1d(holes[leaf.id], [last])
@@ -168,9 +158,9 @@ class Rehydration:
             node.id: holes[node.id][node.span.slot[holes[node.id]] == NO_SLOT] for node in path
         }
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
-        self._residency.fit(needed, [*leaves, *beside], "transition", spare=True)
+        self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
         back: list[tuple[int, int]] = []
-        told: list[tuple[int, int]] = []
+        announced: list[tuple[int, int]] = []
         repeated = 0
         clean: dict[int, bool] = {}
         for node in path:
@@ -184,22 +174,24 @@ class Rehydration:
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
             clean[node.id] = exact and bool(node.span.exact.all())
-            if len(hole) and node.id in self.computed:
+            if len(hole) and node.id in self._state.computed:
                 back.append((node.id, len(hole)))
-                told.append((node.id, len(here)))
+                announced.append((node.id, len(here)))
                 repeated += len(stale)
-        self._residency.changed(path)
-        if told:
-            nodes, kv = tuple(sorted(told)), self._residency.kv
-            self._residency.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
+        self._state.changed(path)
+        if announced:
+            nodes, kv = tuple(sorted(announced)), self._state.kv
+            self._state.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
         trash = self._memory.pool.trash
-        segments, order = segments_of(path, holes, wanted, trash, self.hidden, self.computed)
+        segments, order = segments_of(
+            path, holes, wanted, trash, self._state.hidden, self._state.computed
+        )
         writes = [(node, holes[node.id]) for node in path if len(holes[node.id])]
         return Placed(segments, order, writes, back)
 
     def _prefill_in_pieces(self, root: Node) -> None:
         """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
-        residency, memory = self._residency, self._memory
+        state, residency, memory = self._state, self._residency, self._memory
         piece = max(1, min(PIECE, memory.slots // 4))
         for begin in range(0, root.end, piece):
             end = min(root.end, begin + piece)
@@ -207,13 +199,13 @@ class Rehydration:
                 residency.fit(end - begin, [root], "transition")
             except BudgetInfeasible:
                 memory.release([root])
-                residency.changed([root])
+                state.changed([root])
                 raise
             exact = bool(root.span.exact[:begin].all())
             offsets = np.arange(begin, end)
             context = tuple(head(root, begin))
             slots = memory.place(root, offsets, exact=exact, depth=self._layers)
-            residency.changed([root])
+            state.changed([root])
             segment = Segment(
                 context=context,
                 tokens=root.tokens[begin:end],
@@ -223,7 +215,7 @@ class Rehydration:
                 logits=int(end == root.end),
             )
             logits = self._forwards.run("prefill", [segment], [(root, offsets)])
-        self.computed.add(root.id)
+        self._state.mark_computed([root])
         self._logits.remember([root.id], logits)
 
     def _holes(
@@ -233,7 +225,7 @@ class Rehydration:
         policy does not keep of them has left when this returns, so that the holes and `reserve` fit beside the rest."""
         whole = sum(len(node.tokens) for node in path) + reserve <= self._memory.slots
         if self._lossy and self._rehydrate == "off":
-            never = [node for node in path if node.id not in self.computed]
+            never = [node for node in path if node.id not in self._state.computed]
             new = sum(int((~node.span.resident).sum()) for node in never)
             self._residency.fit(new + reserve, leaves, "transition")
             holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
@@ -252,18 +244,10 @@ class Rehydration:
     ) -> dict[int, NDArray[np.int64]]:
         """The path does not fit (lossy, reversible): the policy chooses among all its tokens; what it chose and is gone
         comes back, the rest leaves."""
-        began = time.perf_counter()
-        residency = self._residency
-        ids = np.array(sorted(node.id for node in path), np.int64)
-        offer = partial(residency.offered, leaves, ids, where="on", whole=True)
-        room = self._memory.slots - reserve
-        blocks, counts, chosen = residency.decide(
-            offer(), room, lambda protect: offer(protect=protect)
-        )
-        residency.keep(blocks, chosen, counts, room, "transition", began)
+        chosen = self._residency.choose(path, leaves, self._memory.slots - reserve)
         holes = {}
-        for index, node_id in enumerate(ids):
-            node, offsets = residency.tree[int(node_id)], chosen[index]
+        for node in path:
+            offsets = chosen[node.id]
             missing = offsets[node.span.slot[offsets] == NO_SLOT]
             again = self._rehydrate == "span" and len(missing)
             holes[node.id] = offsets if again else missing

@@ -104,7 +104,7 @@ def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) 
     growth = Growth(0, GREEDY, StopRule(engine.tokenizer, solver.boundary, solver.eos))
     places = range(1, len(path) - 2)
     # what the search saw, before the experiment adds queries of its own
-    seen = engine.residency.statistics.block_attention(np.array([path[i].id for i in places], int))
+    seen = engine.state.statistics.block_attention(np.array([path[i].id for i in places], int))
     found = []
     for place, attention in zip(places, seen.tolist(), strict=True):
         lost, leaf = path[place], path[place + 1]

@@ -144,7 +144,6 @@ def replay(
         rehydrate=rehydrate,
         msve=values,
         source=_Recorded(record, tokenizer),
-        emit=emit,
     )
     judge = _Judge(registry.build("verifier", config["verifier"]), record)
     session = Session(

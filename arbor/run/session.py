@@ -16,6 +16,7 @@ from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
+    Detail,
     Event,
     Opened,
     Pruned,
@@ -82,6 +83,7 @@ class Session:
         slots: the KV budget, tokens.
         emit: listener for everything that happens.
         uses: of a recorded run of the same search, for the clairvoyant policy.
+        detail: how finely decoding is reported.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Session:
         slots: int,
         emit: Callable[[Event], None],
         uses: FutureReads | None = None,
+        detail: Detail = "events",
     ) -> None:
         self.engine = engine
         self.task = task
@@ -107,6 +110,7 @@ class Session:
         self.slots = slots
         self.emit = emit
         self.uses = uses
+        self.detail: Detail = detail
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: dict[int, None] = {}
@@ -132,8 +136,15 @@ class Session:
         if self.limits.timeout_s is not None:
             self._deadline = time.monotonic() + self.limits.timeout_s
         tree = ThoughtTree(prompt, text)
-        self.engine.open(tree, self.slots, self._over, self.uses)
-        self.engine.residency.outlook = lambda: self._outlook(tree)
+        self.engine.open(
+            tree,
+            self.slots,
+            emit=self.emit,
+            detail=self.detail,
+            outlook=lambda: self._outlook(tree),
+            interrupted=self._over,
+            reads=self.uses,
+        )
         self.emit(Opened(node=0, parent=None, index=0, depth=0, tokens=len(prompt), text=text))
         self.engine.extend(tree.root)
         search = self.controller.start(tree, self.limits.max_depth)
@@ -223,7 +234,7 @@ class Session:
         _check(name, children, verdict.values)
         for child, value in zip(children, verdict.values, strict=True):
             child.value, child.valued = value, True
-        self.engine.residency.changed(children)
+        self.engine.changed(children)
         self.emit(
             Verified(
                 verifier=name,
