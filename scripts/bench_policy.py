@@ -203,6 +203,7 @@ def engine_event(
     residency = Residency(state, policy, MSVE())
     for node in tree:
         memory.place(node, np.arange(len(node.tokens)), exact=True, depth=1)
+    memory.commit()
     for clock, node in enumerate(search.rng.permutation(np.array(tree.nodes, object))):
         state.table.use([node], clock)
     state.changed(tree.nodes)

@@ -72,19 +72,18 @@ class Decoding:
             rows = scheduler.rows
             self._append(rows)
             segments = [row.segment() for row in rows]
-            writes = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
             began = time.perf_counter()
-            logits, plan = self._forwards.step(segments, writes, shared)
+            logits, plan = self._forwards.step(segments, shared)
             elapsed_s = choosing_s + time.perf_counter() - began
             for row in rows:
                 row.node.logprob += row.logprob
                 row.node.top1 += row.top1
+            self._forwards.count_step(plan, elapsed_s)
             shared = plan.shared
             done, going = ended(rows)
             if done:
                 self._end(scheduler, [rows[i] for i in done], logits[done])
                 logits, shared = logits[going], None
-            self._forwards.count_step(plan, elapsed_s)
             if self._state.run.detail != "events":
                 self._forwards.report_steps()
             stopped = bool(scheduler) and self._state.run.interrupted()
@@ -100,12 +99,13 @@ class Decoding:
         """Unfinished blocks are given up as they are."""
         for node in nodes:
             node.state = NodeState.PRUNED
-            self._close(node, "limit")
+            self._source.finish(node)
         self._state.changed(nodes)
+        for node in nodes:
+            self._report(node, "limit")
 
     def drop_chosen(self, rows: Sequence[Row]) -> None:
         """After a failure: remove tokens that were chosen and never computed."""
-        self._forwards.report_steps()
         for row in rows:
             if row.pending is None and row.node.tokens and not row.node.span.resident[-1]:
                 self._tree.take_back(row.node)
@@ -206,17 +206,17 @@ class Decoding:
         nodes = [row.node for row in done]
         self._state.logits.remember([node.id for node in nodes], logits)
         for row, sure in zip(done, self._source.confidence(nodes, logits), strict=True):
-            assert row.stop is not None
             row.node.state = NodeState.CLOSED
             row.node.confidence = sure
-            self._close(row.node, row.stop)
+            self._source.finish(row.node)
+            self._lengths.add(len(row.node.tokens))
         self._state.used(self._tree.paths(nodes))
         self._state.mark_computed(nodes)
-        for node in nodes:
-            self._lengths.add(len(node.tokens))
+        for row in done:
+            assert row.stop is not None
+            self._report(row.node, row.stop)
 
-    def _close(self, node: Node, stop: StopReason) -> None:
-        self._source.finish(node)
+    def _report(self, node: Node, stop: StopReason) -> None:
         self._state.emit(
             Boundary(
                 node=node.id,

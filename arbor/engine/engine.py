@@ -23,7 +23,7 @@ from arbor.engine.token_source import Growth, ModelSampler, TokenSource
 from arbor.engine.tree_state import Run, TreeState, ignore
 from arbor.engine.waves import fitting, halves
 from arbor.errors import BudgetInfeasible, OutOfMemory
-from arbor.events import KV, Detail, Evicted, Listener, Opened
+from arbor.events import KV, Detail, Evicted, ForwardKind, Listener, Opened
 from arbor.memory import KVMemory
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
@@ -51,7 +51,8 @@ class Engine:
 
     Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then compute. It succeeds,
     or raises `BudgetInfeasible` with the smallest budget that would do and leaves the tree as it was. So it does where the
-    machine runs out of memory (`OutOfMemory`), with a budget that leaves room for the forward.
+    machine runs out of memory (`OutOfMemory`), with a budget that leaves room for the forward. Whatever else cuts it off
+    (a listener that raises, an interruption), no token claims KV that was not computed, and the engine can go on.
 
     Two modes. ``lossless``: every running path is complete and exact before anything is computed after it, so that the
     budget changes time and nothing else; what does not fit together runs one after another. ``lossy``: tokens of running
@@ -204,7 +205,7 @@ class Engine:
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
         self._require([node], [0])
-        with self._parts.forwards.explaining_out_of_memory("prefill"):
+        with self._transaction("prefill"):
             self._parts.rehydration.complete([node], reserve=0, want=[node])
 
     def room(self, leaf_tokens: int) -> int:
@@ -229,22 +230,11 @@ class Engine:
         """
         longest = growth.stop.max_tokens
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
-        children = []
-        for leaf, width in leaves:
-            for _ in range(width):
-                child = self.tree.fork(leaf)
-                children.append(child)
-                self.state.emit(
-                    Opened(
-                        node=child.id,
-                        parent=leaf.id,
-                        index=child.index,
-                        depth=child.depth,
-                        tokens=0,
-                        text="",
-                    )
-                )
+        children = [self.tree.fork(leaf) for leaf, width in leaves for _ in range(width)]
         self.state.changed(children)
+        for child in children:
+            parent = None if child.parent is None else child.parent.id
+            self.state.emit(Opened(child.id, parent, child.index, child.depth, tokens=0, text=""))
         self.decode(children, growth)
         return children
 
@@ -277,11 +267,13 @@ class Engine:
             self.state.begin_operation()
         scheduler = DecodeScheduler(self.memory.slots, longest, self._lossy, rows)
         try:
-            with nvtx_range("decode"), self._parts.forwards.explaining_out_of_memory("decode"):
+            with nvtx_range("decode"), self._transaction("decode"):
                 self._parts.decoding.run(scheduler, growth)
-        except (BudgetInfeasible, OutOfMemory):
+        except BaseException as error:
             self._parts.decoding.drop_chosen(scheduler.rows)
-            self._give_up(children)
+            if isinstance(error, BudgetInfeasible | OutOfMemory):
+                self._parts.forwards.report_steps()
+                self._give_up(children)
             raise
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
@@ -303,7 +295,7 @@ class Engine:
         lengths = [len(questions[i]) for i in order]
         for wave in self._waves([nodes[i] for i in order], lengths):
             chosen = [order[i] for i in wave]
-            with self._parts.forwards.explaining_out_of_memory("verify"):
+            with self._transaction("verify"):
                 logits = self._ask([nodes[i] for i in chosen], [questions[i] for i in chosen])
             for row, index in enumerate(chosen):
                 answers[index] = logits[row]
@@ -383,29 +375,40 @@ class Engine:
 
     # Parts of operations
 
+    @contextmanager
+    def _transaction(self, kind: ForwardKind) -> Iterator[None]:
+        """Within, slots are given to tokens that forwards then write. After a failure, whatever it is, what has not been
+        written holds none."""
+        if self.memory.pending:  # the last undoing was cut off itself
+            self._parts.rehydration.undo()
+        try:
+            with self._parts.forwards.explaining_out_of_memory(kind):
+                yield
+        except BaseException:
+            self._parts.rehydration.undo()
+            raise
+
     def _ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         memory, rehydration = self.memory, self._parts.rehydration
         placed = rehydration.place(nodes, reserve=sum(len(question) for question in questions))
         segments = []
         borrowed = []
-        try:
-            for node, question in zip(nodes, questions, strict=True):
-                slots = memory.borrow(question, node.end)
-                borrowed.append(slots)
-                segments.append(
-                    Segment(
-                        context=self.state.context(node),
-                        tokens=question,
-                        positions=np.arange(node.end, node.end + len(question)),
-                        tail=slots,
-                        write=slots,
-                        logits=1,
-                    )
+        for node, question in zip(nodes, questions, strict=True):
+            slots = memory.borrow(question, node.end)
+            borrowed.append(slots)
+            segments.append(
+                Segment(
+                    context=self.state.context(node),
+                    tokens=question,
+                    positions=np.arange(node.end, node.end + len(question)),
+                    tail=slots,
+                    write=slots,
+                    logits=1,
                 )
-            logits = rehydration.compute(placed, "verify", segments)
-        finally:
-            for slots in borrowed:
-                memory.give_back(slots)
+            )
+        logits = rehydration.compute(placed, "verify", segments)
+        for slots in borrowed:
+            memory.give_back(slots)
         self.state.used(self.tree.paths(nodes))
         return logits
 

@@ -1,4 +1,4 @@
-"""Forward passes over one tree: run, observed, undone where they fail, and reported."""
+"""Forward passes over one tree: run, committed, observed and reported."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.nvtx import nvtx_range
@@ -22,7 +20,6 @@ from arbor.model.runner import ModelRunner
 from arbor.tree import Node
 
 OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
-Written = tuple[Node, NDArray[np.int64]]  # a block, and offsets of its tokens that a forward writes
 
 
 @dataclass(slots=True)
@@ -58,14 +55,14 @@ class ForwardPasses:
         self._unreported = _Steps()
 
     def run(
-        self, kind: ForwardKind, segments: Sequence[Segment], writes: Sequence[Written]
+        self, kind: ForwardKind, segments: Sequence[Segment], computed: Sequence[Node]
     ) -> Tensor:
         """One forward of its own, reported at once.
 
         Args:
             kind: what it is for.
             segments: what it computes.
-            writes: whose K/V it writes; they hold none if it fails.
+            computed: blocks that count as computed from now on.
 
         Returns:
             logits [n, V] float32 where the segments ask for them.
@@ -73,30 +70,29 @@ class ForwardPasses:
         self.report_steps()
         began = time.perf_counter()
         plan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        with (
-            nvtx_range(kind),
-            self.explaining_out_of_memory(kind, plan.rows),
-            self._undone_on_error(writes),
-        ):
+        with nvtx_range(kind), self.explaining_out_of_memory(kind, plan.rows):
             logits = self._forward(plan)
+        self._memory.commit()
+        self._state.mark_computed(computed)
         once = _Steps(1, plan.rows, plan.read_tokens, plan.unique_read_tokens, self._memory.used)
         once.elapsed_s = time.perf_counter() - began
         self._report(kind, once)
         return logits
 
     def step(
-        self, segments: Sequence[Segment], writes: Sequence[Written], shared: SharedPrefix | None
+        self, segments: Sequence[Segment], shared: SharedPrefix | None
     ) -> tuple[Tensor, ForwardPlan]:
         """One decode step, reported together with those after it: logits [n, V] float32, and what was planned.
 
         Args:
             segments: one token a row.
-            writes: as above.
             shared: what the plan of the step before it found; None after anything has changed.
         """
         plan = plan_forward(segments, min_saved_reads=self._min_saved_reads, shared=shared)
-        with self.explaining_out_of_memory("decode", plan.rows), self._undone_on_error(writes):
-            return self._forward(plan), plan
+        with self.explaining_out_of_memory("decode", plan.rows):
+            logits = self._forward(plan)
+        self._memory.commit()
+        return logits, plan
 
     def count_step(self, plan: ForwardPlan, elapsed_s: float) -> None:
         """Count a decode step for the next report.
@@ -150,17 +146,6 @@ class ForwardPasses:
         mass = result.mass[torch.from_numpy(slots).to(result.mass.device)] / heads
         self._state.observe(slots, mass.cpu().numpy(), queries)
         return result.logits
-
-    @contextmanager
-    def _undone_on_error(self, writes: Sequence[Written]) -> Iterator[None]:
-        """If the forward that should write these tokens fails, they hold no KV: drop them again."""
-        try:
-            yield
-        except BaseException:
-            for node, offsets in writes:
-                self._memory.evict(node, offsets)
-            self._state.changed([node for node, _ in writes])
-            raise
 
     @contextmanager
     def explaining_out_of_memory(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.forward_pass import ForwardPasses, Written
+from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.residency import Residency
 from arbor.engine.tree_state import TreeState
-from arbor.errors import BudgetInfeasible
 from arbor.events import Evicted, ForwardKind, Rehydrated
 from arbor.model.plan import Segment
 from arbor.tree import NO_SLOT, Node
+
+logger = logging.getLogger(__name__)
 
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
 Rehydrate = Literal["selective", "span", "off"]
@@ -29,15 +31,15 @@ class Placed:
 
     Attributes:
         segments: what to run.
-        wanted: blocks whose logits after the last token it gives, in order.
-        writes: which tokens of which blocks it writes.
-        back: blocks that had been computed before, and how many of their tokens it writes.
+        wanted: ids of the blocks whose logits after the last token it gives, in order.
+        written: blocks of which it writes tokens.
+        again: whether some of these had been computed before.
     """
 
     segments: list[Segment]
     wanted: list[int]
-    writes: list[Written]
-    back: list[tuple[int, int]]
+    written: list[Node]
+    again: bool
 
 
 class Rehydration:
@@ -67,6 +69,9 @@ class Rehydration:
         self._logits = state.logits
         self._rehydrate = rehydrate
         self._layers = forwards.runner.layer_count
+        self._announced: list[
+            int
+        ] = []  # blocks whose tokens were reported to be back, and are not computed yet
 
     def complete(
         self,
@@ -102,7 +107,7 @@ class Rehydration:
         known = {leaf.id: self._logits.get(leaf.id) for leaf in want}
         placed = self.place(leaves, want=want, reserve=reserve, running=running)
         if placed.segments:
-            kind: ForwardKind = "rehydrate" if placed.back else "prefill"
+            kind: ForwardKind = "rehydrate" if placed.again else "prefill"
             logits = self.compute(placed, kind)
             known.update(zip(placed.wanted, logits, strict=True))
             self._logits.remember(placed.wanted, logits)
@@ -110,7 +115,7 @@ class Rehydration:
         return [row for leaf in want if (row := known[leaf.id]) is not None]
 
     def compute(self, placed: Placed, kind: ForwardKind, behind: Sequence[Segment] = ()) -> Tensor:
-        """Run what was placed, in one forward. If it fails nothing of it is there, and listeners hear of it.
+        """Run what was placed, in one forward.
 
         Args:
             placed: by `place`.
@@ -120,15 +125,22 @@ class Rehydration:
         Returns:
             logits [n, V] float32 where the segments ask for them.
         """
-        try:
-            logits = self._forwards.run(kind, [*placed.segments, *behind], placed.writes)
-        except BaseException:
-            if placed.back:
-                nodes, kv = tuple(sorted(placed.back)), self._state.kv
-                self._state.emit(Evicted(cause="transition", nodes=nodes, kv=kv))
-            raise
-        self._state.mark_computed(node for node, _ in placed.writes)
+        logits = self._forwards.run(kind, [*placed.segments, *behind], placed.written)
+        self._announced = []
         return logits
+
+    def undo(self) -> None:
+        """After a failure: what was placed and never computed is gone, and listeners hear of what they heard was back."""
+        lost = self._memory.rollback()
+        announced, self._announced = self._announced, []
+        self._state.changed(self._state.tree)
+        gone = sorted((node_id, lost[node_id]) for node_id in announced if lost.get(node_id))
+        if gone:
+            event = Evicted(cause="transition", nodes=tuple(gone), kv=self._state.kv)
+            try:
+                self._state.emit(event)
+            except Exception:  # the failure that is being undone is the one that counts
+                logger.warning("a listener failed at '%s'", event.name, exc_info=True)
 
     def place(
         self,
@@ -159,8 +171,7 @@ class Rehydration:
         }
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
         self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
-        back: list[tuple[int, int]] = []
-        announced: list[tuple[int, int]] = []
+        again: list[tuple[int, int]] = []
         repeated = 0
         clean: dict[int, bool] = {}
         for node in path:
@@ -173,50 +184,52 @@ class Rehydration:
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
-            clean[node.id] = exact and bool(node.span.exact.all())
+            clean[node.id] = exact
             if len(hole) and node.id in self._state.computed:
-                back.append((node.id, len(hole)))
-                announced.append((node.id, len(here)))
+                again.append((node.id, len(here)))
                 repeated += len(stale)
         self._state.changed(path)
-        if announced:
-            nodes, kv = tuple(sorted(announced)), self._state.kv
+        if again:
+            nodes, kv = tuple(sorted(again)), self._state.kv
+            self._announced = [node_id for node_id, _ in nodes]
             self._state.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
         trash = self._memory.pool.trash
         segments, order = segments_of(
             path, holes, wanted, trash, self._state.hidden, self._state.computed
         )
-        writes = [(node, holes[node.id]) for node in path if len(holes[node.id])]
-        return Placed(segments, order, writes, back)
+        written = [node for node in path if len(holes[node.id])]
+        return Placed(segments, order, written, bool(again))
 
     def _prefill_in_pieces(self, root: Node) -> None:
         """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
-        state, residency, memory = self._state, self._residency, self._memory
-        piece = max(1, min(PIECE, memory.slots // 4))
-        for begin in range(0, root.end, piece):
-            end = min(root.end, begin + piece)
-            try:
-                residency.fit(end - begin, [root], "transition")
-            except BudgetInfeasible:
-                memory.release([root])
-                state.changed([root])
-                raise
-            exact = bool(root.span.exact[:begin].all())
-            offsets = np.arange(begin, end)
-            context = tuple(head(root, begin))
-            slots = memory.place(root, offsets, exact=exact, depth=self._layers)
-            state.changed([root])
-            segment = Segment(
-                context=context,
-                tokens=root.tokens[begin:end],
-                positions=offsets,
-                tail=slots,
-                write=slots,
-                logits=int(end == root.end),
-            )
-            logits = self._forwards.run("prefill", [segment], [(root, offsets)])
+        piece = max(1, min(PIECE, self._memory.slots // 4))
+        try:
+            for begin in range(0, root.end, piece):
+                logits = self._prefill_piece(root, begin, min(root.end, begin + piece))
+        except BaseException:  # its tokens are counted as computed once all of them are
+            self._memory.release([root])
+            self._state.changed([root])
+            raise
         self._state.mark_computed([root])
         self._logits.remember([root.id], logits)
+
+    def _prefill_piece(self, root: Node, begin: int, end: int) -> Tensor:
+        """The tokens of a prompt from `begin` to `end`; logits [1, V] after the last one of all."""
+        self._residency.fit(end - begin, [root], "transition")
+        exact = bool(root.span.exact[:begin].all())
+        offsets = np.arange(begin, end)
+        context = tuple(head(root, begin))
+        slots = self._memory.place(root, offsets, exact=exact, depth=self._layers)
+        self._state.changed([root])
+        segment = Segment(
+            context=context,
+            tokens=root.tokens[begin:end],
+            positions=offsets,
+            tail=slots,
+            write=slots,
+            logits=int(end == root.end),
+        )
+        return self._forwards.run("prefill", [segment], [])
 
     def _holes(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
