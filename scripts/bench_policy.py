@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from arbor.engine.residency import Residency
+from arbor.engine.tree_state import Run, TreeState
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.retention.allocators.kkt import KKT
@@ -196,26 +197,25 @@ def engine_event(
         node.span = Span(tree.spans)
         node.span.grow(len(node.tokens))
     memory.attach(tree)
-    residency = Residency(
-        tree, memory, policy, msve=MSVE(), lossy=False, uses=None, emit=lambda event: None
-    )
-    residency.statistics = search.statistics
+    likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
+    state = TreeState(tree, memory, policy.protect, Run(outlook=lambda: likely))
+    state.statistics = search.statistics
+    residency = Residency(state, policy, MSVE())
     for node in tree:
         memory.place(node, np.arange(len(node.tokens)), exact=True, depth=1)
+    memory.commit()
     for clock, node in enumerate(search.rng.permutation(np.array(tree.nodes, object))):
-        residency.table.use([node], clock)
-    residency.changed(tree.nodes)
-    likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
-    residency.outlook = lambda: likely
+        state.table.use([node], clock)
+    state.changed(tree.nodes)
     residency.fit(total - int(share * total), search.leaves(), "pressure")
     leaves = search.leaves()
     paths = tree.paths(leaves)
     missing = sum(int((~node.span.resident).sum()) for node in paths)
     taken = missing + RUNNING * BLOCK
-    offer = partial(residency.offered, leaves)
+    offer = partial(residency.view.offered, leaves)
 
     def decide() -> Any:
-        residency.changed(paths)
+        state.changed(paths)
         blocks = offer()
         room = int(blocks.resident.sum()) - taken
         return residency.decide(blocks, room, lambda protect: offer(protect=protect))
@@ -229,7 +229,7 @@ def engine_event(
         )
         began = time.thread_time_ns()
         residency.keep(blocks, chosen, counts, room, "pressure", 0.0)
-        residency.table.refresh()
+        state.table.refresh()
         return (time.thread_time_ns() - began) / 1e3
 
     return decide, carry_out

@@ -52,7 +52,7 @@ def laboratory() -> Lab:
 def lab() -> Lab:
     lab = laboratory()
     lab.events.clear()
-    lab.emit = lab.events.append
+    lab.listener = lab.events.append
     return lab
 
 
@@ -91,7 +91,7 @@ def test_any_feasible_budget_gives_the_same_tree(slots: int) -> None:
 
 def test_the_budget_holds_after_every_event(lab: Lab) -> None:
     seen: list[int] = []
-    lab.emit = lambda event: seen.append(lab.memory.used)
+    lab.listener = lambda event: seen.append(lab.memory.used)
 
     grown(lab, SMALLEST)
 

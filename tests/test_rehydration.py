@@ -197,6 +197,7 @@ def over_a_gap(lab: Lab, leaf: Node, tokens: Sequence[int]) -> Node:
     ]
     segment = Segment(tuple(context), list(tokens), child.start + offsets, slots, slots)
     lab.runner.forward(plan_forward([segment]), lab.memory.pool)
+    lab.memory.commit()
     return child
 
 

@@ -14,9 +14,8 @@ from arbor.engine.stop_rule import StopReason
 from arbor.model.plan import Piece, Segment
 from arbor.tree import NO_SLOT, Node
 
-MARGIN = (
-    4  # tokens of each row that are made room for at once while blocks decode (ArborKV's delta)
-)
+# tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
+MARGIN = 4
 
 
 @dataclass(slots=True)
@@ -79,8 +78,7 @@ class Lengths:
         self.squares += tokens * tokens
 
     def expected(self, longest: int) -> int:
-        """Tokens to reckon with for one more block: mean and standard deviation; half of the longest while nothing is
-        known."""
+        """Expected length of one more block: mean plus standard deviation; half of the longest before any."""
         if not self.count:
             return math.ceil(longest / 2)
         mean = self.total / self.count
@@ -135,7 +133,7 @@ class DecodeScheduler:
             joined.append(row)
         return joined
 
-    def end(self, done: Iterable[Row]) -> None:
+    def finish(self, done: Iterable[Row]) -> None:
         """These rows decode no more."""
         gone = {row.node.id for row in done}
         for row in self.rows:
@@ -180,14 +178,13 @@ class DecodeScheduler:
 def most_held(rows: Iterable[Row], expected: int) -> int:
     """Tokens that the blocks hold together at most while all of them grow, a token a step, and leave as they end.
 
-    Each is reckoned to end at its expected length, or `MARGIN` tokens from now if it is about there already.
+    Each is assumed to end at its expected length, or `MARGIN` tokens from now if it has almost reached it.
     """
     lengths = [len(row.node.tokens) for row in rows]
     left = sorted(((max(expected - each, MARGIN), each) for each in lengths), reverse=True)
     most = held = 0
-    for count, (steps, length) in enumerate(
-        left, 1
-    ):  # when this one ends, those before it still run
+    # when a block ends, those before it in this order still run
+    for count, (steps, length) in enumerate(left, 1):
         held += length
         most = max(most, held + count * steps)
     return most

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.tree import NO_SLOT, Tier
+from arbor.tree import NO_SLOT
 
 NO_OWNER = -1
 _WINDOW = 1024  # slots that are looked at first
 
 
 class SlotTable:
-    """`(token, position, owner, references, tier)` per slot, and the free slots.
+    """`(token, position, owner, references)` per slot, and the free slots.
 
     A slot is free iff it has no references. Page size is 1, so nothing is ever half used.
 
@@ -39,11 +39,6 @@ class SlotTable:
     def free(self) -> int:
         """Slots nobody uses."""
         return self.slots - self.used
-
-    @property
-    def tier(self) -> NDArray[np.int8]:
-        """int8 [slots]: DEVICE where in use, DROPPED where free (other tiers have stores of their own)."""
-        return np.where(self.references > 0, Tier.DEVICE, Tier.DROPPED).astype(np.int8)
 
     def runs(self, length: int, count: int) -> NDArray[np.int32]:
         """Starts of `count` free stretches of `length` slots each, back to back where possible; claims nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,8 +143,7 @@ class Session:
             self._deadline = time.monotonic() + self.limits.timeout_s
         tree = ThoughtTree(prompt, text)
         try:
-            open_tree(
-                self.engine,
+            self.engine.open(
                 tree,
                 self.slots,
                 emit=self.emit,
@@ -155,7 +154,7 @@ class Session:
             )
             return self._rounds(tree)
         finally:
-            finish(self.engine)
+            self.engine.finish()
 
     def stop(self, status: Status) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
@@ -261,7 +260,7 @@ class Session:
         _check(name, children, verdict.values)
         for child, value in zip(children, verdict.values, strict=True):
             child.value, child.valued = value, True
-        self.engine.residency.changed(children)
+        self.engine.changed(children)
         self.emit(
             Verified(
                 verifier=name,
@@ -341,29 +340,3 @@ def _check(verifier: str, children: Sequence[Node], values: Sequence[float]) -> 
                 "Values are finite numbers, from 0 to 1 where they are probabilities.",
                 node=child.id,
             )
-
-
-def open_tree(
-    engine: Engine,
-    tree: ThoughtTree,
-    slots: int,
-    *,
-    emit: Callable[[Event], None],
-    detail: Detail,
-    outlook: Callable[[], Mapping[int, float]],
-    interrupted: Callable[[], bool],
-    reads: FutureReads | None,
-) -> None:
-    """Give an engine a tree, and all that it needs of the run that grows it."""
-    engine.emit, engine.detail = emit, detail
-    engine.open(tree, slots, interrupted, reads)
-    engine.residency.outlook = outlook
-
-
-def finish(engine: Engine) -> None:
-    """Take back from an engine everything of its run but the tree, which stays open."""
-    engine.emit, engine.detail = lambda event: None, "events"
-    opened = engine._opened
-    if opened is not None:
-        opened.residency.outlook, opened.residency.uses = dict, None
-        opened.decoding._interrupted = lambda: False
