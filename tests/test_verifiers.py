@@ -33,7 +33,7 @@ def blocks(*texts: str) -> list[Node]:
 
 
 def yes_for(text: str, yes: float = 2.0) -> FakeAsker:
-    """A model that says yes to blocks with this text, and no to all others; its favourite token is no verdict."""
+    """A model that says yes to blocks with this text, else no; its favourite token is neither."""
     return FakeAsker(
         lambda node, _: {
             " yes": yes if text in node.text else 0.0,

@@ -1,4 +1,4 @@
-"""The model judges its own thoughts."""
+"""The verifier that asks the model about its own thoughts."""
 
 from __future__ import annotations
 
