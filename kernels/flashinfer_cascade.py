@@ -1,4 +1,4 @@
-"""Cascade attention on CUDA by FlashInfer's paged prefill kernels, one wrapper per level, merged by logsumexp."""
+"""Cascade attention on CUDA: FlashInfer's paged prefill kernels per level, merged by logsumexp."""
 
 from __future__ import annotations
 
@@ -20,20 +20,30 @@ WORKSPACE_BYTES = 128 << 20
 
 @dataclass(slots=True)
 class FlashInferPlan:
-    """Planned wrappers, the last level first (the only one in which every row reads something)."""
+    """The planned wrappers of one forward for one shape.
+
+    Attributes:
+        shape: of the layers.
+        layout: as given.
+        wrappers: one per level, the last level first (the only one in which every row has keys).
+        by_hand: the plan of `TorchCascade`, made when attention mass is asked for.
+    """
 
     shape: AttentionShape
     layout: CascadeLayout
     wrappers: tuple[Any, ...]
-    by_hand: Any = None  # the torch plan, made when attention mass is asked for
+    by_hand: Any = None
 
 
 class FlashInferCascade:
-    """FlashInfer's `BatchPrefillWithPagedKVCacheWrapper` at page size 1, one call per cascade level.
+    """`BatchPrefillWithPagedKVCacheWrapper` of FlashInfer at page size 1, a call per level.
 
-    `MultiLevelCascadeAttentionWrapper` does the same with a fixed number of levels and keeps no logsumexp, which attention
-    mass and sinks need; so the levels are called one by one here. The backend is always ``fa2``: ``fa3`` takes no
-    page-size-1 tables as fast and has let NaN of unused memory through.
+    `MultiLevelCascadeAttentionWrapper` does the same with a fixed number of levels and keeps no
+    logsumexp, which attention mass and sinks need; so the levels are called one by one here. The
+    backend is always ``fa2``: ``fa3`` takes no page-size-1 tables as fast and has let NaN of unused
+    memory through.
+
+    Equal to `ReferenceAttention` up to rounding in `dtype`; logits are float32.
 
     Args:
         device: a CUDA device.
@@ -42,6 +52,13 @@ class FlashInferCascade:
     Raises:
         ImportError: flashinfer is not installed; the message says what to install.
         ValueError: a dtype FlashInfer has no kernels for.
+
+    Example:
+        Needs a GPU; `TorchCascade` has an example of these calls for any machine::
+
+            backend = FlashInferCascade(torch.device("cuda"), torch.bfloat16)
+            plan = backend.plan(layout, AttentionShape(32, 8, 128, 128, scaling=128**-0.5))
+            out, lse = backend.run(plan, q, k_pool, v_pool)  # [T, 32, 128], [T, 32]
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -55,8 +72,8 @@ class FlashInferCascade:
             ) from error
         self.device = device
         self.dtype = dtype
-        # partial results of one run; runs of a stream come one after the other, so all wrappers share it, as those of
-        # FlashInfer's own cascade wrapper do. What is planned lies in a buffer of each wrapper
+        # Partial results of one run. Runs of a stream are sequential, so all wrappers share it, as
+        # in FlashInfer's own cascade wrapper; each wrapper has a buffer of its own for its plan.
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[AttentionShape, int], Any] = {}
         self._torch = TorchCascade()
@@ -92,7 +109,7 @@ class FlashInferCascade:
             level.qo_indptr,
             level.kv_indptr,
             level.kv_indices.to(self.device, non_blocking=True),
-            (lengths > 0).to(torch.int32),  # last page: one slot, or none where nothing is read
+            (lengths > 0).to(torch.int32),  # slots of the last page: 0 where nothing is read
             shape.num_qo_heads,
             shape.num_kv_heads,
             shape.head_dim_qk,

@@ -1,4 +1,4 @@
-"""The FlashInfer backend's planning, against an emulation of the wrapper's documented meaning (no GPU needed)."""
+"""The FlashInfer backend's planning, against an emulation of the documented wrapper; no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arbor.kernels.base import AttentionShape, merge_states
+from arbor.kernels.base import AttentionShape
 from arbor.kernels.flashinfer_cascade import FlashInferCascade
 from arbor.kernels.reference import ReferenceAttention
 from arbor.model.plan import Piece, Segment, plan_forward
@@ -21,7 +21,10 @@ SLOTS = 96
 
 
 class EmulatedWrapper:
-    """What `BatchPrefillWithPagedKVCacheWrapper` documents: requests over page tables, end-aligned causal, base-2 lse."""
+    """`BatchPrefillWithPagedKVCacheWrapper` as documented.
+
+    Requests over page tables, end-aligned causal, base-2 logsumexp.
+    """
 
     def __init__(self, workspace: Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
@@ -83,10 +86,10 @@ def _merge_in_place(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) ->
     assert not (torch.isinf(lse) & torch.isinf(more_lse)).any(), (
         "merging two empty states gives NaN"
     )
-    merged, total = merge_states(
-        out.float(), lse * math.log(2), more.float(), more_lse * math.log(2)
-    )
-    out.copy_(merged)
+    first, second = lse * math.log(2), more_lse * math.log(2)
+    total = torch.logaddexp(first, second)
+    weight, more_weight = torch.exp(first - total)[..., None], torch.exp(second - total)[..., None]
+    out.copy_(out.float() * weight + more.float() * more_weight)
     lse.copy_(total / math.log(2))
 
 
@@ -100,7 +103,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> FlashInferCascade:
 
 
 def tree_of_segments() -> list[Segment]:
-    """A root of 20 tokens, two blocks of 6 below it, two decoding leaves below each, and a hole of 3 rows."""
+    """A root of 20 tokens, two blocks of 6, two decoding leaves below each, a hole of 3 rows."""
     slots = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
     root = Piece("root", slots[:20], np.arange(20, dtype=np.int32))
     blocks = [
