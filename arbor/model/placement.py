@@ -37,9 +37,17 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
     """The device of a ready model, which stays as it is.
 
     Raises:
-        UsageError: another dtype or device was asked for.
+        UsageError: another dtype or device was asked for, or the weights are on several devices.
     """
     weight: torch.Tensor = next(model.parameters())
+    devices = sorted({str(each.device) for each in model.parameters()})
+    if len(devices) > 1:
+        raise UsageError(
+            "device",
+            f"the ready model's weights are on several devices: {', '.join(devices)}.",
+            "Load it onto one, as with from_pretrained(…, device_map={'': 'cuda:0'}).",
+            devices=devices,
+        )
     if dtype not in ("auto", dtype_name(weight.dtype)):
         raise UsageError(
             "dtype",

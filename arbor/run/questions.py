@@ -63,7 +63,7 @@ class PlannedQuestions:
                 "problem-too-long",
                 f"{self._described(longest)}, exceeds the model's context of {self._context:,} by "
                 f"{max(ends) - self._context:,}.",
-                f"Use a smaller --depth. {self._remedy(longest)}: then the plan checks it.",
+                f"Use a smaller --max-depth. {self._remedy(longest)}: then the plan checks it.",
                 tokens=max(ends),
                 context=self._context,
                 question_tokens=longest,
