@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import networkx
 import numpy as np
 import pytest
 
@@ -574,3 +575,29 @@ def test_a_search_that_ends_while_it_is_stopped() -> None:
     Ending(**SMALL).stop()
 
     assert stopped == ["interrupted"]
+
+
+# The search as a graph
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_the_graph_of_a_trace_is_that_of_the_live_tree(
+    solver: Solver, tmp_path: Path, max_tokens: int | None
+) -> None:
+    solution = solver.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl", max_tokens=max_tokens)
+
+    graph, live = solution.to_networkx(), solver.engine.tree.to_networkx()
+
+    assert networkx.is_arborescence(graph)
+    assert networkx.utils.graphs_equal(graph, live)
+    assert len(graph) == solution.metrics.nodes
+    assert {"text", "value", "state", "tokens"} == set(graph.nodes[0])
+    if solution.path:
+        assert tuple(networkx.shortest_path(graph, 0, solution.path[-1])) == solution.path
+        texts = "".join(graph.nodes[node]["text"] for node in solution.path[1:])
+        assert texts == solution.text
+
+
+def test_a_run_without_a_trace_has_no_graph(solver: Solver) -> None:
+    with pytest.raises(UsageError, match=r"trace-missing.*trace='run"):
+        solver.solve(PUZZLE, max_tokens=1).to_networkx()

@@ -69,8 +69,9 @@ PACKAGES = {
     "run": {"rich", "torch"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "solver": {"torch"},
+    "support": {"networkx"},
     "testing": {"numpy"},
-    "tree": {"networkx", "numpy"},
+    "tree": {"numpy"},
     "verifiers": {"numpy", "torch"},
     "view": {"rich"},
 }

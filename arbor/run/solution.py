@@ -11,12 +11,15 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
+from arbor.support.graph import Vertex, search_graph
 from arbor.tasks.base import Problem
 from arbor.tasks.splits import content_id
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 
 if TYPE_CHECKING:
+    import networkx
+
     from arbor.run.session import Status
 
 SOLUTION_SCHEMA = "arbor.solution/1"
@@ -113,6 +116,36 @@ class Solution:
             TraceError: the trace cannot be read.
         """
         return Replay.of(read_trace(self._trace()))
+
+    def to_networkx(self) -> networkx.DiGraph:
+        """The whole search as a directed graph, from its trace, with an edge to every child.
+
+            solution = solver.solve("4 5 6 10", trace="run.arbor.jsonl")
+            graph = solution.to_networkx()
+            networkx.shortest_path(graph, 0, solution.path[-1])
+
+        Without a trace, `ThoughtTree.to_networkx` gives the same graph of the live tree
+        (``solver.engine.tree``) until the next search; docs/graph.md has examples.
+
+        Returns:
+            Nodes are block ids (the root is 0) with the attributes text, value in [0, 1], state
+            (``open``, ``closed``, ``terminal`` or ``pruned``) and tokens.
+
+        Raises:
+            UsageError: no trace was written.
+            TraceError: the trace cannot be read.
+        """
+        return search_graph(
+            Vertex(
+                block.id,
+                block.parent,
+                block.text,
+                block.value,
+                block.state.value,
+                block.tokens,
+            )
+            for block in self.replay().blocks.values()
+        )
 
     def show(self, file: IO[str] | None = None) -> None:
         """Print the answer's path; with a trace, the tree with the tokens each block holds.
