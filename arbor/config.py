@@ -1,4 +1,8 @@
-"""Configurations as TOML: what repeats a run, written and read."""
+"""Configurations as TOML: writing and reading the settings that repeat a run.
+
+The standard library reads TOML but does not write it. tomli-w would, but gives every array several
+lines (``targets = [10, 99]`` takes four), and has no fallback for values such as paths.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from arbor.errors import InputError, UsageError
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """A configuration as TOML; ``tomllib`` reads it back. What is None is left out: TOML has no word for it."""
+    """A configuration as TOML; ``tomllib`` reads it back. None is left out: TOML has no null."""
     return "\n".join(_lines(config, ())) + "\n"
 
 
@@ -22,7 +26,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         InputError: it cannot be read.
-        UsageError: it is no TOML.
+        UsageError: it is not TOML.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -45,28 +49,30 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(
             "config-invalid",
-            f"{path} is no TOML: {error}.",
-            "'arbor solve --print-config' shows one that is.",
+            f"{path} is not valid TOML: {error}.",
+            "'arbor solve --print-config' shows a valid one.",
             path=str(path),
         ) from error
 
 
 def refuse_trust(config: Mapping[str, Any], where: str) -> None:
-    """A configuration comes from anywhere, so it does not decide that a model's code may run.
+    """Reject ``trust_remote_code`` in a configuration.
+
+    A file of unknown origin must not allow a model's code to run.
 
     Raises:
-        UsageError: it tries to.
+        UsageError: the setting is present.
     """
     if "trust_remote_code" in config:
         raise UsageError(
             "trust",
-            f"{where} asks to trust a model's code, which only whoever runs it can.",
+            f"{where} sets trust_remote_code, which only the command line or the caller may set.",
             "Take trust_remote_code out of it; if you trust the model, add --trust-remote-code.",
         )
 
 
 def _lines(table: Mapping[str, Any], place: tuple[str, ...]) -> Iterator[str]:
-    """Plain settings first: in TOML what follows a table's name belongs to it."""
+    """The table's lines, plain settings first: whatever follows a table's header belongs to it."""
     given = {key: value for key, value in table.items() if value is not None}
     for key, value in given.items():
         if not isinstance(value, Mapping):
@@ -94,5 +100,5 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(rows) + " }"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
-    # a JSON string is a TOML one, but for the delete character
+    # a JSON string is a TOML string, except for the delete character
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -62,7 +62,7 @@ PACKAGES = {
     "cli": {"click", "huggingface_hub", "rich", "torch"},
     "engine": {"numpy", "torch"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},
-    "measure": {"numpy", "torch"},
+    "measure": {"numpy", "scipy", "torch"},
     "memory": {"numpy", "torch"},
     "model": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "retention": {"numpy"},

@@ -141,7 +141,7 @@ def test_trust_is_in_no_configuration(command: Arbor, own: Path) -> None:
     ran = command("solve", "4 5 6 10", "--model", str(own), "--config", "run.toml")
 
     assert (ran.code, ran.out) == (2, "")
-    assert "[trust] run.toml asks to trust a model's code" in ran.err
+    assert "[trust] run.toml sets trust_remote_code" in ran.err
     with pytest.raises(UsageError, match="trust"):
         Solver.from_config("run.toml")
 

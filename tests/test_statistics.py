@@ -82,6 +82,11 @@ def test_the_bootstrap_of_a_median_is_of_the_median() -> None:
     assert bootstrap(values, "mean")[1] > 100
 
 
+def test_the_interval_of_one_value_or_one_group_is_that_value() -> None:
+    assert bootstrap([2.5]) == (2.5, 2.5)
+    assert bootstrap_groups(np.zeros(4, int), lambda at: float(len(at))) == (4.0, 4.0)
+
+
 def test_a_pair_counts_once() -> None:
     first = [True] * 6 + [False] * 4
     second = [True] * 2 + [False] * 4 + [True] + [False] * 3
@@ -106,5 +111,5 @@ def test_groups_are_drawn_whole() -> None:
     low, high = bootstrap_groups(groups, mean)
     alone = bootstrap(values)
     assert low < 0.5 < high
-    assert high - low > 1.5 * (alone[1] - alone[0]), "equal values in a group tell nothing more"
+    assert high - low > 1.5 * (alone[1] - alone[0]), "equal values in a group add nothing"
     assert bootstrap_groups(groups, mean) == (low, high)

@@ -1,8 +1,11 @@
-"""What a sample tells: the interval of a share, of a mean or a median, and of a difference between paired outcomes."""
+"""Confidence intervals of shares, means, medians and paired differences, and McNemar's test.
+
+The computations are SciPy's. It is imported where it is used: `scipy.stats` takes half a second to
+import, and the command line imports this module.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,40 +13,24 @@ from typing import Any, Literal
 import numpy as np
 
 RESAMPLES = 10_000
-AT_ONCE = 1 << 22  # numbers that are resampled together
+BATCH_VALUES = 1 << 22  # values resampled at once
 
 
 def clopper_pearson(right: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Exact interval of a share, by bisection on the binomial tails (Clopper and Pearson 1934).
+    """Exact interval of a share (Clopper and Pearson 1934).
 
     Args:
         right: successes, in [0, n].
         n: trials; without any the interval is [0, 1].
-        level: how often such an interval holds the share, at least.
+        level: lower bound of the probability that the interval covers the share.
     """
+    from scipy.stats import binomtest
+
     assert 0 <= right <= n, f"{right} successes in {n} trials"
-    ks = np.arange(n + 1)
-    of_all = math.lgamma(n + 1)
-    ways = np.array([of_all - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(n + 1)])
-
-    def tail(p: float, first: int, last: int) -> float:
-        """P(first <= successes <= last), 0 < p < 1."""
-        part = slice(first, last + 1)
-        logs = ways[part] + ks[part] * math.log(p) + (n - ks[part]) * math.log1p(-p)
-        return float(np.exp(logs).sum())
-
-    def where(grows: bool, first: int, last: int) -> float:
-        """The share at which that tail is half of what the interval leaves out."""
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            below = tail(middle, first, last) < (1 - level) / 2
-            low, high = (middle, high) if below == grows else (low, middle)
-        return (low + high) / 2
-
-    lower = 0.0 if right == 0 else where(True, right, n)
-    upper = 1.0 if right == n else where(False, 0, right)
-    return lower, upper
+    if n == 0:
+        return 0.0, 1.0
+    interval = binomtest(right, n).proportion_ci(level, method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def bootstrap(
@@ -51,27 +38,22 @@ def bootstrap(
     statistic: Literal["mean", "median"] = "mean",
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """Percentile interval of a mean or a median over `RESAMPLES` resamples; the same values give the same interval.
+    """Percentile interval of a mean or a median over `RESAMPLES` resamples; deterministic.
 
     Args:
         values: at least one.
-        statistic: what the interval is of.
-        level: the part of the resamples inside.
+        statistic: the statistic of a resample.
+        level: share of the resamples within the interval.
     """
     data = np.asarray(values, dtype=float)
-    assert data.ndim == 1 and len(data), "there is nothing to resample"
-    rng = np.random.default_rng(0)
-    rows = max(1, AT_ONCE // len(data))
-    reduce: Any = np.mean if statistic == "mean" else np.median
-    found = np.concatenate(
-        [
-            reduce(rng.choice(data, (min(rows, RESAMPLES - done), len(data))), axis=1)
-            for done in range(0, RESAMPLES, rows)
-        ]
+    assert data.ndim == 1 and len(data), "no values to resample"
+    return _percentile_interval(
+        data,
+        np.mean if statistic == "mean" else np.median,
+        level,
+        RESAMPLES,
+        vectorized=True,
     )
-    half = 50 * (1 - level)
-    low, high = np.percentile(found, [half, 100 - half])
-    return float(low), float(high)
 
 
 def bootstrap_groups(
@@ -80,32 +62,60 @@ def bootstrap_groups(
     level: float = 0.95,
     resamples: int = 1000,
 ) -> tuple[float, float]:
-    """Percentile interval of any statistic of values that belong together in groups: whole groups are drawn.
+    """Percentile interval of any statistic of grouped values; whole groups are resampled.
 
     Args:
         groups: [N], the group of each value.
         statistic: of the values at these indices, int64 [M].
-        level: the part of the resamples inside.
-        resamples: how often groups are drawn; the same groups give the same draws.
+        level: share of the resamples within the interval.
+        resamples: number of resamples; deterministic for the same groups.
     """
     members = [np.flatnonzero(groups == each) for each in np.unique(groups)]
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, len(members), (resamples, len(members)))
-    found = [statistic(np.concatenate([members[i] for i in row])) for row in drawn]
-    half = 50 * (1 - level)
-    low, high = np.percentile(found, [half, 100 - half])
-    return float(low), float(high)
+
+    def of_groups(drawn: np.ndarray[Any, Any]) -> float:
+        return statistic(np.concatenate([members[each] for each in drawn]))
+
+    return _percentile_interval(
+        np.arange(len(members)), of_groups, level, resamples, vectorized=False
+    )
+
+
+def _percentile_interval(
+    data: np.ndarray[Any, Any],
+    statistic: Callable[..., Any],
+    level: float,
+    resamples: int,
+    vectorized: bool,
+) -> tuple[float, float]:
+    """Percentile bootstrap; `statistic` takes an `axis` if it is vectorized."""
+    from scipy.stats import bootstrap as resampled
+
+    if len(data) == 1:  # SciPy wants two; all resamples are alike
+        only = float(statistic(data))
+        return only, only
+    interval = resampled(
+        (data,),
+        statistic,
+        n_resamples=resamples,
+        batch=max(1, BATCH_VALUES // len(data)),
+        vectorized=vectorized,
+        confidence_level=level,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return float(interval.low), float(interval.high)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Exact two-sided p-value of paired outcomes: could a fair coin have shared out the pairs that differ like this?
+    """Exact two-sided p-value of paired outcomes: a binomial test with probability 1/2 on the pairs that differ.
 
     Args:
-        only_first, only_second: pairs in which only the one of the two succeeded.
+        only_first, only_second: pairs in which only that one succeeded.
     """
-    total, least = only_first + only_second, min(only_first, only_second)
-    tail = sum(math.comb(total, k) for k in range(least + 1))
-    return min(1.0, 2 * tail / (1 << total))
+    from scipy.stats import binomtest
+
+    differing = only_first + only_second
+    return float(binomtest(only_first, differing).pvalue) if differing else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +124,7 @@ class Paired:
 
     Attributes:
         n: pairs.
-        both, only_first, only_second, neither: pairs by who succeeded.
+        both, only_first, only_second, neither: pairs by the runs that succeeded.
         difference: share of the first minus share of the second.
         interval: bootstrap 95 % interval of the difference.
         p: exact McNemar p-value.
@@ -131,10 +141,10 @@ class Paired:
 
 
 def paired(first: Sequence[bool], second: Sequence[bool]) -> Paired:
-    """Compares two runs, pair by pair.
+    """Compare two runs pair by pair.
 
     Args:
-        first, second: who succeeded, in the same order; at least one pair.
+        first, second: successes, in the same order; at least one pair.
     """
     one, other = np.asarray(first, dtype=bool), np.asarray(second, dtype=bool)
     assert one.shape == other.shape and len(one), "outcomes come in pairs"

@@ -1,4 +1,4 @@
-"""Timings of several contestants in turn, and whether two of them differ by more than the noise."""
+"""Interleaved timings, and whether two of them differ by more than the noise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 T = TypeVar("T")
 
-FEWEST = 3  # repetitions below which a spread means nothing
+FEWEST = 3  # repetitions; a spread of fewer is meaningless
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,18 @@ class Timing:
 
 
 def differs(one: Timing, other: Timing) -> bool:
-    """Whether the medians are further apart than the larger of the two spreads: less than that is noise."""
+    """Whether the medians are further apart than the larger of the two spreads."""
     return abs(one.median - other.median) > max(one.spread, other.spread)
 
 
 def regressed(now: Timing, before: Timing, most: float) -> bool:
-    """Whether it became slower by more than `most` (0.05 is 5 %), and by more than the noise."""
+    """Whether the median grew by more than `most` (0.05 is 5 %), and by more than the noise."""
     return now.median > before.median * (1 + most) and differs(now, before)
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One timed call: whose, its processor and wall seconds, and what it returned."""
+    """One timed call: the contestant, its processor and wall seconds, and its result."""
 
     name: str
     cpu_s: float
@@ -72,12 +72,14 @@ def interleaved(
     cpu: Callable[[], float] = time.process_time,
     wall: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Lap]:
-    """Calls every contestant once a round, each round beginning with another one, so that a drift of the machine meets all alike.
+    """Call every contestant once a round, each round starting with the next one.
+
+    A drift of the machine's speed then affects all alike.
 
     Args:
         contestants: by name.
-        warmup: rounds that are not timed.
-        repeat: rounds that are.
+        warmup: rounds before the timed ones.
+        repeat: timed rounds.
         cpu, wall: clocks; processor time is that of all threads of the process.
 
     Yields:
@@ -94,6 +96,6 @@ def interleaved(
 
 
 def turned(names: Sequence[T], by: int) -> list[T]:
-    """The same in the same circle, beginning later."""
+    """The names rotated left by `by` places."""
     start = by % len(names) if names else 0
     return [*names[start:], *names[:start]]
