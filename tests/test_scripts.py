@@ -24,6 +24,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
     ),
+    "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
