@@ -136,7 +136,8 @@ def replay(
         listen(event)
 
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
-    runner: Any = _NoModel(len(tokenizer))
+    largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
+    runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     engine = Engine(
         runner,
         tokenizer,
