@@ -19,10 +19,10 @@ from arbor.engine.rehydration import Rehydrate, Rehydration
 from arbor.engine.residency import PathsLose, Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import DecodeScheduler, Row
-from arbor.engine.token_source import Growth, ModelSampler, TokenSource
+from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
 from arbor.engine.tree_state import Run, TreeState, ignore
 from arbor.engine.waves import fitting, halves
-from arbor.errors import BudgetInfeasible, OutOfMemory
+from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import KV, Detail, Evicted, ForwardKind, Listener, Opened
 from arbor.memory import KVMemory
 from arbor.model.plan import Segment
@@ -94,7 +94,9 @@ class Engine:
         self._lossy = mode == "lossy"
         self._min_saved_reads = min_saved_reads
         self._debug = debug
-        self._source = source or ModelSampler(tokenizer, self.msve.top)
+        self._source = (
+            ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
+        )
         self._memory: KVMemory | None = None
         self._state: TreeState | None = None
         self._opened: _Parts | None = None
@@ -248,7 +250,8 @@ class Engine:
         Raises:
             BudgetInfeasible: a single child does not fit beside its path; or the policy gives up less than it takes.
             OutOfMemory: a forward does not fit beside weights and KV.
-                Where it failed half-way, all of the children are PRUNED and hold nothing, those that were finished included.
+            UsageError: an answer of the policy or the token source breaks its protocol.
+                After any of these all of the children are PRUNED and hold nothing, those that were finished included.
         """
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
@@ -271,7 +274,7 @@ class Engine:
                 self._parts.decoding.run(scheduler, growth)
         except BaseException as error:
             self._parts.decoding.drop_chosen(scheduler.rows)
-            if isinstance(error, BudgetInfeasible | OutOfMemory):
+            if isinstance(error, ArborError):
                 self._parts.forwards.report_steps()
                 self._give_up(children)
             raise

@@ -67,6 +67,7 @@ class Residency:
 
         Raises:
             BudgetInfeasible: the policy will not give up as much; nothing has left.
+            UsageError: the policy's answer breaks its protocol; nothing has left.
         """
         if needed <= self._memory.free:
             return False
@@ -135,6 +136,7 @@ class Residency:
 
         Raises:
             BudgetInfeasible: the policy will not give up as much.
+            UsageError: an answer that breaks the protocol of allocators or scorers.
         """
         less = self._policy.protect.easing()
         next(less)
@@ -146,9 +148,6 @@ class Residency:
             slots, more = self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"
             raise BudgetInfeasible(slots + more, slots, what, error.hint) from error
-        assert len(counts) == len(blocks), "one count per block"
-        assert (counts >= 0).all() and (counts <= blocks.resident).all(), "0 <= k <= resident"
-        assert int(counts.sum()) <= room, "the policy keeps more than there is room for"
         return blocks, counts, chosen
 
     def keep(

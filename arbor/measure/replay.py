@@ -132,7 +132,8 @@ def replay(
         task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
     )
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
-    runner: Any = _NoModel(len(tokenizer))
+    largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
+    runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     engine = Engine(
         runner,
         tokenizer,

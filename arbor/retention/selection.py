@@ -7,6 +7,7 @@ from typing import overload
 
 import numpy as np
 
+from arbor.errors import UsageError
 from arbor.retention.base import (
     Allocator,
     Blocks,
@@ -107,11 +108,45 @@ def kept(blocks: Blocks, counts: Ints, scorer: Scorer) -> Selection:
 def shared_out(
     blocks: Blocks, room: int, allocator: Allocator, scorer: Scorer
 ) -> tuple[Ints, Selection]:
-    """How many tokens each block keeps, int64 [M], and which. An allocator that ranks tokens is not made to do so twice."""
+    """How many tokens each block keeps, int64 [M], and which. An allocator that ranks tokens is not made to do so twice.
+
+    Raises:
+        UsageError: an answer of the allocator or the scorer that breaks its protocol.
+    """
     if isinstance(allocator, TokenAllocator):
-        return without(blocks, allocator.leaving(blocks, room, scorer))
-    counts = allocator.counts(blocks, room, scorer)
-    return counts, kept(blocks, counts, scorer)
+        gone = _whole_numbers(allocator, "leaving", allocator.leaving(blocks, room, scorer))
+        if len(gone) and not (gone.min() >= 0 and gone.max() < len(blocks.tokens.block)):
+            raise _refused(allocator, f"named a token outside 0 to {len(blocks.tokens.block) - 1}")
+        counts, chosen = without(blocks, gone)
+    else:
+        counts = _whole_numbers(allocator, "counts", allocator.counts(blocks, room, scorer))
+        if len(counts) != len(blocks):
+            raise _refused(allocator, f"gave {len(counts)} counts for {len(blocks)} blocks")
+        if (counts < 0).any() or (counts > blocks.resident).any():
+            raise _refused(allocator, "gave a count below 0 or above what the block holds")
+        chosen = kept(blocks, counts, scorer)
+    if int(counts.sum()) > room:
+        raise _refused(allocator, f"keeps {counts.sum()} tokens where there is room for {room}")
+    return counts, chosen
+
+
+def _whole_numbers(allocator: Allocator, method: str, answer: object) -> Ints:
+    """An allocator's answer, int64 [n]."""
+    try:
+        array = np.asarray(answer)
+    except ValueError:  # rows of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise _refused(allocator, f"answered '{method}' with no list of whole numbers")
+    return array.astype(np.int64, copy=False)
+
+
+def _refused(component: Allocator | Scorer, what: str) -> UsageError:
+    return UsageError(
+        "policy-answer",
+        f"{type(component).__name__} {what}.",
+        "docs/policy.md says what allocators and scorers answer.",
+    )
 
 
 def without(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
@@ -122,15 +157,33 @@ def without(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
     tokens = blocks.tokens
     stays = np.ones(len(tokens.block), np.bool_)
     stays[gone] = False
+    if np.count_nonzero(stays) != len(stays) - len(gone):
+        raise UsageError(
+            "policy-answer", "an allocator named a token twice among those that leave."
+        )
     counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
     return counts, Selection(blocks, counts, tokens, stays, whole=True)
 
 
 def scored(scorer: Scorer, tokens: Tokens) -> Floats:
-    """A scorer's answer, checked: one finite number a token."""
-    scores = scorer.scores(tokens)
-    assert scores.shape == tokens.block.shape, f"{scorer} scored {scores.shape}, not every token"
-    assert np.isfinite(scores).all(), f"{scorer} gave a score that is not finite"
+    """A scorer's answer, checked: one finite number a token.
+
+    Raises:
+        UsageError: anything else.
+    """
+    try:
+        scores = np.asarray(scorer.scores(tokens))
+    except ValueError as error:
+        raise _refused(scorer, "gave scores of different lengths") from error
+    if scores.shape != tokens.block.shape or scores.dtype.kind not in "fiu":
+        raise _refused(
+            scorer,
+            f"gave scores of shape {scores.shape} and type {scores.dtype}, not {len(tokens.block)} numbers",
+        )
+    if scores.dtype.kind != "f":
+        scores = scores.astype(np.float64)
+    if not np.isfinite(scores).all():
+        raise _refused(scorer, "gave a score that is not finite")
     return scores
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from arbor.engine.engine import Engine, Mode
 from arbor.engine.rehydration import Rehydrate
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
+from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
@@ -48,6 +48,7 @@ class Lab(Engine):
         policy: str | Policy = "lru",
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
+        source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
     ) -> None:
@@ -59,6 +60,7 @@ class Lab(Engine):
             policy=POLICIES[policy] if isinstance(policy, str) else policy,
             mode=mode,
             rehydrate=rehydrate,
+            source=source,
             min_saved_reads=min_saved_reads,
             debug=debug,
         )
