@@ -20,7 +20,7 @@ from arbor.retention.block_table import BlockTable
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.selection import Selection, shared_out
+from arbor.retention.selection import Selection, select
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import NO_SLOT, Node, ThoughtTree
 
@@ -178,7 +178,7 @@ class Residency:
         while int(blocks.floor.sum()) > room:  # ends where nothing is protected
             blocks = eased(next(less))
         try:
-            counts, chosen = shared_out(blocks, room, self.policy.allocator, self.policy.scorer)
+            counts, chosen = select(blocks, room, self.policy.allocator, self.policy.scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = self.memory.slots, error.needed - error.budget
             what = f"the policy '{self.policy.name}', at this point of the search,"
