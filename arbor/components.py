@@ -1,10 +1,10 @@
-"""Components from their names and settings, and back: the texts of the command line, the JSON of traces.
+"""Components from names and settings, and back: texts of the command line, JSON of traces.
 
 Settings are the fields of a frozen dataclass; their types say how texts are read. The conversion is
-our own: of the readable settings of `tests/test_registry.py` msgspec's ``convert(strict=False)`` and
-pydantic's lax mode each read 19 of 27. Both refuse ``none`` for an optional number and every list as
-text (``1,2``), take ``5`` for text where a field is ``str | int``, ignore unknown settings of a part,
-and build nothing for a field typed by a protocol; pydantic also takes true for a number.
+our own: of the readable settings of `tests/test_registry.py` msgspec's ``convert(strict=False)``
+and pydantic's lax mode each read 19 of 27. Both refuse ``none`` for an optional number and every
+list as text (``1,2``), take ``5`` for text where a field is ``str | int``, ignore unknown settings
+of a part, and build nothing for a field typed by a protocol; pydantic also takes true for a number.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def build(kind: str, spec: Any, /, **fields: Any) -> Any:
         spec: a name, also with settings (`split_spec`), a result of `spec_of`, a class, or a ready
             component.
         fields: settings that replace the defaults, or those of a ready component. Texts are read by
-            the field's type: numbers, ``true``/``false``, ``none``, one of a fixed set of words, and
-            ``1,2`` or JSON ``["a", "b"]`` for tuples. A setting of a part goes by its own name: a
-            policy's ``eta`` is its allocator's.
+            the field's type: numbers, ``true``/``false``, ``none``, one of a fixed set of words,
+            and ``1,2`` or JSON ``["a", "b"]`` for tuples. A setting of a part goes by its own name:
+            a policy's ``eta`` is its allocator's.
 
     Raises:
         UnknownName: unknown name.
@@ -106,8 +106,9 @@ def summary_of(component: Any) -> str:
 def spec_of(component: Any) -> dict[str, Any]:
     """Name and settings of a component, JSON-able: ``build(kind, spec_of(c)) == c``.
 
-    A class without a name goes by ``package.module:Class``. A part has a name of its own where it is
-    not of the class it has by default; a component that is not a dataclass has nothing but its name.
+    A class without a name goes by ``package.module:Class``. A part has a name of its own where it
+    is not of the class it has by default; a component that is not a dataclass has nothing but its
+    name.
     """
     spec: dict[str, Any] = {"name": registry.name_of(component)}
     named = getattr(component, "registered_as", "")

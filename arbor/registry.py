@@ -1,4 +1,4 @@
-"""Names of components: what the command line and the trace header call them, and what they stand for.
+"""Names of components, for the command line and trace headers, and the classes they stand for.
 
 A name stands for a class, or for a ready component, and is imported by its dotted path when it is
 first asked for. Other distributions add names through entry points in the groups
@@ -19,8 +19,8 @@ Within one program a call is enough, above a class as a decorator:
     class Mine: ...
 
 A name that clashes with an earlier one (built-in names first, then by distribution name) is reached
-as ``distribution/mine``; a component without a name as ``package.module:Mine``. ``ARBOR_PLUGINS=off``
-hides all plugins, and ``ARBOR_PLUGINS=mine,other`` all but these.
+as ``distribution/mine``; a component without a name as ``package.module:Mine``.
+``ARBOR_PLUGINS=off`` hides all plugins, and ``ARBOR_PLUGINS=mine,other`` all but these.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def unknown(kind: str, name: str, more: Iterable[str] = ()) -> UnknownName:
 
 
 def name_of(component: Any) -> str:
-    """The name of a class or a ready component; its dotted path without one. Nothing is imported."""
+    """The name of a class or ready component; its dotted path without one. Imports nothing."""
     if not isinstance(component, type):
         return getattr(component, "registered_as", "") or name_of(type(component))
     path = _path_of(component)
@@ -321,7 +321,7 @@ def _load(path: str, name: str) -> Any:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Module and attribute of a dotted path; extras, as in ``module:Class [extra]``, are left out."""
+    """Module and attribute of a dotted path, without extras as in ``module:Class [extra]``."""
     module, _, attribute = path.partition(":")
     return module.strip(), attribute.partition("[")[0].strip()
 
@@ -338,7 +338,7 @@ def _path_of(cls: type[Any]) -> str:
 
 
 def _shape(component: Any) -> tuple[str, ...]:
-    """The path of a class; of a ready component, the paths of its class and of its parts' classes."""
+    """The path of a class; of a ready component, the paths of its class and its parts' classes."""
     if isinstance(component, type):
         return (_path_of(component),)
     parts = dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()

@@ -43,8 +43,8 @@ from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
 from arbor.retention.block_table import BlockTable
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy
-from arbor.retention.selection import kept, shared_out, without
-from arbor.retention.token_statistics import Seen, TokenStatistics
+from arbor.retention.selection import select, select_all_but, select_by_count
+from arbor.retention.token_statistics import AttentionColumns, TokenStatistics
 from arbor.tree import Node, NodeState, Span, ThoughtTree
 
 BLOCK = 128  # tokens, as in the paper
@@ -146,7 +146,7 @@ class Search:
         place = np.arange(len(block)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         offset = (self.table.length[ids] - held)[block] + place
         nothing = np.zeros(len(block), np.int64)
-        seen = Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+        seen = AttentionColumns(nothing.astype(float), nothing.astype(float), nothing, nothing)
         if policy.observes:
             seen = self.statistics.view(ids[block], offset)
         return Tokens(
@@ -277,13 +277,13 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
     resident = np.zeros(len(search.table), np.int64)
     resident[blocks.ids] = blocks.resident
     allocator, scorer = policy.allocator, policy.scorer
-    counts, _ = shared_out(blocks, room, allocator, scorer)
+    counts, _ = select(blocks, room, allocator, scorer)
     every = np.arange(len(blocks))
 
     def choose() -> Any:
         if isinstance(allocator, TokenAllocator):
-            return without(blocks, gone)
-        return kept(blocks, counts, scorer)
+            return select_all_but(blocks, gone)
+        return select_by_count(blocks, counts, scorer)
 
     def ask() -> Any:
         if isinstance(allocator, TokenAllocator):

@@ -1,4 +1,4 @@
-"""The table of all blocks: what a tree says block by block, said for all of them at once."""
+"""The table of all blocks, against the tree block by block."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_table_says_what_the_tree_says(seed: int, blocks: int) -> None:
 
 
 @given(seed=SEEDS)
-def test_a_table_that_is_told_what_changed_is_one_made_anew(seed: int) -> None:
+def test_a_table_with_the_changed_blocks_touched_is_one_made_anew(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(seed, 5)
     table = table_of(tree)
@@ -270,7 +270,7 @@ def test_levels_are_sorted_by_depth_however_deep(deepest: int) -> None:
 def test_what_blocks_hold_is_what_was_last_read_of_each(notes: list[dict[int, list[bool]]]) -> None:
     held, last = HeldTokens(), dict[int, list[bool]]()
     for note in notes:
-        held.read(
+        held.update(
             np.array(list(note)),
             np.array([len(resident) for resident in note.values()]),
             np.array([sum(resident) for resident in note.values()]),

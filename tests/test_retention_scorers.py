@@ -1,4 +1,4 @@
-"""Which tokens matter: scorers and their statistics against the whole history of attention, kept row by row."""
+"""Scorers and their statistics, against the whole history of attention, kept row by row."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 
 @dataclass
 class History:
-    """A tree that grows, forgets and attends, with every row's attention kept: the O(n^2) reference.
+    """A tree that grows, forgets and attends, with every row's attention: the O(n^2) reference.
 
-    rows: for each forward, each row's attention to the tokens it could see, {(node id, position): mass}.
+    rows: for each forward, each row's attention to visible tokens, by node id and position.
     """
 
     seed: int
@@ -81,7 +81,7 @@ class History:
         self.statistics.observe(owner, position, mass, queries)
 
     def attention(self, leaf: Node, at: int) -> dict[tuple[int, int], float]:
-        """What a row at a position sees: earlier tokens of its path that are there, and how much of each."""
+        """The attention of a row at a position: to earlier resident tokens of its path."""
         path = [
             (node.id, position) for node in leaf.path for position in range(node.start, node.end)
         ]

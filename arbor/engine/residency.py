@@ -18,7 +18,7 @@ from arbor.events import Allocated, Cause, Evicted, Pressure
 from arbor.retention.base import NEVER, Blocks
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.selection import Selection, shared_out
+from arbor.retention.selection import Selection, select
 from arbor.tree import NO_SLOT, Node
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks
@@ -143,7 +143,7 @@ class Residency:
         while int(blocks.floor.sum()) > room:  # ends where nothing is protected
             blocks = eased(next(less))
         try:
-            counts, chosen = shared_out(blocks, room, self._policy.allocator, self._policy.scorer)
+            counts, chosen = select(blocks, room, self._policy.allocator, self._policy.scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"
