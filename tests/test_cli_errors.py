@@ -176,8 +176,8 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         4,
         "trace-corrupt",
         (
-            "run.arbor.jsonl: line 41 is no event. 49 events are readable.",
-            "'arbor trace repair' writes a clean copy; 'arbor view' shows what is there",
+            "run.arbor.jsonl: line 41 is unreadable. 49 events are readable.",
+            "'arbor trace repair' writes a clean copy; 'arbor view' shows the readable part",
         ),
     ),
     (cut_trace, 4, "trace-corrupt", ("'arbor trace repair' writes a clean copy",)),
@@ -212,7 +212,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
     (["trace", "chek", "run.jsonl"], 2, "usage", ("Did you mean 'check'?", "arbor trace --help")),
     (["xyz"], 2, "usage", ("Commands: solve, ",)),
     (["trace", "repair", "x", "-o", "-"], 2, "usage", ("--output clean.arbor.jsonl",)),
-    (["solve", PUZZLE, "--log-file", "no/log"], 2, "log-unwritable", ("may be written",)),
+    (["solve", PUZZLE, "--log-file", "no/log"], 2, "log-unwritable", ("existing, writable folder",)),
     (["solve", PUZZLE, "--device", "tpu"], 2, "device", ("auto, cpu or cuda",)),
 ]
 

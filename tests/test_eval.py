@@ -267,7 +267,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
         if number == signal.SIGINT:
             assert process.returncode == 130
             assert f"arbor eval --config '{out}/run.toml' --output '{out}'" in err.decode()
-            assert b"2 of 2 right" in said and b"missing     1" in said
+            assert b"2 of 2 right" in said and b"not run     1" in said
             assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
 
 
@@ -539,7 +539,7 @@ def test_two_runs_are_compared_pair_by_pair(command: Arbor) -> None:
     text = command(
         *("eval", name, "--task", "reasoning", "--output", "b", "--compare", "a"),
     ).out
-    assert "-77.8 points (" in text and "only there 7; McNemar p = 0.0156" in text
+    assert "-77.8 points (" in text and "only the other 7; McNemar p = 0.0156" in text
 
 
 def test_runs_without_a_common_sample_are_not_compared(command: Arbor) -> None:
