@@ -44,12 +44,12 @@ def test_a_timeline_goes_to_stdout_or_to_a_file(command: Arbor, tmp_path: Path) 
     timeline = to_perfetto(read_trace("run.arbor.jsonl"))
 
     ran = command("trace", "convert", "run.arbor.jsonl")
-    told = command("trace", "convert", "run.arbor.jsonl", "-o", "run.json", "--json")
+    converted = command("trace", "convert", "run.arbor.jsonl", "-o", "run.json", "--json")
 
     assert (ran.code, ran.err) == (0, "")
     assert len(ran.document["traceEvents"]) == len(timeline["traceEvents"])
     assert json.loads((tmp_path / "run.json").read_text("utf-8")) == ran.document
-    assert told.document["path"] == "run.json"
+    assert converted.document["path"] == "run.json"
     missing = command("trace", "convert", "run.arbor.jsonl", "-o", "no/where.json")
     assert missing.code == 2 and "[output-nowhere]" in missing.err
     assert command("trace", "convert", "run.arbor.jsonl", "-o", "-").out == ran.out

@@ -1,4 +1,4 @@
-"""``arbor eval``: what it reads, what it keeps, how it goes on, and what it adds up."""
+"""``arbor eval``: dataset, folder, resuming, results and comparison."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_trace_without_words_has_none(command: Arbor) -> None:
     assert read_trace(Path("out", rows()[0]["trace"])).events[0].problem == ""
 
 
-def test_an_id_that_is_no_file_name_gets_one(command: Arbor) -> None:
+def test_an_id_that_is_not_a_file_name_gets_one(command: Arbor) -> None:
     names = ["../../etc/passwd", "a b", "a/b", ".", "é" * 200, "CON"]
 
     assert run(command, dataset(*({"id": n, "problem": n} for n in names))).code == 0
@@ -295,7 +295,7 @@ def test_what_the_first_sample_cannot_have_leaves_no_folder(command: Arbor) -> N
     assert not Path("out").exists()
 
 
-def test_errors_are_told_with_their_reasons(command: Arbor) -> None:
+def test_errors_are_reported_with_their_reasons(command: Arbor) -> None:
     run(command, unsolvable(), "--on-error", "continue")
     again = ("eval", "problems.jsonl", "--task", "reasoning", "--output", "out", "-q")
     ran = command(*again, "--on-error", "continue")
@@ -369,7 +369,7 @@ def test_columns_may_have_other_names_and_numbers_are_text(command: Arbor) -> No
     assert [(r["problem"], r["expected"]) for r in rows()] == [("How many?", "72"), ("5", "x")]
 
 
-def test_a_separator_of_lines_within_a_problem_is_no_end_of_a_row(command: Arbor) -> None:
+def test_a_separator_of_lines_within_a_problem_does_not_end_a_row(command: Arbor) -> None:
     Path("u.jsonl").write_text(
         '{"problem": "one\u2028two", "answer": "1"}\n', encoding="utf-8", newline=""
     )
@@ -427,7 +427,7 @@ def test_a_limit_is_a_number_or_a_range_with_both_ends(limit: str, part: tuple[i
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "3-1", "1.5", "all", "1-", "0-4", ""])
-def test_anything_else_is_no_limit(limit: str) -> None:
+def test_anything_else_is_not_a_limit(limit: str) -> None:
     with pytest.raises(UsageError, match="101-200"):
         window(limit)
 

@@ -135,7 +135,8 @@ class BenchOptions:
 def bench(
     output: Output, /, policy: tuple[str, ...], budget: tuple[str, ...], **values: Any
 ) -> int:
-    """Time one search under several budgets and policies in turn; reports only what exceeds the noise.
+    """Time one search under several budgets and policies in turn; differences below the noise are
+    not reported.
 
     \b
       arbor bench "4 5 6 10" --budget full --budget 0.1

@@ -126,7 +126,7 @@ def _comparison(pair: Mapping[str, Any]) -> list[str]:
         low, high = one["interval"]
         digits = 2 if name == "cpu_s" else 0
         lines.append(
-            f"{'':<12}{what}: {one['here']:,.{digits}f}, the other {one['there']:,.{digits}f}, "
+            f"{'':<12}{what}: {one['here']:,.{digits}f} against {one['there']:,.{digits}f}, "
             f"{one['difference']:+,.{digits}f} ({low:+,.{digits}f} to {high:+,.{digits}f})"
         )
     return lines

@@ -129,8 +129,8 @@ def check(output: Output, file: Path) -> int:
       arbor trace check run.arbor.jsonl && echo consistent
 
     Checked: every line is an event and none is missing, time does not decrease, parents exist, the
-    tokens in memory add up after every event and stay within the budget, and the counters of the end
-    equal those of the events. The trace of an interrupted run is complete if it has an end.
+    tokens in memory add up after every event and stay within the budget, and the counters of the
+    end equal those of the events. The trace of an interrupted run is complete if it has an end.
     """
     status: str | None = None
     try:
