@@ -125,7 +125,7 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="output-nowhere"):
             refuse_unwritable("-o", path)
     (tmp_path / "link").symlink_to(tmp_path / "no" / "x")
-    with pytest.raises(UsageError, match=r"there is no folder .*no"):
+    with pytest.raises(UsageError, match=r"the folder .*no does not exist"):
         refuse_unwritable("-o", tmp_path / "link")
 
 

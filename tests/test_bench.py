@@ -61,17 +61,17 @@ def timings(*seconds: float, budget: str = "full", **settings: Any) -> dict[str,
         ((1.2,) * 3, None, 0),
     ],
 )
-def test_what_is_slower_than_allowed_is_told(
+def test_what_is_slower_than_allowed_is_reported(
     now: tuple[float, ...], most: float | None, slower: int
 ) -> None:
     found = timings(*now)
 
-    told = compare(found, timings(1.0, 1.0, 1.0), most)
+    slower_rows = compare(found, timings(1.0, 1.0, 1.0), most)
 
-    assert len(told) == slower
+    assert len(slower_rows) == slower
     assert found["rows"][0]["before"]["median"] == 1.0
-    if told:
-        assert told[0] == "lru full: 1.2 s, it was 1 s (+20 %, allowed 5 %)."
+    if slower_rows:
+        assert slower_rows[0] == "lru full: 1.2 s, it was 1 s (+20 %, allowed 5 %)."
 
 
 def test_only_what_was_measured_alike_is_compared() -> None:
@@ -95,7 +95,7 @@ def test_what_cannot_be_compared_is_not_measured(
     assert "[bench-differs]" in command("bench", "--compare", "other.json").err
 
 
-def test_variants_of_a_policy_are_timed_beside_it(command: Arbor) -> None:
+def test_variants_of_a_policy_are_timed_with_it(command: Arbor) -> None:
     both = ("--policy", "arborkv", "--policy", "arborkv,scorer=recency, tail=16")
     fake_solver.SOLVERS.clear()
 
@@ -134,7 +134,7 @@ def test_a_gate_fails_with_seven_and_everything_is_written(command: Arbor) -> No
     assert ran.code == 7
     assert "[max-regress] reentry full: " in ran.err and "allowed 5 %" in ran.err
     assert "times" in ran.out and Path("now.json").is_file()
-    assert command(*shape, "--compare", "before.json").code == 0, "without a gate it only tells"
+    assert command(*shape, "--compare", "before.json").code == 0, "without a gate it only reports"
 
 
 ROWS = [
@@ -144,8 +144,8 @@ ROWS = [
     (["--compare", "words.json"], 4, "bench-unreadable", "words.json is not JSON"),
     (["--compare", "list.json"], 4, "bench-unreadable", "not arbor.bench/1"),
     (["--compare", "other.json"], 2, "bench-differs", "other settings: "),
-    (["--output-json", "no/where.json"], 2, "output-nowhere", "there is no folder no"),
-    (["--repeat", "2"], 2, "usage", "x>=3"),
+    (["--output-json", "no/where.json"], 2, "output-nowhere", "the folder no does not exist"),
+    (["--repeat", "2"], 2, "usage", "a whole number >= 3"),
     (["--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
     (["--policy", "lru,tail"], 2, "setting", "As in lru,tail=16"),
     (["--policy", "lru,tail=3,tail=4"], 2, "setting", "names a setting twice"),

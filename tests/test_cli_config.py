@@ -384,10 +384,10 @@ def commands(group: Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, cl
 def test_every_command_is_where_the_table_says_and_says_what_it_is_for() -> None:
     context = click.Context(cli)
 
-    for name, (_, told) in COMMANDS.items():
+    for name, (_, purpose) in COMMANDS.items():
         found = cli.get_command(context, name)
         assert found is not None and found.name == name
-        assert told.endswith(".") and len(told) < 70
+        assert purpose.endswith(".") and len(purpose) < 70
 
 
 @pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))
@@ -479,7 +479,7 @@ STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browse
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A home with the traces, the dataset and the run that help pages name, an `arbor` whose solver solves nothing, and the programs beside it."""
+    """A home with the files and programs that help pages name, and an `arbor` with a fake solver."""
     folder = tmp_path_factory.mktemp("examples")
     for name in ("run", "full", "small", "tenth", "a", "b"):
         for suffix in ("", ".gz"):

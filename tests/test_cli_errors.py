@@ -176,8 +176,8 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         4,
         "trace-corrupt",
         (
-            "run.arbor.jsonl: line 41 is no event. 49 events are readable.",
-            "'arbor trace repair' writes a clean copy; 'arbor view' shows what is there",
+            "run.arbor.jsonl: line 41 is unreadable. 49 events are readable.",
+            "'arbor trace repair' writes a clean copy; 'arbor view' shows the readable part",
         ),
     ),
     (cut_trace, 4, "trace-corrupt", ("'arbor trace repair' writes a clean copy",)),
@@ -212,7 +212,12 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
     (["trace", "chek", "run.jsonl"], 2, "usage", ("Did you mean 'check'?", "arbor trace --help")),
     (["xyz"], 2, "usage", ("Commands: solve, ",)),
     (["trace", "repair", "x", "-o", "-"], 2, "usage", ("--output clean.arbor.jsonl",)),
-    (["solve", PUZZLE, "--log-file", "no/log"], 2, "log-unwritable", ("may be written",)),
+    (
+        ["solve", PUZZLE, "--log-file", "no/log"],
+        2,
+        "log-unwritable",
+        ("existing, writable folder",),
+    ),
     (["solve", PUZZLE, "--device", "tpu"], 2, "device", ("auto, cpu or cuda",)),
 ]
 
@@ -255,7 +260,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_search() -> None:
     assert b"the search goes on" in err and b"Traceback" not in err
 
 
-def test_a_full_disk_for_the_answer_is_no_traceback() -> None:
+def test_a_full_disk_for_the_answer_is_not_a_traceback() -> None:
     with Path("/dev/full").open("wb") as full, spawn("list", "tasks", code=REAL, stdout=full) as it:
         _, err = it.communicate(timeout=60)
 
@@ -299,7 +304,7 @@ def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
-def test_a_stream_that_is_closed_is_no_bug(closed: str, tmp_path: Path) -> None:
+def test_a_stream_that_is_closed_is_not_a_bug(closed: str, tmp_path: Path) -> None:
     command = f"{sys.executable} -m arbor solve '4 5' --task game24 {closed}"
     ran = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
 

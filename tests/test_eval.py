@@ -1,4 +1,4 @@
-"""``arbor eval``: what it reads, what it keeps, how it goes on, and what it adds up."""
+"""``arbor eval``: dataset, folder, resuming, results and comparison."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_trace_without_words_has_none(command: Arbor) -> None:
     assert read_trace(Path("out", rows()[0]["trace"])).events[0].problem == ""
 
 
-def test_an_id_that_is_no_file_name_gets_one(command: Arbor) -> None:
+def test_an_id_that_is_not_a_file_name_gets_one(command: Arbor) -> None:
     names = ["../../etc/passwd", "a b", "a/b", ".", "é" * 200, "CON"]
 
     assert run(command, dataset(*({"id": n, "problem": n} for n in names))).code == 0
@@ -267,7 +267,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
         if number == signal.SIGINT:
             assert process.returncode == 130
             assert f"arbor eval --config '{out}/run.toml' --output '{out}'" in err.decode()
-            assert b"2 of 2 right" in said and b"missing     1" in said
+            assert b"2 of 2 right" in said and b"not run     1" in said
             assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
 
 
@@ -295,7 +295,7 @@ def test_what_the_first_sample_cannot_have_leaves_no_folder(command: Arbor) -> N
     assert not Path("out").exists()
 
 
-def test_errors_are_told_with_their_reasons(command: Arbor) -> None:
+def test_errors_are_reported_with_their_reasons(command: Arbor) -> None:
     run(command, unsolvable(), "--on-error", "continue")
     again = ("eval", "problems.jsonl", "--task", "reasoning", "--output", "out", "-q")
     ran = command(*again, "--on-error", "continue")
@@ -369,7 +369,7 @@ def test_columns_may_have_other_names_and_numbers_are_text(command: Arbor) -> No
     assert [(r["problem"], r["expected"]) for r in rows()] == [("How many?", "72"), ("5", "x")]
 
 
-def test_a_separator_of_lines_within_a_problem_is_no_end_of_a_row(command: Arbor) -> None:
+def test_a_separator_of_lines_within_a_problem_does_not_end_a_row(command: Arbor) -> None:
     Path("u.jsonl").write_text(
         '{"problem": "one\u2028two", "answer": "1"}\n', encoding="utf-8", newline=""
     )
@@ -427,7 +427,7 @@ def test_a_limit_is_a_number_or_a_range_with_both_ends(limit: str, part: tuple[i
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "3-1", "1.5", "all", "1-", "0-4", ""])
-def test_anything_else_is_no_limit(limit: str) -> None:
+def test_anything_else_is_not_a_limit(limit: str) -> None:
     with pytest.raises(UsageError, match="101-200"):
         window(limit)
 
@@ -539,7 +539,7 @@ def test_two_runs_are_compared_pair_by_pair(command: Arbor) -> None:
     text = command(
         *("eval", name, "--task", "reasoning", "--output", "b", "--compare", "a"),
     ).out
-    assert "-77.8 points (" in text and "only there 7; McNemar p = 0.0156" in text
+    assert "-77.8 points (" in text and "only the other 7; McNemar p = 0.0156" in text
 
 
 def test_runs_without_a_common_sample_are_not_compared(command: Arbor) -> None:

@@ -148,7 +148,7 @@ def test_the_page_is_opened_if_there_is_a_browser(
 
     assert code == 0
     assert opened == [(tmp_path / "run.html").as_uri()]
-    assert ("no browser answers" in err) is not answers
+    assert ("could not open a browser" in err) is not answers
 
 
 def test_a_damaged_trace_is_shown_with_a_warning(command: Command, trace: Path) -> None:
@@ -320,5 +320,5 @@ def test_it_is_among_the_commands(command: Command) -> None:
     code, out, _ = command("--help")
 
     assert code == 0
-    assert re.search(r"^  view +See a trace", out, re.MULTILINE)
-    assert re.search(r"^  demo +Watch a search", out, re.MULTILINE)
+    assert re.search(r"^  view +Show a trace", out, re.MULTILINE)
+    assert re.search(r"^  demo +Solve a small example", out, re.MULTILINE)

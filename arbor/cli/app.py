@@ -28,18 +28,21 @@ COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
     "eval": ("arbor.cli.eval:eval_", "Solve many problems into a resumable folder."),
     "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),
-    "demo": ("arbor.cli.demo:demo", "Solve a small example and write it as a page."),
-    "view": ("arbor.cli.view:view", "Show a trace: one HTML page, or a tree in the terminal."),
+    "demo": ("arbor.cli.demo:demo", "Solve a small example and write it as an HTML page."),
+    "view": ("arbor.cli.view:view", "Show a trace as an HTML page, or as a tree in the terminal."),
     "replay": (
         "arbor.cli.replay:replay",
-        "Cost of a recorded search under other policies and budgets.",
+        "Compare policies and budgets on a recorded search.",
     ),
     "calibrate": ("arbor.cli.calibrate:calibrate", "Calibrate policy estimates."),
-    "info": ("arbor.cli.show:info", "A model's size, and the memory at each budget."),
-    "list": ("arbor.cli.show:list_", "Available names, with their settings and defaults."),
+    "info": ("arbor.cli.show:info", "Show a model's size and the memory at each budget."),
+    "list": ("arbor.cli.show:list_", "List available names, with their settings and defaults."),
     "trace": ("arbor.cli.trace:trace", "Inspect, check, compare, convert and repair traces."),
-    "doctor": ("arbor.cli.show:doctor", "Versions, devices and settings, for a bug report."),
-    "completion": ("arbor.cli.completion:completion", "Shell script for completion on TAB."),
+    "doctor": ("arbor.cli.show:doctor", "Show versions, devices and settings, for a bug report."),
+    "completion": (
+        "arbor.cli.completion:completion",
+        "Print a shell script for completion on TAB.",
+    ),
 }
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_BUG = 1
@@ -56,7 +59,7 @@ def cli(output: Output) -> None:
     \b
       arbor solve "4 5 6 10"                  the built-in model, offline, on a CPU
       arbor solve "4 5 6 10" --budget 0.1     the same answer in a tenth of the KV
-      arbor info                              the model's size, the memory at each budget
+      arbor info                              its size, and the memory at each budget
     """
     configure_log(output)
     # spinning threads make a busy machine ten times slower; torch reads this at import
@@ -143,9 +146,12 @@ def _with_models(error: ArborError) -> ArborError:
 
 
 def _usage(error: click.ClickException) -> UsageError:
-    path = getattr(getattr(error, "ctx", None), "command_path", "arbor")
-    message = error.format_message()
-    return UsageError("usage", message, f"See '{path} --help'.")
+    context: click.Context | None = getattr(error, "ctx", None)
+    path = "arbor" if context is None else context.command_path
+    message, hint = f"{error.format_message().rstrip('.')}.", f"See '{path} --help'."
+    if "unexpected extra argument" in message and context and "problem" in context.params:
+        hint = f'Put the problem in quotes: {path} "4 5 6 10".'
+    return UsageError("usage", message, hint)
 
 
 def _fail(output: Output, error: ArborError) -> int:

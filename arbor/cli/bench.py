@@ -17,7 +17,7 @@ import click
 from arbor._version import __version__
 from arbor.budget import Budget
 from arbor.cli.build import build_solver, known_policy
-from arbor.cli.command import Command, option
+from arbor.cli.command import Command, Integer, option
 from arbor.cli.option_records import RunOptions, SolverOptions, read_options
 from arbor.cli.options import (
     EXIT_GATE,
@@ -75,7 +75,7 @@ class BenchOptions:
 @click.argument("problem", required=False)
 @option(
     "--warmup",
-    type=click.IntRange(0),
+    type=Integer(0),
     default=2,
     metavar="N",
     heading="Timing",
@@ -83,7 +83,7 @@ class BenchOptions:
 )
 @option(
     "--repeat",
-    type=click.IntRange(FEWEST),
+    type=Integer(FEWEST),
     default=5,
     metavar="N",
     heading="Timing",
@@ -122,7 +122,7 @@ class BenchOptions:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
-    help="Timings of an earlier --output-json with the same settings.",
+    help="Compare with timings of --output-json that have the same settings.",
 )
 @option(
     "--max-regress",
@@ -135,7 +135,8 @@ class BenchOptions:
 def bench(
     output: Output, /, policy: tuple[str, ...], budget: tuple[str, ...], **values: Any
 ) -> int:
-    """Time one search under several budgets and policies, in turn; reports no difference below the noise.
+    """Time one search under several budgets and policies in turn; differences below the noise are
+    not reported.
 
     \b
       arbor bench "4 5 6 10" --budget full --budget 0.1

@@ -1,4 +1,4 @@
-"""From options to a solver: everything that can be checked without torch is checked before its import."""
+"""From options to a solver; whatever needs no torch is checked before its import."""
 
 from __future__ import annotations
 
@@ -82,6 +82,6 @@ def known_policy(text: str) -> str:
 
 
 def _check_name(kind: str, name: str) -> None:
-    """Refuses an unknown name without importing a known one; a dotted path is checked when it is imported."""
+    """Refuses an unknown name without importing a known one; a dotted path is not checked."""
     if ":" not in name and name not in registry.names(kind):
         registry.resolve(kind, name)  # raises, and suggests the closest name

@@ -1,4 +1,4 @@
-"""Commands whose help groups their options, and groups that import a command when it is called."""
+"""Click's commands, with options grouped in the help, and groups that import commands on demand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Exit codes (docs/exit-codes.md):
   0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
   6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
 
-LAST_HEADINGS = ("Output", "Options")
+GENERAL = "General"
+LAST_HEADINGS = ("Output", GENERAL)  # others come in the order of the options
 RENAMED = {"attn": "backend", "depth": "max_depth"}  # former name -> name of an option
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Option(click.Option):
     """An option with a heading in the help."""
 
-    def __init__(self, *arguments: Any, heading: str = "Options", **settings: Any) -> None:
+    def __init__(self, *arguments: Any, heading: str = GENERAL, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.heading = heading
 
@@ -150,6 +151,35 @@ def option_group(*options: Callable[[Any], Any]) -> Callable[[F], F]:
     return decorate
 
 
+class Integer(click.IntRange):
+    """A whole number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; the error names the bounds."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} must be a whole number{_bounds(self)}.", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; the error names the bounds."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} must be a number{_bounds(self)}.", param, ctx)
+
+
+def _bounds(range_: click.IntRange | click.FloatRange) -> str:
+    """`` > 0 and <= 1``."""
+    low = [] if range_.min is None else [f" {'>' if range_.min_open else '>='} {range_.min:g}"]
+    high = [] if range_.max is None else [f" {'<' if range_.max_open else '<='} {range_.max:g}"]
+    return " and".join([*low, *high])
+
+
 def flag_of(name: str) -> str:
     """``max_depth`` -> ``--max-depth``."""
     return f"--{name.replace('_', '-')}"
@@ -166,7 +196,8 @@ def _write_groups(
     for parameter in command.get_params(ctx):
         row = parameter.get_help_record(ctx)
         if row is not None and isinstance(parameter, click.Option):
-            groups.setdefault(getattr(parameter, "heading", "Options"), []).append(row)
-    for heading in sorted(groups, key=lambda name: name in LAST_HEADINGS):
+            groups.setdefault(getattr(parameter, "heading", GENERAL), []).append(row)
+    last = [heading for heading in LAST_HEADINGS if heading in groups]
+    for heading in [*(each for each in groups if each not in last), *last]:
         with formatter.section(heading):
             formatter.write_dl(groups[heading])

@@ -1,4 +1,4 @@
-"""``arbor completion``: what a shell needs to complete commands, options and names."""
+"""``arbor completion``: shell scripts that complete commands, options and names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHELLS = ("bash", "zsh", "fish")
 @output_options
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> int:
-    """A script that completes commands, options and names on TAB.
+    """Print a script that completes commands, options and names on TAB.
 
     \b
       arbor completion bash >> ~/.bashrc

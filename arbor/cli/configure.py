@@ -1,4 +1,4 @@
-"""``--config`` and ``--preset``: defaults of a command's options, and settings of its components."""
+"""``--config`` and ``--preset``: defaults of options, and settings of components."""
 
 from __future__ import annotations
 

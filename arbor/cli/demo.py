@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.command import Command, option
+from arbor.cli.command import Command, Integer, option
 from arbor.cli.option_records import read_options
 from arbor.cli.options import output_options
 from arbor.cli.output import Output
@@ -55,7 +55,7 @@ class DemoOptions:
 @option("--open", is_flag=True, heading="Page", help="Open the page in the browser.")
 @option(
     "--seed",
-    type=click.IntRange(0),
+    type=Integer(0),
     metavar="N",
     default=FIRST_SEED,
     heading="Sampling",

@@ -45,8 +45,8 @@ def _complete_dataset(
 def eval_(ctx: click.Context, /, **values: Any) -> int:
     """Solve many problems; the same command with the same --output resumes the run.
 
-    DATASET is a task with problems of its own (chains, countdown, game24, recall), a .jsonl or .csv file, or '-'
-    for JSON lines on stdin.
+    DATASET is a task that has problems (chains, countdown, game24, recall), a .jsonl or .csv file,
+    or '-' for JSON lines on stdin.
 
     \b
       arbor eval game24 --limit 50 --budget 0.1 --output runs/tenth
@@ -121,7 +121,7 @@ def run_config(options: EvalOptions, solver: Solver) -> dict[str, Any]:
 
 
 def resume_command(options: EvalOptions, path: Path) -> str:
-    """The command that resumes a run: its configuration, and the flags that a configuration cannot hold."""
+    """The command that resumes a run: its configuration, and flags a configuration cannot hold."""
     words = ["arbor", "eval", "--config", str(path / CONFIG), "--output", str(path)]
     if options.solver.device != "auto":
         words += ["--device", options.solver.device]

@@ -8,11 +8,12 @@ from typing import Literal
 
 import click
 
-from arbor.cli.command import option, option_group
+from arbor.cli.command import Number, option, option_group
 from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions
 from arbor.cli.options import (
     config_option,
     limit_options,
+    loading_options,
     model_option,
     output_options,
     sampling_options,
@@ -65,43 +66,44 @@ eval_options = option_group(
         default="test",
         metavar="NAME",
         heading="Dataset",
-        help="Of a task's problems: train, validation, test.",
+        help="Split of a task's problems: train, validation or test.",
     ),
     option(
         "--input-key",
         default="problem",
         metavar="NAME",
         heading="Dataset",
-        help="Column of a file that holds the problem.",
+        help="Column of the problem, in a file.",
     ),
     option(
         "--target-key",
         metavar="NAME",
         heading="Dataset",
-        help="Column that holds the answer key; 'answer' where there is one.",
+        help="Column of the answer key; default: answer, where the file has it.",
     ),
     option(
         "--encoding",
         default="utf-8",
         metavar="NAME",
         heading="Dataset",
-        help="Of the file or of stdin.",
+        help="Encoding of the file or of stdin.",
     ),
     option(
         "--limit",
         metavar="N|A-B",
         heading="Dataset",
-        help="The first N samples, or those from A to B; a task's first 100, all of a file.",
+        help="The first N samples, or samples A to B; default: 100 of a task, all of a file.",
     ),
     option(
         "--sample-id",
         multiple=True,
         metavar="ID",
         heading="Dataset",
-        help="Only this sample; may be repeated.",
+        help="Solve only this sample; may be repeated.",
     ),
     search_options,
     model_option,
+    loading_options,
     sampling_options,
     limit_options,
     option(
@@ -109,7 +111,7 @@ eval_options = option_group(
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
         heading="Output",
-        help="The run's folder, or one to go on with; runs/{time}_{dataset}_{id} if none is given.",
+        help="Folder of the run, new or to resume; default: runs/{time}_{dataset}_{id}.",
     ),
     option(
         "--fresh", is_flag=True, heading="Output", help="Start over in a folder that has a run."
@@ -119,11 +121,11 @@ eval_options = option_group(
         type=click.Choice(["stop", "continue"]),
         default="stop",
         heading="Output",
-        help="After a sample that cannot be solved; continue counts it as wrong.",
+        help="At a sample that cannot be solved; continue counts it as wrong.",
     ),
     option(
         "--fail-under",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         metavar="X",
         heading="Output",
         help="Exit code 7 if the accuracy is lower, as in 0.70.",
@@ -133,14 +135,14 @@ eval_options = option_group(
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
         heading="Output",
-        help="Pair the samples with those of another run.",
+        help="Compare with another run, sample by sample.",
     ),
     option(
         "--trace",
         type=click.Choice(["on", "off"]),
         default="on",
         heading="Output",
-        help="A trace per sample, in DIR/traces.",
+        help="Write a trace per sample, in DIR/traces.",
     ),
     trace_detail_options,
     config_option,

@@ -87,23 +87,23 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
             f"{100 * found['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}), "
             f"{found['right']:,} of {n:,} right"
         )
-    for name in ("missing", "no_answer"):
-        if found[name]:
-            facts[name.replace("_", " ")] = f"{found[name]:,}"
+    for key, name in (("missing", "not run"), ("no_answer", "no answer")):
+        if found[key]:
+            facts[name] = f"{found[key]:,}"
     if found["errors"]:
         codes, first = found["error_codes"], found["first_error"]
         counts = ", ".join(f"{count:,} {code}" for code, count in codes.items())
         facts["errors"] = f"{counts}; the first: {first['message']} {first['hint']}".rstrip()
     generated, recomputed = found["tokens_generated"], found["tokens_recomputed"]
     facts["tokens"] = (
-        f"{generated['mean']:,.0f} generated, {recomputed['mean']:,.0f} recomputed, of one sample"
+        f"mean per sample: {generated['mean']:,.0f} generated, {recomputed['mean']:,.0f} recomputed"
     )
     peak, size = found["peak_tokens"], human_bytes(found["peak_bytes"]["max"])
     facts["peak KV"] = (
-        f"{peak['mean']:,.0f} tokens of one sample, at most {peak['max']:,.0f}, {size}"
+        f"mean per sample: {peak['mean']:,.0f} tokens; largest: {peak['max']:,.0f}, {size}"
     )
     cpu = found["cpu_s"]
-    facts["CPU time"] = f"{cpu['mean']:.2f} s of one sample, {cpu['total']:,.1f} s in all"
+    facts["CPU time"] = f"mean per sample: {cpu['mean']:.2f} s; total: {cpu['total']:,.1f} s"
     facts["folder"] = str(found["folder"])
     lines = [f"{name:<12}{text}" for name, text in facts.items()]
     return lines + (_comparison(found["comparison"]) if "comparison" in found else [])
@@ -114,7 +114,7 @@ def _comparison(pair: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{'compared':<12}{100 * pair['difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}) "
         f"against {pair['with']}, {pair['n']:,} samples in both",
-        f"{'':<12}right only here {pair['only_first']:,}, only there {pair['only_second']:,}; "
+        f"{'':<12}right: only this run {pair['only_first']:,}, only the other {pair['only_second']:,}; "
         f"McNemar p = {pair['p']:.3g}",
     ]
     for name, what in (
@@ -126,7 +126,7 @@ def _comparison(pair: Mapping[str, Any]) -> list[str]:
         low, high = one["interval"]
         digits = 2 if name == "cpu_s" else 0
         lines.append(
-            f"{'':<12}{what}: {one['here']:,.{digits}f} here, {one['there']:,.{digits}f} there, "
+            f"{'':<12}{what}: {one['here']:,.{digits}f} against {one['there']:,.{digits}f}, "
             f"{one['difference']:+,.{digits}f} ({low:+,.{digits}f} to {high:+,.{digits}f})"
         )
     return lines

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import click
 
 from arbor import registry
-from arbor.cli.command import option, option_group
+from arbor.cli.command import GENERAL, Integer, Number, option, option_group
 from arbor.cli.configure import take_defaults, take_preset
 from arbor.cli.output import LOG_LEVELS, LOG_SETTINGS, Output, configure_log
 from arbor.events import Detail
@@ -22,7 +22,7 @@ COMPLETION = "_ARBOR_COMPLETE"  # set by the shell that asks for completions
 
 
 def _set_output(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Keeps a setting that was given; the one after the command wins over the one before it."""
+    """Stores a given setting; one after the command wins over one before it."""
     name = parameter.name or ""
     output = ctx.ensure_object(Output)
     if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
@@ -32,7 +32,7 @@ def _set_output(ctx: click.Context, parameter: click.Parameter, value: Any) -> N
 
 
 def names_of(kind: str) -> Callable[[click.Context, click.Parameter, str], list[str]]:
-    """Completes the names of a kind, plugins' included; imports none of them."""
+    """A completer for the names of a kind, plugins included; imports none of them."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, begun: str) -> list[str]:
         return [name for name in registry.names(kind) if name.startswith(begun)]
@@ -41,63 +41,69 @@ def names_of(kind: str) -> Callable[[click.Context, click.Parameter, str], list[
 
 
 _OUTPUT_OPTION: dict[str, Any] = {
-    "heading": "Output",
+    "heading": GENERAL,
     "expose_value": False,
     "callback": _set_output,
 }
 
 output_options = option_group(
-    option("--json", is_flag=True, help="One JSON document on stdout.", **_OUTPUT_OPTION),
+    option("--json", is_flag=True, help="Print one JSON document on stdout.", **_OUTPUT_OPTION),
     option(
-        "-q", "--quiet", is_flag=True, help="Nothing but the result and errors.", **_OUTPUT_OPTION
+        "-q", "--quiet", is_flag=True, help="Print only the result and errors.", **_OUTPUT_OPTION
     ),
     option(
-        "-v", "--verbose", count=True, help="More on stderr; -vv for everything.", **_OUTPUT_OPTION
+        "-v",
+        "--verbose",
+        count=True,
+        help="Print more on stderr; -vv prints everything.",
+        **_OUTPUT_OPTION,
     ),
     option(
         "--display",
         type=click.Choice(["auto", "live", "plain", "none"]),
         default="auto",
-        help="Progress on stderr: auto is live on a terminal, elsewhere a line each 30 s.",
+        help="Progress on stderr; auto: live on a terminal, else a line every 30 s.",
         **_OUTPUT_OPTION,
     ),
     option(
         "--color",
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
-        help="auto follows the terminal, NO_COLOR and FORCE_COLOR.",
+        help="Colors; auto follows the terminal, NO_COLOR and FORCE_COLOR.",
         **_OUTPUT_OPTION,
     ),
     option(
         "--log-level",
         type=click.Choice(LOG_LEVELS),
-        help="What of the log is shown; warning without -q and -v.",
+        help="Least severe log messages shown; warning without -q and -v.",
         **_OUTPUT_OPTION,
     ),
     option(
         "--log-file",
         type=click.Path(path_type=Path, dir_okay=False),
-        metavar="PATH",
-        help="Append the whole log to FILE, one JSON object a line.",
+        metavar="FILE",
+        help="Append the whole log to FILE, one JSON object per line.",
         **_OUTPUT_OPTION,
     ),
-    option("--debug", is_flag=True, help="Python's traceback with every error.", **_OUTPUT_OPTION),
+    option(
+        "--debug", is_flag=True, help="Print Python's traceback with every error.", **_OUTPUT_OPTION
+    ),
 )
 
 revision_option = option(
     "--revision",
     metavar="NAME",
     heading="Model",
-    help="Branch, tag or commit on the Hub; by default its main branch.",
+    help="Branch, tag or commit on the Hub; default: the main branch.",
 )
 trust_option = option(
     "--trust-remote-code",
     is_flag=True,
     heading="Model",
-    help="Run Python code that lies beside the weights; only if you have read it.",
+    help="Run Python code shipped with the model; only if you have read it.",
 )
 
-# The groups that commands are made of; `arbor bench` takes several budgets and policies.
+# `arbor bench` has its own --budget and --policy.
 
 search_shape_options = option_group(
     option(
@@ -106,8 +112,8 @@ search_shape_options = option_group(
         heading="Search",
         is_eager=True,
         expose_value=False,
-        callback=lambda ctx, parameter, name: take_preset(ctx, parameter, name),
-        help="ArborKV's search shapes; options given beside it win.",
+        callback=take_preset,
+        help="A search shape of the ArborKV paper; other options win.",
     ),
     option(
         "--task",
@@ -123,7 +129,7 @@ search_shape_options = option_group(
         metavar="NAME",
         heading="Search",
         shell_complete=names_of("controller"),
-        help="Chooses which leaves grow: chain, beam, tot, ...",
+        help="Chooses the leaves to grow; see 'arbor list controllers'.",
     ),
     option(
         "--verifier",
@@ -131,28 +137,28 @@ search_shape_options = option_group(
         metavar="NAME",
         heading="Search",
         shell_complete=names_of("verifier"),
-        help="Judges thoughts: self (asks the model), exact.",
+        help="Judges thoughts; see 'arbor list verifiers'.",
     ),
     option(
         "--max-depth",
-        type=click.IntRange(1),
+        type=Integer(1),
         metavar="N",
         heading="Search",
-        help="Thoughts on one path.",
+        help="Most thoughts on one path; default: the task's.",
     ),
     option(
         "--step-tokens",
-        type=click.IntRange(1),
+        type=Integer(1),
         metavar="N",
         heading="Search",
-        help="Tokens per thought.",
+        help="Most tokens in one thought; default: the task's.",
     ),
     option(
         "--set",
         multiple=True,
         metavar="KEY=VALUE",
         heading="Search",
-        help="A setting of controller, verifier, task, policy or sampling; may be repeated.",
+        help="Setting of controller, verifier, task, policy or sampling, as in width=4; may be repeated.",
     ),
 )
 
@@ -161,7 +167,7 @@ budget_option = option(
     default="full",
     metavar="X",
     heading="KV budget",
-    help="The part of full retention's KV that is kept, in (0, 1]; or 8192tok, 6GiB.",
+    help="KV to keep: a share of full retention in (0, 1], or a size, as in 8192tok or 6GiB.",
 )
 
 policy_option = option(
@@ -170,7 +176,7 @@ policy_option = option(
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
-    help="What blocks off the running paths keep; see 'arbor list policies'.",
+    help="Chooses the KV to evict; see 'arbor list policies'.",
 )
 
 retention_options = option_group(
@@ -179,19 +185,19 @@ retention_options = option_group(
         type=click.Choice(["lossless", "lossy"]),
         default="lossless",
         heading="KV budget",
-        help="lossless: the same answer at any budget; lossy: running paths lose tokens too.",
+        help="lossless: same answer at any budget; lossy: running paths lose tokens too.",
     ),
     option(
         "--rehydrate",
         type=click.Choice(["selective", "span", "off"]),
         heading="KV budget",
-        help="What comes back: missing tokens, whole blocks, or nothing (lossy).",
+        help="Recompute missing tokens (selective), whole blocks (span), or nothing (off; lossy only).",
     ),
     option(
         "--msve",
         metavar="FILE",
         heading="KV budget",
-        help="Block values, from 'arbor calibrate msve'; by default those of the model.",
+        help="Block values written by 'arbor calibrate msve'; default: those of the model.",
     ),
 )
 
@@ -202,14 +208,14 @@ loading_options = option_group(
         default="auto",
         metavar="NAME",
         heading="Model",
-        help="auto is the dtype of the weights.",
+        help="Data type; auto: that of the weights.",
     ),
     option(
         "--device",
         default="auto",
         metavar="NAME",
         heading="Model",
-        help="auto is CUDA where there is one.",
+        help="cpu or cuda; auto: cuda where available.",
     ),
     option(
         "--backend",
@@ -217,85 +223,89 @@ loading_options = option_group(
         metavar="NAME",
         heading="Model",
         shell_complete=names_of("backend"),
-        help="What computes attention: auto, flashinfer, torch, rowwise, reference.",
+        help="Attention kernels: auto, flashinfer, torch, rowwise or reference.",
     ),
     trust_option,
 )
 
-search_options = option_group(
-    search_shape_options, budget_option, policy_option, retention_options, loading_options
-)
+search_options = option_group(search_shape_options, budget_option, policy_option, retention_options)
 
 model_option = option(
     "--model",
     default="builtin:sapling",
     metavar="NAME|DIR",
     heading="Model",
-    help="Built in, a directory, or a Hub id.",
+    help="The built-in model, a directory, or a Hugging Face id.",
 )
 
 sampling_options = option_group(
     option(
         "--temperature",
-        type=click.FloatRange(0),
+        type=Number(0),
         metavar="X",
         heading="Sampling",
-        help="0 is greedy.",
+        help="0 is greedy; default: the model's.",
     ),
     option(
         "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
+        type=Number(0, 1, min_open=True),
         metavar="X",
         heading="Sampling",
-        help="Nucleus; 1 is off.",
+        help="Nucleus sampling; 1 is off; default: the model's.",
     ),
-    option("--top-k", type=click.IntRange(0), metavar="N", heading="Sampling", help="0 is off."),
+    option(
+        "--top-k",
+        type=Integer(0),
+        metavar="N",
+        heading="Sampling",
+        help="Only the N most likely tokens; 0 is off; default: the model's.",
+    ),
     option(
         "--seed",
-        type=click.IntRange(0),
+        type=Integer(0),
         metavar="N",
         default=0,
         heading="Sampling",
-        help="Of every random stream.",
+        help="Seed of all random streams.",
     ),
     option(
         "--deterministic",
         is_flag=True,
         heading="Sampling",
-        help="Bitwise the same whatever else is in a batch (CPU, no experts; slower).",
+        help="Bitwise equal results for any batch (CPU, no mixture of experts; slower).",
     ),
 )
 
 max_expansions_option = option(
     "--max-expansions",
-    type=click.IntRange(1),
+    type=Integer(1),
     metavar="N",
     heading="Limits",
-    help="Leaves grown.",
+    help="Most leaves to grow.",
 )
 
 limit_options = option_group(
     max_expansions_option,
     option(
         "--timeout",
-        type=click.FloatRange(0, min_open=True),
+        type=Number(0, min_open=True),
         metavar="S",
         heading="Limits",
-        help="Seconds; then the best so far.",
+        help="Most seconds; then the best answer so far.",
     ),
     option(
         "--threads",
-        type=click.IntRange(1),
+        type=Integer(1),
         metavar="N",
         heading="Limits",
-        help="Of torch on the CPU; one for small models.",
+        help="CPU threads of torch; default: one for small models.",
     ),
     option(
         "--max-tokens",
-        type=click.IntRange(1),
+        type=Integer(1),
         metavar="N",
         heading="Limits",
-        help="Tokens of finished thoughts; then the best so far.",
+        help="Most tokens in finished thoughts; then the best answer so far.",
     ),
 )
 
@@ -305,14 +315,14 @@ trace_detail_options = option_group(
         type=click.Choice(get_args(Detail)),
         default="events",
         heading="Output",
-        help="Of decoding: a line for all steps at once, one for each, and each one's tokens too.",
+        help="Detail of decoding: a line for many steps (events), for each, or for each with its tokens.",
     ),
     option(
         "--trace-text",
         type=click.Choice(["full", "none"]),
         default="full",
         heading="Output",
-        help="none leaves the words of problem, thoughts and answer out of the trace.",
+        help="none omits the text of problem, thoughts and answer.",
     ),
 )
 
@@ -324,5 +334,5 @@ config_option = option(
     is_eager=True,
     expose_value=False,
     callback=take_defaults,
-    help="Defaults from a TOML file; flags and the environment win.",
+    help="Defaults from a TOML file; flags and environment variables win.",
 )

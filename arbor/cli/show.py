@@ -19,7 +19,7 @@ from arbor.cli.build import build_solver
 from arbor.cli.cache import cached_models
 from arbor.cli.command import Command
 from arbor.cli.option_records import SolverOptions, read_options
-from arbor.cli.options import max_expansions_option, output_options, search_options
+from arbor.cli.options import loading_options, max_expansions_option, output_options, search_options
 from arbor.cli.output import Output
 from arbor.errors import ArborError
 from arbor.support.cache_dir import cache_dir
@@ -49,11 +49,12 @@ PACKAGES = (
 @click.command(cls=Command)
 @click.argument("model", default="builtin:sapling")
 @search_options
+@loading_options
 @max_expansions_option
 @output_options
 @click.pass_obj
 def info(output: Output, /, **values: Any) -> int:
-    """A model's size, and the memory at each budget; reads its config, not its weights.
+    """Show a model's size and the memory at each budget; reads its config, not its weights.
 
     \b
       arbor info
@@ -131,11 +132,14 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
 
 
 @click.command("list", cls=Command)
-@click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False)
+@click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False, metavar="[KIND]")
 @output_options
 @click.pass_obj
 def list_(output: Output, kind: str | None) -> int:
-    """Available names, with their settings and defaults; all kinds without KIND.
+    """List available names, with their settings and defaults; without KIND, all of them.
+
+    KIND is one of controllers, verifiers, tasks, policies, allocators, scorers, backends and
+    models.
 
     \b
       arbor list
@@ -191,7 +195,7 @@ def _models() -> list[dict[str, Any]]:
 @output_options
 @click.pass_obj
 def doctor(output: Output) -> int:
-    """Versions, devices and settings of this machine, for a bug report.
+    """Show versions, devices and settings of this machine, for a bug report.
 
     \b
       arbor doctor

@@ -22,6 +22,7 @@ from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions, re
 from arbor.cli.options import (
     config_option,
     limit_options,
+    loading_options,
     model_option,
     output_options,
     sampling_options,
@@ -53,45 +54,55 @@ _options = option_group(
     option(
         "--file",
         type=click.Path(path_type=Path),
-        metavar="PATH",
+        metavar="FILE",
         heading="Problem",
-        help="Read it from a file; '-' as PROBLEM reads stdin.",
+        help="Read the problem from a file; '-' as PROBLEM reads stdin.",
     ),
     option(
         "--encoding",
         default="utf-8",
         metavar="NAME",
         heading="Problem",
-        help="Of the file or of stdin.",
+        help="Encoding of the file or of stdin.",
     ),
-    option("--expected", metavar="ANSWER", heading="Problem", help="Answer key; adds 'correct'."),
+    option(
+        "--expected",
+        metavar="ANSWER",
+        heading="Problem",
+        help="Answer key; adds 'correct' to the result.",
+    ),
     search_options,
     model_option,
+    loading_options,
     sampling_options,
     limit_options,
-    option("--dry-run", is_flag=True, heading="Limits", help="Only the plan; reads no weights."),
+    option(
+        "--dry-run", is_flag=True, heading="Limits", help="Print only the plan; reads no weights."
+    ),
     option(
         "--trace",
         type=click.Path(path_type=Path),
-        metavar="PATH",
+        metavar="FILE",
         heading="Output",
-        help="Write every event to FILE (.arbor.jsonl, or .gz); off writes none.",
+        help="Write all events to FILE (.arbor.jsonl or .gz); off: no trace.",
     ),
     trace_detail_options,
     option(
         "--html",
         type=click.Path(path_type=Path),
-        metavar="PATH",
+        metavar="FILE",
         heading="Output",
-        help="Write the search as one HTML file.",
+        help="Write the search as an HTML page.",
     ),
-    option("--open", is_flag=True, heading="Output", help="Open it; needs --html."),
+    option(
+        "--open", is_flag=True, heading="Output", help="Open the page in the browser; needs --html."
+    ),
     config_option,
     option(
         "--print-config",
         is_flag=True,
         heading="Output",
-        help="Only the resolved configuration, as --config reads it.",
+        help="Print only the resolved configuration, as --config reads it.",
     ),
     output_options,
 )
@@ -129,7 +140,7 @@ def solve(output: Output, /, **values: Any) -> int:
     """
     options = read_options(SolveOptions, values)
     if options.open and options.html is None:
-        raise UsageError("usage", "--open has no page to open.", "Add --html run.html.")
+        raise UsageError("usage", "--open needs a page.", "Add --html run.html.")
     if options.print_config and options.problem is None and options.file is None:
         problem = None
     else:
@@ -181,13 +192,13 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
     """The problem from the command line, from a file, or from stdin (``-``).
 
     Raises:
-        UsageError: none, or two of them; or no such encoding.
-        InputError: it cannot be read.
+        UsageError: no problem, two of them, or an unknown encoding.
+        InputError: the problem cannot be read.
     """
     if (text is None) == (file is None):
         raise UsageError(
             "usage",
-            "there is no problem." if text is None else "a problem and --file are one too many.",
+            "no problem is given." if text is None else "PROBLEM and --file exclude each other.",
             'Give one: arbor solve "4 5 6 10", arbor solve --file problem.txt, or arbor solve -.',
         )
     if text is not None and text != "-":
@@ -207,7 +218,7 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
 
 
 def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:
-    """What writes the trace; nothing for ``off``.
+    """The trace writer; None for ``off``.
 
     Raises:
         UsageError: the file cannot be created.
@@ -233,7 +244,7 @@ def print_config(
 
 
 def use_threads(threads: int | None, model: ModelInfo) -> None:
-    """Sets torch's threads: as asked, or one for a small model, whose threads mostly wait for each other."""
+    """Sets torch's threads; by default one for a small model, whose threads would mostly wait."""
     if threads is None and model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
     if threads is not None:
@@ -288,7 +299,7 @@ def write_events_page(
 
 
 def budget_line(budget: str, plan: Plan) -> str:
-    """What the budget keeps, before the search."""
+    """The budget in tokens and bytes, printed before the search."""
     size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(plan.full_bytes)}"
     return (
         f"budget {budget} keeps {plan.budget_tokens:,} of {plan.full_tokens:,} tokens ({size})"
@@ -297,7 +308,7 @@ def budget_line(budget: str, plan: Plan) -> str:
 
 
 def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
-    """What a run cost, after it."""
+    """The cost of a run, printed after it."""
     ended = {
         "solved": "solved in",
         "exhausted": "exhausted after",
@@ -305,14 +316,14 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         "timeout": "time up after",
         "interrupted": "interrupted after",
     }
-    unshared = metrics.peak_unshared_tokens  # a path of its own for every leaf
+    unshared = metrics.peak_unshared_tokens  # every leaf with its own path
     parts = [
         f"{ended.get(reason, reason)} {metrics.wall_s:.1f} s",
         f"{metrics.blocks:,} blocks",
         f"{metrics.tok_per_s:.0f} tok/s",
         f"peak KV {metrics.peak_tokens:,} tokens, {human_bytes(metrics.peak_bytes)} "
         f"({100 * metrics.budget_share:.0f} % of budget"
-        f"{f'; {unshared:,} if no block were shared' if unshared > metrics.peak_tokens else ''})",
+        f"{f'; {unshared:,} without prefix sharing' if unshared > metrics.peak_tokens else ''})",
     ]
     if metrics.rehydrations:
         fetched = f", {metrics.tokens_fetched:,} fetched" if metrics.tokens_fetched else ""
@@ -321,26 +332,25 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
             f"({metrics.tokens_recomputed:,} tokens recomputed{fetched})"
         )
     if metrics.verified:
-        parts.append(f"asked about {metrics.asked:,} of {metrics.verified:,} thoughts")
+        parts.append(f"model judged {metrics.asked:,} of {metrics.verified:,} thoughts")
     if correct is not None:
         parts.append("correct" if correct else "wrong")
     return " · ".join(parts)
 
 
 def no_answer(solution: Solution) -> str:
-    """Why there is none."""
-    why = {
-        "exhausted": "the controller has nothing more to grow",
-        "limit": "--max-expansions or --max-tokens is reached",
-        "timeout": "the time is up",
-        "interrupted": "interrupted",
+    """Why a search has no answer, and what to try."""
+    reasons = {
+        "exhausted": ("search exhausted", " Try another --seed, or a wider search."),
+        "limit": ("limit reached", " Raise --max-expansions or --max-tokens."),
+        "timeout": ("time up", " Raise --timeout."),
     }
-    reason = why.get(solution.finish_reason, solution.finish_reason)
-    return f"[no-answer] no path gave an answer: {reason} ({solution.metrics.blocks:,} blocks)."
+    reason, hint = reasons.get(solution.finish_reason, (solution.finish_reason, ""))
+    return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer.{hint}"
 
 
 def print_plan(output: Output, plan: Plan) -> None:
-    """The plan, on stdout."""
+    """Prints the plan on stdout."""
     if output.json:
         output.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
         return

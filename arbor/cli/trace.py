@@ -1,7 +1,8 @@
-"""``arbor trace``: look into a trace, check, compare, convert and repair it, and repeat its run."""
+"""``arbor trace``: inspect, check, compare, convert and repair traces."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from arbor.cli.command import Command, Group, option
+from arbor.cli.command import Command, Group, Integer, option
 from arbor.cli.option_records import read_options
 from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
@@ -51,7 +52,7 @@ class RepairOptions:
 @click.group(cls=Group)
 @output_options
 def trace() -> None:
-    """Look into a trace.
+    """Inspect, check, compare, convert and repair traces.
 
     \b
       arbor trace info run.arbor.jsonl
@@ -67,7 +68,7 @@ def trace() -> None:
 @output_options
 @click.pass_obj
 def info(output: Output, file: Path) -> int:
-    """What was run, how it ended and what it cost.
+    """Show the settings, result and cost of a run.
 
     \b
       arbor trace info run.arbor.jsonl
@@ -120,16 +121,16 @@ def _name(spec: Any) -> str:
 @output_options
 @click.pass_obj
 def check(output: Output, file: Path) -> int:
-    """Whether a trace is whole and agrees with itself; exit code 7 if not.
+    """Check that a trace is complete and consistent; exit code 7 if not.
 
     \b
       arbor trace check run.arbor.jsonl
       arbor trace check run.arbor.jsonl --json
-      arbor trace check run.arbor.jsonl && echo whole
+      arbor trace check run.arbor.jsonl && echo consistent
 
-    Checked: every line is an event, none is lost, time runs forwards, parents exist, what is on the device adds up after
-    every event and stays within the budget, and there is an end whose counters are those of the events. A run that was
-    interrupted and came to its end is whole.
+    Checked: every line is an event and none is missing, time does not decrease, parents exist, the
+    tokens in memory add up after every event and stay within the budget, and the counters of the
+    end equal those of the events. The trace of an interrupted run is complete if it has an end.
     """
     status: str | None = None
     try:
@@ -159,7 +160,7 @@ def check(output: Output, file: Path) -> int:
             output.print(f"{file}: {problem}")
         if not problems:
             ended = f"{status}, {events:,} events, {blocks:,} blocks"
-            output.print(f"{file}: {ended}, no contradiction")
+            output.print(f"{file}: {ended}, consistent")
     return EXIT_GATE if problems else 0
 
 
@@ -169,16 +170,15 @@ def check(output: Output, file: Path) -> int:
     "--type",
     multiple=True,
     type=click.Choice([kind.name for kind in EVENTS]),
+    metavar="NAME",
     heading="Selection",
-    help="Only events of this type; may be repeated.",
+    help="Only events of this type, as in evict; may be repeated.",
 )
-@option(
-    "--limit", type=click.IntRange(1), heading="Selection", help="Only so many, from the first."
-)
+@option("--limit", type=Integer(1), metavar="N", heading="Selection", help="Only the first N.")
 @output_options
 @click.pass_obj
 def events(output: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
-    """The events, one a line.
+    """Print the events, one per line.
 
     \b
       arbor trace events run.arbor.jsonl
@@ -222,12 +222,12 @@ def _short(value: Any) -> str:
     type=click.Path(path_type=Path),
     metavar="PATH",
     heading="Conversion",
-    help="Where to; stdout without it.",
+    help="The file; default: stdout.",
 )
 @output_options
 @click.pass_obj
 def convert(output: Output, /, **values: Any) -> int:
-    """A timeline for ui.perfetto.dev or chrome://tracing: Trace Event JSON.
+    """Convert a trace to a timeline for ui.perfetto.dev or chrome://tracing (Trace Event JSON).
 
     \b
       arbor trace convert run.arbor.jsonl --output run.perfetto.json
@@ -244,7 +244,11 @@ def convert(output: Output, /, **values: Any) -> int:
         output.print(document)
         return 0
     write_atomically(path, document + "\n")
-    report(output, "arbor.trace-convert/1", {"path": str(path), "events": len(read.events)})
+    if output.json:
+        facts = {"path": str(path), "events": len(read.events)}
+        output.document({"schema": "arbor.trace-convert/1", **facts})
+    else:
+        output.print(f"{path}: {len(read.events):,} events")
     return 0
 
 
@@ -255,7 +259,7 @@ def convert(output: Output, /, **values: Any) -> int:
 @output_options
 @click.pass_obj
 def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
-    """Where two runs part: settings, blocks, the first event, what they cost.
+    """Compare two runs: settings, blocks, first differing event, cost.
 
     \b
       arbor trace diff full.arbor.jsonl small.arbor.jsonl
@@ -269,7 +273,7 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
     if output.json:
         output.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
     else:
-        show_diff(output, found)
+        print_diff(output, found)
     return EXIT_GATE if exit_code and not found.same_tree else 0
 
 
@@ -281,44 +285,46 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
     type=click.Path(path_type=Path),
     metavar="PATH",
     heading="Repair",
-    help="The clean copy; beside the trace without it, as NAME.repaired.arbor.jsonl.",
+    help="The copy; default: NAME.repaired.arbor.jsonl in the folder of the trace.",
 )
 @option(
     "--trace-text",
     type=click.Choice(["full", "none"]),
     default="full",
     heading="Repair",
-    help="none leaves out the words of problem, thoughts and answer.",
+    help="none omits the text of problem, thoughts and answer.",
 )
 @output_options
 @click.pass_obj
 def repair(output: Output, /, **values: Any) -> int:
-    """Copy the readable lines of a damaged trace, and end it where it has no end.
+    """Copy the readable lines of a damaged trace, and add an end if it has none.
 
     \b
       arbor trace repair run.arbor.jsonl
       arbor trace repair run.arbor.jsonl --output clean.arbor.jsonl.gz
       arbor trace repair run.arbor.jsonl --trace-text none -o public.arbor.jsonl
 
-    Lines that are lost stay lost: 'arbor trace check' still names the gap. The trace itself is left as it is.
+    Missing events stay missing: 'arbor trace check' still reports the gap. The damaged trace is not
+    changed.
     """
     options = read_options(RepairOptions, values)
     if options.output == STDOUT:
         raise UsageError(
             "usage",
-            "a repaired trace is a file, not stdout.",
-            "Name one: --output clean.arbor.jsonl",
+            "a repaired trace cannot go to stdout.",
+            "Name a file: --output clean.arbor.jsonl",
         )
     refuse_unwritable("--output", options.output)
     done = repair_trace(options.file, options.output, options.trace_text)
-    facts = {
-        "path": str(done.path),
-        "kept": done.kept,
-        "dropped": done.dropped,
-        "lost": done.lost,
-        "ended": done.ended,
-    }
-    report(output, "arbor.trace-repair/1", facts)
+    if output.json:
+        facts = {**dataclasses.asdict(done), "path": str(done.path)}
+        output.document({"schema": "arbor.trace-repair/1", **facts})
+    else:
+        end = "end added" if done.ended else "already had an end"
+        output.print(
+            f"{done.path}: {done.kept:,} lines kept, {done.dropped:,} unreadable, "
+            f"{done.lost:,} events missing, {end}"
+        )
     return 0
 
 
@@ -326,7 +332,7 @@ def repair(output: Output, /, **values: Any) -> int:
 @output_options
 @click.pass_obj
 def schema(output: Output) -> int:
-    """What each line of a trace is, as JSON Schema.
+    """Print the JSON Schema of a trace's lines.
 
     \b
       arbor trace schema
@@ -342,7 +348,7 @@ def schema(output: Output) -> int:
 @output_options
 @click.pass_obj
 def config(output: Output, file: Path) -> int:
-    """The configuration that repeats a run, for 'arbor solve --config'.
+    """Print the configuration that repeats a run, for 'arbor solve --config'.
 
     \b
       arbor trace config run.arbor.jsonl
@@ -355,7 +361,7 @@ def config(output: Output, file: Path) -> int:
         raise TraceError(
             "trace-corrupt",
             f"{file} has no header, so its settings are lost. {_readable(read)}",
-            "'arbor trace info' shows what is there.",
+            "'arbor trace info' shows the readable part.",
             path=str(file),
         )
     settings = dict(header.config) | {"seed": header.seed}
@@ -370,36 +376,28 @@ def config(output: Output, file: Path) -> int:
     return 0
 
 
-# What they share
-
-
-def report(output: Output, name: str, facts: dict[str, Any]) -> None:
-    """What a command did: a document, or a line."""
-    if output.json:
-        output.document({"schema": name, **facts})
-    else:
-        output.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+# Damaged traces
 
 
 def warn_if_damaged(output: Output, read: Trace) -> None:
-    """A warning if a trace is not whole."""
+    """Warns that a trace is incomplete."""
     if read.banner:
         output.warn(f"warning: {read.path}: {read.banner}")
 
 
 def refuse_damaged(read: Trace) -> Trace:
-    """The same trace, if every line of it is readable.
+    """The same trace, if every line is readable.
 
     Raises:
-        TraceError: what is made of it could not say what it lacks.
+        TraceError: a line is unreadable, or the trace is cut off.
     """
     if not read.bad_lines and not read.cut:
         return read
-    place = f"line {read.first_bad_line:,} is no event" if read.bad_lines else "it is cut off"
+    place = f"line {read.first_bad_line:,} is unreadable" if read.bad_lines else "it is cut off"
     raise TraceError(
         "trace-corrupt",
         f"{read.path}: {place}. {_readable(read)}",
-        "'arbor trace repair' writes a clean copy; 'arbor view' shows what is there.",
+        "'arbor trace repair' writes a clean copy; 'arbor view' shows the readable part.",
         path=str(read.path),
         line=read.first_bad_line,
         readable=len(read.events),
@@ -432,8 +430,8 @@ def _diff_record(found: TraceDiff) -> dict[str, Any]:
     }
 
 
-def show_diff(output: Output, found: TraceDiff) -> None:
-    """A comparison for people: what was set, where it led, what it cost."""
+def print_diff(output: Output, found: TraceDiff) -> None:
+    """Prints a comparison: settings, tree, events, cost."""
     for setting in found.settings:
         output.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
     if found.same_tree:
@@ -444,7 +442,7 @@ def show_diff(output: Output, found: TraceDiff) -> None:
     if found.parting is None:
         output.print("events    the same")
     else:
-        output.print(f"events    they part after {found.parting.at:,}")
+        output.print(f"events    equal up to {found.parting.at:,}")
         for side, record in (("first", found.parting.first), ("second", found.parting.second)):
             output.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
     for row in found.metrics:

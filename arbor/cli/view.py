@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from arbor.cli.command import Command, option
+from arbor.cli.command import Command, Integer, option
 from arbor.cli.option_records import read_options
 from arbor.cli.options import TRACE_PATH, output_options
 from arbor.cli.output import Output
@@ -47,7 +47,7 @@ class ViewOptions:
 @option("--term", is_flag=True, heading="Terminal", help="Print the tree instead.")
 @option(
     "--event",
-    type=click.IntRange(0),
+    type=Integer(0),
     metavar="N",
     heading="Terminal",
     help="With --term: the tree after the Nth event, from 0.",
@@ -55,7 +55,7 @@ class ViewOptions:
 @output_options
 @click.pass_obj
 def view(output: Output, /, **values: Any) -> int:
-    """See a trace: one HTML page that needs no server and no network, or a tree in the terminal.
+    """Show a trace as one HTML page, without server or network, or as a tree in the terminal.
 
     \b
       arbor view run.arbor.jsonl --open
@@ -67,7 +67,7 @@ def view(output: Output, /, **values: Any) -> int:
     if not 1 <= len(traces) <= 2:
         raise UsageError(
             "view-count",
-            f"a page shows one trace or compares two, not {len(traces)}.",
+            f"a page shows one trace or two, not {len(traces)}.",
             "arbor view TRACE [TRACE2]",
         )
     if options.term:
@@ -128,7 +128,7 @@ def make_page(output: Output, traces: tuple[Path, ...], path: Path | None, show:
 
 
 def page_path(traces: tuple[Path, ...]) -> Path:
-    """The default page, next to the first trace: ``run.arbor.jsonl.gz`` gives ``run.html``, two give ``a-b.html``."""
+    """The default page, next to the first trace: ``run.html`` for one, ``a-b.html`` for two."""
     return traces[0].with_name(f"{'-'.join(stem(path) for path in traces)}.html")
 
 
