@@ -1,4 +1,4 @@
-"""What the engine costs beside the model: forks, slots, host work per decode step, and what sharing a prefix saves.
+"""What the engine costs in addition to the model: forks, slots, host work per decode step, and what sharing a prefix saves.
 
     python scripts/bench_engine.py --json out.json
 

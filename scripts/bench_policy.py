@@ -12,7 +12,7 @@ policy shared it out while other leaves ran. Then the search moves on, and an ex
     engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots that the policy brought
              down to its quarter itself: offer and decision, the blocks of the running paths read again before; without
              moving anything
-    carried  carrying it out, one event after another: tokens evicted, told, and the blocks that lost some read again
+    carried  carrying it out, one event after another: tokens evicted, reported, and the blocks that lost some read again
     loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token less, again
 
 The loop is given what it lacks in the paper: a priority (the utility a block loses with the token, w ln(k / (k - 1))), an

@@ -416,8 +416,8 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
                 chosen = [problem for problem in chosen if problem.text in args.only]
             full = [(problem, solver.solve(problem), blocks.take()) for problem in chosen]
             for ratio in args.budgets:
-                told = {"search": name, "deterministic": args.deterministic, "budget": ratio}
-                rows.append({**told, **compared(solver, blocks, full, ratio)})
+                row = {"search": name, "deterministic": args.deterministic, "budget": ratio}
+                rows.append({**row, **compared(solver, blocks, full, ratio)})
                 print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows}
 

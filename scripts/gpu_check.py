@@ -3,7 +3,7 @@
     python scripts/gpu_check.py --json gpu.json
     python scripts/gpu_check.py --device cpu    # small: shows that the checks run, and nothing of a GPU
 
-Prints one JSON line per check as it ends, so that a run cut short still tells what it saw. Exit code 1 if any check failed.
+Prints one JSON line per check as it ends, so that a run cut short still reports what it saw. Exit code 1 if any check failed.
 Checks: attention of every CUDA backend against the float64 reference on random tree layouts; the engine on a random Llama
 in bfloat16, cascade against the plain torch backend and against `transformers`' own forward; the same tree at a small
 budget; searches of the built-in model from the problem to the answer, at full retention and at a quarter; decode speed

@@ -91,7 +91,7 @@ def test_permissions_are_asked_for_before_anything_is_replaced(
     with pytest.raises(UsageError, match="Permission denied"):
         write_atomically(path, "new")
     assert path.read_text("utf-8") == "old"
-    forbidden = {tmp_path}  # the file may be written, and no other made beside it
+    forbidden = {tmp_path}  # the file may be written, and no other file was made
     inode = path.stat().st_ino
     write_atomically(path, "new")
     assert (path.read_text("utf-8"), path.stat().st_ino) == ("new", inode)

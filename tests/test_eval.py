@@ -313,7 +313,7 @@ def test_or_it_counts_as_wrong_and_is_tried_again(command: Arbor) -> None:
     assert (ran.document["errors"], ran.document["missing"]) == (1, 1)
     assert rows()[1]["error"]["code"] == "problem-too-long"
     assert rows()[1]["trace"] is None
-    assert len(list(Path("out/traces").iterdir())) == 2, "an empty trace is none"
+    assert len(list(Path("out/traces").iterdir())) == 2, "an empty file is not a trace"
 
     run(command, unsolvable(), "--on-error", "continue")
     assert solved() == 1

@@ -492,7 +492,7 @@ def test_the_wheel_zooms_a_drag_pans_and_a_click_selects(page: Page, trace: Path
     assert selected == 3
     assert zoomed["kx"] == before["kx"]
     assert panned["x"] > zoomed["x"] and panned["y"] < zoomed["y"]
-    assert page.evaluate("arbor.current.selected") == 3, "a drag is no click"
+    assert page.evaluate("arbor.current.selected") == 3, "a drag is not a click"
     assert page.evaluate(view) == before
 
 

@@ -198,10 +198,10 @@ def test_replaying_the_trace_gives_the_engines_counters(tmp_path: Path) -> None:
     fold = MetricsFold()
     for event in trace.events:
         fold(event)
-    told, folded = solution.metrics.to_dict(), fold.metrics().to_dict()
+    reported, folded = solution.metrics.to_dict(), fold.metrics().to_dict()
     for clock in ("wall_s", "tok_per_s"):
-        told.pop(clock), folded.pop(clock)
-    assert folded == pytest.approx(told)
+        reported.pop(clock), folded.pop(clock)
+    assert folded == pytest.approx(reported)
     end = trace.events[-1]
     assert isinstance(end, Ended)
     assert Metrics.from_dict(end.metrics).peak_tokens == solution.metrics.peak_tokens
@@ -567,13 +567,13 @@ def test_the_log_says_what_was_loaded_searched_and_found(caplog: pytest.LogCaptu
     with Solver(controller=SMALL) as solver:
         solver.solve(PUZZLE)
 
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert [text.split(": ")[0] for level, text in told if level == "INFO"] == [
+    reported = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [text.split(": ")[0] for level, text in reported if level == "INFO"] == [
         "game24 of 11 tokens, seed 0",
         "builtin:sapling",
         "solved",
     ]
-    assert told[2] == ("DEBUG", "1 blocks, 1 leaves grow")
+    assert reported[2] == ("DEBUG", "1 blocks, 1 leaves grow")
     assert PUZZLE not in caplog.text
 
 

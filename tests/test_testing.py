@@ -133,7 +133,7 @@ def test_every_way_a_scorer_goes_wrong_is_named(way: str, sentence: str) -> None
 
 
 class Forgetful:
-    """An allocator whose setting is no field."""
+    """An allocator whose setting is not a field."""
 
     def __init__(self) -> None:
         self.width = object()

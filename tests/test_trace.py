@@ -338,11 +338,13 @@ def test_replay_rebuilds_the_tree(tmp_path: Path, run: list[Event]) -> None:
 def test_replay_tells_the_memory_after_each_event(tmp_path: Path, run: list[Event]) -> None:
     replay = Replay.of(read_trace(write(tmp_path / "run.jsonl", run)))
 
-    told = [(i, e.kv) for i, e in enumerate(run) if isinstance(e, Evicted | Rehydrated | Forwarded)]
+    reported = [
+        (i, e.kv) for i, e in enumerate(run) if isinstance(e, Evicted | Rehydrated | Forwarded)
+    ]
 
-    assert replay.series == told
-    assert replay.kv == told[-1][1]
-    assert replay.peak == max(kv.device for _, kv in told) <= BUDGET
+    assert replay.series == reported
+    assert replay.kv == reported[-1][1]
+    assert replay.peak == max(kv.device for _, kv in reported) <= BUDGET
 
 
 def break_parent(run: list[Event]) -> None:

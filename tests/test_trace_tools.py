@@ -64,7 +64,7 @@ def violations(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> Iter
         "null": value is None,
     }
     if types and not any(kinds[each] for each in ([types] if isinstance(types, str) else types)):
-        yield f"{value!r} is no {types}"
+        yield f"{value!r} is not {types}"
         return
     if "enum" in schema and value not in schema["enum"]:
         yield f"{value!r} is none of {schema['enum']}"
@@ -119,10 +119,10 @@ def test_the_golden_traces_keep_the_schema() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"node": "3"}, "'3' is no integer"),
+        ({"node": "3"}, "'3' is not integer"),
         ({"stop": "tired"}, "'tired' is none of"),
-        ({"ids": [1, "two"]}, "'two' is no integer"),
-        ({"logprob": "low"}, "'low' is no"),
+        ({"ids": [1, "two"]}, "'two' is not integer"),
+        ({"logprob": "low"}, "'low' is not"),
         ({"i": -1}, "-1 is too small"),
     ],
 )
@@ -295,8 +295,8 @@ def test_a_comparison_counts_what_a_rehydration_more_costs(tmp_path: Path) -> No
         read_trace(write(tmp_path / "b.jsonl", fewer)),
     )
 
-    told = {d.name: d for d in diff.metrics}
-    assert told["rehydrations"].first == told["rehydrations"].second + 1
+    reported = {d.name: d for d in diff.metrics}
+    assert reported["rehydrations"].first == reported["rehydrations"].second + 1
 
 
 # Timeline
@@ -357,9 +357,9 @@ def test_a_timeline_holds_every_event(tmp_path: Path, run: list[Event]) -> None:
         assert count["i", kind.name] == sum(isinstance(event, kind) for event in run)
     forwards = [event for event in run if event.name == "forward"]
     assert count["X", "decode"] == sum(event.kind == "decode" for event in forwards)
-    told = [event.kv.device for event in run if hasattr(event, "kv") and event.name != "header"]
+    reported = [event.kv.device for event in run if hasattr(event, "kv") and event.name != "header"]
     drawn = [row["args"]["tokens"] for row in rows if row["name"] == "KV device"]
-    assert drawn == told
+    assert drawn == reported
     assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} == set(TRACKS)
     assert document["otherData"] == {"schema": "arbor.trace/1", "run": "01J"}
     text = json.dumps(document, allow_nan=False)

@@ -1,4 +1,4 @@
-"""``arbor view``: where the page goes, what the terminal shows, and what it says of traces that are no good."""
+"""``arbor view``: where the page goes, what the terminal shows, and its errors for bad traces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def small_tree() -> list[Event]:
 
 
 @pytest.mark.parametrize("name", ["run.arbor.jsonl", "run.arbor.jsonl.gz", "run.jsonl"])
-def test_the_page_lies_beside_its_trace(command: Command, tmp_path: Path, name: str) -> None:
+def test_the_page_is_written_next_to_its_trace(command: Command, tmp_path: Path, name: str) -> None:
     (tmp_path / "there").mkdir()
     trace = written(tmp_path / "there" / name)
 

@@ -24,7 +24,7 @@ def check_seed(seed: Any) -> int:
 
 
 def check_count(name: str, limit: Any) -> int | None:
-    """A limit on a number of things; None is no limit.
+    """A limit on a number of things; None: unlimited.
 
     Raises:
         UsageError: not a whole number, or below 1.
@@ -38,7 +38,7 @@ def check_count(name: str, limit: Any) -> int | None:
 
 
 def check_timeout(seconds: Any) -> float | None:
-    """A limit on wall time, in seconds; None is no limit.
+    """A limit on wall time, in seconds; None: unlimited.
 
     Raises:
         UsageError: not a number, or below 0.
