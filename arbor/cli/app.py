@@ -58,7 +58,7 @@ def cli(output: Output) -> None:
 
     \b
       arbor solve "4 5 6 10"                  the built-in model, offline, on a CPU
-      arbor solve "4 5 6 10" --budget 0.1     the same answer in a tenth of the KV
+      arbor solve "4 5 6 10" --budget 0.1     the same answer in half the KV
       arbor info                              its size, and the memory at each budget
     """
     configure_log(output)
