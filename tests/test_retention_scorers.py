@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.offers import SEEDS, offer
 
 from arbor.retention.base import Scorer, Tokens
+from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
@@ -197,6 +198,24 @@ def test_rows_that_could_not_see_a_token_change_nothing() -> None:
     assert statistics.view(0, np.arange(2)).queries.tolist() == [1, 0]
     assert statistics.view(0, np.arange(2)).latest.tolist() == [0.5, 0.0]
     assert statistics.block_attention(np.array([0]))[0] == 0.5
+
+
+def test_attention_at_the_threshold_activates() -> None:
+    statistics = TokenStatistics(threshold=0.5)
+    statistics.open(0, 0, 3)
+    tokens = np.zeros(3, int), np.arange(3)
+    statistics.observe(*tokens, np.array([0.5, 0.25, 1.0]), np.array([1, 1, 2]))
+
+    assert statistics.view(0, np.arange(3)).activated.tolist() == [1, 0, 2]
+    assert TokenStatistics().threshold == Protect().threshold == 1e-4
+
+
+def test_only_an_open_block_grows() -> None:
+    statistics = TokenStatistics()
+    statistics.open(1, 0, 2)
+
+    with pytest.raises(AssertionError, match="block 0 is not open"):
+        statistics.grow(0, 1)
 
 
 def test_what_was_never_opened_was_never_seen() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import NEVER, Bools, Floats, Ints
+from arbor.retention.growable import grown
 from arbor.retention.held_tokens import HeldTokens
 from arbor.retention.msve import normalised
 from arbor.tree import Node, NodeState
@@ -17,8 +18,10 @@ NO_PARENT = -1
 FAR = int(np.iinfo(np.int64).max) // 2  # distances are added: no overflow
 _ABSENT = -2  # the parent of an unknown block
 
-_INTS = ("parent", "depth", "start", "length", "resident", "last_used", "tail")
-_FLOATS = ("value", "confidence")
+# what an unknown block has for parent, depth, start, length, resident, last_used and tail
+_UNKNOWN_INTS = np.array([_ABSENT, 0, 0, 0, 0, 0, 0])[:, None]
+# and for value and confidence
+_UNKNOWN_FLOATS = np.array([np.nan, 0.0])[:, None]
 IntsLike = Sequence[int] | NDArray[np.integer]
 FloatsLike = Sequence[float] | NDArray[np.floating]
 
@@ -53,9 +56,9 @@ class BlockTable:
         self._protected_tail = protected_tail
         self.held = HeldTokens()
         self._size = 0
-        self._ints = np.zeros((len(_INTS), 0), np.int64)
-        self._floats = np.zeros((len(_FLOATS), 0))
-        self._open = np.zeros(0, np.bool_)
+        self._ints = _UNKNOWN_INTS[:, :0]
+        self._floats = _UNKNOWN_FLOATS[:, :0]
+        self._open = np.array([], np.bool_)
         self._touched: dict[int, Node] = {}
         self._levels = _Levels(self.depth, self.parent)
 
@@ -241,17 +244,9 @@ class BlockTable:
         self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
 
     def _reserve(self, size: int) -> None:
-        old = self._ints.shape[1]
-        if size <= old:
-            return
-        more = max(size, 2 * old, 64) - old
-        fresh = np.zeros((len(_INTS), more), np.int64)
-        unvalued = np.zeros((len(_FLOATS), more))
-        unvalued[0] = np.nan
-        fresh[0] = _ABSENT
-        self._ints = np.concatenate([self._ints, fresh], axis=1)
-        self._floats = np.concatenate([self._floats, unvalued], axis=1)
-        self._open = np.concatenate([self._open, np.zeros(more, np.bool_)])
+        self._ints = grown(self._ints, size, _UNKNOWN_INTS)
+        self._floats = grown(self._floats, size, _UNKNOWN_FLOATS)
+        self._open = grown(self._open, size)
 
 
 class _Levels:

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Ints
-
-_NOWHERE = -1
+from arbor.retention.growable import grown
 
 
 class HeldTokens:
@@ -19,11 +18,11 @@ class HeldTokens:
     def __init__(self) -> None:
         # where the used part of `_offset` ends
         self._end = 0
-        self._offset = np.zeros(0, np.int64)
+        self._offset = np.array([], np.int64)
         # by node id; the tokens of block i lie at base[i] ... base[i] + count[i]
-        self._base = np.full(0, _NOWHERE, np.int64)
-        self._count = np.zeros(0, np.int64)
-        self._capacity = np.zeros(0, np.int64)
+        self._base = np.array([], np.int64)
+        self._count = np.array([], np.int64)
+        self._capacity = np.array([], np.int64)
 
     def update(self, ids: Ints, lengths: Ints, counts: Ints, offsets: Ints) -> None:
         """Set the resident tokens of some blocks.
@@ -60,15 +59,11 @@ class HeldTokens:
         return counts, self._offset.take(at)
 
     def _reserve(self, size: int) -> None:
-        if size > len(self._base):
-            more = max(size, 2 * len(self._base), 64) - len(self._base)
-            self._base = np.concatenate([self._base, np.full(more, _NOWHERE, np.int64)])
-            self._count = np.concatenate([self._count, np.zeros(more, np.int64)])
-            self._capacity = np.concatenate([self._capacity, np.zeros(more, np.int64)])
+        self._base = grown(self._base, size)
+        self._count = grown(self._count, size)
+        self._capacity = grown(self._capacity, size)
 
     def _place(self, node_id: int, capacity: int) -> None:
         self._base[node_id], self._end = self._end, self._end + capacity
         self._capacity[node_id] = capacity
-        if self._end > len(self._offset):
-            more = max(self._end, 2 * len(self._offset)) - len(self._offset)
-            self._offset = np.concatenate([self._offset, np.zeros(more, np.int64)])
+        self._offset = grown(self._offset, self._end)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Floats, Ints
+from arbor.retention.growable import grown
 
-_CLOSED = -1
-_FIRST = 1024  # tokens
-Number = TypeVar("Number", bound=np.generic)
+_CLOSED = -1  # capacity of a block that was never opened
 
 
 class AttentionColumns(NamedTuple):
@@ -48,16 +47,17 @@ class TokenStatistics:
         self.threshold = threshold
         # where the used part of the token arrays ends; the first entry stands for unknown tokens
         self._end = 1
-        self._mass = np.zeros(_FIRST)
-        self._latest = np.zeros(_FIRST)
-        self._queries = np.zeros(_FIRST, np.int64)
-        self._activated = np.zeros(_FIRST, np.int64)
+        self._mass = np.zeros(self._end)
+        self._latest = np.zeros(self._end)
+        self._queries = np.zeros(self._end, np.int64)
+        self._activated = np.zeros(self._end, np.int64)
         # by node id; the token of block i at position p lies at shift[i] + p, shift = base - start
-        self._base = np.zeros(0, np.int64)
-        self._shift = np.zeros(0, np.int64)
-        self._capacity = np.full(0, _CLOSED, np.int64)
-        self._received = np.zeros(0)  # mass of all tokens of the block
-        self._readers = np.zeros(0, np.int64)  # queries that could see some token of the block
+        self._base = np.array([], np.int64)
+        self._shift = np.array([], np.int64)
+        self._capacity = np.array([], np.int64)
+        # mass of all tokens of the block, and queries that could see some token of it
+        self._received = np.array([], np.float64)
+        self._readers = np.array([], np.int64)
 
     def open(self, node_id: int, start: int, capacity: int) -> None:
         """Make room for a block of `capacity` tokens; an open block grows if it has to.
@@ -67,13 +67,12 @@ class TokenStatistics:
             start: position of its first token on the path.
             capacity: tokens it may have.
         """
-        if node_id >= len(self._base):
-            size = max(node_id + 1, 2 * len(self._base), 64)
-            self._base = _longer(self._base, size)
-            self._shift = _longer(self._shift, size)
-            self._received = _longer(self._received, size)
-            self._readers = _longer(self._readers, size)
-            self._capacity = _longer(self._capacity, size, _CLOSED)
+        size = node_id + 1
+        self._base = grown(self._base, size)
+        self._shift = grown(self._shift, size)
+        self._received = grown(self._received, size)
+        self._readers = grown(self._readers, size)
+        self._capacity = grown(self._capacity, size, _CLOSED)
         if self._capacity[node_id] == _CLOSED:
             self._place(node_id, start, capacity)
         else:
@@ -205,18 +204,10 @@ class TokenStatistics:
 
     def _place(self, node_id: int, start: int, capacity: int) -> None:
         base, self._end = self._end, self._end + capacity
-        if self._end > len(self._mass):
-            size = max(self._end, 2 * len(self._mass))
-            self._mass = _longer(self._mass, size)
-            self._latest = _longer(self._latest, size)
-            self._queries = _longer(self._queries, size)
-            self._activated = _longer(self._activated, size)
+        self._mass = grown(self._mass, self._end)
+        self._latest = grown(self._latest, self._end)
+        self._queries = grown(self._queries, self._end)
+        self._activated = grown(self._activated, self._end)
         self._base[node_id] = base
         self._shift[node_id] = base - start
         self._capacity[node_id] = capacity
-
-
-def _longer(values: NDArray[Number], size: int, fill: int = 0) -> NDArray[Number]:
-    longer = np.full(size, fill, values.dtype)
-    longer[: len(values)] = values
-    return longer
