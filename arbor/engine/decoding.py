@@ -139,7 +139,7 @@ class Decoding:
         contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
         for row in rows:
             if row.leaf.id not in contexts:
-                exact = not self._lossy or all(bool(n.span.exact.all()) for n in row.leaf.path)
+                exact = self._state.is_exact_after(row.leaf)
                 contexts[row.leaf.id] = (self._state.context(row.leaf), exact)
             row.context, row.exact = contexts[row.leaf.id]
 

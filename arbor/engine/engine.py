@@ -320,7 +320,9 @@ class Engine:
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
         """Within, nothing attends to these blocks: what the search would do had it lost them (ArborKV's leave-one-out).
 
-        They are masked, not zeroed: a zero key still draws attention. What is grown within is not exact; forget it.
+        They are masked, not zeroed: a zero key still draws attention. Blocks computed before keep the KV they have, and
+        where it was evicted they get the same again. What is grown within is not exact, and computed anew if it is read
+        afterwards.
         """
         with self.state.hiding(nodes):
             yield

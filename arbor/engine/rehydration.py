@@ -177,8 +177,8 @@ class Rehydration:
         for node in path:
             here, hole = absent[node.id], holes[node.id]
             stale = np.setdiff1d(hole, here, assume_unique=True)
-            above = node.parent is None or clean.get(node.parent.id, True)
-            exact = not self._lossy or (above and _is_whole(node, hole))
+            above = node.parent is None or clean[node.parent.id]
+            exact = above and self._state.sees_all(node) and _is_whole(node, hole)
             if len(stale):
                 self._memory.rewrite(node, stale, exact=exact, depth=self._layers)
             if len(here):
@@ -193,9 +193,14 @@ class Rehydration:
             nodes, kv = tuple(sorted(again)), self._state.kv
             self._announced = [node_id for node_id, _ in nodes]
             self._state.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
-        trash = self._memory.pool.trash
         segments, order = segments_of(
-            path, holes, wanted, trash, self._state.hidden, self._state.computed
+            path,
+            holes,
+            wanted,
+            self._memory.pool.trash,
+            hidden=self._state.hidden,
+            before=self._state.before_hiding,
+            computed=self._state.computed,
         )
         written = [node for node in path if len(holes[node.id])]
         return Placed(segments, order, written, bool(again))
@@ -245,7 +250,7 @@ class Rehydration:
             return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
         if self._lossy and not whole:
             return self._chosen(path, leaves, reserve)
-        holes = {node.id: np.flatnonzero(~node.span.exact) for node in path}
+        holes = {node.id: self._state.missing(node) for node in path}
         if self._rehydrate == "span":
             for node in path:
                 if len(holes[node.id]):

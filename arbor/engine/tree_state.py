@@ -59,6 +59,7 @@ class TreeState:
         statistics: attention that tokens received.
         computed: ids of the blocks computed at least once; their missing tokens count as rehydrated, not prefilled.
         hidden: ids of the blocks that nothing attends to.
+        before_hiding: ids of the blocks computed before these were hidden; empty while nothing is.
         operation: number of the operation in progress.
         upcoming: blocks at whose end each later wave of the operation begins, the next wave first.
     """
@@ -81,6 +82,7 @@ class TreeState:
         self.statistics = TokenStatistics(threshold=protect.threshold)
         self.computed: set[int] = set()
         self.hidden: frozenset[int] = frozenset()
+        self.before_hiding: frozenset[int] = frozenset()
         self.operation = 0
         self.upcoming: list[list[Node]] = []
         self._clock = 0
@@ -150,15 +152,34 @@ class TreeState:
         """What a token after this block attends to."""
         return tuple(context_of(node, self.hidden))
 
+    def missing(self, node: Node) -> NDArray[np.int64]:
+        """Offsets of the tokens that are not as full retention would hold them, increasing."""
+        held = node.span.exact if self.sees_all(node) else node.span.resident
+        return np.flatnonzero(~held)
+
+    def sees_all(self, node: Node) -> bool:
+        """Whether a block's tokens attend to every block above it."""
+        if not self.hidden or node.id in self.before_hiding:
+            return True
+        return not any(above.id in self.hidden for above in node.path[:-1])
+
+    def is_exact_after(self, node: Node) -> bool:
+        """Whether a token after this block is exact: every token before it is, and it attends to all of them."""
+        path = node.path
+        return all(bool(each.span.exact.all()) for each in path) and not any(
+            each.id in self.hidden for each in path
+        )
+
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Within, nothing attends to these blocks."""
+        """Within, nothing attends to these blocks: neither what is computed for the first time, nor logits."""
         known = dict(self.logits)
         self.logits.clear()
         self.hidden = frozenset(node.id for node in nodes)
+        self.before_hiding = frozenset(self.computed)
         try:
             yield
         finally:
-            self.hidden = frozenset()
+            self.hidden = self.before_hiding = frozenset()
             self.logits.clear()
             self.logits.update(known)
