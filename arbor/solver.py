@@ -21,8 +21,8 @@ from arbor._version import __version__
 from arbor.budget import Budget, Footprint, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.engine import Engine, Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.engine import Engine
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import ArborError, InputError, ModelError, UsageError

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from arbor.engine.decoding import Decoding
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.rehydration import Rehydrate, Rehydration
-from arbor.engine.residency import PathsLose, Residency
+from arbor.engine.rehydration import Rehydration
+from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import DecodeScheduler, Row
+from arbor.engine.scheduler import Row
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
 from arbor.engine.tree_state import Run, TreeState, ignore
-from arbor.engine.waves import fitting, halves
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import KV, Detail, Evicted, ForwardKind, Listener, Opened
 from arbor.memory import KVMemory
@@ -33,13 +33,13 @@ from arbor.retention.policy import Policy
 from arbor.tree import Node, NodeState, ThoughtTree
 
 T = TypeVar("T")
-Mode = Literal["lossless", "lossy"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """The parts of the engine that work on one tree."""
 
+    rules: Rules
     residency: Residency
     forwards: ForwardPasses
     rehydration: Rehydration
@@ -91,7 +91,7 @@ class Engine:
         self.rehydrate = rehydrate
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
-        self._lossy = mode == "lossy"
+        self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self._min_saved_reads = min_saved_reads
         self._debug = debug
         self._source = (
@@ -142,24 +142,18 @@ class Engine:
         self._memory.attach(tree)
         run = Run(emit, detail, outlook, interrupted)
         state = TreeState(tree, self._memory, self.policy.protect, run, reads)
-        lose: PathsLose = "never"
-        if self._lossy:
-            lose = "last" if self.policy.spares_paths else "equally"
-        residency = Residency(state, self.policy, self.msve, lose)
+        rules = self._mode(state, self.policy, self.rehydrate)
+        residency = Residency(state, self.policy, self.msve, rules.paths_lose)
         forwards = ForwardPasses(
             state,
             self.runner,
             observes=self.policy.observes,
             min_saved_reads=self._min_saved_reads,
         )
-        rehydration = Rehydration(
-            state, residency, forwards, lossy=self._lossy, rehydrate=self.rehydrate
-        )
-        decoding = Decoding(
-            state, residency, forwards, rehydration, self._source, lossy=self._lossy
-        )
+        rehydration = Rehydration(state, residency, forwards, rules)
+        decoding = Decoding(state, residency, forwards, rehydration, self._source, rules)
         self._state = state
-        self._opened = _Parts(residency, forwards, rehydration, decoding)
+        self._opened = _Parts(rules, residency, forwards, rehydration, decoding)
 
     def finish(self) -> None:
         """End of the run: nothing is emitted any more; the tree and its KV stay usable until the next `open`."""
@@ -211,11 +205,8 @@ class Engine:
             self._parts.rehydration.complete([node], reserve=0, want=[node])
 
     def room(self, leaf_tokens: int) -> int:
-        """Blocks of up to `leaf_tokens` tokens that may decode at once beside the longest path, at least 1."""
-        if self._lossy:
-            return max(1, self.memory.slots // 2 // max(1, leaf_tokens))
-        longest = max(node.end for node in self.tree)
-        return max(1, (self.memory.slots - longest) // max(1, leaf_tokens))
+        """Blocks of up to `leaf_tokens` tokens that may decode at once, at least 1."""
+        return self._parts.rules.room(leaf_tokens)
 
     def grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> list[Node]:
         """Decode new children, all of them together as far as the budget allows, each up to its own boundary.
@@ -268,7 +259,7 @@ class Engine:
         self.state.changed(children)
         if rows:
             self.state.begin_operation()
-        scheduler = DecodeScheduler(self.memory.slots, longest, self._lossy, rows)
+        scheduler = self._parts.rules.scheduler(longest, rows)
         try:
             with nvtx_range("decode"), self._transaction("decode"):
                 self._parts.decoding.run(scheduler, growth)
@@ -330,19 +321,19 @@ class Engine:
     # Planning
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
-        """Raise unless each node's path (in lossy mode: what is protected of it) and its extra tokens fit the budget."""
-        protect = self.policy.protect
-        most = protect.sinks + protect.recent if self._lossy else self.memory.slots + 1
-        ends = [min(node.end, most) for node in nodes]
+        """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra tokens."""
+        rules = self._parts.rules
+        ends = [rules.required(node) for node in nodes]
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
         if needed > self.memory.slots:
-            what = "what is protected of a path" if self._lossy else "the longest path"
-            raise BudgetInfeasible(needed, self.memory.slots, f"{what} with its next block")
+            what = f"{rules.must_fit} with its next block"
+            raise BudgetInfeasible(needed, self.memory.slots, what)
 
     def _in_order(self, work: Sequence[T], nodes: Sequence[Node]) -> list[T]:
-        """Pieces of work in depth-first order of the tree, so that a wave shares what it can; from the end that lies on
-        the device. Where a level does not fit, the search then goes to and fro over it rather than round in circles, and
-        finds what the last wave left. Results do not depend on the order.
+        """Pieces of work in depth-first order of the tree, so that a wave shares what it can.
+
+        Directions alternate, starting at the resident end: where a level does not fit, a fixed direction thrashes LRU.
+        Results do not depend on the order.
 
         Args:
             work: what there is to do.
@@ -356,7 +347,7 @@ class Engine:
         return [work[i] for i in order]
 
     def _waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
-        """Cut one operation into waves that fit, and tell the policy which are still to come.
+        """Cut one operation into waves that fit, and note for the policy which are still to come.
 
         Args:
             nodes: where each piece of work begins, in depth-first order, so that a wave shares what it can.
@@ -367,13 +358,7 @@ class Engine:
         """
         if nodes:
             self.state.begin_operation()
-        if self._lossy:
-            cut = halves(extra, self.memory.slots)
-        elif self.policy.keeps_all:  # nothing leaves: only what is free can be used
-            cut = halves(extra, 2 * self.memory.free)
-        else:
-            cut = fitting(nodes, extra, self.memory.slots)
-        waves = list(cut)
+        waves = self._parts.rules.waves(nodes, extra)
         for index, wave in enumerate(waves):
             self.state.expect([[nodes[i] for i in later] for later in waves[index + 1 :]])
             yield wave

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from arbor import registry
 from arbor.engine.engine import Engine
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Rehydrate
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import Growth, ModelSampler
