@@ -58,8 +58,8 @@ class Decoding:
     def run(self, scheduler: DecodeScheduler, growth: Growth) -> None:
         """Every block decodes until its own boundary; all that fit together do so in one batch.
 
-        A block's last token is run too: its K/V complete the block, and its logits are where children begin. After an
-        interruption the unfinished blocks are PRUNED.
+        A block's last token is run too: its K/V complete the block, and its logits are where
+        children begin. After an interruption the unfinished blocks are PRUNED.
         """
         shared: SharedPrefix | None = None
         stopped = self._state.run.interrupted()
@@ -111,7 +111,7 @@ class Decoding:
                 self._tree.take_back(row.node)
 
     def _join(self, scheduler: DecodeScheduler, growth: Growth) -> bool:
-        """Let the rows begin, or go on, that fit beside those that run; whether there were any."""
+        """Let waiting rows join that fit next to those that run; whether there were any."""
         running = scheduler.nodes
         joined = scheduler.admit(self._lengths.expected(scheduler.longest))
         if not joined:
@@ -144,7 +144,8 @@ class Decoding:
             row.context, row.exact = contexts[row.leaf.id]
 
     def _make_room(self, scheduler: DecodeScheduler) -> bool:
-        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case.
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any
+        case.
 
         Rows wait again where what is pinned leaves no room for all; one always fits.
 
@@ -171,7 +172,8 @@ class Decoding:
         return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
 
     def _preempt(self, scheduler: DecodeScheduler) -> None:
-        """The row that joined last waits again: its tokens are known, their K/V are computed anew when it goes on."""
+        """The row that joined last waits again: its tokens are known, their K/V are computed anew
+        when it goes on."""
         row = scheduler.preempt()
         row.pending = row.node.tokens[-1]
         self._tree.take_back(row.node)

@@ -49,22 +49,25 @@ class _Parts:
 class Engine:
     """Runs the model over one tree at a time. Knows no search.
 
-    Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then compute. It succeeds,
-    or raises `BudgetInfeasible` with the smallest budget that would do and leaves the tree as it was. So it does where the
-    machine runs out of memory (`OutOfMemory`), with a budget that leaves room for the forward. Whatever else cuts it off
-    (a listener that raises, an interruption), no token claims KV that was not computed, and the engine can go on.
+    Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then
+    compute. It succeeds, or raises `BudgetInfeasible` with the smallest budget that would do and
+    leaves the tree as it was. So it does where the machine runs out of memory (`OutOfMemory`), with
+    a budget that leaves room for the forward. Whatever else cuts it off (a listener that raises, an
+    interruption), no token claims KV that was not computed, and the engine can go on.
 
-    Two modes. ``lossless``: every running path is complete and exact before anything is computed after it, so that the
-    budget changes time and nothing else; what does not fit together runs one after another. ``lossy``: tokens of running
-    paths may leave as well, as the policy says, and what is computed then is computed over the gaps.
+    Two modes. ``lossless``: every running path is complete and exact before anything is computed
+    after it, so that the budget changes time and nothing else; what does not fit together runs one
+    after another. ``lossy``: tokens of running paths may leave as well, as the policy says, and
+    what is computed then is computed over the gaps.
 
     Args:
         runner: the model.
         tokenizer: a Hugging Face tokenizer, for questions and boundaries.
         policy: what evictable blocks keep, and which tokens.
         mode: see above.
-        rehydrate: what comes back when a path runs again: ``selective``, the missing tokens; ``span``, every token of a
-            block that misses one (ArborKV section 4); ``off`` (lossy only), nothing: eviction cannot be undone.
+        rehydrate: what comes back when a path runs again: ``selective``, the missing tokens;
+            ``span``, every token of a block that misses one (ArborKV section 4); ``off`` (lossy
+            only), nothing: eviction cannot be undone.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         min_saved_reads: see `plan_forward`.
@@ -156,7 +159,8 @@ class Engine:
         self._opened = _Parts(rules, residency, forwards, rehydration, decoding)
 
     def finish(self) -> None:
-        """End of the run: nothing is emitted any more; the tree and its KV stay usable until the next `open`."""
+        """End of the run: nothing is emitted any more; the tree and its KV stay usable until the
+        next `open`."""
         if self._state is not None:
             self._state.finish()
 
@@ -199,7 +203,8 @@ class Engine:
     # Operations
 
     def extend(self, node: Node) -> None:
-        """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
+        """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a
+        path."""
         self._require([node], [0])
         with self._transaction("prefill"):
             self._parts.rehydration.complete([node], reserve=0, want=[node])
@@ -209,17 +214,19 @@ class Engine:
         return self._parts.rules.room(leaf_tokens)
 
     def grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> list[Node]:
-        """Decode new children, all of them together as far as the budget allows, each up to its own boundary.
+        """Decode new children, all of them together as far as the budget allows, each up to its own
+        boundary.
 
         Args:
             leaves: (leaf, width) pairs.
             growth: how.
 
         Returns:
-            The new closed blocks, in the order asked. After an interruption the unfinished ones are PRUNED.
+            The new closed blocks, in the order asked. After an interruption the unfinished ones are
+            PRUNED.
 
         Raises:
-            BudgetInfeasible: a single child does not fit beside its path.
+            BudgetInfeasible: a single child does not fit after its path.
         """
         longest = growth.stop.max_tokens
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
@@ -235,14 +242,17 @@ class Engine:
         """Decode open blocks up to their boundaries, together as far as the budget allows.
 
         Args:
-            children: open blocks without KV, empty or with a first token that is given rather than sampled.
+            children: open blocks without KV, empty or with a first token that is given rather than
+                sampled.
             growth: how.
 
         Raises:
-            BudgetInfeasible: a single child does not fit beside its path; or the policy gives up less than it takes.
-            OutOfMemory: a forward does not fit beside weights and KV.
+            BudgetInfeasible: a single child does not fit after its path; or the policy gives up
+                less than it takes.
+            OutOfMemory: a forward does not fit next to weights and KV.
             UsageError: an answer of the policy or the token source breaks its protocol.
-                After any of these all of the children are PRUNED and hold nothing, those that were finished included.
+                After any of these all of the children are PRUNED and hold nothing, those that were
+                finished included.
         """
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
@@ -271,7 +281,8 @@ class Engine:
             raise
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
-        """The model's next-token logits after `path + question`, for each pair; leaves the tree as it was.
+        """The model's next-token logits after `path + question`, for each pair; leaves the tree as
+        it was.
 
         Args:
             nodes: blocks.
@@ -281,7 +292,7 @@ class Engine:
             [len(nodes), V] float32.
 
         Raises:
-            BudgetInfeasible: one question does not fit beside its path.
+            BudgetInfeasible: one question does not fit after its path.
         """
         self._require(nodes, [len(question) for question in questions])
         order = self._in_order(range(len(nodes)), nodes)
@@ -309,11 +320,12 @@ class Engine:
 
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Within, nothing attends to these blocks: what the search would do had it lost them (ArborKV's leave-one-out).
+        """Within, nothing attends to these blocks: what the search would do had it lost them
+        (ArborKV's leave-one-out).
 
-        They are masked, not zeroed: a zero key still draws attention. Blocks computed before keep the KV they have, and
-        where it was evicted they get the same again. What is grown within is not exact, and computed anew if it is read
-        afterwards.
+        They are masked, not zeroed: a zero key still draws attention. Blocks computed before keep
+        the KV they have, and where it was evicted they get the same again. What is grown within is
+        not exact, and computed anew if it is read afterwards.
         """
         with self.state.hiding(nodes):
             yield
@@ -321,7 +333,8 @@ class Engine:
     # Planning
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
-        """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra tokens."""
+        """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra
+        tokens."""
         rules = self._parts.rules
         ends = [rules.required(node) for node in nodes]
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
@@ -332,7 +345,8 @@ class Engine:
     def _in_order(self, work: Sequence[T], nodes: Sequence[Node]) -> list[T]:
         """Pieces of work in depth-first order of the tree, so that a wave shares what it can.
 
-        Directions alternate, starting at the resident end: where a level does not fit, a fixed direction thrashes LRU.
+        Directions alternate, starting at the resident end: where a level does not fit, a fixed
+        direction thrashes LRU.
         Results do not depend on the order.
 
         Args:
@@ -350,7 +364,8 @@ class Engine:
         """Cut one operation into waves that fit, and note for the policy which are still to come.
 
         Args:
-            nodes: where each piece of work begins, in depth-first order, so that a wave shares what it can.
+            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
+                it can.
             extra: tokens each needs beyond its path.
 
         Yields:
@@ -367,8 +382,8 @@ class Engine:
 
     @contextmanager
     def _transaction(self, kind: ForwardKind) -> Iterator[None]:
-        """Within, slots are given to tokens that forwards then write. After a failure, whatever it is, what has not been
-        written holds none."""
+        """Within, slots are given to tokens that forwards then write. After a failure, whatever it
+        is, what has not been written holds none."""
         if self.memory.pending:  # the last undoing was cut off itself
             self._parts.rehydration.undo()
         try:
@@ -403,7 +418,8 @@ class Engine:
         return logits
 
     def _give_up(self, children: Sequence[Node]) -> None:
-        """An operation that cannot be finished: its blocks hold nothing any more, and none of them is open."""
+        """An operation that cannot be finished: its blocks hold nothing any more, and none of them
+        is open."""
         self._parts.decoding.cut([child for child in children if child.state is NodeState.OPEN])
         for child in children:
             child.state = NodeState.PRUNED

@@ -46,7 +46,8 @@ class Rules(Protocol):
         """Cut work into waves that fit.
 
         Args:
-            nodes: where each piece of work begins, in depth-first order, so that a wave shares what it can.
+            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
+                it can.
             extra: tokens each needs beyond its path.
 
         Returns:
@@ -67,7 +68,8 @@ class Rules(Protocol):
         ...
 
     def pieces(self, root: Node, room: int) -> list[range]:
-        """The pieces in which a prompt that was never computed goes in; none: at once, with what else a path misses."""
+        """The pieces in which a prompt that was never computed goes in; none: at once, with what
+        else a path misses."""
         ...
 
     def holes(
@@ -75,7 +77,8 @@ class Rules(Protocol):
     ) -> Holes:
         """Tokens of each block of the running paths that the next forward computes.
 
-        Where the paths do not stay whole, what the policy gives up of them has left when this returns.
+        Where the paths do not stay whole, what the policy gives up of them has left when this
+        returns.
 
         Args:
             path: the blocks of the paths, each once.
@@ -111,11 +114,11 @@ class Lossless:
 
     def room(self, leaf_tokens: int) -> int:
         """What fits next to the longest path."""
-        longest = max(node.end for node in self._state.tree)
-        return max(1, (self._memory.slots - longest) // max(1, leaf_tokens))
+        return max(1, (self._memory.slots - self._state.longest) // max(1, leaf_tokens))
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
-        """The union of a wave's paths fits; where the policy gives up nothing, only free slots are used."""
+        """The union of a wave's paths fits; where the policy gives up nothing, only free slots are
+        used."""
         if self._keeps_all:
             return list(halves(extra, 2 * self._memory.free))
         return list(fitting(nodes, extra, self._memory.slots))
@@ -144,7 +147,8 @@ class Lossless:
 
 
 class Lossy:
-    """Tokens of running paths may leave as well, as the policy says; what is computed then is computed over the gaps.
+    """Tokens of running paths may leave as well, as the policy says; what is computed then is
+    computed over the gaps.
 
     Args:
         state: of the tree.
@@ -183,11 +187,13 @@ class Lossy:
         return list(nodes)
 
     def is_outdated(self, leaf: Node) -> bool:
-        """If the block was computed over a gap, or is not all there, and what is missing can come back."""
+        """If the block was computed over a gap, or is not all there, and what is missing can come
+        back."""
         return self._rehydrate != "off" and not leaf.span.exact.all()
 
     def pieces(self, root: Node, room: int) -> list[range]:
-        """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there is."""
+        """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there
+        is."""
         if root.id in self._state.computed or root.end <= room:
             return []
         piece = max(1, min(PIECE, self._memory.slots // 4))
@@ -196,8 +202,8 @@ class Lossy:
     def holes(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
     ) -> Holes:
-        """What was never computed, where nothing comes back; all that is missing, where the paths fit; else what the
-        policy chooses."""
+        """What was never computed, where nothing comes back; all that is missing, where the paths
+        fit; else what the policy chooses."""
         if self._rehydrate == "off":
             return self._never_computed(path, leaves, reserve, residency)
         if sum(len(node.tokens) for node in path) + reserve <= self._memory.slots:
@@ -222,7 +228,8 @@ class Lossy:
 
 
 def _incomplete(state: TreeState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
-    """What is missing or inexact; all tokens of a block that lacks one, where whole spans come back."""
+    """What is missing or inexact; all tokens of a block that lacks one, where whole spans come
+    back."""
     holes = {node.id: state.missing(node) for node in path}
     if rehydrate == "span":
         for node in path:

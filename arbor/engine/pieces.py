@@ -1,4 +1,4 @@
-"""What forwards over a tree read and compute: its blocks as pieces of context and segments of new tokens."""
+"""Blocks of a tree as pieces of context to read and segments of new tokens to compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from arbor.tree import Node
 
 
 def context_of(node: Node | None, hidden: AbstractSet[int] = frozenset()) -> list[Piece]:
-    """The pieces of the path that ends with `node`: resident tokens of the blocks that are not hidden, by node id."""
+    """The pieces of the path that ends with `node`: resident tokens of the blocks that are not
+    hidden, by node id."""
     if node is None:
         return []
     seen = [n for n in node.path if n.id not in hidden]
@@ -47,7 +48,8 @@ def segments_of(
         wanted: ids of blocks whose logits after the last token are needed.
         trash: the slot for K/V that are there already.
         hidden: ids of blocks that nothing attends to.
-        before: ids of blocks that were computed before these were hidden: their K/V attend to them all the same.
+        before: ids of blocks that were computed before these were hidden: their K/V attend to them
+            all the same.
         computed: ids of blocks computed at least once.
 
     Returns:
@@ -62,7 +64,8 @@ def segments_of(
         last = len(node.tokens) - 1
         if node.id in wanted:
             order.append(node.id)
-        # the last token runs once more, for its logits only: it is resident, or its K/V attend to more than they do
+        # the last token runs once more, for its logits only: it is resident, or its K/V attend to
+        # more than they do
         again = node.id in wanted and (not runs or runs[-1][1] != last + 1 or masked != hidden)
         for begin, end in runs:
             slots = node.span.slot[begin:end]

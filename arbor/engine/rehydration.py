@@ -77,8 +77,9 @@ class Rehydration:
     ) -> list[Tensor]:
         """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
 
-        Every run of consecutive missing tokens is one segment whose context ends where the run begins; all K/V are
-        written before anything attends, so earlier runs are context of later ones.
+        Every run of consecutive missing tokens is one segment whose context ends where the run
+        begins; all K/V are written before anything attends, so earlier runs are context of later
+        ones.
 
         Args:
             leaves: whose paths.
@@ -122,7 +123,8 @@ class Rehydration:
         return logits
 
     def undo(self) -> None:
-        """After a failure: what was placed and never computed is gone, and listeners hear of what they heard was back."""
+        """After a failure: what was placed and never computed is gone, and listeners hear of what
+        they heard was back."""
         lost = self._memory.rollback()
         announced, self._announced = self._announced, []
         self._state.changed(self._state.tree)
@@ -198,7 +200,8 @@ class Rehydration:
         return Placed(segments, order, written, bool(again))
 
     def _prefill_in_pieces(self, root: Node, pieces: Sequence[range]) -> None:
-        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
+        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in
+        between."""
         try:
             for piece in pieces:
                 logits = self._prefill_piece(root, piece.start, piece.stop)

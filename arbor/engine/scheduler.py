@@ -1,4 +1,4 @@
-"""Which open blocks decode together: as many as will probably fit, later ones joining as others end."""
+"""DecodeScheduler: which open blocks decode together, as many as will probably fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Row:
         context: what it reads before itself.
         exact: whether that is whole and exact.
         stop: why it ends with its last token; None while it goes on.
-        logprob, top1: of its last token the log probability and the highest there was (0 if the token was given).
+        logprob, top1: of its last token the log probability and the highest there was (0 if the
+            token was given).
     """
 
     node: Node
@@ -78,7 +79,8 @@ class Lengths:
         self.squares += tokens * tokens
 
     def expected(self, longest: int) -> int:
-        """Expected length of one more block: mean plus standard deviation; half of the longest before any."""
+        """Expected length of one more block: mean plus standard deviation; half of the longest
+        before any."""
         if not self.count:
             return math.ceil(longest / 2)
         mean = self.total / self.count
@@ -90,13 +92,15 @@ class Lengths:
 class DecodeScheduler:
     """The blocks of one operation: those that decode now, and those that wait.
 
-    A block joins as soon as it can be expected to fit, with the paths of all that run, until the others have ended; where
-    blocks grow longer than expected, the last one has to wait again (`preempt`).
+    A block joins as soon as it can be expected to fit, with the paths of all that run, until the
+    others have ended; where blocks grow longer than expected, the last one has to wait again
+    (`preempt`).
 
     Attributes:
         slots: the budget in tokens.
         longest: tokens of a block at most.
-        waiting: in depth-first order of the tree, so that blocks which share a path run together; preempted ones first.
+        waiting: in depth-first order of the tree, so that blocks which share a path run together;
+            preempted ones first.
         rows: those that decode.
     """
 
@@ -180,9 +184,11 @@ class WaveScheduler(DecodeScheduler):
 
 
 def most_held(rows: Iterable[Row], expected: int) -> int:
-    """Tokens that the blocks hold together at most while all of them grow, a token a step, and leave as they end.
+    """Tokens that the blocks hold together at most while all of them grow, a token a step, and
+    leave as they end.
 
-    Each is assumed to end at its expected length, or `MARGIN` tokens from now if it has almost reached it.
+    Each is assumed to end at its expected length, or `MARGIN` tokens from now if it has almost
+    reached it.
     """
     lengths = [len(row.node.tokens) for row in rows]
     left = sorted(((max(expected - each, MARGIN), each) for each in lengths), reverse=True)

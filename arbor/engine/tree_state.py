@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from arbor.retention.block_table import BlockTable
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.policy import Protect
 from arbor.retention.token_statistics import TokenStatistics
-from arbor.tree import Node, ThoughtTree
+from arbor.tree import Node, NodeState, ThoughtTree
 
 
 def ignore(event: Event) -> None:
@@ -57,7 +58,8 @@ class TreeState:
         logits: after blocks' last tokens, where they are known.
         table: figures of blocks that policies read.
         statistics: attention that tokens received.
-        computed: ids of the blocks computed at least once; their missing tokens count as rehydrated, not prefilled.
+        computed: ids of the blocks computed at least once; their missing tokens count as
+            rehydrated, not prefilled.
         hidden: ids of the blocks that nothing attends to.
         before_hiding: ids of the blocks computed before these were hidden; empty while nothing is.
         operation: number of the operation in progress.
@@ -86,6 +88,10 @@ class TreeState:
         self.operation = 0
         self.upcoming: list[list[Node]] = []
         self._clock = 0
+        # a heap of (-end, node id), from which pruned blocks are removed when they come up, and
+        # the ends in it
+        self._ends = [(-tree.root.end, tree.root.id)]
+        self._reached = {tree.root.id: tree.root.end}
 
     # The run
 
@@ -94,7 +100,8 @@ class TreeState:
         self.run.emit(event)
 
     def finish(self) -> None:
-        """End of the run: its listener, outlook and interruption are let go; the tree stays usable."""
+        """End of the run: its listener, outlook and interruption are let go; the tree stays
+        usable."""
         self.run = Run()
 
     @property
@@ -117,7 +124,18 @@ class TreeState:
 
     def mark_computed(self, nodes: Iterable[Node]) -> None:
         """The tokens of these blocks have been run through the model."""
-        self.computed.update(node.id for node in nodes)
+        for node in nodes:
+            self.computed.add(node.id)
+            if node.end > self._reached.get(node.id, 0):
+                self._reached[node.id] = node.end
+                heapq.heappush(self._ends, (-node.end, node.id))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path the search has not given up."""
+        while self._ends[0][1] and self.tree[self._ends[0][1]].state is NodeState.PRUNED:
+            heapq.heappop(self._ends)
+        return -self._ends[0][0]
 
     def begin_operation(self) -> None:
         """Count one more operation."""
@@ -134,7 +152,8 @@ class TreeState:
 
         Args:
             slots: int64 [S], distinct.
-            mass: float32 [S], attention each received, summed over rows (each row: mean over layers and heads).
+            mass: float32 [S], attention each received, summed over rows (each row: mean over layers
+                and heads).
             queries: int64 [S], rows that could see it.
         """
         owner = self.memory.table.owner[slots]
@@ -164,7 +183,8 @@ class TreeState:
         return not any(above.id in self.hidden for above in node.path[:-1])
 
     def is_exact_after(self, node: Node) -> bool:
-        """Whether a token after this block is exact: every token before it is, and it attends to all of them."""
+        """Whether a token after this block is exact: every token before it is, and it attends to
+        all of them."""
         path = node.path
         return all(bool(each.span.exact.all()) for each in path) and not any(
             each.id in self.hidden for each in path
@@ -172,7 +192,8 @@ class TreeState:
 
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Within, nothing attends to these blocks: neither what is computed for the first time, nor logits."""
+        """Within, nothing attends to these blocks: neither what is computed for the first time, nor
+        logits."""
         known = dict(self.logits)
         self.logits.clear()
         self.hidden = frozenset(node.id for node in nodes)
