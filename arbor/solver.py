@@ -16,8 +16,8 @@ import torch
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.engine import Engine, Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.engine import Engine
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint

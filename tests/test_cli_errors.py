@@ -204,7 +204,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ],
         6,
         "oom",
-        ("cpu: the KV of ", " are free beside weights of ", "tokens fit: try --budget "),
+        ("cpu: the KV of ", " are free next to weights of ", "tokens fit: try --budget "),
     ),
     (["solve", PUZZLE, "--open"], 2, "usage", ("--html run.html",)),
     (["solve", PUZZLE, "--model", ""], 5, "model-not-found", ("builtin:sapling",)),

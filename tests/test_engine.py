@@ -32,7 +32,7 @@ from torch import Tensor
 
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Boundary, Evicted, Forwarded, Opened, Pressure, Rehydrated
 from arbor.retention.base import Blocks, Scorer
 from arbor.retention.policy import Policy
@@ -247,7 +247,7 @@ def test_an_allocator_that_keeps_too_much_is_noticed() -> None:
     lab = Lab(build("llama"), policy=Policy(Greedy()))
     tree = lab.plant(20)
 
-    with pytest.raises(AssertionError, match="more than there is room for"):
+    with pytest.raises(UsageError, match="where there is room for"):
         lab.sprout([(tree.root, 3)])
 
 

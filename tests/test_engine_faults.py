@@ -13,7 +13,7 @@ from support.models import build
 from support.trees import PROMPT, Lab
 
 from arbor import Solver
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Rehydrate
 from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
 from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory

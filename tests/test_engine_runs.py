@@ -107,3 +107,37 @@ def test_a_solver_finishes_a_run_that_fails() -> None:
             count = len(heard)
         solver.engine.extend(solver.engine.tree.root)
     assert len(heard) == count > 0
+
+
+def test_room_counts_the_longest_path_that_is_still_alive() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(slots=40)
+    (first,) = lab.sprout([(tree.root, 1)])
+    (second,) = lab.sprout([(first, 1)])
+    assert lab.room(3) == (40 - second.end) // 3
+    second.state = NodeState.PRUNED
+    lab.forget([second])
+    assert lab.room(3) == (40 - first.end) // 3
+    first.state = NodeState.PRUNED
+    lab.forget([first])
+    assert lab.room(3) == (40 - tree.root.end) // 3
+    (other,) = lab.sprout([(tree.root, 1)], length=2)
+    assert lab.room(3) == (40 - other.end) // 3
+
+
+def test_room_does_not_look_at_every_block_again() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant(slots=400)
+    for _ in range(6):
+        lab.sprout([(tree.root, 4)], length=2)
+    lab.room(3)
+    looked_at = []
+
+    class Counted(ThoughtTree):
+        def __iter__(self) -> Any:
+            looked_at.append(True)
+            return super().__iter__()
+
+    tree.__class__ = Counted
+    lab.room(3)
+    assert not looked_at

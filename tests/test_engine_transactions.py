@@ -12,8 +12,7 @@ import torch
 from support.models import Words, build, path_keys, path_logits
 from support.trees import GREEDY, LENGTH, PROMPT, QUESTIONS, Lab, path_ids, relative_error
 
-from arbor.engine.engine import Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.events import Event

@@ -22,8 +22,7 @@ from support.trees import (
     relative_error,
 )
 
-from arbor.engine.engine import Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.models import build, path_keys, path_logits
 from support.trees import LENGTH, PROMPT, Lab, path_ids, relative_error
 
-from arbor.engine.engine import Mode
+from arbor.engine.mode import Mode
 from arbor.events import Evicted, Rehydrated
 from arbor.memory.slots import SlotTable
 from arbor.model.runner import ModelRunner

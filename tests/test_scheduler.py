@@ -13,7 +13,14 @@ from support.models import Words, build
 from support.trees import LENGTH, PROMPT, SAMPLED, Lab
 
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, most_held
+from arbor.engine.scheduler import (
+    MARGIN,
+    DecodeScheduler,
+    Lengths,
+    Row,
+    WaveScheduler,
+    most_held,
+)
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
@@ -33,7 +40,7 @@ def row(tree: ThoughtTree, leaf: Node, length: int = 0) -> Row:
 def running(
     slots: int, rows: list[Row], *, longest: int = 8, lossy: bool = False
 ) -> DecodeScheduler:
-    return DecodeScheduler(slots, longest, lossy, deque(rows))
+    return (WaveScheduler if lossy else DecodeScheduler)(slots, longest, deque(rows))
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 30))
@@ -115,7 +122,7 @@ def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> No
 
 
 @given(st.data())
-def test_nobody_is_lost_and_the_budget_is_reckoned_with_whole_paths(data: Any) -> None:
+def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
     tree = ThoughtTree(PROMPT)
     leaves = [tree.root]
     for _ in range(data.draw(st.integers(0, 6))):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.mode import Rules
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, ended
@@ -31,7 +32,7 @@ class Decoding:
         forwards: run the steps.
         rehydration: completes what a block reads before it begins.
         source: where tokens come from.
-        lossy: see `Engine`.
+        rules: of the mode.
     """
 
     def __init__(
@@ -41,8 +42,7 @@ class Decoding:
         forwards: ForwardPasses,
         rehydration: Rehydration,
         source: TokenSource,
-        *,
-        lossy: bool,
+        rules: Rules,
     ) -> None:
         self._state = state
         self._tree = state.tree
@@ -51,15 +51,15 @@ class Decoding:
         self._forwards = forwards
         self._rehydration = rehydration
         self._source = source
-        self._lossy = lossy
+        self._rules = rules
         self._lengths = Lengths()
         self._layers = forwards.runner.layer_count
 
     def run(self, scheduler: DecodeScheduler, growth: Growth) -> None:
         """Every block decodes until its own boundary; all that fit together do so in one batch.
 
-        A block's last token is run too: its K/V complete the block, and its logits are where children begin. After an
-        interruption the unfinished blocks are PRUNED.
+        A block's last token is run too: its K/V complete the block, and its logits are where
+        children begin. After an interruption the unfinished blocks are PRUNED.
         """
         shared: SharedPrefix | None = None
         stopped = self._state.run.interrupted()
@@ -111,7 +111,7 @@ class Decoding:
                 self._tree.take_back(row.node)
 
     def _join(self, scheduler: DecodeScheduler, growth: Growth) -> bool:
-        """Let the rows begin, or go on, that fit beside those that run; whether there were any."""
+        """Let waiting rows join that fit next to those that run; whether there were any."""
         running = scheduler.nodes
         joined = scheduler.admit(self._lengths.expected(scheduler.longest))
         if not joined:
@@ -139,37 +139,41 @@ class Decoding:
         contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
         for row in rows:
             if row.leaf.id not in contexts:
-                exact = not self._lossy or all(bool(n.span.exact.all()) for n in row.leaf.path)
+                exact = self._state.is_exact_after(row.leaf)
                 contexts[row.leaf.id] = (self._state.context(row.leaf), exact)
             row.context, row.exact = contexts[row.leaf.id]
 
     def _make_room(self, scheduler: DecodeScheduler) -> bool:
-        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case. Lossless, rows
-        wait again where the running paths leave no room for all (one row always fits). Whether the rows, or what they read,
-        have changed."""
-        changed = self._lossy
-        pinned = self._pinned(scheduler)
-        while not self._lossy and pinned + len(scheduler.rows) > self._memory.slots:
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any
+        case.
+
+        Rows wait again where what is pinned leaves no room for all; one always fits.
+
+        Returns:
+            whether the rows, or what they read, have changed.
+        """
+        preempted = False
+        while self._pinned(scheduler) + len(scheduler.rows) > self._memory.slots:
             self._preempt(scheduler)
-            changed = True
-            pinned = self._pinned(scheduler)
+            preempted = True
         rows, nodes = scheduler.rows, scheduler.nodes
-        most = self._memory.slots - pinned
+        most = self._memory.slots - self._pinned(scheduler)
         try:
-            self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+            lost = self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
         except BudgetInfeasible:  # the policy gives up less than that
-            self._residency.fit(len(rows), nodes, "pressure")
-        if self._lossy:
+            lost = self._residency.fit(len(rows), nodes, "pressure")
+        if lost:
             self._look_back(rows)
-        return changed
+        return preempted or lost
 
     def _pinned(self, scheduler: DecodeScheduler) -> int:
-        """Slots of what stays while these rows run: their paths, or (lossy mode) their own tokens."""
-        kept = scheduler.nodes if self._lossy else self._tree.paths(scheduler.nodes)
-        return sum(int(np.count_nonzero(node.span.resident)) for node in kept)
+        """Slots of what stays while these rows run."""
+        pinned = self._rules.pinned(scheduler.nodes)
+        return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
 
     def _preempt(self, scheduler: DecodeScheduler) -> None:
-        """The row that joined last waits again: its tokens are known, their K/V are computed anew when it goes on."""
+        """The row that joined last waits again: its tokens are known, their K/V are computed anew
+        when it goes on."""
         row = scheduler.preempt()
         row.pending = row.node.tokens[-1]
         self._tree.take_back(row.node)

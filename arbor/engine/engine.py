@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from arbor.engine.decoding import Decoding
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.rehydration import Rehydrate, Rehydration
-from arbor.engine.residency import PathsLose, Residency
+from arbor.engine.rehydration import Rehydration
+from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import DecodeScheduler, Row
+from arbor.engine.scheduler import Row
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
 from arbor.engine.tree_state import Run, TreeState, ignore
-from arbor.engine.waves import fitting, halves
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import KV, Detail, Evicted, ForwardKind, Listener, Opened
 from arbor.memory import KVMemory
@@ -33,13 +33,13 @@ from arbor.retention.policy import Policy
 from arbor.tree import Node, NodeState, ThoughtTree
 
 T = TypeVar("T")
-Mode = Literal["lossless", "lossy"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
     """The parts of the engine that work on one tree."""
 
+    rules: Rules
     residency: Residency
     forwards: ForwardPasses
     rehydration: Rehydration
@@ -49,22 +49,25 @@ class _Parts:
 class Engine:
     """Runs the model over one tree at a time. Knows no search.
 
-    Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then compute. It succeeds,
-    or raises `BudgetInfeasible` with the smallest budget that would do and leaves the tree as it was. So it does where the
-    machine runs out of memory (`OutOfMemory`), with a budget that leaves room for the forward. Whatever else cuts it off
-    (a listener that raises, an interruption), no token claims KV that was not computed, and the engine can go on.
+    Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then
+    compute. It succeeds, or raises `BudgetInfeasible` with the smallest budget that would do and
+    leaves the tree as it was. So it does where the machine runs out of memory (`OutOfMemory`), with
+    a budget that leaves room for the forward. Whatever else cuts it off (a listener that raises, an
+    interruption), no token claims KV that was not computed, and the engine can go on.
 
-    Two modes. ``lossless``: every running path is complete and exact before anything is computed after it, so that the
-    budget changes time and nothing else; what does not fit together runs one after another. ``lossy``: tokens of running
-    paths may leave as well, as the policy says, and what is computed then is computed over the gaps.
+    Two modes. ``lossless``: every running path is complete and exact before anything is computed
+    after it, so that the budget changes time and nothing else; what does not fit together runs one
+    after another. ``lossy``: tokens of running paths may leave as well, as the policy says, and
+    what is computed then is computed over the gaps.
 
     Args:
         runner: the model.
         tokenizer: a Hugging Face tokenizer, for questions and boundaries.
         policy: what evictable blocks keep, and which tokens.
         mode: see above.
-        rehydrate: what comes back when a path runs again: ``selective``, the missing tokens; ``span``, every token of a
-            block that misses one (ArborKV section 4); ``off`` (lossy only), nothing: eviction cannot be undone.
+        rehydrate: what comes back when a path runs again: ``selective``, the missing tokens;
+            ``span``, every token of a block that misses one (ArborKV section 4); ``off`` (lossy
+            only), nothing: eviction cannot be undone.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         min_saved_reads: see `plan_forward`.
@@ -91,7 +94,7 @@ class Engine:
         self.rehydrate = rehydrate
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
-        self._lossy = mode == "lossy"
+        self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self._min_saved_reads = min_saved_reads
         self._debug = debug
         self._source = (
@@ -142,27 +145,22 @@ class Engine:
         self._memory.attach(tree)
         run = Run(emit, detail, outlook, interrupted)
         state = TreeState(tree, self._memory, self.policy.protect, run, reads)
-        lose: PathsLose = "never"
-        if self._lossy:
-            lose = "last" if self.policy.spares_paths else "equally"
-        residency = Residency(state, self.policy, self.msve, lose)
+        rules = self._mode(state, self.policy, self.rehydrate)
+        residency = Residency(state, self.policy, self.msve, rules.paths_lose)
         forwards = ForwardPasses(
             state,
             self.runner,
             observes=self.policy.observes,
             min_saved_reads=self._min_saved_reads,
         )
-        rehydration = Rehydration(
-            state, residency, forwards, lossy=self._lossy, rehydrate=self.rehydrate
-        )
-        decoding = Decoding(
-            state, residency, forwards, rehydration, self._source, lossy=self._lossy
-        )
+        rehydration = Rehydration(state, residency, forwards, rules)
+        decoding = Decoding(state, residency, forwards, rehydration, self._source, rules)
         self._state = state
-        self._opened = _Parts(residency, forwards, rehydration, decoding)
+        self._opened = _Parts(rules, residency, forwards, rehydration, decoding)
 
     def finish(self) -> None:
-        """End of the run: nothing is emitted any more; the tree and its KV stay usable until the next `open`."""
+        """End of the run: nothing is emitted any more; the tree and its KV stay usable until the
+        next `open`."""
         if self._state is not None:
             self._state.finish()
 
@@ -205,30 +203,30 @@ class Engine:
     # Operations
 
     def extend(self, node: Node) -> None:
-        """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a path."""
+        """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a
+        path."""
         self._require([node], [0])
         with self._transaction("prefill"):
             self._parts.rehydration.complete([node], reserve=0, want=[node])
 
     def room(self, leaf_tokens: int) -> int:
-        """Blocks of up to `leaf_tokens` tokens that may decode at once beside the longest path, at least 1."""
-        if self._lossy:
-            return max(1, self.memory.slots // 2 // max(1, leaf_tokens))
-        longest = max(node.end for node in self.tree)
-        return max(1, (self.memory.slots - longest) // max(1, leaf_tokens))
+        """Blocks of up to `leaf_tokens` tokens that may decode at once, at least 1."""
+        return self._parts.rules.room(leaf_tokens)
 
     def grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> list[Node]:
-        """Decode new children, all of them together as far as the budget allows, each up to its own boundary.
+        """Decode new children, all of them together as far as the budget allows, each up to its own
+        boundary.
 
         Args:
             leaves: (leaf, width) pairs.
             growth: how.
 
         Returns:
-            The new closed blocks, in the order asked. After an interruption the unfinished ones are PRUNED.
+            The new closed blocks, in the order asked. After an interruption the unfinished ones are
+            PRUNED.
 
         Raises:
-            BudgetInfeasible: a single child does not fit beside its path.
+            BudgetInfeasible: a single child does not fit after its path.
         """
         longest = growth.stop.max_tokens
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
@@ -244,14 +242,17 @@ class Engine:
         """Decode open blocks up to their boundaries, together as far as the budget allows.
 
         Args:
-            children: open blocks without KV, empty or with a first token that is given rather than sampled.
+            children: open blocks without KV, empty or with a first token that is given rather than
+                sampled.
             growth: how.
 
         Raises:
-            BudgetInfeasible: a single child does not fit beside its path; or the policy gives up less than it takes.
-            OutOfMemory: a forward does not fit beside weights and KV.
+            BudgetInfeasible: a single child does not fit after its path; or the policy gives up
+                less than it takes.
+            OutOfMemory: a forward does not fit next to weights and KV.
             UsageError: an answer of the policy or the token source breaks its protocol.
-                After any of these all of the children are PRUNED and hold nothing, those that were finished included.
+                After any of these all of the children are PRUNED and hold nothing, those that were
+                finished included.
         """
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
@@ -268,7 +269,7 @@ class Engine:
         self.state.changed(children)
         if rows:
             self.state.begin_operation()
-        scheduler = DecodeScheduler(self.memory.slots, longest, self._lossy, rows)
+        scheduler = self._parts.rules.scheduler(longest, rows)
         try:
             with nvtx_range("decode"), self._transaction("decode"):
                 self._parts.decoding.run(scheduler, growth)
@@ -280,7 +281,8 @@ class Engine:
             raise
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
-        """The model's next-token logits after `path + question`, for each pair; leaves the tree as it was.
+        """The model's next-token logits after `path + question`, for each pair; leaves the tree as
+        it was.
 
         Args:
             nodes: blocks.
@@ -290,7 +292,7 @@ class Engine:
             [len(nodes), V] float32.
 
         Raises:
-            BudgetInfeasible: one question does not fit beside its path.
+            BudgetInfeasible: one question does not fit after its path.
         """
         self._require(nodes, [len(question) for question in questions])
         order = self._in_order(range(len(nodes)), nodes)
@@ -318,9 +320,12 @@ class Engine:
 
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Within, nothing attends to these blocks: what the search would do had it lost them (ArborKV's leave-one-out).
+        """Within, nothing attends to these blocks: what the search would do had it lost them
+        (ArborKV's leave-one-out).
 
-        They are masked, not zeroed: a zero key still draws attention. What is grown within is not exact; forget it.
+        They are masked, not zeroed: a zero key still draws attention. Blocks computed before keep
+        the KV they have, and where it was evicted they get the same again. What is grown within is
+        not exact, and computed anew if it is read afterwards.
         """
         with self.state.hiding(nodes):
             yield
@@ -328,19 +333,21 @@ class Engine:
     # Planning
 
     def _require(self, nodes: Sequence[Node], extra: Sequence[int]) -> None:
-        """Raise unless each node's path (in lossy mode: what is protected of it) and its extra tokens fit the budget."""
-        protect = self.policy.protect
-        most = protect.sinks + protect.recent if self._lossy else self.memory.slots + 1
-        ends = [min(node.end, most) for node in nodes]
+        """Raise `BudgetInfeasible` unless what is required of each node's path fits with its extra
+        tokens."""
+        rules = self._parts.rules
+        ends = [rules.required(node) for node in nodes]
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
         if needed > self.memory.slots:
-            what = "what is protected of a path" if self._lossy else "the longest path"
-            raise BudgetInfeasible(needed, self.memory.slots, f"{what} with its next block")
+            what = f"{rules.must_fit} with its next block"
+            raise BudgetInfeasible(needed, self.memory.slots, what)
 
     def _in_order(self, work: Sequence[T], nodes: Sequence[Node]) -> list[T]:
-        """Pieces of work in depth-first order of the tree, so that a wave shares what it can; from the end that lies on
-        the device. Where a level does not fit, the search then goes to and fro over it rather than round in circles, and
-        finds what the last wave left. Results do not depend on the order.
+        """Pieces of work in depth-first order of the tree, so that a wave shares what it can.
+
+        Directions alternate, starting at the resident end: where a level does not fit, a fixed
+        direction thrashes LRU.
+        Results do not depend on the order.
 
         Args:
             work: what there is to do.
@@ -354,10 +361,11 @@ class Engine:
         return [work[i] for i in order]
 
     def _waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
-        """Cut one operation into waves that fit, and tell the policy which are still to come.
+        """Cut one operation into waves that fit, and note for the policy which are still to come.
 
         Args:
-            nodes: where each piece of work begins, in depth-first order, so that a wave shares what it can.
+            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
+                it can.
             extra: tokens each needs beyond its path.
 
         Yields:
@@ -365,13 +373,7 @@ class Engine:
         """
         if nodes:
             self.state.begin_operation()
-        if self._lossy:
-            cut = halves(extra, self.memory.slots)
-        elif self.policy.keeps_all:  # nothing leaves: only what is free can be used
-            cut = halves(extra, 2 * self.memory.free)
-        else:
-            cut = fitting(nodes, extra, self.memory.slots)
-        waves = list(cut)
+        waves = self._parts.rules.waves(nodes, extra)
         for index, wave in enumerate(waves):
             self.state.expect([[nodes[i] for i in later] for later in waves[index + 1 :]])
             yield wave
@@ -380,8 +382,8 @@ class Engine:
 
     @contextmanager
     def _transaction(self, kind: ForwardKind) -> Iterator[None]:
-        """Within, slots are given to tokens that forwards then write. After a failure, whatever it is, what has not been
-        written holds none."""
+        """Within, slots are given to tokens that forwards then write. After a failure, whatever it
+        is, what has not been written holds none."""
         if self.memory.pending:  # the last undoing was cut off itself
             self._parts.rehydration.undo()
         try:
@@ -416,7 +418,8 @@ class Engine:
         return logits
 
     def _give_up(self, children: Sequence[Node]) -> None:
-        """An operation that cannot be finished: its blocks hold nothing any more, and none of them is open."""
+        """An operation that cannot be finished: its blocks hold nothing any more, and none of them
+        is open."""
         self._parts.decoding.cut([child for child in children if child.state is NodeState.OPEN])
         for child in children:
             child.state = NodeState.PRUNED

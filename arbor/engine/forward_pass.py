@@ -17,7 +17,7 @@ from arbor.events import Forwarded, ForwardKind
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
 from arbor.model.plan import ForwardPlan, Segment, SharedPrefix, plan_forward, visibility
 from arbor.model.runner import ModelRunner
-from arbor.tree import Node
+from arbor.tree import Node, NodeState
 
 OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
 
@@ -82,7 +82,8 @@ class ForwardPasses:
     def step(
         self, segments: Sequence[Segment], shared: SharedPrefix | None
     ) -> tuple[Tensor, ForwardPlan]:
-        """One decode step, reported together with those after it: logits [n, V] float32, and what was planned.
+        """One decode step, reported together with those after it: logits [n, V] float32, and what
+        was planned.
 
         Args:
             segments: one token a row.
@@ -149,12 +150,14 @@ class ForwardPasses:
 
     @contextmanager
     def explaining_out_of_memory(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:
-        """If the machine runs out of memory within, say what held it and what budget would leave room."""
+        """If the machine runs out of memory within, say what held it and what budget would leave
+        room."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, ArborError) or not is_out_of_memory(error):
                 raise
+            alive = [node for node in self._state.tree if node.state is not NodeState.PRUNED]
             raise forward_too_large(
                 error,
                 self.runner.device,
@@ -162,5 +165,5 @@ class ForwardPasses:
                 weights=self.runner.weight_bytes,
                 slots=self._memory.slots,
                 bytes_per_token=self._memory.bytes_per_token,
-                least=max(node.end for node in self._state.tree) + max(rows, 1),
+                least=max(node.end for node in alive) + max(rows, 1),
             ) from error

@@ -50,7 +50,8 @@ class PolicyView:
             leaves: ends of the running paths.
             ids: these blocks only, instead of all that may leave.
             where: which blocks these are.
-            whole: all tokens of a block are offered, on the device or not (to choose what should come back).
+            whole: all tokens of a block are offered, on the device or not (to choose what should
+                come back).
             protect: what stays in any case; by default what the policy says.
         """
         protect = protect or self._policy.protect
@@ -107,7 +108,8 @@ class PolicyView:
     ) -> NDArray[np.int64]:
         """What each block keeps in any case: its protected tokens, and K_min.
 
-        Sinks and recent tokens lie in few blocks, and only there tokens are looked at; tails are counted in the table.
+        Sinks and recent tokens lie in few blocks, and only there tokens are looked at; tails are
+        counted in the table.
         """
         floor = np.minimum(resident, protect.floor)
         if protect.tail:
@@ -125,7 +127,8 @@ class PolicyView:
         return floor
 
     def _oldest(self, leaves: Sequence[Node], protect: Protect) -> NDArray[np.int64]:
-        """Where in each block the window of recent tokens begins, int64 by node id; `NEVER` where it does not reach."""
+        """Where in each block the window of recent tokens begins, int64 by node id; `NEVER` where
+        it does not reach."""
         oldest = np.full(len(self._table), NEVER)
         for leaf in leaves if protect.recent else ():
             # the window of a block several leaves share begins where the shortest one's does

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.mode import Rules
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.residency import Residency
 from arbor.engine.tree_state import TreeState
@@ -20,9 +20,6 @@ from arbor.model.plan import Segment
 from arbor.tree import NO_SLOT, Node
 
 logger = logging.getLogger(__name__)
-
-PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
-Rehydrate = Literal["selective", "span", "off"]
 
 
 @dataclass(slots=True)
@@ -49,7 +46,7 @@ class Rehydration:
         state: of the tree.
         residency: frees room.
         forwards: compute what was missing.
-        lossy, rehydrate: see `Engine`.
+        rules: of the mode.
     """
 
     def __init__(
@@ -57,17 +54,14 @@ class Rehydration:
         state: TreeState,
         residency: Residency,
         forwards: ForwardPasses,
-        *,
-        lossy: bool,
-        rehydrate: Rehydrate,
+        rules: Rules,
     ) -> None:
         self._state = state
         self._residency = residency
         self._memory = state.memory
-        self._lossy = lossy
         self._forwards = forwards
         self._logits = state.logits
-        self._rehydrate = rehydrate
+        self._rules = rules
         self._layers = forwards.runner.layer_count
         self._announced: list[
             int
@@ -83,8 +77,9 @@ class Rehydration:
     ) -> list[Tensor]:
         """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
 
-        Every run of consecutive missing tokens is one segment whose context ends where the run begins; all K/V are
-        written before anything attends, so earlier runs are context of later ones.
+        Every run of consecutive missing tokens is one segment whose context ends where the run
+        begins; all K/V are written before anything attends, so earlier runs are context of later
+        ones.
 
         Args:
             leaves: whose paths.
@@ -97,13 +92,11 @@ class Rehydration:
         """
         path = self._state.tree.paths(leaves)
         root = path[0]
-        if self._lossy and self._rehydrate != "off":
-            for leaf in leaves:
-                if not leaf.span.exact.all():  # what was known was computed over a gap
-                    self._logits.pop(leaf.id, None)
-        room = self._memory.slots - reserve - len(want)
-        if self._lossy and root.id not in self._state.computed and root.end > room:
-            self._prefill_in_pieces(root)
+        for leaf in leaves:
+            if self._rules.is_outdated(leaf):
+                self._logits.pop(leaf.id, None)
+        if pieces := self._rules.pieces(root, self._memory.slots - reserve - len(want)):
+            self._prefill_in_pieces(root, pieces)
         known = {leaf.id: self._logits.get(leaf.id) for leaf in want}
         placed = self.place(leaves, want=want, reserve=reserve, running=running)
         if placed.segments:
@@ -130,7 +123,8 @@ class Rehydration:
         return logits
 
     def undo(self) -> None:
-        """After a failure: what was placed and never computed is gone, and listeners hear of what they heard was back."""
+        """After a failure: what was placed and never computed is gone, and listeners hear of what
+        they heard was back."""
         lost = self._memory.rollback()
         announced, self._announced = self._announced, []
         self._state.changed(self._state.tree)
@@ -160,7 +154,7 @@ class Rehydration:
         """
         path = sorted(self._state.tree.paths(leaves), key=lambda node: node.key)
         wanted = {leaf.id for leaf in want if leaf.id not in self._logits}
-        holes = self._holes(path, leaves, reserve + len(wanted))
+        holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
@@ -177,8 +171,8 @@ class Rehydration:
         for node in path:
             here, hole = absent[node.id], holes[node.id]
             stale = np.setdiff1d(hole, here, assume_unique=True)
-            above = node.parent is None or clean.get(node.parent.id, True)
-            exact = not self._lossy or (above and _is_whole(node, hole))
+            above = node.parent is None or clean[node.parent.id]
+            exact = above and self._state.sees_all(node) and _is_whole(node, hole)
             if len(stale):
                 self._memory.rewrite(node, stale, exact=exact, depth=self._layers)
             if len(here):
@@ -193,19 +187,24 @@ class Rehydration:
             nodes, kv = tuple(sorted(again)), self._state.kv
             self._announced = [node_id for node_id, _ in nodes]
             self._state.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
-        trash = self._memory.pool.trash
         segments, order = segments_of(
-            path, holes, wanted, trash, self._state.hidden, self._state.computed
+            path,
+            holes,
+            wanted,
+            self._memory.pool.trash,
+            hidden=self._state.hidden,
+            before=self._state.before_hiding,
+            computed=self._state.computed,
         )
         written = [node for node in path if len(holes[node.id])]
         return Placed(segments, order, written, bool(again))
 
-    def _prefill_in_pieces(self, root: Node) -> None:
-        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
-        piece = max(1, min(PIECE, self._memory.slots // 4))
+    def _prefill_in_pieces(self, root: Node, pieces: Sequence[range]) -> None:
+        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in
+        between."""
         try:
-            for begin in range(0, root.end, piece):
-                logits = self._prefill_piece(root, begin, min(root.end, begin + piece))
+            for piece in pieces:
+                logits = self._prefill_piece(root, piece.start, piece.stop)
         except BaseException:  # its tokens are counted as computed once all of them are
             self._memory.release([root])
             self._state.changed([root])
@@ -230,41 +229,6 @@ class Rehydration:
             logits=int(end == root.end),
         )
         return self._forwards.run("prefill", [segment], [])
-
-    def _holes(
-        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
-    ) -> dict[int, NDArray[np.int64]]:
-        """Tokens of each block that the next forward computes. Where the paths may not stay whole (lossy mode), what the
-        policy does not keep of them has left when this returns, so that the holes and `reserve` fit beside the rest."""
-        whole = sum(len(node.tokens) for node in path) + reserve <= self._memory.slots
-        if self._lossy and self._rehydrate == "off":
-            never = [node for node in path if node.id not in self._state.computed]
-            new = sum(int((~node.span.resident).sum()) for node in never)
-            self._residency.fit(new + reserve, leaves, "transition")
-            holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
-            return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
-        if self._lossy and not whole:
-            return self._chosen(path, leaves, reserve)
-        holes = {node.id: np.flatnonzero(~node.span.exact) for node in path}
-        if self._rehydrate == "span":
-            for node in path:
-                if len(holes[node.id]):
-                    holes[node.id] = np.arange(len(node.tokens))
-        return holes
-
-    def _chosen(
-        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
-    ) -> dict[int, NDArray[np.int64]]:
-        """The path does not fit (lossy, reversible): the policy chooses among all its tokens; what it chose and is gone
-        comes back, the rest leaves."""
-        chosen = self._residency.choose(path, leaves, self._memory.slots - reserve)
-        holes = {}
-        for node in path:
-            offsets = chosen[node.id]
-            missing = offsets[node.span.slot[offsets] == NO_SLOT]
-            again = self._rehydrate == "span" and len(missing)
-            holes[node.id] = offsets if again else missing
-        return holes
 
 
 def _is_whole(node: Node, hole: NDArray[np.int64]) -> bool:

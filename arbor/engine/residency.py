@@ -28,7 +28,8 @@ PathsLose = Literal["never", "last", "equally"]
 class Residency:
     """Decides for the engine which tokens leave when room is needed.
 
-    The engine plans (how many slots an event needs), this fits (what leaves), then the engine allocates and computes.
+    The engine plans (how many slots an event needs), this fits (what leaves), then the engine
+    allocates and computes.
 
     Args:
         state: of the tree.
@@ -104,7 +105,8 @@ class Residency:
     def choose(
         self, path: Sequence[Node], leaves: Sequence[Node], room: int
     ) -> dict[int, NDArray[np.int64]]:
-        """Let the policy choose among all tokens of a path, on the device or not; of the others none stays.
+        """Let the policy choose among all tokens of a path, on the device or not; of the others
+        none stays.
 
         Args:
             path: the blocks.
@@ -129,7 +131,8 @@ class Residency:
         Args:
             blocks: what is offered, under all of the policy's protection.
             room: tokens that may stay.
-            eased: the same offer under less protection, for where there is no room for all that is protected.
+            eased: the same offer under less protection, for where there is no room for all that is
+                protected.
 
         Returns:
             the offer as it was decided on, how many tokens each block keeps, and which.
@@ -182,10 +185,12 @@ class Residency:
     def _evict(
         self, blocks: Blocks, index: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Drop tokens of offered blocks, given by index in `blocks` and offset, where they are on the device.
+        """Drop tokens of offered blocks, given by index in `blocks` and offset, where they are on
+        the device.
 
         Returns:
-            int64 each: the blocks that lost some, by node id; what they held before; how many they lost.
+            int64 each: the blocks that lost some, by node id; what they held before; how many they
+                lost.
         """
         tree = self._state.tree
         offered, counts = np.unique(index, return_counts=True)

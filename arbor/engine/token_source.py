@@ -44,7 +44,8 @@ class TokenSource(Protocol):
         ...
 
     def finish(self, node: Node) -> None:
-        """The block is over: set its text, and make `logprob` and `top1` those of the whole block."""
+        """The block is over: set its text, and make `logprob` and `top1` those of the whole
+        block."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from arbor.retention.block_table import BlockTable
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.policy import Protect
 from arbor.retention.token_statistics import TokenStatistics
-from arbor.tree import Node, ThoughtTree
+from arbor.tree import Node, NodeState, ThoughtTree
 
 
 def ignore(event: Event) -> None:
@@ -57,8 +58,10 @@ class TreeState:
         logits: after blocks' last tokens, where they are known.
         table: figures of blocks that policies read.
         statistics: attention that tokens received.
-        computed: ids of the blocks computed at least once; their missing tokens count as rehydrated, not prefilled.
+        computed: ids of the blocks computed at least once; their missing tokens count as
+            rehydrated, not prefilled.
         hidden: ids of the blocks that nothing attends to.
+        before_hiding: ids of the blocks computed before these were hidden; empty while nothing is.
         operation: number of the operation in progress.
         upcoming: blocks at whose end each later wave of the operation begins, the next wave first.
     """
@@ -81,9 +84,14 @@ class TreeState:
         self.statistics = TokenStatistics(threshold=protect.threshold)
         self.computed: set[int] = set()
         self.hidden: frozenset[int] = frozenset()
+        self.before_hiding: frozenset[int] = frozenset()
         self.operation = 0
         self.upcoming: list[list[Node]] = []
         self._clock = 0
+        # a heap of (-end, node id), from which pruned blocks are removed when they come up, and
+        # the ends in it
+        self._ends = [(-tree.root.end, tree.root.id)]
+        self._reached = {tree.root.id: tree.root.end}
 
     # The run
 
@@ -92,7 +100,8 @@ class TreeState:
         self.run.emit(event)
 
     def finish(self) -> None:
-        """End of the run: its listener, outlook and interruption are let go; the tree stays usable."""
+        """End of the run: its listener, outlook and interruption are let go; the tree stays
+        usable."""
         self.run = Run()
 
     @property
@@ -115,7 +124,18 @@ class TreeState:
 
     def mark_computed(self, nodes: Iterable[Node]) -> None:
         """The tokens of these blocks have been run through the model."""
-        self.computed.update(node.id for node in nodes)
+        for node in nodes:
+            self.computed.add(node.id)
+            if node.end > self._reached.get(node.id, 0):
+                self._reached[node.id] = node.end
+                heapq.heappush(self._ends, (-node.end, node.id))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path the search has not given up."""
+        while self._ends[0][1] and self.tree[self._ends[0][1]].state is NodeState.PRUNED:
+            heapq.heappop(self._ends)
+        return -self._ends[0][0]
 
     def begin_operation(self) -> None:
         """Count one more operation."""
@@ -132,7 +152,8 @@ class TreeState:
 
         Args:
             slots: int64 [S], distinct.
-            mass: float32 [S], attention each received, summed over rows (each row: mean over layers and heads).
+            mass: float32 [S], attention each received, summed over rows (each row: mean over layers
+                and heads).
             queries: int64 [S], rows that could see it.
         """
         owner = self.memory.table.owner[slots]
@@ -150,15 +171,36 @@ class TreeState:
         """What a token after this block attends to."""
         return tuple(context_of(node, self.hidden))
 
+    def missing(self, node: Node) -> NDArray[np.int64]:
+        """Offsets of the tokens that are not as full retention would hold them, increasing."""
+        held = node.span.exact if self.sees_all(node) else node.span.resident
+        return np.flatnonzero(~held)
+
+    def sees_all(self, node: Node) -> bool:
+        """Whether a block's tokens attend to every block above it."""
+        if not self.hidden or node.id in self.before_hiding:
+            return True
+        return not any(above.id in self.hidden for above in node.path[:-1])
+
+    def is_exact_after(self, node: Node) -> bool:
+        """Whether a token after this block is exact: every token before it is, and it attends to
+        all of them."""
+        path = node.path
+        return all(bool(each.span.exact.all()) for each in path) and not any(
+            each.id in self.hidden for each in path
+        )
+
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
-        """Within, nothing attends to these blocks."""
+        """Within, nothing attends to these blocks: neither what is computed for the first time, nor
+        logits."""
         known = dict(self.logits)
         self.logits.clear()
         self.hidden = frozenset(node.id for node in nodes)
+        self.before_hiding = frozenset(self.computed)
         try:
             yield
         finally:
-            self.hidden = frozenset()
+            self.hidden = self.before_hiding = frozenset()
             self.logits.clear()
             self.logits.update(known)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from arbor import components
 from arbor.engine.engine import Engine
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Rehydrate
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import Growth, ModelSampler

@@ -1,4 +1,4 @@
-"""KVMemory: the only writer of spans; every slot has an owner, and the budget is the pool's size."""
+"""KVMemory: the only writer of spans; the budget is the size of its pool."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 class KVMemory:
     """The KV of one tree.
 
-    The pool has exactly as many slots as the budget, so that no event, transient or not, can hold more. Tokens that
-    were given slots are pending until `commit` says that a forward has written them; `rollback` takes their slots back.
+    The pool has exactly as many slots as the budget, so that no event, transient or not, can hold
+    more. Tokens that were given slots are pending until `commit` says that a forward has written
+    them; `rollback` takes their slots back.
 
     Args:
         layers: what each layer stores per token.
@@ -86,7 +87,8 @@ class KVMemory:
     # Blocks
 
     def starts(self, length: int, count: int) -> NDArray[np.int32]:
-        """Where `count` new blocks of up to `length` tokens may best begin; a hint, see `SlotTable.runs`."""
+        """Where `count` new blocks of up to `length` tokens may best begin; a hint, see
+        `SlotTable.runs`."""
         starts = self.table.runs(length, count)
         return np.concatenate([starts, np.full(count - len(starts), NO_SLOT, np.int32)])
 
@@ -104,8 +106,8 @@ class KVMemory:
         Args:
             node: the block.
             offsets: int64 [m] into its tokens, increasing; none of them resident.
-            exact: whether they are exact once they are written: every earlier token of the path is resident and exact,
-                or will be after the same forward.
+            exact: whether they are exact once they are written: every earlier token of the path is
+                resident and exact, or will be after the same forward.
             depth: layers that will be written.
             first: preferred first slot.
 
@@ -128,7 +130,8 @@ class KVMemory:
         return slots
 
     def append(self, node: Node, near: int, *, exact: bool, depth: int) -> int:
-        """`place` for the last token of a block, the one call a decode step makes per leaf; returns its slot."""
+        """`place` for the last token of a block, the one call a decode step makes per leaf; returns
+        its slot."""
         table, span = self.table, node.span
         spans = span.spans
         offset = len(node.tokens) - 1
@@ -148,7 +151,8 @@ class KVMemory:
     def rewrite(
         self, node: Node, offsets: NDArray[np.int64], *, exact: bool, depth: int
     ) -> NDArray[np.int32]:
-        """Resident tokens whose K/V the next forward computes anew, in place; returns their slots, int32 [m]."""
+        """Resident tokens whose K/V the next forward computes anew, in place; returns their slots,
+        int32 [m]."""
         slots = node.span.slot[offsets]
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
         self._placed.append((node, offsets, exact))
@@ -173,7 +177,8 @@ class KVMemory:
             self._changed()
 
     def rollback(self) -> dict[int, int]:
-        """After a failure: drop pending tokens, and free every slot that no block holds, temporary ones included.
+        """After a failure: drop pending tokens, and free every slot that no block holds, temporary
+        ones included.
 
         Returns:
             how many pending tokens each block lost, by node id.
@@ -195,7 +200,8 @@ class KVMemory:
         return lost
 
     def evict(self, node: Node, offsets: NDArray[np.int64]) -> int:
-        """Drop resident tokens of a block; returns how many slots became free (shared ones stay for the others)."""
+        """Drop resident tokens of a block; returns how many slots became free (shared ones stay for
+        the others)."""
         return self.evict_from([node], offsets, np.array([len(offsets)]))
 
     def evict_from(
@@ -221,7 +227,8 @@ class KVMemory:
         return freed
 
     def share(self, source: Node, target: Node, count: int) -> None:
-        """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no copy.
+        """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no
+        copy.
 
         Raises nothing: callers share only what is equal; `check` would find anything else.
         """
@@ -240,7 +247,8 @@ class KVMemory:
     # Questions: tokens that belong to no block
 
     def borrow(self, tokens: Sequence[int], position: int) -> NDArray[np.int32]:
-        """Temporary slots for tokens after a path, at consecutive positions; give them back with `give_back`."""
+        """Temporary slots for tokens after a path, at consecutive positions; give them back with
+        `give_back`."""
         slots = self.table.take(len(tokens))
         self.table.token[slots] = tokens
         self.table.position[slots] = np.arange(position, position + len(tokens))
@@ -263,7 +271,8 @@ class KVMemory:
             self.check()
 
     def check(self) -> None:
-        """Assert every invariant: partition, ownership, references, what each slot says it holds, exactness."""
+        """Assert every invariant: partition, ownership, references, what each slot says it holds,
+        exactness."""
         table = self.table
         references = np.zeros(table.slots, np.int32)
         for node in self.tree or ():

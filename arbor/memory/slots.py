@@ -41,10 +41,12 @@ class SlotTable:
         return self.slots - self.used
 
     def runs(self, length: int, count: int) -> NDArray[np.int32]:
-        """Starts of `count` free stretches of `length` slots each, back to back where possible; claims nothing.
+        """Starts of `count` free stretches of `length` slots each, back to back where possible;
+        claims nothing.
 
-        A wave's blocks opened at these starts grow in equal strides, so that a backend can read all of them as one
-        strided view. Returns fewer starts (possibly none) where the free slots are too scattered.
+        A wave's blocks opened at these starts grow in equal strides, so that a backend can read all
+        of them as one strided view. Returns fewer starts (possibly none) where the free slots are
+        too scattered.
         """
         for wanted in (2 * length * count, self.slots):  # mostly it is found among the lowest
             free = self._lowest(wanted)
@@ -63,8 +65,8 @@ class SlotTable:
         return (np.repeat(first, fit) + length * place)[:count].astype(np.int32)
 
     def take(self, count: int, first: int = NO_SLOT) -> NDArray[np.int32]:
-        """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a contiguous
-        stretch, else the lowest free slots. The caller has made room.
+        """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a
+        contiguous stretch, else the lowest free slots. The caller has made room.
 
         Returns:
             int32 [count].
@@ -92,7 +94,8 @@ class SlotTable:
         return near
 
     def _lowest(self, count: int) -> NDArray[np.int64]:
-        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer. What is looked at grows from
+        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer.
+        What is looked at grows from
         the lowest free slot on until they are found: what lies behind them costs nothing."""
         width = max(_WINDOW, count)
         while True:
@@ -115,7 +118,8 @@ class SlotTable:
         self.references[slots] += 1
 
     def release(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """One reference less for each time a slot is named; returns the slots that became free, int32."""
+        """One reference less for each time a slot is named; returns the slots that became free,
+        int32."""
         np.subtract.at(self.references, slots, 1)
         left = self.references[slots]
         assert (left >= 0).all(), "a slot was released twice"

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from arbor import components
-from arbor.engine.engine import Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling

@@ -9,8 +9,8 @@ import torch
 from support.models import Words, path_logits
 from torch import Tensor
 
-from arbor.engine.engine import Engine, Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.engine import Engine
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
