@@ -413,14 +413,14 @@ def test_an_interruption_gives_up_the_blocks_in_progress(lab: Lab) -> None:
 def test_every_new_block_is_announced_before_it_ends(lab: Lab) -> None:
     tree, _ = grown(lab, 40)
 
-    told = [
+    reported = [
         (type(event).__name__, event.node)
         for event in lab.events
         if isinstance(event, Opened | Boundary)
     ]
     for node in list(tree)[1:]:
-        assert told.index(("Opened", node.id)) < told.index(("Boundary", node.id))
-    assert len(told) == 2 * (len(tree) - 1)
+        assert reported.index(("Opened", node.id)) < reported.index(("Boundary", node.id))
+    assert len(reported) == 2 * (len(tree) - 1)
 
 
 def test_a_new_tree_frees_the_last_one(lab: Lab) -> None:
@@ -433,7 +433,7 @@ def test_a_new_tree_frees_the_last_one(lab: Lab) -> None:
     assert not any(node.span.resident.any() for node in old)
 
 
-def test_room_is_counted_beside_the_longest_path(lab: Lab) -> None:
+def test_room_is_counted_after_the_longest_path(lab: Lab) -> None:
     tree = lab.plant(40)
     lab.sprout([(tree.root, 1)])
 

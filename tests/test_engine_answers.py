@@ -223,7 +223,7 @@ def test_a_wrong_answer_is_refused_and_nothing_is_lost(kind: str, name: str) -> 
 
 
 def test_wrong_answers_are_refused_without_assertions() -> None:
-    """All of the above where Python is told to skip every ``assert``."""
+    """All of the above where Python skips every ``assert``."""
     paths = [str(ROOT), str(ROOT / "tests")]
     done = subprocess.run(
         [sys.executable, "-O", "-c", "import test_engine_answers as here; here.main()"],

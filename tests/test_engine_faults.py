@@ -194,8 +194,8 @@ def test_where_a_policy_gives_up_nothing_a_failed_growth_leaves_nothing_behind(
     lab.memory.check()
     assert lab.memory.used == held
     assert [child.state for child in first.children] == [NodeState.PRUNED] * 2
-    told = [event for event in lab.events if isinstance(event, Boundary)][2:]
-    for child, event in zip(first.children, told, strict=True):
+    ended = [event for event in lab.events if isinstance(event, Boundary)][2:]
+    for child, event in zip(first.children, ended, strict=True):
         assert event.node == child.id
         assert event.ids == tuple(child.tokens)  # none that was chosen and never run
         assert len(child.span) == len(child.tokens)
@@ -229,7 +229,7 @@ def failing_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("lacking", ["budget", "memory"])
-def test_a_search_that_runs_out_of_room_tells_the_best_answer_until_then(
+def test_a_search_that_runs_out_of_room_reports_the_best_answer_until_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     path = tmp_path / "run.arbor.jsonl"
@@ -287,7 +287,7 @@ def test_a_prompt_whose_prefill_failed_is_run_again(
     assert lab.rows() == len(PROMPT)
 
 
-def test_what_was_told_to_come_back_is_taken_back_where_the_forward_fails(
+def test_a_rehydration_that_fails_is_reported_as_evicted_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = Lab(build("llama"), debug=True)
@@ -295,12 +295,12 @@ def test_what_was_told_to_come_back_is_taken_back_where_the_forward_fails(
     (first,) = lab.sprout([(tree.root, 1)])
     lab.memory.release([first])
     lab.state.changed([first])
-    told = len(lab.events)
+    heard = len(lab.events)
     fail_after(monkeypatch, 0)
     with pytest.raises(Failure):
         lab.ask([first], [(7, 8)])
 
-    back, gone = lab.events[told:]
+    back, gone = lab.events[heard:]
     assert isinstance(back, Rehydrated)
     assert isinstance(gone, Evicted)
     assert gone.nodes == back.nodes == ((first.id, len(first.tokens)),)
@@ -345,7 +345,7 @@ def test_full_retention_fits_the_full_budget_whatever_the_blocks_lengths(samples
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_verdict_that_is_no_number_is_named(value: float) -> None:
+def test_a_verdict_that_is_not_a_number_is_named(value: float) -> None:
     wrong = {
         (value,): rf"verdict-range.*'.*Fixed' valued block 1 at {value}",
         (): r"verdict-count.*0 values for 1 candidates",

@@ -268,3 +268,20 @@ def test_a_long_prompt_whose_later_piece_is_cut_off_begins_again() -> None:
 
     assert tree.root.span.resident[-1]
     lab.memory.check()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_piece_of_a_long_prompt_that_is_cut_off_is_undone(
+    monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    lab = Lab(build("llama"), policy="streaming", mode="lossy", rehydrate="off", debug=True)
+    tree = ThoughtTree(tuple(range(3, 83)))
+    lab.open(tree, 30)
+    monkeypatch.setattr(KVMemory, "place", InterruptedOnce(KVMemory.place, nth))
+    with pytest.raises(KeyboardInterrupt):
+        lab.extend(tree.root)
+    assert lab.memory.used == 0
+    lab.extend(tree.root)
+
+    assert tree.root.span.resident[-1]
+    lab.memory.check()

@@ -33,7 +33,7 @@ class Counted(Lab):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.steps: Counter[str] = Counter()
         super().__init__(*args, **kwargs)
-        self.emit = self.count
+        self.listener = self.count
 
     def count(self, what: Event) -> None:
         self.steps["forwards"] += what.steps if isinstance(what, Forwarded) else 0

@@ -13,7 +13,7 @@ from arbor.engine.nvtx import VARIABLE, nvtx_range
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The ranges that were open together, outermost first, each time one was opened."""
     seen: list[tuple[str, ...]] = []
     inside: list[str] = []
@@ -36,7 +36,7 @@ def search() -> None:
 
 
 def test_every_phase_of_a_search_has_its_range(
-    told: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
     with monkeypatch.context() as gpu:
@@ -44,13 +44,13 @@ def test_every_phase_of_a_search_has_its_range(
         search()
 
     phases = ("prefill", "decode", "verify", "rehydrate", "policy")
-    assert {open_[-1] for open_ in told} == {f"arbor.{name}" for name in phases}
-    assert ("arbor.decode", "arbor.rehydrate") in told, "a wave rehydrates its paths first"
+    assert {open_[-1] for open_ in opened} == {f"arbor.{name}" for name in phases}
+    assert ("arbor.decode", "arbor.rehydrate") in opened, "a wave rehydrates its paths first"
 
 
 @pytest.mark.parametrize(("value", "gpu"), [("1", False), ("0", True), ("", True), (None, True)])
-def test_nothing_is_told_without_a_gpu_or_without_being_asked(
-    told: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, value: str | None, gpu: bool
+def test_no_range_is_opened_without_a_gpu_or_without_being_asked(
+    opened: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, value: str | None, gpu: bool
 ) -> None:
     if value is None:
         monkeypatch.delenv(VARIABLE, raising=False)
@@ -61,4 +61,4 @@ def test_nothing_is_told_without_a_gpu_or_without_being_asked(
     with nvtx_range("decode"):
         pass
 
-    assert told == []
+    assert opened == []

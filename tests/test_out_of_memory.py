@@ -61,7 +61,7 @@ def test_what_was_asked_for_is_read_from_the_error() -> None:
     assert asked_bytes(RuntimeError("out of memory")) is None
 
 
-def told(least: int, error: Exception = CUDA_ERROR) -> OutOfMemory:
+def explained(least: int, error: Exception = CUDA_ERROR) -> OutOfMemory:
     return forward_too_large(
         error,
         CPU,
@@ -75,7 +75,7 @@ def told(least: int, error: Exception = CUDA_ERROR) -> OutOfMemory:
 
 @pytest.mark.usefixtures("mib_free")
 def test_a_forward_that_does_not_fit_says_what_holds_the_memory_and_what_would_leave_room() -> None:
-    error = told(least=1000)
+    error = explained(least=1000)
 
     assert str(error).startswith(
         "[oom] cpu: wanted 512.0 MiB with 301.0 MiB free, in decode of 12 tokens "
@@ -91,7 +91,7 @@ def test_a_forward_that_does_not_fit_says_what_holds_the_memory_and_what_would_l
 
 @pytest.mark.usefixtures("mib_free")
 def test_a_budget_that_is_no_help_is_not_named() -> None:
-    error = told(least=99_000)
+    error = explained(least=99_000)
 
     assert "--budget" not in str(error) and "--step-tokens" in error.hint
     assert error.data["fitting_tokens"] is None
@@ -102,7 +102,7 @@ def test_a_budget_that_is_no_help_is_not_named() -> None:
 def test_memory_that_is_free_in_pieces_or_lacks_by_an_unknown_size_is_a_quarter_of_the_kv(
     message: str,
 ) -> None:
-    fits = told(1000, torch.OutOfMemoryError(message)).data["fitting_tokens"]
+    fits = explained(1000, torch.OutOfMemoryError(message)).data["fitting_tokens"]
 
     assert 0.7 * 99_999 < fits < 0.75 * 99_999
 

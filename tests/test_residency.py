@@ -206,25 +206,25 @@ def test_lossy_refuses_what_even_its_protected_tokens_do_not_fit() -> None:
     assert caught.value.needed == 12 + LENGTH
 
 
-def test_every_decision_is_told_with_what_it_took() -> None:
+def test_every_decision_is_reported_with_its_signals() -> None:
     lab = Lab(build("llama"), policy="kkt", debug=True)
     grown(lab, 32)
-    told = [event for event in lab.events if isinstance(event, Allocated)]
+    reported = [event for event in lab.events if isinstance(event, Allocated)]
     lost = [event for event in lab.events if isinstance(event, Evicted) and event.cause != "close"]
 
-    assert told
-    assert len(told) == len(lost)
-    for decided, evicted in zip(told, lost, strict=True):
+    assert reported
+    assert len(reported) == len(lost)
+    for decided, evicted in zip(reported, lost, strict=True):
         assert decided.policy == "kkt"
         assert [(n, had - kept) for n, had, kept in decided.nodes] == list(evicted.nodes)
         by = decided.signals
         assert set(by) == {"score", "value", "confidence", "attention", "depth", "distance"}
         read = [np.array(by[name]) for name in ("value", "confidence", "attention")]
         assert lab.msve.scores(*read) == pytest.approx(by["score"], abs=2e-3)
-    assert any(attention > 0 for decided in told for attention in decided.signals["attention"])
+    assert any(attention > 0 for decided in reported for attention in decided.signals["attention"])
 
 
-def test_of_a_policy_is_told_what_it_looked_at_and_nothing_else() -> None:
+def test_the_signals_reported_are_those_the_policy_read() -> None:
     looked_at = {}
     for policy in ("lru", "reentry", "belady"):
         lab = Lab(build("llama"), policy=policy)
@@ -417,7 +417,7 @@ def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
 
 
 @pytest.mark.parametrize("policy", [name for name in WORKING if POLICIES[name].spares_paths])
-def test_paths_lose_tokens_only_once_everything_beside_them_has_left(policy: str) -> None:
+def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -> None:
     lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)
     tree = lab.plant(40)
     first, second = lab.sprout([(tree.root, 2)])
@@ -454,7 +454,7 @@ def test_a_block_without_a_value_is_worth_what_the_one_above_it_is() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Seeing:
-    """Gives up the oldest first, and notes what it was told the blocks are worth."""
+    """Gives up the oldest first, and notes the values it sees."""
 
     seen: list[dict[int, float]] = dataclasses.field(default_factory=list)
 
@@ -463,7 +463,7 @@ class Seeing:
         return LRU().counts(blocks, room, scorer)
 
 
-def test_policies_are_told_what_blocks_without_a_value_are_expected_to_be_worth() -> None:
+def test_policies_see_the_expected_value_of_blocks_without_one() -> None:
     allocator = Seeing()
     policy = dataclasses.replace(little("lru"), allocator=allocator)
     lab = Lab(build("llama"), policy=policy)
@@ -471,15 +471,15 @@ def test_policies_are_told_what_blocks_without_a_value_are_expected_to_be_worth(
     first, second = lab.sprout([(tree.root, 2)])
     first.value, first.valued = 0.2, True
     second.value, second.valued = 0.9, True
-    below, beside = lab.sprout([(first, 1), (second, 1)])
+    below, other = lab.sprout([(first, 1), (second, 1)])
     lab.state.changed([first, second])
 
-    lab.residency.fit(lab.memory.free + 1, [beside], "pressure")
+    lab.residency.fit(lab.memory.free + 1, [other], "pressure")
 
     assert allocator.seen[-1] == {first.id: 0.2, below.id: 0.2}
 
 
-def test_where_nothing_leaves_nothing_is_told() -> None:
+def test_where_nothing_leaves_no_eviction_is_reported() -> None:
     lab = Lab(build("llama"), policy=little("lru"), mode="lossy", rehydrate="selective")
     grown(lab, 24)
 
@@ -504,9 +504,9 @@ def test_an_operation_begins_with_what_the_last_one_left() -> None:
     recomputed = []
     for _ in range(3):
         held = [child for child in children if child.span.resident.any()]
-        told = len(lab.events)
+        heard = len(lab.events)
         lab.ask(children, [(7, 8, 9)] * 3)
-        back = [event for event in lab.events[told:] if isinstance(event, Rehydrated)]
+        back = [event for event in lab.events[heard:] if isinstance(event, Rehydrated)]
         recomputed.append(sum(count for event in back for _, count in event.nodes))
         assert [child.id for child in held] not in [[n for n, _ in e.nodes] for e in back[:1]]
 

@@ -126,18 +126,18 @@ class Searches(RuleBasedStateMachine):
     def ask_in_vain(self, place: int, questions: int) -> None:
         """The model fails in the middle; the next time it works."""
         alive = self.alive()
-        node, told = alive[place % len(alive)], len(self.lab.events)
+        node, heard = alive[place % len(alive)], len(self.lab.events)
         with (
             patch.object(ModelRunner, "forward", side_effect=Failure),
             suppress(Failure),
         ):
             self.lab.ask([node] * questions, [(7, 8, 9)] * questions)
-        back = sum(sum(dict(e.nodes).values()) for e in self.since(told, Rehydrated))
-        left = sum(sum(dict(e.nodes).values()) for e in self.since(told, Evicted))
+        back = sum(sum(dict(e.nodes).values()) for e in self.since(heard, Rehydrated))
+        left = sum(sum(dict(e.nodes).values()) for e in self.since(heard, Evicted))
         assert left >= back
 
-    def since(self, told: int, kind: type[Any]) -> list[Any]:
-        return [event for event in self.lab.events[told:] if isinstance(event, kind)]
+    def since(self, heard: int, kind: type[Any]) -> list[Any]:
+        return [event for event in self.lab.events[heard:] if isinstance(event, kind)]
 
     @rule(place=st.integers(0, 100))
     def give_up(self, place: int) -> None:

@@ -1,4 +1,4 @@
-"""One uniform number per token decides it, whatever runs beside it."""
+"""One uniform number per token decides it, whatever else runs."""
 
 from __future__ import annotations
 

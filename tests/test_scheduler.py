@@ -212,7 +212,7 @@ def test_steps_are_as_wide_as_blocks_turn_out_long_rather_than_as_they_might_bec
     assert torch.isfinite(lab.ask(children, [(7,)] * len(children))).all()
 
 
-def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were_run(
+def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_were_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = {child.key: child.tokens for child in grow(4096, (2, 8))[1]}
@@ -232,9 +232,9 @@ def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were
         lab.sprout([(tree.root, 4)], length=8)
 
     (lost,) = [event.nodes for event in lab.events if isinstance(event, Evicted)][:1]
-    told = {event.node: event.ids for event in lab.events if isinstance(event, Boundary)}
-    assert [len(told[node]) for node, _ in lost] == [count for _, count in lost]
+    ended = {event.node: event.ids for event in lab.events if isinstance(event, Boundary)}
+    assert [len(ended[node]) for node, _ in lost] == [count for _, count in lost]
     for node in list(tree)[3:]:
-        assert told[node.id] == tuple(node.tokens) == tuple(whole[node.key][: len(node.tokens)])
+        assert ended[node.id] == tuple(node.tokens) == tuple(whole[node.key][: len(node.tokens)])
     steps = sum(event.rows for event in lab.events if isinstance(event, Forwarded))
-    assert steps == sum(map(len, told.values())) > 0
+    assert steps == sum(map(len, ended.values())) > 0

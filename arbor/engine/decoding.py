@@ -1,4 +1,4 @@
-"""Decoding open blocks up to their boundaries, as many together as fit."""
+"""Decoding: takes open blocks to their boundaries, as many together as fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward passes over one tree: run, committed, observed and reported."""
+"""ForwardPasses: the model's forwards over one tree, observed, committed and reported."""
 
 from __future__ import annotations
 

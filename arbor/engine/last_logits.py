@@ -1,4 +1,4 @@
-"""Logits after blocks' last tokens: where their children begin."""
+"""LastLogits: logits after blocks' last tokens, where their children begin."""
 
 from __future__ import annotations
 

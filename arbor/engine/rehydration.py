@@ -1,4 +1,4 @@
-"""Making running paths complete: what they miss is placed, and computed in one forward."""
+"""Rehydration: makes running paths complete, in one forward over the tokens they miss."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ class Rehydration:
         self._logits = state.logits
         self._rules = rules
         self._layers = forwards.runner.layer_count
-        self._announced: list[
-            int
-        ] = []  # blocks whose tokens were reported to be back, and are not computed yet
+        # ids of the blocks whose tokens were reported to be back, and are not computed yet
+        self._announced: list[int] = []
 
     def complete(
         self,
@@ -205,7 +204,8 @@ class Rehydration:
         try:
             for piece in pieces:
                 logits = self._prefill_piece(root, piece.start, piece.stop)
-        except BaseException:  # its tokens are counted as computed once all of them are
+        except BaseException:  # a prompt counts as computed once all of it is
+            self.undo()
             self._memory.release([root])
             self._state.changed([root])
             raise

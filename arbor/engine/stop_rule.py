@@ -1,4 +1,4 @@
-"""Where a thought ends, on tokens."""
+"""StopRule: where a thought ends, on tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of the pool's slots: who owns each, what it holds, and which are free."""
+"""SlotTable: who owns each slot of the pool, what it holds, and which are free."""
 
 from __future__ import annotations
 
