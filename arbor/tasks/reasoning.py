@@ -48,8 +48,9 @@ _FRACTION = re.compile(
 class Reasoning:
     r"""A problem in words. The model reasons in steps and ends with \boxed{answer}; a path ends with its first answer.
 
-    The answer of a path is the last complete \boxed{} (braces counted, so that any nesting works), else what follows the
-    first ``####``, else what follows the last "answer is", else the last number. Text of the prompt is never searched.
+    The answer of a path is the last complete \boxed{} (braces counted, so that any nesting works),
+    else what follows the first ``####``, else what follows the last "answer is", else the last
+    number. Text of the prompt is never searched.
 
     Attributes:
         stop: what ends a thought; an empty line by default.
@@ -263,8 +264,8 @@ def _signed(sign: str, value: Fraction) -> Fraction:
 def same(answer: str, expected: str) -> bool:
     """Whether two normalised answers are one: equal numbers, or equal text.
 
-    Text is compared without spaces; plain words also without case; a single capital letter also in parentheses. ``x = 5``
-    is 5, but not ``y = 5``.
+    Text is compared without spaces; plain words also without case; a single capital letter also in
+    parentheses. ``x = 5`` is 5, but not ``y = 5``.
     """
     mine, theirs = _VARIABLE.match(answer), _VARIABLE.match(expected)
     if mine is None or theirs is None or mine[1] == theirs[1]:
