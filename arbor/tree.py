@@ -1,4 +1,4 @@
-"""The thought-block tree: structure, geometry, and where each block's KV lies."""
+"""The tree of thought blocks: structure, geometry, and the residency of each block's KV."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Tier(IntEnum):
 
 
 class NodeState(StrEnum):
-    """What the search may still do with a block."""
+    """Where a block stands in the search."""
 
-    OPEN = "open"  # being decoded
+    OPEN = "open"  # in decoding
     CLOSED = "closed"  # ended at a boundary; may be expanded
-    TERMINAL = "terminal"  # the path gives an answer, or can give none
-    PRUNED = "pruned"  # the search has given it up
+    TERMINAL = "terminal"  # the path has ended, with or without an answer
+    PRUNED = "pruned"  # given up by the search
 
 
 class Spans:
@@ -44,8 +44,10 @@ class Spans:
     Attributes:
         tier: int8 [size], a `Tier` per token.
         slot: int32 [size], the pool slot; `NO_SLOT` unless the tier is DEVICE.
-        exact: bool [size], every earlier token of the path was resident and exact when this one was written.
-        depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row left early).
+        exact: bool [size], every earlier token of the path was resident and exact when this one was
+            written.
+        depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row
+            left early).
     """
 
     __slots__ = ("_end", "depth", "exact", "slot", "tier")
@@ -58,7 +60,7 @@ class Spans:
         self.depth = np.empty(0, np.int16)
 
     def reserve(self, count: int) -> int:
-        """Where a stretch for `count` more tokens begins, which hold no KV yet (tier DROPPED)."""
+        """The begin of a new stretch of `count` tokens, which hold no KV yet (tier DROPPED)."""
         begin, self._end = self._end, self._end + count
         if self._end > len(self.slot):
             extra = max(self._end, 2 * len(self.slot), 256) - len(self.slot)
@@ -74,7 +76,7 @@ class Spans:
             column[target : target + count] = column[begin : begin + count]
 
     def drop(self, at: NDArray[np.int64]) -> None:
-        """These tokens hold no KV any more."""
+        """Mark tokens as without KV."""
         self.slot[at] = NO_SLOT
         self.tier[at] = Tier.DROPPED
         self.exact[at] = False
@@ -84,15 +86,18 @@ class Spans:
 class Span:
     """Residency of one block's KV: its stretch of `Spans`, which grows with its tokens.
 
-    Each property is a view of the block's n tokens, valid until any span of the tree grows:
+    Each property is a view of the block's n tokens, valid until any span of the tree grows.
 
-    tier: int8 [n], a `Tier` per token.
-    slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
-    exact: bool [n], every earlier token of the path was resident and exact when this one was written.
-    depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row left early).
+    Attributes:
+        tier: int8 [n], a `Tier` per token.
+        slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
+        exact: bool [n], every earlier token of the path was resident and exact when this one was
+            written.
+        depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row
+            left early).
 
     Args:
-        spans: what it is a stretch of; one of its own if there is no tree.
+        spans: the arrays of the tree; own ones if None.
     """
 
     __slots__ = ("_capacity", "_length", "begin", "spans")
@@ -137,7 +142,7 @@ class Span:
 
     def pop(self) -> None:
         """Remove the last token, which holds no KV."""
-        assert self._length and not self.resident[-1], "there is no last token, or it holds KV"
+        assert self._length and not self.resident[-1], "no last token, or it holds KV"
         self._length -= 1
 
 
@@ -155,9 +160,8 @@ class Node:
         text: the tokens as text, set when the block closes.
         span: residency of its KV.
         state: see `NodeState`.
-        value: the search's opinion, in [0, 1]; MSVE's v. 0 until there is one.
-        valued: there is one.
-        visits: how often the search backed a result up through it.
+        value: the verifier's value in [0, 1] (MSVE's v); 0 until `valued`.
+        valued: whether a verifier has set `value`.
         logprob: sum of the tokens' log probabilities under the model.
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
@@ -175,7 +179,6 @@ class Node:
     state: NodeState = NodeState.OPEN
     value: float = 0.0
     valued: bool = False
-    visits: int = 0
     logprob: float = 0.0
     confidence: float = 0.0
     top1: float = 0.0
@@ -201,7 +204,7 @@ class Node:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Child indices from the root to self; names the block whatever the order of expansion."""
+        """Child indices from the root to self: a name that no order of expansion changes."""
         return tuple(node.index for node in self.path[1:])
 
     @property
@@ -211,7 +214,7 @@ class Node:
 
 
 class ThoughtTree:
-    """Blocks in order of creation, and the geometry retention policies ask for."""
+    """Blocks in order of creation, and their geometry for retention policies."""
 
     def __init__(self, prompt: Iterable[int], text: str = "") -> None:
         self.spans = Spans()
@@ -254,7 +257,7 @@ class ThoughtTree:
         return child
 
     def append(self, node: Node, token: int) -> None:
-        """One more token of an open block; its KV is not there yet."""
+        """Append a token to an open block, without KV."""
         assert node.state is NodeState.OPEN, f"block {node.id} is {node.state}, not open"
         node.tokens.append(token)
         node.span.grow(1)
@@ -289,10 +292,11 @@ class ThoughtTree:
         return first.depth + second.depth - 2 * self.common_ancestor(first, second).depth
 
     def distances(self, leaves: Iterable[Node]) -> NDArray[np.int64]:
-        """Edges from every block to the nearest of `leaves` (ArborKV's Delta, the minimum over several leaves).
+        """Edges from every block to the nearest of `leaves` (ArborKV's Delta, their minimum).
 
         Returns:
-            int64 [len(self)], indexed by node id; 0 for the leaves themselves. One breadth-first pass, O(N).
+            int64 [len(self)], indexed by node id; 0 for the leaves themselves. One breadth-first
+            pass, O(N).
         """
         far = np.iinfo(np.int64).max
         result = np.full(len(self.nodes), far, np.int64)
@@ -320,14 +324,3 @@ class ThoughtTree:
             )
             for node in self.nodes
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """What a policy decides about one block: which of its tokens stay on the device.
-
-    index: int64 [k], offsets into the block's tokens, sorted and unique, shared by all heads.
-    """
-
-    node: Node
-    index: NDArray[np.int64]

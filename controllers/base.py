@@ -1,4 +1,4 @@
-"""What a controller is: it says which leaves to grow next, and which path was best."""
+"""Controllers: which leaves to grow next, and which path is best."""
 
 from __future__ import annotations
 
@@ -21,42 +21,47 @@ class Expansion:
 class Search(Protocol):
     """One search in progress, ask/tell: everything asked for at once decodes in one batch.
 
-    A search reads `state`, `value`, `depth` and `children` of blocks and may set `state` to PRUNED, `visits` and
-    `value`; it never sees tokens' KV.
+    A search reads `state`, `value`, `depth` and `children` of blocks and may set `state` to PRUNED
+    and `value`; it never sees tokens' KV.
     """
 
     def ask(self, room: int) -> list[Expansion]:
-        """Every leaf to grow now; an empty list ends the search. Asking again before `tell` gives the same.
+        """Every leaf to grow now; an empty list ends the search. The same again until `tell`.
 
         Args:
-            room: blocks that may decode at once within the budget, >= 1; a hint for controllers that adapt their
-                width. More than that is allowed: it decodes in several waves.
+            room: blocks that may decode at once within the budget, >= 1; a hint for controllers
+                that adapt their width. More than that is allowed: it decodes in several waves.
         """
         ...
 
     def tell(self, children: Sequence[Node]) -> None:
-        """The grown, closed and valued children of the last `ask`, in any order; fewer than asked where a limit or an
-        interruption cut the round short."""
+        """Report the grown, closed and valued children of the last `ask`, in any order.
+
+        They are fewer than asked where a limit or an interruption cut the round short.
+        """
         ...
 
     def best(self) -> list[Node]:
-        """Finished (TERMINAL) leaves, best first; empty if no path has come to an end."""
+        """Finished (TERMINAL) leaves, best first; empty if no path has ended."""
         ...
 
 
 @runtime_checkable
 class Foresight(Protocol):
-    """What a search may have beside `Search`, if it comes back to leaves it has left."""
+    """An optional addition to `Search`, for searches that return to leaves they have left."""
 
     def prospects(self) -> Mapping[int, float]:
-        """Leaves (by id) that a later round may grow, with how likely that is, in [0, 1]; those of the round in progress
-        left out. What retention policies weigh a block's re-entry by."""
+        """Ids of leaves that a later round may grow, with the probability of that, in [0, 1].
+
+        Leaves of the round in progress are left out. Retention policies weigh a block's re-entry by
+        these.
+        """
         ...
 
 
 @runtime_checkable
 class Controller(Protocol):
-    """A search algorithm and its settings: a frozen dataclass, the published defaults, checked at construction."""
+    """A search algorithm: a frozen dataclass with the published defaults, checked when made."""
 
     def start(self, tree: ThoughtTree, max_depth: int) -> Search:
         """Begin a search on a tree that holds only its root.
@@ -68,5 +73,5 @@ class Controller(Protocol):
         ...
 
     def max_blocks(self, max_depth: int) -> int:
-        """Upper bound of blocks (root excluded) the search creates; full retention is measured by it."""
+        """Upper bound of the blocks a search creates, root excluded; sizes full retention."""
         ...

@@ -18,22 +18,27 @@ class Beam:
 
         step 1    beam_size x width thoughts of the root
         step t    rank the new thoughts together with the finished paths by value, ties by id;
-                  the best beam_size hold the places of the beam; every unfinished one of them grows width thoughts
+                  the best beam_size hold the places of the beam; every unfinished one of them grows
+                  width thoughts
 
-    In search-and-learn's letters, N = beam_size x width and M = width. The whole beam is grown in one ask.
+    In search-and-learn's letters, N = beam_size x width and M = width. The whole beam is grown in
+    one ask.
 
     Args:
         beam_size: places in the beam, N / M.
         width: M, thoughts sampled of each beam.
-        dedup: of paths that say the same, only the first may hold a place (`filter_duplicates`).
-        threshold: a thought grows only if its value is above this; the default leaves out what a verifier refutes.
+        dedup: of paths with the same thoughts, only the first may hold a place
+            (`filter_duplicates`).
+        threshold: a thought grows only if its value is above this; the default leaves out what a
+            verifier refutes.
         stop_value: the search ends as soon as a finished path is worth this much; None for never.
 
-    Differs from the released code: a finished path keeps its place while it is among the best (released: it leaves,
-    and the rest is inflated to N again, so more than N paths are made, of which the first N to finish are kept); paths
-    are ranked by value at the end, never by the order of finishing; a beam with few survivors is not filled up with
-    copies; every problem has its own beam; no lookahead (released: generated but never scored); `dedup` is on;
-    `threshold` and `stop_value` are new (-1 and None for the released behaviour).
+    Differs from the released code: a finished path keeps its place while it is among the best
+    (released: it leaves, and the rest is inflated to N again, so more than N paths are made, of
+    which the first N to finish are kept); paths are ranked by value at the end, never by the order
+    of finishing; a beam with few survivors is not filled up with copies; every problem has its own
+    beam; no lookahead (released: generated but never scored); `dedup` is on; `threshold` and
+    `stop_value` are new (-1 and None for the released behaviour).
     """
 
     beam_size: int = 5
@@ -56,7 +61,7 @@ class Beam:
 
 
 class BeamSearch:
-    """The beam of one problem. `_places` holds the finished paths that have a place."""
+    """The beam of one problem; `_places` holds the finished paths with a place."""
 
     def __init__(self, settings: Beam, tree: ThoughtTree, max_depth: int) -> None:
         self._settings = settings
@@ -76,7 +81,8 @@ class BeamSearch:
             self._next = []
             return
 
-        # Finished paths of earlier steps have fewer blocks, so a new path can repeat only one of its own step.
+        # Finished paths of earlier steps have fewer blocks, so a new path can repeat only one of
+        # its own step.
         repeated = repeats(level) if settings.dedup else [False] * len(level)
         fresh = [child for child, again in zip(level, repeated, strict=True) if not again]
         able = [
@@ -92,7 +98,7 @@ class BeamSearch:
         self._next = [Expansion(node, settings.width) for node in growing]
 
     def prospects(self) -> dict[int, float]:
-        return {}  # what is not grown in the next round is given up
+        return {}  # leaves outside the next round are given up
 
     def best(self) -> list[Node]:
         return finished(self._tree)

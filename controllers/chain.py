@@ -1,4 +1,4 @@
-"""Chain of thought: one path, or several side by side."""
+"""Chain of thought: one path, or several independent ones."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from .ranking import finished, give_up
 class Chain:
     """Sample whole chains of thought and take the best: best-of-N (Snell et al., arXiv 2408.03314, section 5).
 
-    All chains grow in one batch, one thought each per step, and share only the prompt. The best finished chain is the one
-    with the highest value of its last thought, then the highest mean log probability, then the first.
+    All chains grow in one batch, one thought each per step, and share only the prompt. The best
+    finished chain is the one with the highest value of its last thought, then the highest mean log
+    probability, then the first.
 
     Args:
-        samples: N chains; 1 is plain chain of thought (Wei et al., arXiv 2201.11903). Each is a sample of the model; they
-            begin spread over its distribution (`Sampling.arithmetic`; false for independent ones).
+        samples: N chains; 1 is plain chain of thought (Wei et al., arXiv 2201.11903). Each is a
+            sample of the model; they begin spread over its distribution (`Sampling.arithmetic`;
+            false for independent ones).
 
-    Differs from the sources: no chain is stopped by its value on the way, and none is replaced; a chain that reaches the
-    depth limit without an answer is given up. Answers are not voted on.
+    Differs from the sources: no chain is stopped by its value on the way, and none is replaced; a
+    chain that reaches the depth limit without an answer is given up. There is no vote on answers.
     """
 
     samples: int = 1

@@ -1,4 +1,4 @@
-"""How every search orders finished paths, tells repeated thoughts, and gives blocks up."""
+"""Shared by all searches: the order of finished paths, repeated thoughts, blocks to give up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def finished(tree: ThoughtTree) -> list[Node]:
 
 
 def repeats(level: Iterable[Node]) -> list[bool]:
-    """For each block, whether an earlier one of the level says the same along its whole path, spaces at the ends apart."""
+    """Per block, whether an earlier one of the level has the same thoughts, outer spaces apart."""
     seen: dict[tuple[str, ...], int] = {}
     result = []
     for node in level:
@@ -32,9 +32,10 @@ def repeats(level: Iterable[Node]) -> list[bool]:
 
 
 def give_up(nodes: Iterable[Node]) -> None:
-    """Set PRUNED on blocks that will never be grown again, and on every ancestor whose children are all given up.
+    """Set PRUNED on blocks that will never grow again, and on ancestors with only such children.
 
-    Finished leaves stay TERMINAL, and so do the blocks that lead to one stay what they are; the root is never given up.
+    Finished leaves stay TERMINAL, and the blocks that lead to one keep their state; the root is
+    never given up.
     """
     for given_up in nodes:
         node = given_up

@@ -22,38 +22,45 @@ class ToT:
         dfs    the newest state grows width thoughts; the best max_per_state above the threshold are visited in order
                of value, each with its whole subtree before the next
 
-    The defaults are those of Game of 24 (section 4.1: BFS, b = 5), `max_per_state` and `max_visited` those of the
-    crosswords notebook.
+    The defaults are those of Game of 24 (section 4.1: BFS, b = 5), `max_per_state` and
+    `max_visited` those of the crosswords notebook.
 
     Args:
         strategy: ``bfs`` (Algorithm 1) or ``dfs`` (Algorithm 2).
         beam: b, states kept of each level (bfs).
-        width: k, thoughts sampled of each state. The paper proposes about ten different ones in one completion; here each
-            is a sample, spread so that they repeat each other little (`Sampling.arithmetic`); repeats are left out.
-        select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value (bfs).
-        threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default leaves out what a
-            verifier refutes.
+        width: k, thoughts sampled of each state. The paper proposes about ten different ones in one
+            completion; here each is a sample, spread so that they repeat each other little
+            (`Sampling.arithmetic`); repeats are left out.
+        select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value
+            (bfs).
+        threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default
+            leaves out what a verifier refutes.
         max_per_state: children of one state that are visited (dfs).
         max_visited: states that grow, the root included (dfs).
-        stop_value: the search ends as soon as a finished path is worth this much; None for never. 1 is a proof from the
-            exact verifier; a model that judges itself stays below it, so its searches run to their end.
+        stop_value: the search ends as soon as a finished path is worth this much; None for never. 1
+            is a proof from the exact verifier; a model that judges itself stays below it, so its
+            searches run to their end.
         seed: of the draws of ``sample``; with the blocks' keys it fixes them.
 
     Differs from the paper and the released code:
 
-    - Thoughts that end a path are finished at once and take no place in the next level; the level goes on with the rest
-      (released: a fixed number of steps for every state).
-    - A state that repeats the text of an earlier one of its level counts 0, as released, and is therefore not above the
-      threshold. Ties go to the earlier block, as in the released stable sort.
-    - BFS applies the threshold too (released: hopeless states are kept if there are not b others); -1 for released.
-    - ``sample`` draws with replacement, as released. A state drawn m times grows m x width thoughts (released: m copies
-      of it in the level); when no state is above the threshold the search ends (released: a division by zero).
-    - DFS values all children of a state in one batch before it visits the first (the notebook: one by one, in order of
-      how sure the proposals were), so its order is by value. `max_visited` counts states that grow; the notebook counts
-      states it looked at.
-    - `best` returns finished paths only, by value, then mean log probability, then id. Algorithm 1 returns one state of
-      the last level; the released code returns all b, of which its Game of 24 figures count any; the notebook returns the
-      deepest state it saw, the first on ties, finished or not.
+    - Thoughts that end a path are finished at once and take no place in the next level; the level
+      goes on with the rest (released: a fixed number of steps for every state).
+    - A state that repeats the text of an earlier one of its level counts 0, as released, and is
+      therefore not above the threshold. Ties go to the earlier block, as in the released stable
+      sort.
+    - BFS applies the threshold too (released: hopeless states are kept if there are not b others);
+      -1 for released.
+    - ``sample`` draws with replacement, as released. A state drawn m times grows m x width thoughts
+      (released: m copies of it in the level); when no state is above the threshold the search ends
+      (released: a division by zero).
+    - DFS values all children of a state in one batch before it visits the first (the notebook: one
+      by one, in order of how sure the proposals were), so its order is by value. `max_visited`
+      counts states that grow; the notebook counts states it looked at.
+    - `best` returns finished paths only, by value, then mean log probability, then id. Algorithm 1
+      returns one state of the last level; the released code returns all b, of which its Game of 24
+      figures count any; the notebook returns the deepest state it saw, the first on ties, finished
+      or not.
     """
 
     strategy: Literal["bfs", "dfs"] = "bfs"
@@ -84,7 +91,7 @@ class ToT:
         return search(self, tree, max_depth)
 
     def max_blocks(self, max_depth: int) -> int:
-        """The most blocks a search can make; there are searches that make as many.
+        """The largest number of blocks of a search; some searches reach it.
 
         bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or width beam for ``sample``
         dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)), c = min(width, max_per_state)
@@ -106,7 +113,7 @@ class ToT:
 
 
 class _TotSearch:
-    """What breadth-first and depth-first search share."""
+    """Common parts of breadth-first and depth-first search."""
 
     def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
         self._settings = settings
@@ -148,7 +155,7 @@ class BreadthFirst(_TotSearch):
         return list(self._next)
 
     def prospects(self) -> dict[int, float]:
-        return {}  # what is not grown in the next round is given up
+        return {}  # leaves outside the next round are given up
 
     def tell(self, children: Sequence[Node]) -> None:
         level = sorted(children, key=lambda child: child.id)
@@ -182,7 +189,7 @@ class BreadthFirst(_TotSearch):
 
 
 class DepthFirst(_TotSearch):
-    """Algorithm 2: the best child first, and back when a subtree is done. `_stack` ends with the state to grow next."""
+    """Algorithm 2: the best child first, then back; `_stack` ends with the state to grow next."""
 
     def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
         super().__init__(settings, tree, max_depth)
@@ -195,7 +202,7 @@ class DepthFirst(_TotSearch):
         return [Expansion(self._stack[-1], self._settings.width)]
 
     def prospects(self) -> dict[int, float]:
-        """The stack below its top: each state is grown only if no state above it, nor its subtree, solves the problem."""
+        """The stack below its top: a state grows only if no subtree above it solves the problem."""
         return {node.id: 0.5**depth for depth, node in enumerate(reversed(self._stack[:-1]), 1)}
 
     def tell(self, children: Sequence[Node]) -> None:

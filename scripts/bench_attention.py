@@ -2,10 +2,10 @@
 
     python scripts/bench_attention.py --json attention.json
 
-Trees: a root of P tokens, then four levels of 64-token nodes; 8 leaves grow from widths (2, 4, 4, 8), 32 from
-(2, 4, 8, 32). One thread, CPU time of that thread, contestants in turn (rounds), KV of so many layers in rotation
-that it is cold in the caches. A ratio is the median over rounds of contestant / cascade, with a 95 % bootstrap
-interval; a round's times are medians over its steps.
+Trees: a root of P tokens, then four levels of 64-token nodes; 8 leaves grow from widths (2, 4, 4,
+8), 32 from (2, 4, 8, 32). One thread, CPU time of that thread, contestants in turn (rounds), KV of
+so many layers in rotation that it is cold in the caches. A ratio is the median over rounds of
+contestant / cascade, with a 95 % bootstrap interval; a round's times are medians over its steps.
 
 Contestants:
     cascade       TorchCascade, planned once per step; `plan_us` is that planning (one per step, not per layer)

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from arbor.tasks.chains import NAMES, Chains, generate
 from arbor.tasks.countdown import Countdown, ParsedStep, can_reach, legal_steps
-from arbor.tasks.game24 import Game24, is_classic
+from arbor.tasks.game24 import LARGEST_CARD, TARGET, Game24
 from arbor.tasks.recall import Recall
 from arbor.tasks.splits import split_of
 
@@ -226,7 +226,8 @@ class Trees:
         return state, left[0] if 10 <= left[0] <= 99 else 24
 
     def _allowed(self, hand: tuple[int, ...], target: int) -> bool:
-        if is_classic(hand, target):
+        # classic hands are held out, solvable or not
+        if target == TARGET and len(hand) == 4 and max(hand) <= LARGEST_CARD:
             return False
         return (
             len(hand) != 4

@@ -276,8 +276,8 @@ def test_a_plan_needs_no_problem_and_no_weights() -> None:
     assert solver.plan(budget=0.5).budget_tokens == pytest.approx(plan.full_tokens / 2, abs=1)
     assert solver.plan(max_depth=1).full_tokens < plan.full_tokens
     assert solver.plan(step_tokens=1).full_tokens < plan.full_tokens
-    assert solver.checkpoint.is_read
-    assert not solver.checkpoint.is_loaded
+    assert solver.checkpoint._files is not None
+    assert solver.checkpoint._weights is None
     with pytest.raises(BudgetInfeasible):
         solver.plan(budget="3tok")
     with pytest.raises(UsageError, match="max_depth"):

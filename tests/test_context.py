@@ -9,7 +9,7 @@ import pytest
 from support.models import config_of, copy_of, random_model
 from support.trees import GREEDY, Lab, own_logits, relative_error
 
-from arbor.model.context_limit import UNNAMED, context_limit
+from arbor.model.context_limit import DEFAULT_CONTEXT, context_limit
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -91,4 +91,4 @@ def test_the_shortest_limit_of_all_layer_types_counts() -> None:
 
 
 def test_a_config_that_names_no_length_gets_a_usual_one() -> None:
-    assert context_limit(object()) == UNNAMED
+    assert context_limit(object()) == DEFAULT_CONTEXT

@@ -279,7 +279,9 @@ def test_flashinfer_without_a_kernel_for_the_model_says_so(
 ) -> None:
     monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
     monkeypatch.setattr("arbor.model.checkpoint.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.model.checkpoint.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(
+        "arbor.model.checkpoint.resolve_device", lambda device: torch.device("cuda")
+    )
 
     solver = Solver(backend="flashinfer")
 

@@ -16,7 +16,7 @@ from arbor.memory.out_of_memory import (
     kv_too_large,
 )
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.model.loading import BUILTIN, load_model, locate
+from arbor.model.loading import BUILTIN, load_model, locate_model
 
 CPU = torch.device("cpu")
 CUDA_ERROR = torch.OutOfMemoryError(
@@ -128,7 +128,7 @@ def test_a_pool_that_does_not_fit_names_what_does() -> None:
 
 
 def test_weights_that_do_not_fit_are_no_broken_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = locate("builtin:sapling")
+    source = locate_model("builtin:sapling")
     stored = (BUILTIN["sapling"] / "model.safetensors").stat().st_size
 
     def fail(*args: object, **kwargs: object) -> None:

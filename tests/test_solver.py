@@ -150,7 +150,9 @@ def test_deterministic_is_refused_where_experts_depend_on_the_batch(tokenizer: A
 
 
 def test_deterministic_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arbor.model.checkpoint.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(
+        "arbor.model.checkpoint.resolve_device", lambda device: torch.device("cuda")
+    )
 
     with pytest.raises(UsageError, match="the device is cuda"):
         Solver(deterministic=True)
@@ -500,7 +502,7 @@ def test_a_seed_below_zero_is_refused_before_anything_loads() -> None:
     with pytest.raises(UsageError, match="seed is -1"):
         solver.solve(PUZZLE, seed=-1)
 
-    assert not solver.checkpoint.is_read
+    assert solver.checkpoint._files is None
 
 
 class Half:

@@ -1,4 +1,4 @@
-r"""Problems in words: what ends a path, which answer is taken, and what a strict grader calls the same."""
+r"""Problems in words: the end of a path, its answer, and which answers a strict grader equates."""
 
 from __future__ import annotations
 
@@ -173,6 +173,14 @@ def test_one_answer_written_in_two_ways_is_correct(answer: str, expected: str) -
         ("2,1", "1,2"),
         ("52", "52_8"),
         ("1/2006!", "1/2004!"),
+        ("e^{-100}", "e^{-101}"),
+        ("\\frac{1}{10^{20}}", "\\frac{1}{10^{21}}"),
+        ("0.3333333", "\\frac13"),
+        ("3.14159265", "\\pi"),
+        ("2,1", "\\{1,2\\}"),
+        ("9^{9^{9^{9}}}", "1"),
+        ("2^{10^{10}}", "3"),
+        ("(" * 150 + "1" + ")" * 150, "1"),
         ("25", "125"),
         ("12,34", "1234"),
         ("5 million", "5"),
@@ -192,6 +200,20 @@ def test_one_answer_written_in_two_ways_is_correct(answer: str, expected: str) -
 )
 def test_another_answer_is_wrong(answer: str | None, expected: str) -> None:
     assert not correct(answer, expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("2x+3", "3+2x"),
+        ("2\\sqrt{3}", "\\sqrt{12}"),
+        ("(x+1)^2", "x^2+2x+1"),
+        ("\\{2,1\\}", "\\{1,2\\}"),
+    ],
+)
+def test_equal_expressions_of_another_form_are_not_recognised(answer: str, expected: str) -> None:
+    assert not correct(answer, expected)
+    assert correct(answer, answer) and correct(expected, expected)
 
 
 def test_an_invalid_answer_is_none_and_a_wrong_one_is_shown() -> None:

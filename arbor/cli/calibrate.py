@@ -92,11 +92,11 @@ def msve(
 
     from arbor.measure.calibrate import calibrate as fitted
     from arbor.measure.calibrate import collect
-    from arbor.model.loading import locate
+    from arbor.model.loading import locate_model
     from arbor.retention.msve import MSVE
     from arbor.solver import Solver
 
-    source = locate(model, revision)
+    source = locate_model(model, revision)
     out = out or _default_file(source.path, revision)
     with Solver(
         model,

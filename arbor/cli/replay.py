@@ -77,14 +77,14 @@ def replay(
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.measure.replay import Recording
-    from arbor.model.loading import load_tokenizer, locate
+    from arbor.model.loading import load_tokenizer, locate_model
     from arbor.trace.read import read_trace
 
     read = read_trace(trace)
     record = Recording.of(read.events)
     config = record.header.config
     revision = config.get("revision") if model is None else None
-    source = locate(config["model"] if model is None else model, revision, trust_remote_code)
+    source = locate_model(config["model"] if model is None else model, revision, trust_remote_code)
     rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
     if output.json:
         output.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})

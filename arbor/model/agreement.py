@@ -38,7 +38,7 @@ def own_logits(model: Any) -> Tensor | None:
     return logits.flatten(0, 1).float()
 
 
-def logits_of(runner: ModelRunner) -> Tensor:
+def arbor_logits(runner: ModelRunner) -> Tensor:
     """The same from arbor's forward, [2 LENGTH, V]: the first path in two parts, its second one together with the other
     path, so that a row's place in the batch is hardly ever its place on the path."""
     first, second = paths(runner.config)
@@ -64,7 +64,7 @@ def check_agreement(runner: ModelRunner, own: Tensor) -> None:
         ModelError: their difference is more than rounding; says how much.
     """
     # the median token: rounding alone sends some tokens to other experts
-    error = float(((logits_of(runner) - own).norm(dim=-1) / own.norm(dim=-1)).median())
+    error = float(((arbor_logits(runner) - own).norm(dim=-1) / own.norm(dim=-1)).median())
     half = runner.dtype in (torch.float16, torch.bfloat16)
     if not error <= (HALF_TOLERANCE if half else TOLERANCE):
         raise ModelError(

@@ -21,8 +21,8 @@ IMPLEMENTATION = "arbor_paged"
 class AttentionCall:
     """One layer's call, as the model makes it.
 
-    q: [T, H_q, D_k], k: [T, H_kv, D_k], v: [T, H_kv, D_v], position-encoded; sinks: [H_q] or None; causal: the layer
-    asks for causal attention and for no mask of its own.
+    q: [T, H_q, D_k], k: [T, H_kv, D_k], v: [T, H_kv, D_v], position-encoded; sinks: [H_q] or None;
+    causal: the layer asks for causal attention and for no mask of its own.
     """
 
     layer: int
@@ -40,8 +40,9 @@ class Attend(Protocol):
     def __call__(self, call: AttentionCall) -> Tensor: ...
 
 
-# Some models drop unknown keyword arguments on the way to their attention (stablelm, nemotron), so what answers the
-# calls of the forward in progress travels in a context variable. Two engines in one process do not meet in it.
+# Some models drop unknown keyword arguments on the way to their attention (stablelm, nemotron), so
+# what answers the calls of the forward in progress travels in a context variable. Two engines in
+# one process do not meet in it.
 _ATTEND: ContextVar[Attend | None] = ContextVar("arbor_attend", default=None)
 
 
@@ -71,10 +72,12 @@ def arbor_paged(
     """The function transformers calls for `attn_implementation="arbor_paged"`.
 
     Args:
-        module: the attention layer; only `layer_idx`, and `is_causal` where it says False, are read.
+        module: the attention layer; only `layer_idx`, and `is_causal` where it says False, are
+            read.
         attention_mask: None, unless the layer makes a mask of its own.
         query: [1, H_q, T, D_k]; key: [1, H_kv, T, D_k]; value: [1, H_kv, T, D_v].
-        scaling, sliding_window, softcap, s_aux: what this layer asks; never read from the module or the config.
+        scaling, sliding_window, softcap, s_aux: what this layer asks; never read from the module or
+            the config.
 
     Returns:
         ([1, T, H_q, D_v], None).
@@ -126,8 +129,8 @@ class LayerSpec:
 def probe(model: nn.Module, layers: int) -> tuple[LayerSpec | None, ...]:
     """Run one token and record what each layer asks.
 
-    Flags and configs are not trusted: a config may name KV heads the model does not use, and some models accept our
-    implementation without ever calling it. A layer that never called is None.
+    Flags and configs are not trusted: a config may name KV heads the model does not use, and some
+    models accept our implementation without ever calling it. A layer that never called is None.
 
     Returns:
         one entry per layer.

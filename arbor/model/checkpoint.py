@@ -25,17 +25,17 @@ from arbor.model.loading import (
     load_generation_config,
     load_model,
     load_tokenizer,
-    locate,
-    no_revision,
+    locate_model,
+    revision_error,
     sampling_defaults,
 )
 from arbor.model.placement import (
     FLASHINFER,
-    backend_of,
-    device_of,
     device_of_model,
     dtype_name,
     refuse_batch_dependent,
+    resolve_backend,
+    resolve_device,
 )
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """What can be known without the weights.
+    """A model's config and tokenizer.
 
     Attributes:
         tokenizer: a Hugging Face tokenizer.
-        info: what the model needs, and whether it is supported.
-        sampling: how the model's authors would choose tokens.
+        info: sizes of the model, and whether it is supported.
+        sampling: the sampling that the model's authors recommend.
         shapes: the distinct attention shapes of its layers.
     """
 
@@ -66,7 +66,7 @@ class Weights:
 
     Attributes:
         runner: over the model with arbor's attention.
-        eos: ids that end a text.
+        eos: token ids that end a text.
     """
 
     runner: ModelRunner
@@ -74,7 +74,7 @@ class Weights:
 
 
 class Checkpoint:
-    """A model on disk, of the Hub or handed over; threads that ask together wait for the one that reads.
+    """A model on disk, of the Hub or passed ready, read once for all threads.
 
     Args:
         model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
@@ -82,8 +82,8 @@ class Checkpoint:
         revision, trust_remote_code, dtype, device, backend, deterministic: see `Solver`.
 
     Raises:
-        UsageError: settings that cannot be meant; nothing was read.
-        ModelError: no such model.
+        UsageError: invalid settings; nothing was read.
+        ModelError: the model does not exist.
     """
 
     def __init__(
@@ -102,37 +102,27 @@ class Checkpoint:
         self._tokenizer = tokenizer
         self.dtype = dtype
         self.device = (
-            device_of(device) if self._given is None else device_of_model(model, dtype, device)
+            resolve_device(device) if self._given is None else device_of_model(model, dtype, device)
         )
         self.deterministic = deterministic
-        self.backend = backend_of(backend, self.device, deterministic)
+        self.backend = resolve_backend(backend, self.device, deterministic)
         self.source = (
-            locate(model, revision, trust_remote_code)
+            locate_model(model, revision, trust_remote_code)
             if self._given is None
             else ModelLocation(getattr(model, "name_or_path", "") or type(model).__name__, "")
         )
         if self._given is not None and tokenizer is None:
             raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
         if self._given is not None and revision is not None:
-            raise no_revision(revision, "the model is loaded already")
+            raise revision_error(revision, "the model is loaded already")
         self._files: Files | None = None
         self._weights: Weights | None = None
         self._chosen: str | None = None  # the backend, once it was tried
         self._reading = threading.Lock()
         self._loading = threading.Lock()
 
-    @property
-    def is_read(self) -> bool:
-        """Whether config and tokenizer were read."""
-        return self._files is not None
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the weights were loaded."""
-        return self._weights is not None
-
     def close(self) -> None:
-        """Forget what was read and loaded."""
+        """Drop config, tokenizer and weights."""
         self._files = self._weights = self._chosen = None
 
     def read(self) -> Files:
@@ -147,7 +137,7 @@ class Checkpoint:
             return self._files
 
     def load(self) -> Weights:
-        """The weights, loaded once, compared with the model's own forward, and packed where that is faster.
+        """The weights, loaded once, checked against the model's own forward, packed where faster.
 
         Raises:
             ModelError: unsupported, incomplete or unreadable.
@@ -159,11 +149,13 @@ class Checkpoint:
             return self._weights
 
     def backend_name(self, info: ModelInfo) -> str:
-        """What computes attention: ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
-        everywhere else. Once the weights are loaded: what does compute it.
+        """The attention backend; ``auto`` is rowwise if deterministic, else FlashInfer or torch.
+
+        FlashInfer wherever it is installed and has kernels for the model. Once the weights are
+        loaded, the one in use.
 
         Raises:
-            UsageError: FlashInfer was asked for and has no kernel for this model.
+            UsageError: FlashInfer was requested and has no kernel for this model.
         """
         if self._chosen is not None:
             return self._chosen
@@ -254,7 +246,7 @@ class Checkpoint:
             try:
                 check_agreement(runner, own)
             except ModelError:
-                model.set_attn_implementation(attention)  # not to pass for checked
+                model.set_attn_implementation(attention)  # or a second load would skip the check
                 raise
         logger.info(
             "%s: %s weights, %s on %s, attention by %s",

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-UNNAMED = 2048  # for configs that name no length
+DEFAULT_CONTEXT = 2048  # for configs that name no length
 
 
 def context_limit(config: Any) -> int:
     """Tokens a path may have so that no K/V written earlier is rotated otherwise than K/V written later.
 
-    Dynamic NTK and longrope choose the rotation by the largest position in the batch, so a path that outgrows the
-    length they begin to rescale at would be attended with keys of two scales. Up to that length they are exact.
+    Dynamic NTK and longrope choose the rotation by the largest position in the batch, so a path
+    that outgrows the length they begin to rescale at would be attended with keys of two scales. Up
+    to that length they are exact.
 
     Args:
         config: a text config.
 
     Returns:
-        the model's context length, or the length at which its rotary embedding would begin to rescale.
+        the model's context length, or the length at which its rotary embedding would begin to
+        rescale.
     """
-    limit = int(getattr(config, "max_position_embeddings", None) or UNNAMED)
+    limit = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     for rope in _rotary(config):
         if rope.get("rope_type", rope.get("type")) == "longrope":
             outside = getattr(config, "original_max_position_embeddings", None)

@@ -17,13 +17,13 @@ from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe
 from arbor.model.context_limit import context_limit
 from arbor.model.loading import (
     ModelLocation,
-    commit_of,
+    cached_commit,
     load_config,
-    locate,
-    remote_code,
-    wants_trust,
+    locate_model,
+    needs_remote_code,
+    remote_code_error,
 )
-from arbor.model.runner import check_layer_types, checked
+from arbor.model.runner import check_layer_types, check_specs
 
 EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
 
@@ -83,13 +83,14 @@ def describe(
     """Everything a plan needs, from the config: the decoder is built without weights and probed with one token.
 
     Args:
-        model, revision, trust_remote_code: as in `locate`.
+        model, revision, trust_remote_code: as in `locate_model`.
         dtype: as in `resolve_dtype`.
 
     Raises:
-        ModelError: the model is not there, or needs code of its own. An unsupported one is described, not refused.
+        ModelError: the model is not there, or needs code of its own. An unsupported one is
+            described, not refused.
     """
-    source = locate(model, revision, trust_remote_code)
+    source = locate_model(model, revision, trust_remote_code)
     config = load_config(source)
     return describe_config(config, source, dtype=dtype)
 
@@ -120,7 +121,7 @@ def describe_attention(
     first = specs[0].shape if specs else None
     info = ModelInfo(
         id=source.name,
-        revision=commit_of(source),
+        revision=cached_commit(source),
         architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
         model_type=config.model_type,
         supported=not reason,
@@ -154,8 +155,8 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
                 trust_remote_code=source.trust_remote_code,
             )
     except (ValueError, KeyError, ImportError) as error:
-        if wants_trust(error):
-            raise remote_code(source.label) from error
+        if needs_remote_code(error):
+            raise remote_code_error(source.label) from error
         raise _unbuilt(
             config, "transformers cannot build it with arbor's attention", error
         ) from error
@@ -167,7 +168,7 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
         specs = probe(model, int(text.num_hidden_layers))
     except Exception as error:  # a model's own code may fail in any way where there are no weights
         raise _unbuilt(config, "it does not run without weights", error) from error
-    return checked(specs, text), parameters
+    return check_specs(specs, text), parameters
 
 
 def _unbuilt(config: Any, what: str, error: Exception) -> ModelError:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from arbor.errors import ModelError
 
-# Asked after each layer with (layer, hidden [T', d] of the rows still running): bool [T'] of the rows
-# that leave now, or None.
+# Asked after each layer with (layer, hidden [T', d] of the rows still running): bool [T'] of the
+# rows that leave now, or None.
 Leave = Callable[[int, Tensor], Tensor | None]
 
 # Arguments of decoder layers with an entry per row of the batch, and the dimension of the rows. The

@@ -33,7 +33,8 @@ class ModelLocation:
     Attributes:
         name: as the user wrote it.
         path: what transformers loads from.
-        revision: branch, tag or commit on the Hub; None = its main branch, and always None for a directory.
+        revision: branch, tag or commit on the Hub; None = its main branch, and always None for a
+            directory.
         trust_remote_code: whether Python files that lie beside the weights may run.
     """
 
@@ -55,7 +56,7 @@ class ModelLocation:
         return {**version, "trust_remote_code": self.trust_remote_code}
 
 
-def locate(
+def locate_model(
     model: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelLocation:
     """Find a model without reading its weights.
@@ -70,11 +71,11 @@ def locate(
     """
     found = _locate(os.fspath(model))
     if revision is not None and Path(found.path).is_dir():
-        raise no_revision(revision, f"{found.name} is a directory")
+        raise revision_error(revision, f"{found.name} is a directory")
     return dataclasses.replace(found, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def no_revision(revision: str, what: str) -> UsageError:
+def revision_error(revision: str, what: str) -> UsageError:
     """Why a revision cannot be meant."""
     return UsageError(
         "revision",
@@ -154,7 +155,7 @@ def load_config(source: ModelLocation) -> Any:
         raise _unreadable(source, error) from error
 
 
-def commit_of(source: ModelLocation) -> str | None:
+def cached_commit(source: ModelLocation) -> str | None:
     """The commit that a Hub model's config was read from; None for a directory, and for a config not read yet."""
     if Path(source.path).is_dir():
         return None
@@ -171,7 +172,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.path, **source.loading)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if Path(source.path).is_dir() and not wants_trust(error):
+        if Path(source.path).is_dir() and not needs_remote_code(error):
             raise ModelError(
                 "model-incomplete",
                 f"{source.name} has no readable tokenizer ({_first_line(error)}).",
@@ -236,12 +237,12 @@ def _no_progress_bar() -> Iterator[None]:
             loading_bars.enable_progress_bar()
 
 
-def wants_trust(error: Exception) -> bool:
+def needs_remote_code(error: Exception) -> bool:
     """Whether transformers refused to run a model's own code."""
     return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
 
 
-def remote_code(name: str) -> ModelError:
+def remote_code_error(name: str) -> ModelError:
     """A model that runs only with code of its own, which nobody has allowed."""
     return ModelError(
         "remote-code",
@@ -252,8 +253,8 @@ def remote_code(name: str) -> ModelError:
 
 
 def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
-    if wants_trust(error):
-        return remote_code(source.label)
+    if needs_remote_code(error):
+        return remote_code_error(source.label)
     if Path(source.path).is_dir():
         return ModelError(
             "model-incomplete",

@@ -14,7 +14,7 @@ from arbor.kernels.linear import batch_dependent
 FLASHINFER = "flashinfer"  # both the backend and its package
 
 
-def device_of(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
     """The device a user means; ``auto`` is CUDA where there is one.
 
     Raises:
@@ -55,7 +55,7 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
             f"Leave dtype out, or pass model.to(torch.{dtype}).",
         )
     if device != "auto":
-        chosen = device_of(device)
+        chosen = resolve_device(device)
         if chosen.type != weight.device.type or chosen.index not in (None, weight.device.index):
             raise UsageError(
                 "device",
@@ -65,7 +65,7 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
     return weight.device
 
 
-def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
+def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> str:
     """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends on the model.
 
     Raises:

@@ -48,15 +48,17 @@ class Segment:
         rows                            |-- tokens ----|
 
     Attributes:
-        context: pieces in order of position; what neighbouring segments share is found by their keys.
+        context: pieces in order of position; what neighbouring segments share is found by their
+            keys.
         tokens: int [m], m >= 1.
         positions: int64 [m], their places on the path, consecutive.
-        tail: int32 [t + m], slots of consecutive positions after the context: t earlier tokens of an open block, then
-            the rows' own.
-        write: int32 [m], where this forward stores the rows' K/V: their own slots, or the trash slot where those
-            already hold them.
+        tail: int32 [t + m], slots of consecutive positions after the context: t earlier tokens of
+            an open block, then the rows' own.
+        write: int32 [m], where this forward stores the rows' K/V: their own slots, or the trash
+            slot where those already hold them.
         logits: how many rows, counted from the last, the caller wants logits of.
-        again: these tokens were run before; their queries are not counted a second time where attention is observed.
+        again: these tokens were run before; their queries are not counted a second time where
+            attention is observed.
     """
 
     context: tuple[Piece, ...]
@@ -88,7 +90,8 @@ class ForwardPlan:
         logit_rows: int64 [n], rows whose logits are wanted, in order of the segments.
         layouts: window (None = full attention) -> layout, built on first use by `layout`.
         read_tokens: keys read if every row read its whole path by itself.
-        unique_read_tokens: keys the full-attention cascade reads, each shared span once per forward.
+        unique_read_tokens: keys the full-attention cascade reads, each shared span once per
+            forward.
     """
 
     ids: Tensor
@@ -130,7 +133,8 @@ def plan_forward(
 
     Args:
         segments: neighbours that share context next to each other (depth-first order of the tree).
-        min_saved_reads: a shared span becomes a cascade level of its own only if it saves more key reads than this.
+        min_saved_reads: a shared span becomes a cascade level of its own only if it saves more key
+            reads than this.
         shared: the sharing of the same contexts from an earlier plan, to be used again.
     """
     rows = [segment.rows for segment in segments]
@@ -227,8 +231,8 @@ def share(
 ) -> SharedPrefix:
     """Find the spans that neighbouring segments share.
 
-    A span that the same run of segments shares is one level entry, however many blocks it covers; its level is the
-    number of shared spans above it. Spans that would save too little stay private.
+    A span that the same run of segments shares is one level entry, however many blocks it covers;
+    its level is the number of shared spans above it. Spans that would save too little stay private.
     """
     spans: list[tuple[int, int, int, Slots]] = []  # level, first segment, end segment, slots
     private: list[list[Slots]] = [[] for _ in contexts]
@@ -308,8 +312,8 @@ def _level(rows: Sequence[int], lists: Sequence[Slots], *, causal: bool) -> Casc
 def windowed_layout(segments: Sequence[Segment], window: int) -> CascadeLayout:
     """One level for layers that see a key iff 0 <= position distance < window.
 
-    A window by index is right only where positions have no gaps: such segments stay one request, with the keys no row
-    can see cut off; the others are split into single rows with exact lists.
+    A window by index is right only where positions have no gaps: such segments stay one request,
+    with the keys no row can see cut off; the others are split into single rows with exact lists.
     """
     rows: list[int] = []
     lists: list[Slots] = []

@@ -29,8 +29,8 @@ class ForwardResult:
         logits: [n, V] float32, of the plan's `logit_rows`.
         hidden: layer -> [T, d], output of the chosen layers (before the final norm).
         exit_layer: int64 [T], the last layer each row went through; None when all ran to the end.
-        mass: float32 [slots + 1], attention mass each slot received in the chosen layers, summed over rows, query
-            heads and layers; None unless asked.
+        mass: float32 [slots + 1], attention mass each slot received in the chosen layers, summed
+            over rows, query heads and layers; None unless asked.
     """
 
     logits: Tensor
@@ -65,7 +65,7 @@ class ModelRunner:
                 self.config, "take no attention but their own", everywhere
             ) from error
         self._layers = install(model, self.layer_count)
-        self.specs = checked(probe(model, self.layer_count), self.config)
+        self.specs = check_specs(probe(model, self.layer_count), self.config)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
 
@@ -100,10 +100,10 @@ class ModelRunner:
             pool: holds the context, receives the new K/V.
             stop_after: last layer to run (0-based); norm and head follow it. None = all.
             hidden: layers whose outputs are returned.
-            leave: asked after each layer which rows leave; they write no K/V in later layers, and their logits come from
-                the state they left with.
-            mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all. Rows that run again give
-                none.
+            leave: asked after each layer which rows leave; they write no K/V in later layers, and
+                their logits come from the state they left with.
+            mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all.
+                Rows that run again give none.
         """
         last = self.layer_count - 1 if stop_after is None else stop_after
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
@@ -198,7 +198,8 @@ def check_layer_types(config: Any) -> None:
     every = list(range(config.num_hidden_layers))
     if getattr(config, "is_causal", True) is False:
         raise _unsupported(config, "are not causal", every)
-    # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to `floor_scale` tokens
+    # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to
+    # `floor_scale` tokens
     unscaled = int(getattr(config, "floor_scale", 0) or 0)
     longest = int(getattr(config, "max_position_embeddings", 0) or 0)
     if getattr(config, "attn_temperature_tuning", False) and longest > unscaled:
@@ -207,7 +208,7 @@ def check_layer_types(config: Any) -> None:
         raise _unsupported(config, "scale their queries by position", layers)
 
 
-def checked(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
+def check_specs(specs: Sequence[LayerSpec | None], config: Any) -> tuple[LayerSpec, ...]:
     """The specs, if every layer attends once, causally, through our attention.
 
     Raises:

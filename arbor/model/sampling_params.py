@@ -16,8 +16,9 @@ class Sampling:
         temperature: 0 takes the most probable token (greedy).
         top_p: nucleus: the smallest set of most probable tokens whose mass reaches it; 1 = off.
         top_k: only the k most probable tokens; 0 = off.
-        arithmetic: siblings are spread over the texts that may follow (see `ArithmeticCode`), each of them still drawn with exactly
-            the probabilities above; False draws every token by itself.
+        arithmetic: siblings are spread over the texts that may follow (see `ArithmeticCode`), each
+            of them still drawn with exactly the probabilities above; False draws every token by
+            itself.
     """
 
     temperature: float = 0.7

@@ -1,1 +1,1 @@
-"""Problems and graders: one family behind `arbor.tasks.base.Task`; importing this loads none of them."""
+"""Problems and graders, one family behind `arbor.tasks.base.Task`; the import loads none."""

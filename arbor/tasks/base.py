@@ -1,4 +1,4 @@
-"""What a task is: problems, the text the model sees, where a thought ends, and who is right."""
+"""Tasks: problems, prompts, the limits of a thought, graders and exact values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Problem:
     Attributes:
         id: stable content hash (hex); splits and resumption go by it, never by a row number.
         task: name of the task, e.g. ``game24``.
-        text: what a user would type, e.g. ``4 5 6 10``.
-        expected: the answer key where the task has one; never shown to the model.
+        text: as a user types it, e.g. ``4 5 6 10``.
+        expected: the answer key, if any; never shown to the model.
         data: the parsed problem, JSON-able (e.g. ``{"numbers": [4, 5, 6, 10], "target": 24}``).
     """
 
@@ -30,12 +30,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class BlockLimits:
-    """Where a thought ends.
+    """Limits of thoughts and paths.
 
     Attributes:
-        stop: a thought ends with the first token whose text contains one of these (it belongs to the thought).
-        max_tokens: a thought is cut after so many tokens.
-        max_depth: thoughts on one path before the search gives the path up.
+        stop: strings that end a thought; the token that completes one belongs to the thought.
+        max_tokens: longest thought, in tokens; a longer one is cut.
+        max_depth: longest path, in thoughts; the search gives up paths that reach it.
     """
 
     stop: tuple[str, ...]
@@ -45,12 +45,12 @@ class BlockLimits:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a grader says of an answer.
+    """A grader's judgement of an answer.
 
     Attributes:
         correct: right or wrong.
-        extracted: the answer in the grader's canonical form; None if there was none.
-        reason: one sentence that says why.
+        extracted: the answer in the grader's canonical form; None without an answer.
+        reason: the reason, in one sentence.
     """
 
     correct: bool
@@ -60,11 +60,11 @@ class Grade:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the model is asked about a state, and how its next token is read as a value.
+    """A question to the model about a state, and the values of its verdicts.
 
     Attributes:
         text: appended to the path's text; the model's next token is the verdict.
-        values: verdict text -> value in [0, 1]. The value of a state is the mean of these, weighted by the
+        values: verdict text -> value in [0, 1]. The value of a state is their mean, weighted by the
             model's probabilities of the verdicts, renormalised over them.
     """
 
@@ -84,14 +84,20 @@ class Task(Protocol):
 
     @property
     def example(self) -> str:
-        """A text that `parse` takes."""
+        """A text that `parse` accepts."""
         ...
 
     @property
-    def boundary(self) -> BlockLimits: ...
+    def boundary(self) -> BlockLimits:
+        """Where thoughts and paths end."""
+        ...
 
     def parse(self, text: str) -> Problem:
-        """A user's text as a problem; raises `InputError` naming what is wrong and a text that would work."""
+        """A user's text as a problem.
+
+        Raises:
+            InputError: names the mistake and a text that works.
+        """
         ...
 
     def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
@@ -103,23 +109,23 @@ class Task(Protocol):
         ...
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """Whether the path has come to an end (an answer, right or wrong, or a state with no next step)."""
+        """Whether the path has ended: with an answer, right or wrong, or without a next step."""
         ...
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
-        """The answer a finished path gives; None if it gives none."""
+        """The answer of a finished path, or None."""
         ...
 
     def grade(self, problem: Problem, answer: str | None) -> Grade:
-        """Judges an answer with the key. Parses, never evaluates, what a model wrote."""
+        """Judge an answer by the key. Parses, never evaluates, text of a model."""
         ...
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
-        """Exact worth of a state in [0, 1], from the problem alone: 0 for an illegal or hopeless state."""
+        """Exact value of a state in [0, 1], from the problem alone; 0 if illegal or hopeless."""
         ...
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        """What a self-judging model is asked at this state.
+        """The question to a model that judges its own thoughts, at this state.
 
         A task whose questions grow with the thoughts should declare `BoundedQuestions`.
         """

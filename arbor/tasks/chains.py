@@ -1,16 +1,14 @@
-"""Chains: grade-school word problems whose answer depends on a chain of facts told in another order.
+"""Chains: grade-school word problems whose answer needs a chain of facts, given in another order.
 
-    Facts: Tom has 4 more than Amy. Bob has 7. Amy has 3. Sue has 2 times as many as Tom. How many does Sue have?
-    Plan: Sue Tom Amy
-    Then Amy has 3: Amy = 3
-    Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 7, Tom = 7
-    Then Sue has 2 times as many as Tom: Tom = 7, 7 * 2 = 14, Sue = 14
-    Answer: 14
+    Facts: Tom has 4 more than Amy. Bob has 7. Amy has 3. Sue has 2 times as many as Tom. How many
+    does Sue have? Plan: Sue Tom Amy Then Amy has 3: Amy = 3 Then Tom has 4 more than Amy: Amy = 3,
+    3 + 4 = 7, Tom = 7 Then Sue has 2 times as many as Tom: Tom = 7, 7 * 2 = 14, Sue = 14 Answer: 14
 
-The first thought may be a plan (the chain backwards); every later line restates one fact, says what it
-needs of earlier lines, computes, and says what the person has; the last is the answer. ``more``, ``fewer`` and ``times`` look one line back. ``as many as X and Y together`` looks back one
-line (X) and ``recall`` lines (Y): the controlled recall distance. Distractors are chains of their own and people who
-depend on the chain but lead nowhere. All quantities are from 1 to 99.
+The first thought may be a plan (the chain backwards); every later line restates one fact, names the
+quantities it needs from earlier lines, computes, and states the person's quantity; the last is the
+answer. ``more``, ``fewer`` and ``times`` look one line back. ``as many as X and Y together`` looks
+back one line (X) and ``recall`` lines (Y): the controlled recall distance. Distractors are chains
+of their own and people who depend on the chain but lead nowhere. All quantities are from 1 to 99.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _ANSWER = re.compile(r"Answer: ([0-9]{1,4})\n?")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is told of one person.
+    """One person's quantity, given or relative to others.
 
     Attributes:
         who: the person.
@@ -70,7 +68,7 @@ class Fact:
         return f"{self.who} has {self.amount} {self.kind} than {self.needs[0]}"
 
     def work(self, known: Mapping[str, int]) -> tuple[str, int]:
-        """The calculation as text (empty for ``is``), what it needs before it, and the person's quantity."""
+        """The calculation as text, its needs before it (empty for ``is``), and the quantity."""
         if self.kind == "is":
             return "", self.amount
         first = known[self.needs[0]]
@@ -81,13 +79,13 @@ class Fact:
         return f"{needs}{first} {sign} {second} = {result}, ", result
 
     def line(self, known: Mapping[str, int]) -> str:
-        """The thought that uses this fact."""
+        """This fact's thought."""
         work, result = self.work(known)
         return f"Then {self.text}: {work}{self.who} = {result}\n"
 
 
 def parse_fact(text: str) -> Fact | None:
-    """A fact from its text without full stop; None if it is none."""
+    """A fact from its text without full stop; None for any other text."""
     match = _FACT.fullmatch(text)
     if match is None:
         return None
@@ -102,7 +100,7 @@ def parse_fact(text: str) -> Fact | None:
 
 
 def quantities(facts: Sequence[Fact]) -> dict[str, int]:
-    """What each person has, as far as the facts tell; a person nothing leads to is missing."""
+    """Person -> quantity, for everyone whose quantity follows from the facts."""
     known: dict[str, int] = {}
     waiting = list(facts)
     while ready := [fact for fact in waiting if all(name in known for name in fact.needs)]:
@@ -226,20 +224,20 @@ class Chains(Generated):
     def parse(self, text: str) -> Problem:
         self._demand_text(text)
         body = " ".join(text.split()).removeprefix("Facts: ")
-        *told, question = body.split(". ")
+        *sentences, question = body.split(". ")
         asks = _ASKS.fullmatch(question)
         if asks is None:
             raise self._invalid(text, "does not end with 'How many does NAME have?'")
         facts = []
-        for sentence in told:
+        for sentence in sentences:
             fact = parse_fact(sentence)
             if fact is None:
                 raise self._invalid(text, f"'{sentence}' is not a fact")
             facts.append(fact)
         if len({fact.who for fact in facts}) != len(facts):
-            raise self._invalid(text, "tells of one person twice")
+            raise self._invalid(text, "has two facts about one person")
         if asks[1] not in quantities(facts):
-            raise self._invalid(text, f"does not tell what {asks[1]} has")
+            raise self._invalid(text, f"leaves open how many {asks[1]} has")
         return self.make(facts, asks[1])
 
     def _generate(self, split: str) -> Iterator[Problem]:
@@ -250,7 +248,7 @@ class Chains(Generated):
                 yield problem
 
     def draw(self, rng: random.Random, steps: int) -> Problem:
-        """One problem of so many steps, of whichever split."""
+        """One problem of so many steps, of any split."""
         distractors = rng.randint(0, min(self.distractors, len(NAMES) - steps))
         return self.make(*generate(rng, steps, distractors, rng.randint(1, self.recall)))
 
@@ -292,7 +290,7 @@ class Chains(Generated):
         return Grade(True, match[1], f"{problem.data['asked']} has {problem.expected}.")
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
-        """1 while every line restates a told fact and computes it right from lines before it; else 0."""
+        """1 while every line restates a given fact and computes it right from earlier lines."""
         facts = {fact.text: fact for fact in self.facts(problem)}
         asked = problem.data["asked"]
         known: dict[str, int] = {}

@@ -1,11 +1,12 @@
 """Countdown: combine every given number once with + - * / so that the target comes out.
 
-One thought is one line, ``10 - 4 = 6 (left: 5 6 6)`` and a newline: two numbers that are left, their exact result, and
-what is left afterwards. A path ends when one number is left. `arbor.tasks.game24` is the case of four numbers and 24.
+One thought is one line, ``10 - 4 = 6 (left: 5 6 6)`` and a newline: two numbers that are left,
+their exact result, and what is left afterwards. A path ends when one number is left.
+`arbor.tasks.game24` is the case of four numbers and 24.
 
-Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 2305.10601), section 4.1. Differs from
-its released grader, which evaluates model text: here an answer is parsed by `parse_expression`, all arithmetic is
-exact (integers and fractions), and every line is checked.
+Source: Game of 24 as a search problem is Yao et al., Tree of Thoughts (arXiv 2305.10601), section
+4.1. Differs from its released grader, which evaluates model text: here an answer is parsed by
+`parse_expression`, all arithmetic is exact (integers and fractions), and every line is checked.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ParsedStep:
 
 
 def parse_step(thought: str) -> ParsedStep | None:
-    """The step a thought writes, checked for form only; None if it is no such line."""
+    """The step written in a thought, checked for form only; None for any other line."""
     match = _STEP.fullmatch(thought.translate(_SIGNS))
     if match is None:
         return None
@@ -91,7 +92,7 @@ def parse_step(thought: str) -> ParsedStep | None:
 
 
 def take(state: State, thought: str) -> ParsedStep | None:
-    """The step a thought takes from a state; None unless its numbers are there, its result is exact and its rest right."""
+    """The step of a thought from a state; None unless numbers, result and rest are right."""
     step = parse_step(thought)
     if step is None:
         return None
@@ -131,8 +132,8 @@ def _pairs(state: State) -> Iterator[tuple[Number, Number, State]]:
 def exact_steps(state: State) -> list[ParsedStep]:
     """Every distinct step from a sorted state, fractions included, in a fixed order.
 
-    ``a + b`` and ``a * b`` are written with a <= b, and of ``a - b`` and ``b - a`` only the one that is not negative
-    (enough while no number is negative); each line is a different text.
+    ``a + b`` and ``a * b`` are written with a <= b, and of ``a - b`` and ``b - a`` only the one
+    that is not negative (enough while no number is negative); each line is a different text.
     """
     steps = []
     negative = bool(state) and state[0] < 0
@@ -250,7 +251,7 @@ def solve(numbers: Sequence[int], target: int) -> list[str] | None:
 
 
 def compose(numbers: Sequence[int], thoughts: Sequence[str]) -> str | None:
-    """The expression that a legal full path builds, with no parentheses it does not need; None otherwise.
+    """The expression of a legal full path, with only the parentheses it needs; None otherwise.
 
     Of two equal numbers the step takes the one that has been there longer.
     """
@@ -343,7 +344,8 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]]:
     """Exact value of an expression and its numbers, left to right. Parses, never evaluates.
 
     Raises:
-        ValueError: anything but non-negative integers, + - * / and parentheses, or a division by zero; says which.
+        ValueError: anything but non-negative integers, + - * / and parentheses, or a division by
+            zero; says which.
     """
     if len(text) > _LONGEST_ANSWER:
         raise ValueError(f"longer than {_LONGEST_ANSWER} characters")
@@ -352,15 +354,14 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]]:
 
 
 def normalise(answer: str) -> str:
-    """An answer without its wrapping: last line, label, bold marks, ``$``, ``\\boxed{}``, typographic signs, full stop."""
+    """The last line of an answer without label, bold marks, ``$``, ``\\boxed{}`` and full stop."""
     lines = [line.strip() for line in answer.strip().splitlines() if line.strip()]
     text = lines[-1] if lines else ""
     for name, sign in _LATEX.items():
         text = text.replace(name, sign)
     text = text.translate(_SIGNS).replace("**", " @@ ") if "**" in text else text.translate(_SIGNS)
-    if (
-        "@@" in text
-    ):  # bold marks stand around the label or the answer; between two operands they are a power
+    # bold marks surround the label or the answer; between two operands they are a power
+    if "@@" in text:
         head = re.sub(r"^\s*@@\s*(.*?)\s*@@", r"\1 ", text)
         text = head.replace(" @@ ", "**")
     text = _LABEL.sub("", text.strip()).strip().strip("$").strip()
@@ -447,13 +448,13 @@ class Countdown(Generated):
         return f"Target {problem.data['target']} (left: {numbers})\n"
 
     def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
-        """True when one number is left, when a line is illegal, or after as many lines as there are pairs to join."""
+        """True when one number is left, a line is illegal, or all pairs should have been joined."""
         if len(thoughts) >= len(problem.data["numbers"]) - 1:
             return True
         return replay(problem.data["numbers"], thoughts) is None
 
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
-        """The expression the steps make; None if it misses the target, which anyone can see without a key."""
+        """The expression of the steps; None if it misses the target, which needs no key to see."""
         expression = compose(problem.data["numbers"], thoughts)
         return expression if self.grade(problem, expression).correct else None
 

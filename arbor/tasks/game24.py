@@ -1,9 +1,10 @@
 """Game of 24: make 24 from four numbers; text form ``4 5 6 10``.
 
-The classic puzzles are the 1,362 multisets of four numbers from 1 to 13 that can make 24. All of them are held out:
-``hard`` holds the hundred with the fewest distinct solutions, where solutions are distinct if their lines are
-(`arbor.tasks.countdown.solution_paths`; ties by content id), ``validation`` and ``test`` share the rest by content id.
-``train`` has solvable multisets of four numbers from 1 to 25 with at least one above 13.
+The classic puzzles are the 1,362 multisets of four numbers from 1 to 13 that can make 24. All of
+them are held out: ``hard`` holds the hundred with the fewest distinct solutions, where solutions
+are distinct if their lines are (`arbor.tasks.countdown.solution_paths`; ties by content id),
+``validation`` and ``test`` share the rest by content id. ``train`` has solvable multisets of four
+numbers from 1 to 25 with at least one above 13.
 """
 
 from __future__ import annotations
@@ -33,11 +34,6 @@ def classic() -> tuple[tuple[int, ...], ...]:
         for hand in itertools.combinations_with_replacement(cards, 4)
         if can_reach(hand, TARGET)
     )
-
-
-def is_classic(numbers: Sequence[int], target: int) -> bool:
-    """Whether this is a classic hand (four numbers 1..13, target 24), solvable or not: none of them is trained on."""
-    return target == TARGET and len(numbers) == 4 and max(numbers) <= LARGEST_CARD
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Recall: depth-first search through rooms, where a room seen long ago must be remembered after backtracking.
+"""Recall: depth-first search through rooms; backtracking needs a room seen long ago.
 
     Rooms: K has B R. B has M. M is empty. R has T D. T is empty. D is empty. Find D from K
     Enter K: B R
@@ -11,8 +11,8 @@
     Enter D: found
     Answer: K R D
 
-``Enter`` restates what a room has; ``Back to`` names the last entered room that still has untried doors, and which. The
-distance between a room's ``Enter`` and its ``Back to`` is the recall distance.
+``Enter`` restates the doors of a room; ``Back to`` names the last entered room with untried doors,
+and these. The distance between a room's ``Enter`` and its ``Back to`` is the recall distance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASKS = re.compile(r"Find ([A-Z]) from ([A-Z])")
 
 
 def walk(doors: dict[str, tuple[str, ...]], start: str, goal: str) -> list[str]:
-    """The thoughts of depth-first search, doors in the order told, to the goal; the answer is the last."""
+    """The thoughts of depth-first search, doors in the order given, to the goal; then the answer."""
     lines: list[str] = []
     path: list[str] = []
     untried: dict[str, list[str]] = {}
@@ -76,12 +76,12 @@ class Recall(Generated):
         return BlockLimits(stop=("\n",), max_tokens=32, max_depth=2 * self.most + 1)
 
     def make(self, rooms: Sequence[tuple[str, tuple[str, ...]]], start: str, goal: str) -> Problem:
-        """The problem of these rooms, told in this order."""
-        told = ". ".join(
+        """The problem of these rooms, in this order."""
+        sentences = ". ".join(
             f"{room} has {' '.join(doors)}" if doors else f"{room} is empty"
             for room, doors in rooms
         )
-        text = f"Rooms: {told}. Find {goal} from {start}"
+        text = f"Rooms: {sentences}. Find {goal} from {start}"
         answer = walk(dict(rooms), start, goal)[-1].removeprefix("Answer: ").strip()
         data: dict[str, Any] = {
             "rooms": [[room, list(doors)] for room, doors in rooms],
@@ -93,12 +93,12 @@ class Recall(Generated):
     def parse(self, text: str) -> Problem:
         self._demand_text(text)
         body = " ".join(text.split()).removeprefix("Rooms: ")
-        *told, question = body.split(". ")
+        *sentences, question = body.split(". ")
         asks = _ASKS.fullmatch(question)
         if asks is None:
             raise self._invalid(text, "does not end with 'Find GOAL from START'")
         rooms: list[tuple[str, tuple[str, ...]]] = []
-        for sentence in told:
+        for sentence in sentences:
             match = _ROOM.fullmatch(sentence)
             if match is None:
                 raise self._invalid(text, f"'{sentence}' is not a room")
@@ -127,7 +127,7 @@ class Recall(Generated):
                 yield problem
 
     def draw(self, rng: random.Random, rooms: int) -> Problem:
-        """One problem of so many rooms, of whichever split; the goal is an empty room."""
+        """One problem of so many rooms, of any split; the goal is an empty room."""
         names = rng.sample(ROOMS, rooms)
         doors: dict[str, list[str]] = {names[0]: []}
         for name in names[1:]:
@@ -135,9 +135,9 @@ class Recall(Generated):
             doors[parent].append(name)
             doors[name] = []
         goal = rng.choice([room for room in names if not doors[room]])
-        told = [(room, tuple(behind)) for room, behind in doors.items()]
-        rng.shuffle(told)
-        return self.make(told, names[0], goal)
+        rooms_in_order = [(room, tuple(behind)) for room, behind in doors.items()]
+        rng.shuffle(rooms_in_order)
+        return self.make(rooms_in_order, names[0], goal)
 
     def prompt(self, problem: Problem) -> str:
         return problem.text + "\n"

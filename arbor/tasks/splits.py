@@ -1,4 +1,4 @@
-"""Identity and membership by content: a problem's id and split depend on what it says, on nothing else."""
+"""Ids and splits of problems, both by content alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def split_of(identity: str) -> str:
     """Split of a content id: one in 20 is ``validation``, one in 10 ``test``, the rest ``train``.
 
     Args:
-        identity: what `content_id` returned.
+        identity: from `content_id`.
     """
     number = int(identity, 16)
     if number % VALIDATION_SHARE == 0:
