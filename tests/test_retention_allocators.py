@@ -21,6 +21,7 @@ from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.allocators.waterfill import rounded, waterfill
+from arbor.retention.allocators.weights import log_weights
 from arbor.retention.base import NEVER, Blocks, Floats, Ints, Tokens
 from arbor.retention.ordering import order, ranks
 from arbor.retention.scorers.recency import Recency
@@ -91,6 +92,20 @@ def test_order_of_many_wide_keys_does_not_overflow() -> None:
     expected = np.lexsort((np.arange(5000), *reversed(keys)))
 
     assert (order(*keys) == expected).all()
+
+
+def test_order_of_integers_from_the_least_to_the_greatest() -> None:
+    extremes = np.iinfo(np.int64)
+    keys = np.array([0, extremes.max, extremes.min, -1, extremes.max]), np.array([0, 1, 0, 0, 0])
+
+    assert order(*keys).tolist() == [2, 3, 0, 4, 1]
+    assert order(keys[1], keys[0]).tolist() == [2, 3, 0, 4, 1]
+    assert order(np.array([], np.int64)).tolist() == []
+    assert order(np.array([2**40, -(2**40), 0]), np.array([True, False, True])).tolist() == [
+        1,
+        2,
+        0,
+    ]
 
 
 def test_equal_values_have_equal_ranks() -> None:
@@ -256,6 +271,21 @@ def test_kkt_falls_off_with_distance_and_depth() -> None:
 
     assert near_first[0] / near_first[1] == pytest.approx(math.e, rel=0.01)
     assert deep_first[1] / deep_first[0] == pytest.approx(math.exp(1.5), rel=0.01)
+
+
+def test_a_score_of_0_is_the_least_weight() -> None:
+    blocks = blocks_of(2, score=[0.0, 1e-3], floor=[1, 1])
+
+    for rule in (KKT(), Ratio()):
+        assert rule.counts(blocks, 11, ANY).tolist() == [1, 10]
+
+
+def test_weights_are_the_papers() -> None:
+    blocks = blocks_of(2, score=[0.5, 0.25], depth=[3, 0], distance=[1, 4])
+
+    found = log_weights(blocks, 3.0, -0.5, 0.25)
+
+    assert found == pytest.approx([3 * math.log(0.5) + 1.5 - 0.25, 3 * math.log(0.25) - 1.0])
 
 
 def test_weights_far_below_the_range_of_floats_still_meet_the_room() -> None:
@@ -462,6 +492,12 @@ def test_belady_keeps_what_is_read_next() -> None:
     # a later wave of this operation is sooner than any later operation
     assert Belady().counts(blocks, 15, ANY).tolist() == [0, 0, 5, 10]
     assert Belady().counts(blocks, 35, ANY).tolist() == [10, 5, 10, 10]
+
+
+def test_belady_breaks_ties_by_depth_then_use_then_id() -> None:
+    blocks = blocks_of(4, next_use=[5] * 4, depth=[2, 1, 2, 2], last_used=[1, 0, 7, 1])
+
+    assert Belady().counts(blocks, 25, ANY).tolist() == [5, 10, 10, 0]
 
 
 def replay(rule: object, lengths: tuple[int, ...], reads: list[int], slots: int) -> int:

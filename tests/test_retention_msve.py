@@ -24,6 +24,17 @@ def test_the_score_is_the_sigmoid_of_the_weighted_signals() -> None:
     assert scores == pytest.approx([1 / (1 + math.exp(-0.75)), 1 / (1 + math.exp(-2.5))])
 
 
+def test_the_defaults_are_the_documented_guess() -> None:
+    assert MSVE() == MSVE((2.0, 1.0, 1.0), -2.0, 0)
+    assert str(MSVE()) == "2.0,1.0,1.0,-2.0"
+
+
+def test_a_cost_outside_the_unit_interval_counts_as_its_end() -> None:
+    features, lost = examples(2, 200, (1.0, 1.0, 1.0), 0.0)
+
+    assert fit(features, lost * 3 - 1) == fit(features, lost)
+
+
 def test_without_a_bias_no_block_would_score_below_one_half() -> None:
     nothing = np.zeros(1)
 
@@ -209,6 +220,7 @@ def test_rank_correlation_by_hand() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == 1.0
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == -1.0
     assert rank_correlation([1, 2, 3], [5, 5, 5]) == 0.0
+    assert rank_correlation([1, 2], [3, 4]) == 1.0
     assert rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
     # ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4
     assert rank_correlation([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(math.sqrt(0.9))

@@ -13,6 +13,8 @@ from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.registry import BUILTIN
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import POLICIES, Policy, Protect
@@ -247,6 +249,22 @@ def test_what_an_allocator_of_tokens_gives_up_is_what_kept_sets_lack(
         assert sorted(gone) == list(zip(*(each.tolist() for each in which.leaving()), strict=True))
 
 
+def test_an_allocator_of_tokens_ranks_them_once() -> None:
+    asked = []
+
+    class Counting(Given):
+        def scores(self, tokens: Tokens) -> Floats:
+            asked.append(len(tokens.block))
+            return super().scores(tokens)
+
+    blocks = offer(5, 12, ties=False)
+    counts, chosen = select(blocks, room_for(blocks, 0.5), Pooled(), Counting((0.0, 1.0)))
+
+    assert asked == [int(blocks.resident.sum())]
+    assert [len(each) for each in chosen] == counts.tolist()
+    assert asked == [int(blocks.resident.sum())]
+
+
 @given(seed=SEEDS)
 def test_the_view_of_some_blocks_is_a_part_of_the_view_of_all(seed: int) -> None:
     blocks = offer(seed)
@@ -362,6 +380,7 @@ def test_a_column_is_made_once_and_only_when_somebody_reads_it() -> None:
     assert not made
     assert blocks.depth.tolist() == blocks.depth.tolist() == [0, 1, 2]
     assert made == ["depth"]
+    assert blocks.read == ("depth",) and whole.read == ()
     assert blocks.tokens.block.tolist() == whole.tokens.block.tolist()
     with pytest.raises(AttributeError, match="Blocks has no column 'breadth'"):
         blocks.breadth  # type: ignore[attr-defined]  # noqa: B018
@@ -388,6 +407,35 @@ def test_a_policy_needs_a_recording_where_its_allocator_does() -> None:
 
 def test_a_policy_whose_allocator_keeps_everything_says_so() -> None:
     assert [name for name, policy in POLICIES.items() if policy.keeps_all] == ["full"]
+
+
+def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() -> None:
+    sparing = {name for name, policy in POLICIES.items() if policy.spares_paths}
+    published = {name for name, policy in POLICIES.items() if policy.protect == Protect()}
+
+    assert sparing == {"arborkv", "belady", "kkt", "lru", "reentry"}
+    assert published == {"arborkv", "kkt"}
+    assert Protect() == Protect(sinks=4, recent=8, tail=8, floor=4, threshold=1e-4)
+    for name in set(POLICIES) - published:
+        assert POLICIES[name].protect == Protect(tail=0, floor=0)
+
+
+def test_protection_is_given_up_from_the_floor_to_the_sinks() -> None:
+    eased = list(Protect(sinks=1, recent=2, tail=3, floor=4, threshold=0.5).easing())
+
+    assert [(each.sinks, each.recent, each.tail, each.floor) for each in eased] == [
+        (1, 2, 3, 4),
+        (1, 2, 3, 2),
+        (1, 2, 3, 1),
+        (1, 2, 3, 0),
+        (1, 2, 1, 0),
+        (1, 2, 0, 0),
+        (1, 1, 0, 0),
+        (1, 0, 0, 0),
+        (0, 0, 0, 0),
+    ]
+    assert {each.threshold for each in eased} == {0.5}
+    assert list(Protect(0, 0, 0, 0).easing()) == [Protect(0, 0, 0, 0)]
 
 
 def test_policies_that_read_attention_say_so() -> None:
@@ -430,11 +478,34 @@ def test_a_setting_no_part_has_is_refused_by_name() -> None:
         ("kkt", "gamma", -1.0),
         ("lru", "sinks", -1),
         ("lru", "threshold", -1e-9),
+        ("arborkv", "ratio_min", -0.1),
+        ("arborkv", "lambda_depth", float("inf")),
+        ("arborkv", "lambda_distance", float("inf")),
     ],
 )
 def test_a_setting_out_of_range_is_refused(name: str, setting: str, value: float) -> None:
     with pytest.raises(UsageError, match=f"{setting}={value}"):
         build("policy", name, **{setting: value})
+
+
+def test_the_ends_of_each_range_are_settings_too() -> None:
+    edges = {
+        "eta": 1.0,
+        "ratio_min": 1.0,
+        "lambda_distance": 0.0,
+        "lambda_depth": -9.0,
+        "gamma": 0.1,
+    }
+
+    assert build("policy", "arborkv", **edges).allocator == Ratio(1.0, 0.1, -9.0, 0.0, 1.0)
+    assert build("policy", "arborkv", ratio_min=0).allocator == Ratio()
+    assert not any(
+        dataclasses.astuple(
+            build("policy", POLICIES["lru"], sinks=0, recent=0, threshold=0).protect
+        )
+    )
+    with pytest.raises(UsageError, match="threshold=nan: it must be 0 or more"):
+        Protect(threshold=float("nan"))
 
 
 def test_full_retention_refuses_what_does_not_fit() -> None:

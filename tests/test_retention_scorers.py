@@ -14,7 +14,7 @@ from support.offers import SEEDS, offer
 from arbor.retention.base import Scorer, Tokens
 from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import RandomTokens
+from arbor.retention.scorers.random_tokens import _PIECE, RandomTokens, _mixed
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
 from arbor.retention.token_statistics import TokenStatistics
@@ -343,7 +343,22 @@ def test_recency_is_the_position_on_the_path() -> None:
     assert (Recency().scores(tokens) == tokens.position).all()
 
 
-def test_chance_is_uniform_and_its_own_for_every_seed() -> None:
+def test_random_scores_are_splitmix64_of_key_and_seed() -> None:
+    """The first outputs of the generator's reference implementation for the states 0 and 1."""
+    outputs = _mixed(np.array([0, 1], np.uint64))
+    assert outputs.tolist() == [0xE220A8397B1DCDAF, 0x910A2DEC89025CC1]
+
+    tokens = offer(0, 2000, ties=False, longest=20).tokens
+    count = len(tokens.key)
+    keys = np.arange(count).astype(np.uint64)
+    scores = RandomTokens(seed=1).scores(dataclasses.replace(tokens, key=keys))
+
+    assert count > _PIECE
+    mixed = _mixed(keys ^ np.uint64(0x910A2DEC89025CC1))
+    assert scores.tolist() == [(number >> 11) / (1 << 53) for number in mixed.tolist()]
+
+
+def test_random_tokens_are_uniform_and_their_own_for_every_seed() -> None:
     tokens = offer(0, 2000, ties=False).tokens
     tokens = dataclasses.replace(tokens, key=np.arange(len(tokens.block)).astype(np.uint64))
 

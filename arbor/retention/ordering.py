@@ -33,9 +33,9 @@ def order(*keys: NDArray[Any]) -> Ints:
         if base == 1:
             continue
         if width * base * count >= _KEY_LIMIT:
-            packed, width = ranks(packed)
+            digits, base = ranks(key)
         if width * base * count >= _KEY_LIMIT:
-            digits, base = ranks(digits)
+            packed, width = ranks(packed)
         packed = packed * base + digits
         width *= base
     packed = np.sort(packed * count + np.arange(count))
@@ -84,13 +84,9 @@ def whole_blocks(blocks: Blocks, room: int, preferred: Ints) -> Ints:
 
 
 def _digits(key: NDArray[Any]) -> tuple[Ints, int]:
-    """A key as integers from 0, and an upper limit for them."""
-    if key.dtype.kind == "b":
-        return key.astype(np.int64), 2
+    """A key as integers from 0, and an upper limit for them; above int64's they have wrapped."""
     if key.dtype.kind == "f":
         assert not np.isnan(key).any(), "a key is not a number"
         return ranks(key)
     low, high = int(key.min()), int(key.max())
-    if high - low >= 1 << 31:
-        return ranks(key)
     return key.astype(np.int64) - low, high - low + 1
