@@ -1,4 +1,4 @@
-"""The KV budget: what a user writes, how many tokens it is for one search, and whether that can work."""
+"""The KV budget: parsing, slots for one search, feasibility."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Footprint:
         step_tokens: most tokens of one block.
         max_depth: most blocks on one path.
         blocks: most blocks the search creates, root excluded.
-        question_tokens: tokens a verifier appends to one path while it asks; 0 for a verifier without a model.
-        protected_tokens: lossy mode: tokens of a path that stay in any case; None: paths stay whole.
+        question_tokens: tokens a verifier appends to one path; 0 for a verifier without a model.
+        protected_tokens: lossy mode: tokens of a path that always stay; None: paths stay whole.
     """
 
     prompt_tokens: int
@@ -56,7 +56,7 @@ class Footprint:
 
     @property
     def full_tokens(self) -> int:
-        """What full retention holds at most, while one question is asked at a time: prompt + blocks x step + question."""
+        """Most tokens of full retention: prompt + blocks x step + one question."""
         return self.prompt_tokens + self.blocks * self.step_tokens + self.question_tokens
 
     @property
@@ -66,18 +66,18 @@ class Footprint:
 
     @property
     def path_tokens(self) -> int:
-        """Positions the longest path takes, with a question at its end: prompt + depth x step + question."""
+        """Positions of the longest path and a question: prompt + depth x step + question."""
         return self.prompt_tokens + self.path_blocks * self.step_tokens + self.question_tokens
 
     def levers(self, context: int) -> list[str]:
-        """The flags, each enough by itself, with which the longest path takes at most `context` positions."""
+        """Flags that each limit the longest path to `context` positions."""
         room = context - self.prompt_tokens - self.question_tokens
-        flags = {"--depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
+        flags = {"--max-depth": room // self.step_tokens, "--step-tokens": room // self.path_blocks}
         return [f"{flag} {most}" for flag, most in flags.items() if most >= 1]
 
     @property
     def smallest_tokens(self) -> int:
-        """What one whole path needs, `path_tokens`; in lossy mode what is protected of it and a block."""
+        """Slots of one path; in lossy mode, of its protected tokens and a block."""
         whole = self.path_tokens
         if self.protected_tokens is None:
             return whole
@@ -86,7 +86,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a budget buys for one search: what a user sees before anything loads.
+    """The budget of one search in slots, known before anything loads.
 
     Attributes:
         budget_tokens: slots the search may hold at any instant; at most `full_tokens`.
@@ -142,8 +142,8 @@ class Budget:
     """How much KV may be resident on the device.
 
     Attributes:
-        unit: ``ratio`` of full retention of the same search that is *kept*, ``tokens``, or ``bytes`` of KV
-            (weights, activations and workspace are not KV and not counted).
+        unit: ``ratio`` of full retention of the same search that is *kept*, ``tokens``, or
+            ``bytes`` of KV (weights, activations and workspace are not KV and not counted).
         amount: in (0, 1] for a ratio, a whole number >= 1 otherwise.
     """
 
@@ -167,11 +167,12 @@ class Budget:
         """A budget as a user writes it.
 
         Args:
-            value: ``full``; a ratio ``0 < x <= 1`` (the part kept); ``8192tok``; or KV bytes as ``6GiB``, ``512MiB``,
-                ``1.5GB`` (B, KiB to TiB, KB to TB; any case). Digits may be grouped with ``,`` or ``_``.
+            value: ``full``; a ratio ``0 < x <= 1`` (the part kept); ``8192tok``; or KV bytes as
+                ``6GiB``, ``512MiB``, ``1.5GB`` (B, KiB to TiB, KB to TB; any case). Digits may be
+                grouped with ``,`` or ``_``.
 
         Raises:
-            BudgetRange: anything else; names the form that was probably meant.
+            BudgetRange: any other value; suggests the likely form.
         """
         if isinstance(value, Budget):
             return value
@@ -220,10 +221,10 @@ class Budget:
         return f"{amount}B"
 
     def tokens(self, full_tokens: int, bytes_per_token: int) -> int:
-        """Slots this budget is.
+        """The budget in slots.
 
-        A ratio is read as the decimal it is written as, so that 0.29 of 100 is 29; it rounds down, but a ratio above 0
-        is at least one token. Bytes round down. More than full retention is full retention.
+        A ratio is read as the decimal in its text, so that 0.29 of 100 is 29; it rounds down, to
+        one token at least. Bytes round down. The result is at most full retention.
 
         Args:
             full_tokens: slots of full retention.
@@ -245,8 +246,8 @@ class Budget:
             bytes_per_token: KV bytes of one token over all layers, >= 1.
 
         Raises:
-            BudgetInfeasible: one path does not fit; says the smallest ratio and number of tokens that would do, and what
-                else would help. `needed` is `Footprint.smallest_tokens`.
+            BudgetInfeasible: one path does not fit; names the smallest ratio and number of tokens,
+                and other remedies. `needed` is `Footprint.smallest_tokens`.
         """
         assert bytes_per_token >= 1, f"bytes_per_token={bytes_per_token} is below 1"
         tokens = self.tokens(footprint.full_tokens, bytes_per_token)
@@ -278,16 +279,16 @@ class Budget:
         )
 
     def _levers(self, footprint: Footprint, tokens: int, bytes_per_token: int) -> str:
-        """What else would make it fit; a number only where it is certain to.
+        """Other remedies; with a number only where it is certain to work.
 
-        An absolute budget stays what it is when the search shrinks. A ratio shrinks with it, and by how much the blocks
-        shrink with the depth only the controller knows, so no depth is named for a ratio.
+        An absolute budget is constant when the search shrinks; a ratio shrinks with it. Only the
+        controller knows how the number of blocks depends on the depth, so a ratio gets no depth.
         """
         fixed = footprint.prompt_tokens + footprint.question_tokens
         levers = []
         depth = (tokens - fixed) // footprint.step_tokens
         if self.unit != "ratio" and depth >= 1 and footprint.protected_tokens is None:
-            levers.append(f"--depth {depth}")
+            levers.append(f"--max-depth {depth}")
         for step in range(footprint.step_tokens - 1, 0, -1):
             shape = replace(footprint, step_tokens=step)
             if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
@@ -297,7 +298,7 @@ class Budget:
             return f"Or: {', '.join(levers)}."
         if footprint.smallest_tokens < footprint.path_tokens and footprint.protected_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
-        return "Or: a shorter prompt, or a smaller --depth."
+        return "Or: a shorter prompt, or a smaller --max-depth."
 
 
 def _round_up(ratio: Fraction) -> float:

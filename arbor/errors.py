@@ -1,18 +1,18 @@
-"""Every error arbor raises on purpose.
+"""Every deliberate error of arbor.
 
     ArborError                      code, message, hint, data
-    ├── UsageError (ValueError)     a wrong flag, name or setting                       exit 2
-    │   └── UnknownName             a name no table holds; says the nearest one
+    ├── UsageError (ValueError)     an invalid flag, name or setting                    exit 2
+    │   └── UnknownName             an unknown name; suggests the closest match
     ├── BudgetError (ValueError)
-    │   ├── BudgetRange             the budget is not a ratio, a token or a byte count   exit 2
-    │   └── BudgetInfeasible        fewer slots than one path needs; says the smallest   exit 6
+    │   ├── BudgetRange             neither a ratio nor a number of tokens or bytes     exit 2
+    │   └── BudgetInfeasible        fewer slots than one path needs; names the smallest exit 6
     ├── ModelError                  missing, incomplete or unsupported model             exit 5
     ├── InputError (ValueError)     unreadable, empty or over-long problem               exit 4
     ├── TraceError (ValueError)     unreadable or newer trace                            exit 4
-    └── OutOfMemory (MemoryError)   the machine, not the budget, ran out                 exit 6
+    └── OutOfMemory (MemoryError)   the machine, not the budget, ran out                exit 6
 
-`code` is stable and greppable (``budget-infeasible``); `message` says what is wrong with the numbers; `hint` says
-the value that would work; `data` carries the same facts for programs.
+`code` is stable and greppable (``budget-infeasible``); `message` is what is wrong, with numbers;
+`hint` is a value that would work; `data` holds the same facts for programs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 
 class ArborError(Exception):
-    """Base of every deliberate error; never raised itself.
+    """Base of every deliberate error; never raised directly.
 
     Args:
         code: stable kebab-case name, e.g. ``budget-infeasible``.
@@ -51,19 +51,19 @@ class ArborError(Exception):
 
 
 class UsageError(ArborError, ValueError):
-    """A flag, a name or a setting that cannot be meant."""
+    """An invalid flag, name or setting."""
 
     exit_code = 2
 
 
 class UnknownName(UsageError):
-    """A name that no table holds.
+    """An unknown name.
 
     Args:
-        kind: what was looked for, e.g. ``controller``.
-        name: what was asked.
-        known: every name there is.
-        note: what else bears on the names, in brackets after them.
+        kind: kind of the name, e.g. ``controller``.
+        name: the unknown name.
+        known: the available names.
+        note: remark in brackets after the available names.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], note: str = "") -> None:
@@ -72,7 +72,7 @@ class UnknownName(UsageError):
         more = f" ({note})" if note else ""
         super().__init__(
             f"unknown-{kind}",
-            f"'{name}' is no known {kind}.",
+            f"unknown {kind} '{name}'.",
             f"{guess}Known: {', '.join(names) or 'none'}{more}.",
             name=name,
             known=names,
@@ -80,19 +80,19 @@ class UnknownName(UsageError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names as a question, a space after it; nothing if none is near."""
+    """The closest known name as a question and a space; empty if none is close."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"Did you mean '{near[0]}'? " if near else ""
 
 
 def unknown_setting(where: str, name: str, known: Iterable[str], /, **data: Any) -> UsageError:
-    """A setting that there is not.
+    """The error for an unknown setting.
 
     Args:
-        where: the beginning of the message, as in ``'tot' has``.
-        name: what was asked; compared with the last part of ``controller.width``.
-        known: every setting there is.
-        data: more for programs.
+        where: beginning of the message, as in ``'tot' has``.
+        name: the unknown setting; compared with the last part of ``controller.width``.
+        known: the available settings.
+        data: more facts for programs.
     """
     names = list(known)
     guess = did_you_mean(name, [each.rpartition(".")[2] for each in names])
@@ -107,23 +107,23 @@ def unknown_setting(where: str, name: str, known: Iterable[str], /, **data: Any)
 
 
 class BudgetError(ArborError, ValueError):
-    """Something about the KV budget."""
+    """An unusable KV budget."""
 
 
 class BudgetRange(BudgetError):
-    """The budget is neither a ratio in (0, 1] nor a positive number of tokens or bytes."""
+    """A budget that is neither a ratio in (0, 1] nor a positive number of tokens or bytes."""
 
     exit_code = 2
 
 
 class BudgetInfeasible(BudgetError):
-    """The budget holds fewer slots than one path needs.
+    """A budget with fewer slots than one path needs.
 
     Args:
         needed: smallest number of slots that works.
-        budget: slots the budget gives.
+        budget: slots of the budget.
         what: what needs them, in words.
-        hint: how to make it work; the smallest budget if empty.
+        hint: what would work; by default the smallest budget.
     """
 
     exit_code = 6
@@ -141,24 +141,24 @@ class BudgetInfeasible(BudgetError):
 
 
 class ModelError(ArborError):
-    """A model that is missing, incomplete, or that arbor cannot run exactly."""
+    """A missing or incomplete model, or one that arbor cannot run exactly."""
 
     exit_code = 5
 
 
 class InputError(ArborError, ValueError):
-    """A problem that cannot be read, is empty, or is too long for the model."""
+    """An unreadable or empty problem, or one too long for the model."""
 
     exit_code = 4
 
 
 class TraceError(ArborError, ValueError):
-    """A trace that cannot be read, or was written by a newer arbor."""
+    """An unreadable trace, or one written by a newer arbor."""
 
     exit_code = 4
 
 
 class OutOfMemory(ArborError, MemoryError):
-    """The machine has less memory than the budget promised."""
+    """Less memory in the machine than the run needs."""
 
     exit_code = 6

@@ -1,7 +1,8 @@
-"""What can happen in a run: frozen records, one union, one kind of listener.
+"""Events of a run: frozen records, one union, one type of listener.
 
-Events are records, never control flow. Trace, live view, metrics, callbacks and golden tests share this vocabulary.
-`KV` is slots (tokens) per tier after the event; `elapsed_s` is wall time the thing took, for people: no decision reads it.
+Events are records, never control flow. Trace, live view, metrics, callbacks and golden tests share
+this vocabulary. `KV` is slots (tokens) per tier after the event; `elapsed_s` is wall time, for
+people: no decision reads it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class KV:
     """Slots held after an event.
 
     Attributes:
-        device: on the device, every allocated one, temporary ones included.
-        host: in host memory; 0 as long as there is no such tier.
+        device: allocated on the device, temporary ones included.
+        host: in host memory; 0, since this tier is not implemented.
         compressed: in compressed form; 0 likewise.
     """
 
@@ -30,7 +31,13 @@ class KV:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """First event of a run: everything needed to repeat it."""
+    """First event of a run: everything needed to repeat it.
+
+    Attributes:
+        task: its name.
+        kv: slots of the budget, of full retention and of the smallest workable budget; bytes of KV
+            per token.
+    """
 
     name: ClassVar[str] = "header"
     schema: str
@@ -49,7 +56,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A block was opened; the root with its prompt's length in tokens, every other block with none."""
+    """A block was opened; `tokens` is the prompt's length at the root, 0 at every other block."""
 
     name: ClassVar[str] = "node"
     node: int
@@ -84,7 +91,13 @@ class Selected:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The running leaves changed (ArborKV's Transition). `distance` is edges from the old ones, the minimum per leaf, summed."""
+    """The running leaves changed (ArborKV's Transition).
+
+    Attributes:
+        leaves: the leaves that run now.
+        previous: the leaves that ran before.
+        distance: edges from each leaf to the nearest previous one, summed.
+    """
 
     name: ClassVar[str] = "transition"
     leaves: tuple[int, ...]
@@ -107,18 +120,18 @@ Cause = Literal["transition", "pressure", "close"]
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """A retention policy shared out what room there was.
+    """A retention policy divided the available room among blocks.
 
     Attributes:
         policy: its name.
         cause: the event that asked.
         room: slots the offered blocks may keep together.
-        offered: how many blocks it could take from.
-        nodes: (block, tokens it had, tokens it keeps) of each block that lost some.
-        signals: what the allocator looked at, and so why: for each column of `retention.base.Blocks` but `length` that it
-            read, the figure of each of `nodes`; null is never. `score` is MSVE's, from `value`, `confidence` and
-            `attention`.
-        elapsed_s: time of the decision and the eviction.
+        offered: number of blocks it could take from.
+        nodes: (block, tokens before, tokens kept) of each block that lost some.
+        signals: the columns of `retention.base.Blocks` that the allocator read, `length` excepted,
+            with one value for each of `nodes`; null is never. `score` is MSVE's, from `value`,
+            `confidence` and `attention`.
+        elapsed_s: seconds of the decision and the eviction.
     """
 
     name: ClassVar[str] = "allocate"
@@ -133,7 +146,7 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Tokens left the device. `nodes` holds how many each block lost."""
+    """Tokens left the device; `nodes` holds the number per block."""
 
     name: ClassVar[str] = "evict"
     cause: Cause
@@ -146,9 +159,9 @@ class Rehydrated:
     """Missing tokens of a path came back.
 
     Attributes:
-        nodes: how many each block regained.
-        repeated: tokens that were on the device and were computed again all the same: the rest of a span, or tokens
-            written over a gap.
+        nodes: tokens regained, per block.
+        repeated: tokens that were resident and were computed again nevertheless: the rest of a
+            span, or tokens written over a gap.
     """
 
     name: ClassVar[str] = "rehydrate"
@@ -163,19 +176,21 @@ ForwardKind = Literal["prefill", "decode", "verify", "rehydrate"]
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """Forward passes of one kind since the last such event (one per prefill, rehydration and question; for decoding,
-    one for all steps between two of the others, or one per step in detail ``steps`` and ``tokens``).
+    """Forward passes of one kind ran.
+
+    There is one event per prefill, rehydration and question. Decode steps between two of these
+    share one event in detail ``events``, and have one each in ``steps`` and ``tokens``.
 
     Attributes:
-        kind: what for; a question's forward also recomputes what its paths miss.
+        kind: purpose; a question's forward also recomputes what its paths miss.
         rows: rows run through the model.
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
         unique_read_tokens: keys the cascade reads: each shared span once.
         kv: slots after the last of them.
         peak: most device slots allocated at any instant of the run so far.
-        elapsed_s: seconds they took, choosing the next tokens included.
-        held: device slots, summed over the steps; 0 in traces older than this figure.
+        elapsed_s: seconds, sampling included.
+        held: device slots, summed over the steps; 0 in traces older than this field.
     """
 
     name: ClassVar[str] = "forward"
@@ -192,7 +207,11 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was chosen for blocks that decode, which the next decoding step runs; only in detail ``tokens``."""
+    """Tokens were sampled, one per decoding block; only in detail ``tokens``.
+
+    Attributes:
+        logprobs: log probability of each token.
+    """
 
     name: ClassVar[str] = "sample"
     nodes: tuple[int, ...]
@@ -200,13 +219,13 @@ class Sampled:
     logprobs: tuple[float, ...]
 
 
-# how much is told of decoding: many steps in one `Forwarded`; each step in one; and the tokens of each, in `Sampled`
+# Detail of decoding: many steps per `Forwarded`; one each; one each and its tokens (`Sampled`).
 Detail = Literal["events", "steps", "tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Candidates were valued. `values` belong to `nodes`, in order."""
+    """Candidates were valued; `values` are in the order of `nodes`."""
 
     name: ClassVar[str] = "verify"
     verifier: str
@@ -218,7 +237,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The search gave blocks up."""
+    """The search abandoned blocks."""
 
     name: ClassVar[str] = "prune"
     nodes: tuple[int, ...]
@@ -226,7 +245,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """A path came to an end, with the answer it gives."""
+    """A path ended, with its answer."""
 
     name: ClassVar[str] = "terminal"
     node: int
@@ -235,7 +254,13 @@ class Terminal:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer of the whole run; `correct` by the task's grader where the task can grade it."""
+    """The answer of the run.
+
+    Attributes:
+        node: the last block of its path; null without an answer.
+        text: the answer.
+        correct: verdict of the task's grader; null where it cannot grade.
+    """
 
     name: ClassVar[str] = "answer"
     node: int | None
@@ -250,7 +275,7 @@ class Ended:
     """Last event of a run, with the run's own counters (`Metrics`).
 
     Attributes:
-        nodes: how many blocks there were, the root included.
+        nodes: number of blocks, the root included.
     """
 
     name: ClassVar[str] = "end"

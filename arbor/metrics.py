@@ -1,4 +1,4 @@
-"""What a run cost: counters folded from its events."""
+"""The cost of a run: counters folded from its events."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Metrics:
 
     Attributes:
         wall_s: seconds from the header to the end.
-        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind, choosing the next tokens
-            included and making room for them not (that is `policy_s`); a question's pass also recomputes what its paths
-            miss.
-        policy_s: seconds in which retention policies decided and evicted.
+        prefill_s, decode_s, verify_s, rehydrate_s: seconds in forward passes of each kind, sampling
+            included, eviction excluded (`policy_s`); a question's pass also recomputes what its
+            paths miss.
+        policy_s: seconds of retention policies, eviction included.
         tokens_prefilled: tokens of the prompt.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
@@ -45,25 +45,26 @@ class Metrics:
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
         unique_read_tokens: keys read when each shared span is read once.
-        rounds: times the controller was asked and chose.
-        expansions: leaves that were grown.
+        rounds: times the controller chose leaves.
+        expansions: leaves grown.
         nodes: blocks opened, the root included.
-        budget_tokens: slots the budget gives.
-        full_tokens: slots full retention of the whole search shape would need, from the plan.
-        smallest_tokens: the smallest budget that would have worked.
+        budget_tokens: slots of the budget.
+        full_tokens: slots of full retention for the whole search shape, from the plan.
+        smallest_tokens: the smallest workable budget.
         bytes_per_token: bytes of one token's KV in all layers.
         peak_tokens: most device slots allocated at any instant, temporary ones included.
-        peak_unshared_tokens: the most it would have been had every leaf the search had not given up held its whole path by
-            itself, questions apart: full retention without a shared tree.
+        peak_unshared_tokens: peak of full retention without prefix sharing: every leaf holds its
+            whole path; questions excluded.
         mean_tokens: device slots held, averaged over forward passes.
         peak_host_tokens, peak_compressed_tokens: most slots the lower tiers held.
-        evicted_tokens, evictions: tokens that left the device, and how many times some did.
+        evicted_tokens: tokens that left the device.
+        evictions: times tokens left the device.
         rehydrations: times missing tokens came back.
         transitions: times the running leaves changed.
-        transition_distance: edges travelled by all transitions.
+        transition_distance: edges of all transitions.
         pressure_events: times more slots were needed than were free.
         verified: candidates valued.
-        asked: candidates the model was asked about.
+        asked: candidates the model judged.
     """
 
     wall_s: float = 0.0
@@ -108,7 +109,7 @@ class Metrics:
 
     @property
     def tree_tokens(self) -> int:
-        """Unique tokens of the tree: what full retention would have held in the end."""
+        """Unique tokens of the tree: the final KV of full retention."""
         return self.tokens_prefilled + self.tokens_generated
 
     @property
@@ -133,7 +134,7 @@ class Metrics:
 
     @property
     def reads_saved(self) -> float:
-        """Part of the reads that sharing spared: 1 - unique / all."""
+        """Part of the reads that sharing saved: 1 - unique / all."""
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -157,11 +158,11 @@ class Metrics:
 
 
 class Unshared:
-    """A listener that counts what the leaves of a search would hold if none shared a token with another.
+    """A listener that counts the KV of a search without prefix sharing.
 
     Attributes:
         rounds: tokens after each verification.
-        peak: the most of them.
+        peak: their maximum.
     """
 
     def __init__(self) -> None:
@@ -192,7 +193,7 @@ class Unshared:
 
 
 class MetricsFold:
-    """A listener that folds events into `Metrics`; folding a trace gives what folding the run gave.
+    """A listener that folds events into `Metrics`; a trace folds to the metrics of its run.
 
     Args:
         clock: seconds; only differences count. A replay passes the trace's own times.
@@ -207,7 +208,7 @@ class MetricsFold:
         self._counts: dict[str, Any] = {}
 
     def metrics(self) -> Metrics:
-        """The counters so far; `wall_s` stands still after the end."""
+        """The counters so far; `wall_s` is constant after the end."""
         wall_s = self._wall_s
         if wall_s is None:
             wall_s = 0.0 if self._start is None else self._clock() - self._start

@@ -1,70 +1,55 @@
-"""Solver: one object that owns the model, the tree, the KV budget and the trace; one call solves a problem."""
+"""Solver: one object that owns a model and its settings; one call solves a problem."""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import inspect
-import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 import torch
 
-from arbor import registry
-from arbor._version import __version__
-from arbor.budget import Budget, Footprint, Plan
+from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.engine import Engine, Mode
-from arbor.engine.rehydration import Rehydrate
-from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
-from arbor.errors import ArborError, InputError, ModelError, UsageError
-from arbor.events import Ended, Event, Header, Listener
-from arbor.metrics import Metrics, MetricsFold
+from arbor.engine.engine import Engine
+from arbor.engine.mode import Mode, Rehydrate
+from arbor.errors import ArborError, UsageError
+from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.describe import ModelInfo
+from arbor.model.plan import least_saved_reads
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.run.callbacks import StopSearch, tell_failed
-from arbor.run.limits import limit_of, seed_of
+from arbor.run.limits import check_count, check_seed
 from arbor.run.request import Options, Request
-from arbor.run.session import Limits, Outcome, Session, Status
+from arbor.run.run import Run
+from arbor.run.session import Status
 from arbor.run.settings import (
-    boundary_of,
-    component_of,
-    msve_of,
     refuse_unknown,
+    resolve_boundary,
+    resolve_component,
     resolve_mode,
-    sampling_of,
+    resolve_msve,
+    resolve_sampling,
 )
-from arbor.run.solution import Candidate, Solution, Step, failed_solution
+from arbor.run.setup import Setup
+from arbor.run.solution import Solution, failed_solution
 from arbor.run.stream import SearchStream
-from arbor.tasks.base import BlockLimits, Problem, Task
-from arbor.trace.write import SCHEMA
-from arbor.tree import Node
+from arbor.tasks.base import Problem, Task
 from arbor.verifiers.base import Verifier
 
-# one more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here on (Llama-8B shapes)
-CUDA_SAVED_READS = 12_000
-
-logger = logging.getLogger(__name__)
-
-
-DEFAULT_POLICY = "reentry"
-# what a configuration may hold beside a solver's settings: what one run asks for, and what ``arbor eval`` solves
+# Settings in a configuration file that are not a solver's: of one run, and of ``arbor eval``.
+RUN_SETTINGS = ("problem", "expected", "timeout", "max_tokens", "trace", "trace_level")
 # fmt: off
-NOT_THE_SOLVERS = (
-    "problem", "expected", "timeout", "max_tokens",
-    "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id", "on_error",
-    "trace", "trace_level", "trace_text",
+EVALUATION_SETTINGS = (
+    "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id",
+    "on_error", "trace_text",
 )
 # fmt: on
 
@@ -75,43 +60,49 @@ class Solver:
         with Solver(task="game24", budget=0.5) as solver:
             print(solver.solve("4 5 6 10"))
 
-    Names, settings and the model's directory are checked here; the config and the tokenizer are read by `plan`, weights
-    by the first `solve` (or `load`). One solver runs one search at a time.
+    Names, settings and the model's directory are checked here; `plan` reads the config and the
+    tokenizer, the first `solve` (or `load`) the weights. One solver runs one search at a time.
 
     Args:
-        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
-            `load` takes a ready model over, in place: its attention becomes arbor's, and on a CPU the weights of its
-            linear layers are packed and gone from it. It generates nothing by itself afterwards, and cannot be saved.
+        model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then
+            `tokenizer` too). `load` changes a ready model in place: its attention becomes arbor's,
+            and on a CPU the weights of its linear layers are packed. It can then neither generate
+            by itself nor be saved.
         tokenizer: for a ready model.
         revision: branch, tag or commit of a model of the Hub; by default its main branch.
-        trust_remote_code: run the Python code that lies beside a model's weights; it is in no configuration, so that
-            nobody trusts by accident.
-        task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table (``{"name": "tot", "beam": 3}``),
-            or a ready component.
-        budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``; ``full``.
-        policy: what blocks off the running paths keep on the device: likewise a name, a table or a ready policy.
-        mode: ``lossless``: any budget gives what full retention gives; ``lossy``: tokens of running paths may leave too.
-        rehydrate: ``selective`` (missing tokens come back), ``span`` (whole blocks do), ``off`` (nothing does; the default
-            and only where lossy).
-        msve: block values for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``), or a file of ``arbor calibrate``; by default the
-            model directory's ``msve.json``, what ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
-        sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of the model's
-            `generation_config.json` if it samples, else those of `Sampling`.
+        trust_remote_code: run the Python code in a model's repository; never part of a
+            configuration, so that nobody trusts by accident.
+        task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table
+            (``{"name": "tot", "beam": 3}``), or a ready component.
+        budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``;
+            ``full``.
+        policy: what blocks off the running paths keep on the device: likewise a name, a table or a
+            ready policy.
+        mode: ``lossless``: the result is full retention's at any budget; ``lossy``: tokens of
+            running paths may leave too.
+        rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
+            nothing does (only in lossy mode, where it is the default).
+        msve: block values for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``),
+            or a file of ``arbor calibrate``; by default the model directory's ``msve.json``, the
+            values that ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
+        sampling: how tokens are chosen; a mapping changes some of the defaults, which are those of
+            the model's `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
         max_expansions: leaves grown in all.
-        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is one; those of a ready model are its
-            own.
-        backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``, ``reference``, a plugin.
-            ``auto`` is FlashInfer where it is installed and has kernels for the model, else torch.
+        dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
+            model keeps its own.
+        backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``,
+            ``reference``, a plugin. ``auto`` is FlashInfer where it is installed and has kernels
+            for the model, else torch.
         seed: of every random stream.
-        deterministic: linears in fixed row chunks and one attention request per row, so that results do not depend on
-            what else is in the batch (CPU; slower; no mixtures of experts).
-        listeners: called with every event, in order: functions, or `Callback`s. An exception in one ends the run;
-            `StopSearch` ends the search with its best so far.
+        deterministic: linear layers in fixed row chunks and one attention request per row, so that
+            results do not depend on the rest of the batch (CPU; slower; no mixtures of experts).
+        listeners: functions or `Callback`s, called with every event in order. An exception in one
+            ends the run; `StopSearch` ends the search with its best so far.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
 
     Raises:
-        UsageError, UnknownName, BudgetRange, ModelError: what cannot be meant, before anything loads.
+        UsageError, UnknownName, BudgetRange, ModelError: an invalid setting; nothing was loaded.
     """
 
     def __init__(
@@ -125,7 +116,7 @@ class Solver:
         controller: str | Mapping[str, Any] | Controller = "tot",
         verifier: str | Mapping[str, Any] | Verifier = "self",
         budget: float | str | Budget = "full",
-        policy: str | Mapping[str, Any] | Policy = DEFAULT_POLICY,
+        policy: str | Mapping[str, Any] | Policy = "reentry",
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
         msve: MSVE | str | os.PathLike[str] | None = None,
@@ -141,18 +132,18 @@ class Solver:
         listeners: Sequence[Listener] = (),
         debug: bool = False,
     ) -> None:
-        self.task: Task = component_of("task", task, Task)
-        self.controller: Controller = component_of("controller", controller, Controller)
-        self.verifier: Verifier = component_of("verifier", verifier, Verifier)
+        self.task: Task = resolve_component("task", task, Task)
+        self.controller: Controller = resolve_component("controller", controller, Controller)
+        self.verifier: Verifier = resolve_component("verifier", verifier, Verifier)
         self.budget = Budget.parse(budget)
-        self.policy: Policy = component_of("policy", policy, Policy)
+        self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
-        self._sampling = sampling
         if isinstance(sampling, Mapping):
-            sampling_of(sampling)  # refuses what cannot be meant before anything loads
-        self.boundary = boundary_of(self.task.boundary, max_depth, step_tokens)
-        self.max_expansions = limit_of("max_expansions", max_expansions)
-        self.seed = seed_of(seed)
+            resolve_sampling(sampling)  # refuses invalid settings before anything loads
+        self._sampling = sampling
+        self.boundary = resolve_boundary(self.task.boundary, max_depth, step_tokens)
+        self.max_expansions = check_count("max_expansions", max_expansions)
+        self.seed = check_seed(seed)
         self.listeners = tuple(listeners)
         self.debug = debug
         self.checkpoint = Checkpoint(
@@ -165,35 +156,36 @@ class Solver:
             backend=backend,
             deterministic=deterministic,
         )
-        self.msve = msve_of(msve, self.checkpoint.source)
+        self.msve = resolve_msve(msve, self.checkpoint.source)
         self._engine: Engine | None = None
-        self._session: Session | None = None
-        self._busy = threading.Lock()
-        self._searching: int | None = None  # the thread that holds it
-        self._making = threading.Lock()  # of the engine
+        self._loading = threading.Lock()
+        self._run: Run | None = None  # the search in progress
+        self._busy = threading.Lock()  # held by it
+        self._thread: int | None = None  # in which it runs
 
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any] | str | os.PathLike[str], **overrides: Any
     ) -> Self:
-        """The solver that a trace header's or a solution's `config` describes, or a TOML file of ``arbor trace config``.
+        """The solver of a configuration: a trace header's, a solution's, or a TOML file.
 
-        What is for `solve` (a problem, its answer key, limits) or for ``arbor eval`` (a dataset) is left aside.
+        Settings of one run (a problem, its answer key, limits) and of ``arbor eval`` (a dataset)
+        are ignored. ``arbor trace config`` writes such a file.
 
         Raises:
-            UsageError: a setting that there is not; or the configuration itself asks for trust in a model's code: pass
-                ``trust_remote_code=True`` beside it.
+            UsageError: an unknown setting, or the configuration sets `trust_remote_code`: pass
+                ``trust_remote_code=True`` as an argument instead.
         """
         read = read_config(config) if isinstance(config, str | os.PathLike) else config
         refuse_trust(read, "the configuration")
         settings = {**read, **overrides}
-        for name in NOT_THE_SOLVERS:
+        for name in (*RUN_SETTINGS, *EVALUATION_SETTINGS):
             settings.pop(name, None)
         known = inspect.signature(cls).parameters | inspect.signature(Solver).parameters
         refuse_unknown("the solver", settings, known)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):
-            settings["sampling"] = sampling_of(sampling)
+            settings["sampling"] = resolve_sampling(sampling)
         return cls(**settings)
 
     def __enter__(self) -> Self:
@@ -226,9 +218,7 @@ class Solver:
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen, resolved; reads the model's generation config."""
-        if isinstance(self._sampling, Sampling):
-            return self._sampling
-        return dataclasses.replace(self.checkpoint.read().sampling, **(self._sampling or {}))  # type: ignore[arg-type]
+        return self._setup.sampling
 
     def load(self) -> None:
         """Load the weights now rather than at the first problem.
@@ -242,7 +232,7 @@ class Solver:
     @property
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
-        with self._making:
+        with self._loading:
             if self._engine is None:
                 self._engine = Engine(
                     self.checkpoint.load().runner,
@@ -251,7 +241,7 @@ class Solver:
                     mode=self.mode,
                     rehydrate=self.rehydrate,
                     msve=self.msve,
-                    min_saved_reads=CUDA_SAVED_READS if self.device.type == "cuda" else 0,
+                    min_saved_reads=least_saved_reads(self.device),
                     debug=self.debug,
                 )
             return self._engine
@@ -268,7 +258,7 @@ class Solver:
 
     @property
     def deterministic(self) -> bool:
-        """Whether tokens are the same, bit for bit, whatever decodes beside them."""
+        """Whether tokens are the same, bit for bit, whatever else is in the batch."""
         return self.checkpoint.deterministic
 
     # Planning
@@ -292,58 +282,13 @@ class Solver:
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
         parsed = self._parse(self.task.example if problem is None else problem)
-        boundary = boundary_of(self.boundary, max_depth, step_tokens)
-        return self._plan(parsed, len(self._encode(parsed)), budget, boundary)
+        boundary = resolve_boundary(self.boundary, max_depth, step_tokens)
+        return Run(replace(self._setup, boundary=boundary), parsed, Request(budget=budget)).plan
 
-    def _parse(self, problem: str | Problem) -> Problem:
-        return problem if isinstance(problem, Problem) else self.task.parse(problem)
-
-    def _encode(self, problem: Problem) -> list[int]:
-        tokenizer, prompt = self.tokenizer, self.task.prompt(problem)
-        if getattr(tokenizer, "chat_template", None):
-            message = [{"role": "user", "content": prompt}]
-            encoded = tokenizer.apply_chat_template(
-                message, add_generation_prompt=True, return_dict=True
-            )
-            return list(encoded["input_ids"])
-        return list(tokenizer.encode(prompt))
-
-    def _plan(
-        self,
-        problem: Problem,
-        prompt_tokens: int,
-        budget: float | str | Budget | None,
-        boundary: BlockLimits,
-    ) -> Plan:
-        info = self.describe()
-        if not info.supported:
-            raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
-        question = 0
-        if self.verifier.needs_model:
-            text = self.task.question(problem, ()).text
-            question = len(self.tokenizer.encode(text, add_special_tokens=False))
-        blocks = self.controller.max_blocks(boundary.max_depth)
-        protect = self.policy.protect
-        shape = Footprint(
-            prompt_tokens,
-            boundary.max_tokens,
-            boundary.max_depth,
-            blocks,
-            question,
-            protect.sinks + protect.recent if self.mode == "lossy" else None,
-        )
-        if shape.path_tokens > info.context:
-            levers = ["Shorten the problem", *shape.levers(info.context)]
-            raise InputError(
-                "problem-too-long",
-                f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
-                f"{shape.path_tokens - prompt_tokens:,} more.",
-                f"{', or '.join(levers)}.",
-                tokens=prompt_tokens,
-                context=info.context,
-            )
-        chosen = self.budget if budget is None else Budget.parse(budget)
-        return chosen.plan(shape, info.kv_bytes_per_token)
+    @property
+    def config(self) -> dict[str, Any]:
+        """Every setting, resolved; enough to build this solver again."""
+        return self._setup.config
 
     # Solving
 
@@ -352,37 +297,26 @@ class Solver:
 
         Args:
             problem: as a user types it, or parsed.
-            options: what `Request` holds: ``expected``, ``budget``, ``seed``, ``timeout``, ``max_tokens``, ``trace``,
-                ``trace_level``.
+            options: the fields of `Request`: ``expected``, ``budget``, ``seed``, ``timeout``,
+                ``max_tokens``, ``trace``, ``trace_level``, ``recorded``.
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
-            UsageError: what cannot be meant; or this thread is in the middle of a search of this solver.
-            BudgetInfeasible, OutOfMemory: also in its middle, where the policy gives up too little (``full``) or the machine
-                runs out of memory; the error's data hold the best answer until then.
-            Exception: whatever a listener raises; `StopSearch` only ends the search.
+            UsageError: an invalid option, or a search of this solver already runs in this thread.
+            BudgetInfeasible, OutOfMemory: also during the search, where the policy gives up too
+                little (``full``), a question is longer than planned, or the machine runs out of
+                memory; the error's data hold the best answer so far.
+            Exception: from a listener; `StopSearch` only ends the search.
         """
-        return self._solve(self._parse(problem), Request(**options), ())
+        return self._solve(self._prepare(problem, options))
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
-        parsed, request = self._parse(problem), Request(**options)
-        own: list[Session] = []  # to stop this search and none that follows it
-
-        def search(listener: Listener) -> Solution:
-            try:
-                return self._solve(parsed, request, (listener,), own.append)
-            finally:
-                own.clear()
-
-        def stop(status: Status) -> None:
-            for session in own:
-                session.stop(status)
-
-        return SearchStream(search, stop)
+        run = self._prepare(problem, options)
+        return SearchStream(lambda listener: self._solve(run, listener), run.stop)
 
     async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
-        """`solve` without blocking the event loop; cancelling it stops the search after its current forward."""
+        """`solve` without blocking the event loop; cancelling it stops the search."""
         return await self.stream(problem, **options).wait()
 
     def astream(self, problem: str | Problem, **options: Unpack[Options]) -> AsyncIterator[Event]:
@@ -396,11 +330,12 @@ class Solver:
         on_error: Literal["raise", "return"] = "raise",
         **options: Unpack[Options],
     ) -> Iterator[Solution]:
-        """Solve many problems, one after the other and in their order, as they are asked for.
+        """Solve many problems in their order, each when its solution is asked for.
 
         Args:
             problems: read one at a time.
-            on_error: ``return`` gives a solution with `error` where a problem cannot be solved; a bug is always raised.
+            on_error: ``return`` gives a solution with `error` where a problem cannot be solved; a
+                bug is always raised.
             options: the same for every problem, so no ``trace``.
         """
         if on_error not in ("raise", "return"):
@@ -436,192 +371,57 @@ class Solver:
         return list(self.imap(problems, on_error=on_error, **options))
 
     def stop(self, status: Status = "interrupted") -> None:
-        """End the search in progress after its current forward; safe from a signal handler or another thread."""
-        session = self._session  # read once: the search may end meanwhile
-        if session is not None:
-            session.stop(status)
+        """End the search in progress after its current forward.
 
-    def _solve(
-        self,
-        problem: Problem,
-        request: Request,
-        listeners: Sequence[Listener],
-        begun: Callable[[Session], object] = lambda session: None,
-    ) -> Solution:
-        if self._searching == threading.get_ident():
+        Safe from a signal handler or another thread.
+        """
+        run = self._run  # read once: the search may end meanwhile
+        if run is not None:
+            run.stop(status)
+
+    # One run
+
+    @property
+    def _setup(self) -> Setup:
+        return Setup(
+            checkpoint=self.checkpoint,
+            task=self.task,
+            controller=self.controller,
+            verifier=self.verifier,
+            policy=self.policy,
+            budget=self.budget,
+            mode=self.mode,
+            rehydrate=self.rehydrate,
+            msve=self.msve,
+            boundary=self.boundary,
+            given_sampling=self._sampling,
+            max_expansions=self.max_expansions,
+            seed=self.seed,
+            listeners=tuple(self.listeners),
+        )
+
+    def _parse(self, problem: str | Problem) -> Problem:
+        return problem if isinstance(problem, Problem) else self.task.parse(problem)
+
+    def _prepare(self, problem: str | Problem, options: Options) -> Run:
+        return Run(self._setup, self._parse(problem), Request(**options))
+
+    def _solve(self, run: Run, *listeners: Listener) -> Solution:
+        if self._thread == threading.get_ident():
             raise UsageError(
                 "solver-busy",
                 "a listener, task, verifier or controller of this search asked its own solver to solve another problem.",
                 "One solver runs one search at a time: use another Solver there, or solve after the search.",
             )
-        if request.expected is not None:
-            problem = dataclasses.replace(problem, expected=request.expected)
-        seed = self.seed if request.seed is None else request.seed
-        prompt = self._encode(problem)
-        plan = self._plan(problem, len(prompt), request.budget, self.boundary)
-        uses = request.uses(problem.text, seed)
-        if uses is None and self.policy.name == "belady":
-            raise UsageError(
-                "belady-blind",
-                "belady knows the future only of a recorded run.",
-                "Solve once with a trace, then solve(…, recorded=TRACE), or: arbor replay TRACE --policy belady.",
-            )
-        budget = str(Budget.parse(request.budget or self.budget))
-        config = self.config | {"budget": budget, **request.limits}
-        logger.info(
-            "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
-            self.task.name,
-            len(prompt),
-            seed,
-            plan.budget_tokens,
-            plan.full_tokens,
-            config["policy"]["name"],
-            self.mode,
-        )
-        with self._searched():
-            engine = self.engine
-            fold = MetricsFold()
-            writer = request.writer()
-            heard = (fold, *((writer,) if writer else ()), *self.listeners, *listeners)
-
-            def emit(event: Event) -> None:
-                for listener in heard:
-                    try:
-                        listener(event)
-                    except StopSearch:
-                        session.stop("interrupted")
-                limit = request.max_tokens
-                if limit is not None and fold.metrics().tokens_generated >= limit:
-                    session.stop("limit")
-
-            engine.emit = emit
-            engine.detail = request.trace_level
-            stop = StopRule(self.tokenizer, self.boundary, self.eos)
-            session = self._session = Session(
-                engine,
-                self.task,
-                problem,
-                self.controller,
-                self.verifier,
-                Growth(seed, self.sampling, stop),
-                Limits(self.boundary.max_depth, self.max_expansions, request.timeout),
-                plan.budget_tokens,
-                emit,
-                uses,
-            )
-            begun(session)
-            try:
-                emit(self._header(problem, seed, plan, config))
-                try:
-                    outcome = session.run(prompt, self.task.prompt(problem))
-                except BaseException:
-                    end = Ended("error", fold.metrics().nodes, fold.metrics().to_dict())
-                    tell_failed(heard, end)
-                    raise
-                emit(Ended(outcome.status, len(outcome.tree), fold.metrics().to_dict()))
-                cost = fold.metrics()
-                logger.info(
-                    "%s: %d tokens in %.2f s, %d recomputed, at most %d tokens of KV",
-                    outcome.status,
-                    cost.tokens_generated,
-                    cost.wall_s,
-                    cost.tokens_recomputed,
-                    cost.peak_tokens,
-                )
-            finally:
-                self._session = None
-                if writer is not None:
-                    writer.close()
-            path = None if writer is None else os.fspath(writer.path)
-            return self._solution(problem, outcome, fold.metrics(), seed, config, path)
+        return run.solve(self._lend, *listeners)
 
     @contextmanager
-    def _searched(self) -> Iterator[None]:
-        """Within, this thread is the only one that searches."""
+    def _lend(self, run: Run) -> Iterator[Engine]:
+        """The engine, for one run at a time."""
         with self._busy:
-            self._searching = threading.get_ident()
+            self._thread = threading.get_ident()
+            self._run = run
             try:
-                yield
+                yield self.engine
             finally:
-                self._searching = None
-
-    def _header(self, problem: Problem, seed: int, plan: Plan, config: dict[str, Any]) -> Header:
-        info = self.describe()
-        created = datetime.now(UTC)
-        content = f"{created.isoformat()} {os.getpid()} {problem.id}"
-        return Header(
-            schema=SCHEMA,
-            run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
-            created=created.isoformat(timespec="seconds"),
-            arbor=__version__,
-            task=self.task.name,
-            problem=problem.text,
-            seed=seed,
-            expected=problem.expected,
-            model=info.to_dict(),
-            device={
-                "name": str(self.device),
-                "torch": torch.__version__,
-                "backend": self.checkpoint.backend_name(info),
-            },
-            config=config,
-            kv=plan.to_dict(),
-        )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Every setting, resolved; enough to build this solver again."""
-        return {
-            "model": self.checkpoint.source.name,
-            "revision": self.checkpoint.source.revision,
-            "task": registry.spec_of(self.task),
-            "controller": registry.spec_of(self.controller),
-            "verifier": registry.spec_of(self.verifier),
-            "budget": str(self.budget),
-            "policy": registry.spec_of(self.policy),
-            "mode": self.mode,
-            "rehydrate": self.rehydrate,
-            "msve": str(self.msve),
-            "sampling": dataclasses.asdict(self.sampling),
-            "max_depth": self.boundary.max_depth,
-            "step_tokens": self.boundary.max_tokens,
-            "max_expansions": self.max_expansions,
-            "dtype": self.checkpoint.dtype,
-            "backend": self.checkpoint.backend,
-            "seed": self.seed,
-            "deterministic": self.deterministic,
-        }
-
-    def _solution(
-        self,
-        problem: Problem,
-        outcome: Outcome,
-        metrics: Metrics,
-        seed: int,
-        config: dict[str, Any],
-        trace: str | None,
-    ) -> Solution:
-        best = outcome.best
-        path: list[Node] = [] if best is None else best.path
-        return Solution(
-            id=problem.id,
-            task=self.task.name,
-            problem=problem.text,
-            answer=outcome.answer,
-            text="".join(node.text for node in path[1:]),
-            score=0.0 if best is None else best.value,
-            correct=outcome.correct,
-            finish_reason=outcome.status,
-            path=tuple(node.id for node in path),
-            steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
-            candidates=tuple(
-                Candidate(
-                    leaf.id, self.task.answer(problem, leaf.thoughts), leaf.value, leaf.logprob
-                )
-                for leaf in outcome.finished
-            ),
-            metrics=metrics,
-            seed=seed,
-            config=config,
-            trace_path=trace,
-        )
+                self._run = self._thread = None

@@ -1,4 +1,4 @@
-"""check_policy: whether a retention policy of one's own keeps what the engine relies on.
+"""check_policy: test of a user's retention policy against what the engine relies on.
 
     from arbor.testing import check_policy
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from arbor import registry
+from arbor import components
 from arbor.errors import BudgetInfeasible
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
@@ -35,21 +35,22 @@ ATTENTION = ("mass", "latest", "queries", "activated")  # of tokens; what a scor
 def check_policy(
     policy: Policy | Allocator | Scorer | type[Any] | str, examples: int = EXAMPLES, seed: int = 0
 ) -> None:
-    """Offers made-up blocks to a policy and looks at its answers.
+    """Offers random blocks to a policy and checks its answers.
 
-    An allocator answers with as many whole numbers as there are blocks, keeps every floor, no token that is not there and
-    no more than there is room for, gives the same answer twice, and treats blocks by their figures, not by their ids:
-    where no figures are equal, the same blocks in another order keep as many tokens, but for one where rounding ties. A scorer answers with one finite
-    number a token, the same twice, in any order of blocks and whatever other tokens are shown, and says with `observes` whether it reads attention. Neither
-    writes into what it is shown. A policy's settings survive the way through a trace.
+    An allocator returns one integer per block: at least the block's floor, at most its resident
+    tokens, in sum at most the room. It is deterministic, and treats blocks by their columns, not by
+    their ids: where no values are equal, the same blocks in another order keep as many tokens (one
+    more or less where rounding ties). A scorer returns one finite number per token: deterministic,
+    independent of the order of blocks and of the other tokens shown, and of attention unless
+    `observes` is true. Neither writes into its arguments. A policy's settings survive a trace.
 
     Args:
         policy: a ready policy, allocator or scorer; or its class, or a policy's name.
-        examples: how many offers.
-        seed: of the offers.
+        examples: number of offers.
+        seed: seed of the offers.
 
     Raises:
-        AssertionError: what it got wrong, with the offer.
+        AssertionError: a rule is broken; the message holds the offer.
     """
     whole = _as_policy(policy)
     _check_settings(whole)
@@ -64,12 +65,12 @@ def check_policy(
 
 
 def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
-    """Blocks that are partly resident, with made-up figures; read-only.
+    """Random, partly resident blocks; read-only.
 
     Args:
-        draw: source of the figures.
-        size: how many blocks.
-        ties: many figures are equal; otherwise no two are.
+        draw: source of the values.
+        size: number of blocks.
+        ties: many values are equal; otherwise no two are.
     """
     length = draw.integers(1, MOST_TOKENS + 1, size)
     resident = draw.integers(0 if ties else 1, length + 1)
@@ -134,26 +135,26 @@ def _freeze(view: Tokens | Blocks) -> None:
 
 
 def _as_policy(given: Policy | Allocator | Scorer | type[Any] | str) -> Policy:
-    """A whole policy around whatever was given."""
-    made = registry.build("policy", given) if isinstance(given, str | type) else given
+    """A policy around a policy, allocator, scorer, class or name."""
+    made = components.build("policy", given) if isinstance(given, str | type) else given
     if isinstance(made, Policy):
         return made
     name = type(made).__name__
     if isinstance(made, Allocator):
-        return Policy(name, made, Recency())
+        return Policy(made, Recency())
     assert isinstance(made, Scorer), (
-        f"{name} is no policy: it has neither counts(blocks, room, scorer) nor scores(tokens)"
+        f"{name} is not a policy: it has neither counts(blocks, room, scorer) nor scores(tokens)"
     )
-    return Policy(name, Pooled(), made)
+    return Policy(Pooled(), made)
 
 
 def _check_settings(policy: Policy) -> None:
-    """A trace names a policy by its class and settings, and builds it again from them."""
-    if type(policy) is Policy or not policy.name:
+    """Check that a trace's form of the policy, its class and settings, builds the same policy."""
+    if type(policy) is Policy and not policy.registered_as:
         return
-    spec = registry.spec_of(policy)
+    spec = components.spec_of(policy)
     try:
-        again = registry.build("policy", json.loads(json.dumps(spec)))
+        again = components.build("policy", json.loads(json.dumps(spec)))
     except TypeError:
         again = None
     assert again == policy, (
@@ -162,17 +163,17 @@ def _check_settings(policy: Policy) -> None:
 
 
 def _check_allocator(policy: Policy, blocks: Blocks, room: int, order: Ints | None) -> None:
-    """One answer of an allocator, again, and for the same blocks in another order."""
+    """Check one answer of an allocator, repeated, and with the blocks in another order."""
     try:
         counts = _counts(policy, blocks, room)
     except BudgetInfeasible:
-        return  # it says so rather than keep too little
+        return  # refusing is allowed; keeping less than the floors is not
     offer = f"offered {blocks.resident.tolist()} of {blocks.length.tolist()} with room for {room}"
     assert (counts >= blocks.floor).all(), (
         f"{policy.name}: {counts.tolist()} falls below the floors {blocks.floor.tolist()}; {offer}"
     )
     assert (counts <= blocks.resident).all(), (
-        f"{policy.name}: {counts.tolist()} keeps tokens that are not there; {offer}"
+        f"{policy.name}: {counts.tolist()} keeps more tokens than are resident; {offer}"
     )
     assert counts.sum() <= room, (
         f"{policy.name}: {counts.tolist()} is {counts.sum()} tokens in all; {offer}"
@@ -203,7 +204,7 @@ def _counts(policy: Policy, blocks: Blocks, room: int) -> Ints:
 
 
 def _check_scorer(scorer: Scorer, blocks: Blocks, draw: Generator) -> None:
-    """One answer of a scorer, again, for blocks in another order, and with other attention."""
+    """Check one answer of a scorer, repeated, with blocks in another order, without attention."""
     name, tokens = type(scorer).__name__, blocks.tokens
     scores = _unharmed(name, lambda: scorer.scores(tokens))
     assert isinstance(scores, np.ndarray) and scores.dtype == np.float64, (
@@ -222,27 +223,25 @@ def _check_scorer(scorer: Scorer, blocks: Blocks, draw: Generator) -> None:
     part = np.flatnonzero(draw.random(len(blocks)) < 0.5)
     some = scorer.scores(blocks.see(part))
     assert np.allclose(some, scores[np.isin(tokens.block, part)], rtol=1e-12, atol=0), (
-        f"{name}: other scores for the same tokens when only some blocks are looked at"
+        f"{name}: other scores for the same tokens when only some blocks are shown"
     )
     if not scorer.observes:
         unseen = {each: np.zeros_like(getattr(tokens, each)) for each in ATTENTION}
         same = scorer.scores(dataclasses.replace(tokens, **unseen))
-        assert (same == scores).all(), (
-            f"{name}: reads attention, but says with `observes` that it does not"
-        )
+        assert (same == scores).all(), f"{name}: reads attention, but `observes` is false"
 
 
 def _unharmed(name: str, ask: Callable[[], Any]) -> Any:
-    """An answer, given without writing into what was shown."""
+    """An answer computed without writing into the arguments."""
     try:
         return ask()
     except ValueError as error:
-        assert "read-only" not in str(error), f"{name}: writes into what it is shown; copy it first"
+        assert "read-only" not in str(error), f"{name}: writes into its arguments; copy them first"
         raise
 
 
 def reordered(blocks: Blocks, order: Ints) -> Blocks:
-    """The same blocks with their ids exchanged: block j is what block ``order[j]`` was."""
+    """The same blocks with their ids exchanged: block j becomes block ``order[j]``."""
     at = _places(blocks, order)
     tokens = blocks.tokens
     columns = {f.name: getattr(tokens, f.name)[at] for f in dataclasses.fields(Tokens)}
@@ -260,7 +259,7 @@ def reordered(blocks: Blocks, order: Ints) -> Blocks:
 
 
 def _places(blocks: Blocks, order: Ints) -> Ints:
-    """Where each token of the reordered blocks was before."""
+    """Former index of each token of the reordered blocks."""
     ends = np.cumsum(blocks.resident)
     starts = ends - blocks.resident
     ranges = [np.arange(starts[old], ends[old]) for old in order]

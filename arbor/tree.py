@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.support.graph import Vertex, search_graph
+
 if TYPE_CHECKING:
     import networkx
 
@@ -306,21 +308,18 @@ class ThoughtTree:
         return result
 
     def to_networkx(self) -> networkx.DiGraph:
-        """The tree as a directed graph: node ids with value, state, tokens and text; edges parent to child."""
-        import networkx
-
-        graph = networkx.DiGraph()
-        for node in self.nodes:
-            graph.add_node(
+        """The tree as a directed graph, see `arbor.support.graph.search_graph`."""
+        return search_graph(
+            Vertex(
                 node.id,
-                value=node.value,
-                state=node.state.value,
-                tokens=len(node.tokens),
-                text=node.text,
+                None if node.parent is None else node.parent.id,
+                node.text,
+                node.value,
+                node.state.value,
+                len(node.tokens),
             )
-            if node.parent is not None:
-                graph.add_edge(node.parent.id, node.id)
-        return graph
+            for node in self.nodes
+        )
 
 
 @dataclass(frozen=True, slots=True)

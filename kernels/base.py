@@ -1,4 +1,4 @@
-"""What an attention backend is: plan once per forward, run once per layer, over slots of a page-size-1 pool."""
+"""Attention backends: plan once per forward, run per layer, over slots of a page-size-1 pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What one kind of layer asks of attention; layers with equal shapes share one plan.
+    """The attention of one kind of layer; layers with equal shapes share one plan.
 
     Attributes:
         num_qo_heads: query heads, H_q.
@@ -22,6 +22,12 @@ class AttentionShape:
         window: a key is visible iff 0 <= index distance < window; None = everything (FlashInfer's
             ``window_left = window - 1``).
         softcap: logits become softcap * tanh(logits / softcap); None = off.
+
+    Example:
+        Llama 3.1 8B:
+
+        >>> AttentionShape(32, 8, 128, 128, scaling=128**-0.5).group
+        4
     """
 
     num_qo_heads: int
@@ -42,16 +48,24 @@ class AttentionShape:
 class CascadeLevel:
     """One level: requests that partition the batch's rows, each with its own list of keys.
 
-    Row r of request i is rows ``qo_indptr[i] <= r < qo_indptr[i+1]`` and reads the slots
-    ``kv_indices[kv_indptr[i]:kv_indptr[i+1]]``. A request may have no keys (its rows read nothing on this level) but
-    always has at least one row. Same meaning as the arguments of FlashInfer's paged wrappers at page size 1.
+    Request i has rows ``qo_indptr[i] <= r < qo_indptr[i+1]`` and reads the slots
+    ``kv_indices[kv_indptr[i]:kv_indptr[i+1]]``. A request may have no keys (its rows read nothing
+    on this level) but always has at least one row. Same meaning as the arguments of FlashInfer's
+    paged wrappers at page size 1.
 
     Attributes:
         qo_indptr: int32 [R + 1], CPU; first 0, last T, strictly increasing.
         kv_indptr: int32 [R + 1], CPU; first 0, non-decreasing.
         kv_indices: int32 [kv_indptr[-1]], CPU; slots in order of position.
         causal: end-aligned causal: row j (0-based) of a request with m rows and n keys reads keys
-            ``0 <= i <= n - m + j``; then n >= m. False: every row reads every key (windows do not apply).
+            ``0 <= i <= n - m + j``; then n >= m. False: every row reads every key (windows do not
+            apply).
+
+    Example:
+        Rows 0 and 1 read slots 5 6 7, row 2 reads slot 9:
+
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> level = CascadeLevel(ints(0, 2, 3), ints(0, 3, 4), ints(5, 6, 7, 9), causal=False)
     """
 
     qo_indptr: Tensor
@@ -64,10 +78,11 @@ class CascadeLevel:
 class CascadeLayout:
     """Which rows read which slots: attention over the union of a row's levels.
 
-    Levels before the last are shared spans (``causal=False``); the last is each request's private remainder
-    (``causal=True``) and never empty of keys. Layouts for windowed shapes have exactly one level; a window counts
-    back from a row's own end-aligned key by index, so the planner gives such layouts only to requests whose keys
-    have no gaps in position, and splits the others into single rows with exact lists.
+    Levels before the last are shared spans (``causal=False``); the last is each request's private
+    remainder (``causal=True``) and never empty of keys. Layouts for windowed shapes have exactly
+    one level; a window counts back from a row's own end-aligned key by index, so the planner gives
+    such layouts only to requests whose keys have no gaps in position, and splits the others into
+    single rows with exact lists.
 
     Attributes:
         rows: T, rows of the batch.
@@ -80,14 +95,15 @@ class CascadeLayout:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """Tensors in, tensors out; knows no tree. Implementations: reference, rowwise, torch, FlashInfer.
+    """Attention over slots, without a tree. Implementations: reference, rowwise, torch, FlashInfer.
 
-    The pool's tensors are ``k_pool [slots, H_kv, D_k]`` and ``v_pool [slots, H_kv, D_v]``, possibly strided, contiguous
-    in the last dimension. Slots that no list names may hold anything, NaN included.
+    The pool's tensors are ``k_pool [slots, H_kv, D_k]`` and ``v_pool [slots, H_kv, D_v]``, possibly
+    strided, contiguous in the last dimension. Slots that no list names may hold anything, NaN
+    included. Queries and pools have one dtype: float32, float64, float16 or bfloat16.
     """
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> Any:
-        """Host work of one forward for one shape; the result goes to every `run` of it."""
+        """Host work of one forward for one shape; the result is passed to every `run` of it."""
         ...
 
     def run(
@@ -104,15 +120,15 @@ class AttentionBackend(Protocol):
 
         Returns:
             out: [T, H_q, D_v] in q's dtype.
-            lse: [T, H_q] float32, natural logarithm of the sum of exp of the (scaled, capped) logits over every level,
-                sinks included.
+            lse: [T, H_q] float32, natural logarithm of the sum of exp of the (scaled, capped)
+                logits over every level, sinks included.
         """
         ...
 
     def mass(
         self, plan: Any, q: Tensor, k_pool: Tensor, lse: Tensor, heads: Tensor | None = None
     ) -> Tensor:
-        """Attention mass each slot received in one layer: sum over rows and query heads of exp(logit - lse).
+        """Attention mass of each slot in a layer: the sum of exp(logit - lse) over rows and heads.
 
         Args:
             plan, q, k_pool: as in `run`.
@@ -125,26 +141,27 @@ class AttentionBackend(Protocol):
         ...
 
 
-def merge_states(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint key sets from the two sets' results.
+def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """A finished attention with one more key per head, of logit `sinks` and value 0 (gpt-oss).
+
+    Equal to attention over the same keys and a key whose scaled, capped logit is ``sinks[h]`` for
+    every row, with a value of zeros.
 
     Args:
-        out, out2: [T, H, D].
-        lse, lse2: [T, H] float32, natural log; -inf where a row read nothing (then its out is ignored).
+        out: [T, H, D].
+        lse: [T, H] float32 or float64, natural logarithm.
+        sinks: [H], any floating-point dtype.
 
     Returns:
-        out [T, H, D], lse [T, H]; equal to attention over both sets at once. Rows that read nothing in either give 0
-        and -inf.
+        out [T, H, D], lse [T, H], in the dtypes given.
+
+    Example:
+        A row that read one key of logit 0 shares its attention equally with a sink of logit 0:
+
+        >>> out, lse = apply_sinks(torch.ones(1, 1, 2), torch.zeros(1, 1), torch.zeros(1))
+        >>> out, lse.exp()
+        (tensor([[[0.5000, 0.5000]]]), tensor([[2.]]))
     """
-    merged = torch.logaddexp(lse, lse2)
-    safe = torch.where(torch.isinf(merged), torch.zeros_like(merged), merged)
-    weight = torch.exp(lse - safe).unsqueeze(-1)
-    weight2 = torch.exp(lse2 - safe).unsqueeze(-1)
-    return (out * weight + out2 * weight2).to(out.dtype), merged
-
-
-def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Adds one key per head with logit `sinks` [H] and value 0 to a finished attention (gpt-oss)."""
     sinks = sinks.to(lse.dtype)
     out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
     return out, torch.logaddexp(lse, sinks.expand_as(lse))

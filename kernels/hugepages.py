@@ -1,4 +1,4 @@
-"""Memory that is read from end to end in every step, on large pages where Linux offers them."""
+"""Large pages for memory that every step reads from end to end, where Linux offers them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 
 
 def on_huge_pages(address: int, size: int, *, filled: bool) -> int:
-    """Asks for large pages under some memory; what it holds stays what it is.
+    """Ask for large pages under some memory; its contents do not change.
 
-    Weights and KV are streams of many megabytes, and with pages of 4 KiB a core spends part of the time on looking up
-    addresses. Nothing depends on the answer: on other systems, on old kernels (`MADV_COLLAPSE` is of Linux 6.1), or where
-    large pages are switched off, nothing happens.
+    Weights and KV are streams of many megabytes, and with pages of 4 KiB a core spends part of the
+    time on looking up addresses. Nothing depends on the answer: on other systems, on old kernels
+    (`MADV_COLLAPSE` is of Linux 6.1), or where large pages are switched off, nothing happens.
 
     Args:
         address: of the first byte.
         size: bytes; the neighbours on the first and the last large page come along.
-        filled: whether the memory has been written to, so that its pages exist and have to be joined.
+        filled: whether the memory has been written to, so that its pages exist and have to be
+            joined.
 
     Returns:
         bytes that are on large pages now, or will be when they are first written to; 0 if none.
+
+    Example:
+        Memory smaller than a large page stays as it is:
+
+        >>> import torch
+        >>> weight = torch.ones(16, 16)
+        >>> on_huge_pages(weight.data_ptr(), weight.nbytes, filled=True)
+        0
     """
     madvise = _madvise()
     if madvise is None or size < HUGE:

@@ -1,24 +1,36 @@
-"""Linear layers faster than `F.linear` on CPUs: weights packed once for MKL or oneDNN, and rows that do not depend on
-how many others are in the batch.
+"""Linear layers faster than `F.linear` on CPUs, and rows that do not depend on the batch.
 
-Measured, one thread, `F.linear` / packed (above 1 = packing wins), rows 1 / 8 / 32 / 64 / 512:
+Weights are packed once for MKL or oneDNN. Measured, one thread, `F.linear` / packed (above 1 =
+packing wins), rows 1 / 8 / 32 / 64 / 512:
 
-    float32, Intel AVX-512, MKL      768 -> 768    1.0  2.5  1.5  1.3  1.1      256 -> 256   1.0  1.2  1.3  1.2  1.1
-                                     768 -> 2048   1.1  2.3  1.5  1.3  1.2      768 -> 32000 1.1  2.7  1.5  1.4
-    float32, Intel AVX-512, oneDNN   768 -> 768    0.7  1.4  1.2  1.1  1.0      256 -> 256   0.3  0.4  0.6  0.9  0.9
-    float32, AMD Zen 5, oneDNN       768 -> 768    1.7  2.0  2.0                256 -> 512   1.7  2.0  2.0
-                                     768 -> 2048   1.9  2.4  2.3                256 -> 256   0.4  0.8  2.1
-                                     768 -> 32000  1.8  3.3  2.7                256 -> 128   0.3  0.6  1.3
-    bfloat16, Zen 5, oneDNN          768 -> 768    2.1  1.8  1.3                256 -> 256   1.5  1.3  1.2
-    bfloat16 without bf16 instructions                  1.0: such a CPU runs bfloat16 3-5x slower than float32
+    float32, Intel AVX-512, MKL
+        768 -> 768     1.0  2.5  1.5  1.3  1.1
+        768 -> 2048    1.1  2.3  1.5  1.3  1.2
+        768 -> 32000   1.1  2.7  1.5  1.4
+        256 -> 256     1.0  1.2  1.3  1.2  1.1
+    float32, Intel AVX-512, oneDNN
+        768 -> 768     0.7  1.4  1.2  1.1  1.0
+        256 -> 256     0.3  0.4  0.6  0.9  0.9
+    float32, AMD Zen 5, oneDNN
+        768 -> 768     1.7  2.0  2.0
+        768 -> 2048    1.9  2.4  2.3
+        768 -> 32000   1.8  3.3  2.7
+        256 -> 512     1.7  2.0  2.0
+        256 -> 256     0.4  0.8  2.1
+        256 -> 128     0.3  0.6  1.3
+    bfloat16, AMD Zen 5, oneDNN
+        768 -> 768     2.1  1.8  1.3
+        256 -> 256     1.5  1.3  1.2
+    bfloat16 without bf16 instructions: 1.0; such a CPU runs bfloat16 3-5x slower than float32
 
     whole 100M model (12 x 768, tied 32k head), float32, Intel, MKL:  0.95  1.9  1.5  1.3
     whole 5M model (6 x 256, tied 4k head), same:                     0.9   1.1  1.1  1.0  1.0
 
-Hence the rule of `packing`: float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to oneDNN where the CPU has
-instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on AMD) only takes layers large enough. No timing
-at run time: what is chosen decides the last bits of the logits and must not depend on the load of the machine. oneDNN's
-weights go on large pages (`on_huge_pages`; EXPERIMENTS.md has what that is worth).
+Hence the rule of `packing`: float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to
+oneDNN where the CPU has instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on
+AMD) only takes layers large enough. No timing at run time: what is chosen decides the last bits of
+the logits and must not depend on the load of the machine. oneDNN's weights go on large pages
+(`on_huge_pages`; EXPERIMENTS.md has what that is worth).
 """
 
 from __future__ import annotations
@@ -38,10 +50,11 @@ from .hugepages import on_huge_pages
 
 Packing = Literal["mkl", "onednn", "dense"]
 
-# smaller weights lose more to oneDNN's call than its layout gains
+# Smaller weights lose more to oneDNN's call than its layout gains.
 ONEDNN_ELEMENTS = {"GenuineIntel": 1 << 19}
 ONEDNN_ELEMENTS_ELSEWHERE = 1 << 16
-MKL_ROWS = 512  # packed for many rows, MKL is as fast with few; packed for few it is slow with many
+# Packed for many rows, MKL is as fast with few; packed for few, it is slow with many.
+MKL_ROWS = 512
 CHUNK_ROWS = 16
 
 
@@ -52,7 +65,8 @@ class PackReport:
     Attributes:
         packed: names of the layers packed, by packing.
         dense: names of the layers that keep their weight (chunked if deterministic).
-        extra_bytes: memory that packing added: weights shared with an embedding exist twice, upcast ones grow.
+        extra_bytes: memory that packing added: weights shared with an embedding exist twice, upcast
+            ones grow.
         upcast: layers whose bfloat16 weights were packed as float32.
         note: advice for the user, or "".
     """
@@ -67,15 +81,27 @@ class PackReport:
 class PackedLinear(nn.Module):
     """An `nn.Linear` for inference whose weight lies in the layout of a matmul library.
 
-    `weight` still has the shape, dtype and device that models look at, but holds NaN (and no memory) once packed: who
-    multiplies by it finds out at once. Not part of the state dict; load the checkpoint first.
+    `weight` still has the shape, dtype and device that models look at, but holds NaN (and no
+    memory) once packed: a product with it shows the mistake at once. Not part of the state dict;
+    load the checkpoint first.
+
+    Equal to ``F.linear(x, weight, bias)`` up to rounding, for x [..., in_features] of the weight's
+    dtype.
 
     Args:
         linear: the layer to replace; its weight is not kept unless `packing` is "dense".
         packing: see `packing`.
-        deterministic: compute in chunks of exactly `CHUNK_ROWS` rows (zero padded), so that a row's result does not
-            depend on the batch.
+        deterministic: compute in chunks of exactly `CHUNK_ROWS` rows (zero padded), so that a row's
+            result does not depend on the batch.
         compute: dtype of the matmul, if not the weight's; input and output keep the weight's dtype.
+
+    Example:
+        >>> linear = nn.Linear(8, 4)
+        >>> packed, x = PackedLinear(linear, "dense", deterministic=True), torch.ones(20, 8)
+        >>> torch.equal(packed(x)[:3], packed(x[:3]))
+        True
+        >>> torch.allclose(packed(x), linear(x))
+        True
     """
 
     def __init__(
@@ -141,7 +167,15 @@ class PackedLinear(nn.Module):
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What a model's weights take, those that `pack_linears` replaced included; padding of a packed layout is not counted."""
+    """Bytes of a model's weights, packed ones included without the padding of their layout.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 16, bias=False))  # float32
+        >>> before = weight_bytes(model)
+        >>> _ = pack_linears(model)
+        >>> before, weight_bytes(model)
+        (512, 512)
+    """
     found = {each.data_ptr(): each.nbytes for each in model.parameters()}
     packed = 0
     for module in model.modules():
@@ -165,22 +199,31 @@ def pack_linears(
 ) -> PackReport:
     """Replaces every plain `nn.Linear` of a loaded model by a `PackedLinear`, in place.
 
-    Dense weights are dropped one by one while packing, so the peak is one layer above the model. A weight that an
-    embedding (or another layer) shares stays for it: packing it as well costs its size once more, and is worth it
-    (the largest matmul of the model runs 2.7x faster at 8 rows, 1.4x at 64); `tied=False` leaves such layers alone.
-    Subclasses of `nn.Linear` are left alone.
+    Dense weights are dropped one by one while packing, so the peak is one layer above the model. A
+    weight that an embedding (or another layer) shares stays for it: packing it as well costs its
+    size once more, and is worth it (the largest matmul of the model runs 2.7x faster at 8 rows,
+    1.4x at 64); `tied=False` leaves such layers alone. Subclasses of `nn.Linear` are left alone.
 
     Args:
         model: on the CPU, weights loaded; on other devices only `deterministic` has an effect.
-        deterministic: results bitwise independent of the batch; every layer is replaced, packed or not, and those that
-            an earlier call packed compute so too from now on (`batch_dependent` names what is no linear layer).
+        deterministic: results bitwise independent of the batch; every layer is replaced, packed or
+            not, and those that an earlier call packed compute so too from now on (`batch_dependent`
+            names the other layers).
         tied: also pack weights that something else shares.
-        upcast: pack bfloat16 weights as float32 where the CPU has no bfloat16 instructions (2-4x faster, twice the
-            weights' bytes); None = if that takes at most half of the machine's memory.
-        choose: a packing for all layers instead of the rule of `packing`; layers it cannot do stay dense.
+        upcast: pack bfloat16 weights as float32 where the CPU has no bfloat16 instructions (2-4x
+            faster, twice the weights' bytes); None = if that takes at most half of the machine's
+            memory.
+        choose: a packing for all layers instead of the rule of `packing`; layers it cannot do stay
+            dense.
 
     Returns:
         What was packed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        >>> report = pack_linears(model, deterministic=True, choose="dense")
+        >>> report.dense, type(model[0]).__name__
+        (('0',), 'PackedLinear')
     """
     if deterministic:
         for module in model.modules():
@@ -229,11 +272,17 @@ def pack_linears(
 
 
 def batch_dependent(model: nn.Module) -> dict[str, str]:
-    """Modules that multiply by matrices of their own, such as the experts of a mixture: `pack_linears` cannot make their
-    rows independent of the batch.
+    """Modules with matrices outside linear layers, such as the experts of a mixture.
+
+    `pack_linears` cannot make their rows independent of the batch.
 
     Returns:
-        name -> class, in the model's order; empty if deterministic linear layers make the whole model deterministic.
+        name -> class, in the model's order; empty if deterministic linear layers make the whole
+        model deterministic.
+
+    Example:
+        >>> batch_dependent(nn.Sequential(nn.Linear(8, 8), nn.Bilinear(8, 8, 4)))
+        {'1': 'Bilinear'}
     """
     return {
         name: type(module).__name__
@@ -246,7 +295,12 @@ def batch_dependent(model: nn.Module) -> dict[str, str]:
 
 
 def packing(weight: Tensor, compute: torch.dtype) -> Packing:
-    """How to pack a weight [out, in] on this machine for matmuls in `compute`; see the table at the top."""
+    """How to pack a weight [out, in] on this machine for matmuls in `compute`; see the module.
+
+    Example:
+        >>> packing(torch.zeros(768, 768, dtype=torch.float64), torch.float64)
+        'dense'
+    """
     large = weight.numel() >= ONEDNN_ELEMENTS.get(_vendor(), ONEDNN_ELEMENTS_ELSEWHERE)
     if compute == torch.float32:
         if _vendor() == "GenuineIntel":
@@ -265,9 +319,9 @@ def _supported(kind: Packing, weight: Tensor, compute: torch.dtype) -> Packing:
 
 @functools.cache
 def _works(kind: Packing, dtype: torch.dtype) -> bool:
-    """Whether a packing computes what `F.linear` computes: its ops are private and may go or change with any torch.
+    """Whether a packing equals `F.linear`: its private ops may change with any torch.
 
-    Numbers are small integers, so that every order of summation gives exactly the same result.
+    The numbers are small integers, so that every order of summation gives exactly the same result.
     """
     if kind == "dense":
         return True
@@ -302,8 +356,11 @@ def _pack(weight: Tensor, kind: Packing) -> Tensor:
 def _apply(
     rows: Tensor, packed: Tensor, ghost: Tensor, bias: Tensor | None, kind: Packing
 ) -> Tensor:
-    """[M, in] -> [M, out]. `ghost` has the weight's shape; MKL's op only looks at it if the row counts differ, so it is
-    told that they do not: its packed weights serve any number of rows."""
+    """[M, in] -> [M, out].
+
+    `ghost` has the weight's shape. MKL's op reads it only where the row counts differ; passing the
+    batch's own count avoids that, as its packed weights serve any number of rows.
+    """
     if kind == "mkl":
         out: Tensor = torch.ops.mkl._mkl_linear(rows, packed, ghost, bias, rows.shape[0])
     else:
@@ -312,7 +369,7 @@ def _apply(
 
 
 def _linears(model: nn.Module) -> list[tuple[str, Any, str]]:
-    """(name, parent, name in the parent) of every plain linear layer; one that has several parents comes once each."""
+    """(name, parent, name in the parent) of every plain linear layer, once for each parent."""
     found = []
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
@@ -351,7 +408,7 @@ def _vendor() -> str:
 
 
 def _memory_bytes() -> int:
-    """The machine's memory; 0 if it cannot be told."""
+    """The machine's memory; 0 if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -360,6 +417,6 @@ def _memory_bytes() -> int:
 
 @functools.cache
 def _bfloat16_instructions() -> bool:
-    """Whether the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX); oneDNN emulates it otherwise."""
+    """Whether the CPU multiplies bfloat16 natively (AVX-512 BF16 or AMX), without emulation."""
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, check, lambda: False)() for check in checks)

@@ -1,4 +1,4 @@
-"""What is right: attention over slots in the slowest and clearest way, one row and one head at a time."""
+"""The reference: attention over slots in the clearest way, one row and one head at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ReferencePlan:
     """The slots every row reads.
 
     Attributes:
-        shape: what the layer asks.
+        shape: of the layer.
         slots: per row, int64 [n] slots in order of level and position; may be empty.
     """
 
@@ -24,13 +24,30 @@ class ReferencePlan:
 
 
 class ReferenceAttention:
-    """The `AttentionBackend` all others are held to.
+    """The `AttentionBackend` all others must agree with.
 
-    Computes in float32 (float64 for float64 inputs), never batches, touches only the slots a row reads.
+    Computes in float32 (float64 for float64 inputs), never batches, touches only the slots a row
+    reads. Per row and head, over the keys K and values V that the row reads, equal to
+    ``softmax(K @ q * scaling) @ V`` and ``logsumexp(K @ q * scaling)``.
+
+    Example:
+        One row of one head reads two equal keys (float32, D = 2):
+
+        >>> from arbor.kernels.base import CascadeLevel
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> level = CascadeLevel(ints(0, 1), ints(0, 2), ints(0, 1), causal=True)
+        >>> backend, shape = ReferenceAttention(), AttentionShape(1, 1, 2, 2, scaling=1.0)
+        >>> plan = backend.plan(CascadeLayout(1, (level,)), shape)
+        >>> q, k_pool, v_pool = torch.ones(1, 1, 2), torch.zeros(3, 1, 2), torch.eye(3, 2)
+        >>> out, lse = backend.run(plan, q, k_pool, v_pool.unsqueeze(1))
+        >>> out, lse.exp()
+        (tensor([[[0.5000, 0.5000]]]), tensor([[2.]]))
+        >>> backend.mass(plan, q, k_pool, lse)
+        tensor([0.5000, 0.5000, 0.0000])
     """
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> ReferencePlan:
-        """Writes out every row's key list: levels, end-aligned causality and windows become plain lists."""
+        """Every row's key list, written out: no levels, causality or windows are left."""
         slots: list[list[int]] = [[] for _ in range(layout.rows)]
         for level in layout.levels:
             qo_indptr = level.qo_indptr.tolist()

@@ -1,4 +1,4 @@
-"""Attention one row at a time, in the order of the path: a row's bits do not depend on what else is in the batch."""
+"""Attention row by row, in the order of the path: a row's bits do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
+from .logits import attention_logits, matmul_float32
 
 
 @dataclass(frozen=True, slots=True)
 class RowwisePlan:
-    """shape, and per row int64 [n] slots in order of position."""
+    """The slots every row reads.
+
+    Attributes:
+        shape: of the layer.
+        keys: per row, int64 [n] slots in order of position.
+    """
 
     shape: AttentionShape
     keys: tuple[Tensor, ...]
@@ -22,9 +28,26 @@ class RowwisePlan:
 class RowwiseAttention:
     """The backend of `deterministic=True`.
 
-    A row's keys are gathered from all its levels into one list, so the cascade's grouping, the number of rows and the
-    places of the slots leave no trace in the result: equal keys and queries give equal bits. Slower than the cascade: it
-    reads shared spans once per row.
+    A row's keys are gathered from all its levels into one list, so the cascade's grouping, the
+    number of rows and the places of the slots leave no trace in the result: equal keys and queries
+    give equal bits. Slower than the cascade: it reads shared spans once per row. Equal to
+    `ReferenceAttention` up to rounding; every row needs at least one key.
+
+    Example:
+        The same two keys in other slots, in a batch of two rows or of one (float32, D = 2):
+
+        >>> from arbor.kernels.base import CascadeLevel
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> backend, shape = RowwiseAttention(), AttentionShape(1, 1, 2, 2, scaling=1.0)
+        >>> two = CascadeLevel(ints(0, 1, 2), ints(0, 2, 4), ints(0, 1, 2, 3), causal=True)
+        >>> one = CascadeLevel(ints(0, 1), ints(0, 2), ints(2, 3), causal=True)
+        >>> pool = torch.tensor([[0.1, 0.7], [0.2, 0.3]]).repeat(2, 1).view(4, 1, 2)
+        >>> plans = (backend.plan(CascadeLayout(2, (two,)), shape),
+        ...          backend.plan(CascadeLayout(1, (one,)), shape))
+        >>> (in_two, _), (alone, _) = (
+        ...     backend.run(plan, pool[: len(plan.keys)], pool, pool) for plan in plans)
+        >>> torch.equal(in_two[0], alone[0])
+        True
     """
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> RowwisePlan:
@@ -56,12 +79,12 @@ class RowwiseAttention:
         out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
         lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
         for row, keys in enumerate(plan.keys):
-            k = k_pool.index_select(0, keys.to(k_pool.device)).permute(1, 2, 0)  # [H_kv, D_k, n]
+            k = k_pool.index_select(0, keys.to(k_pool.device)).transpose(0, 1)  # [H_kv, n, D_k]
             v = v_pool.index_select(0, keys.to(v_pool.device)).transpose(0, 1)  # [H_kv, n, D_v]
-            logits = _logits(q[row].reshape(heads, group, -1), k, shape)
+            logits = attention_logits(q[row].reshape(heads, group, -1), k, shape)
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
-            weights = torch.exp(logits - total).to(v.dtype)
-            out[row] = (weights @ v).reshape(shape.num_qo_heads, -1)
+            weights = torch.exp(logits - total)
+            out[row] = matmul_float32(weights, v).reshape(shape.num_qo_heads, -1)
             lse[row] = total.reshape(-1)
         return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
@@ -78,19 +101,10 @@ class RowwiseAttention:
         mass = torch.zeros(k_pool.shape[0], dtype=torch.float32, device=k_pool.device)
         for row, keys in enumerate(plan.keys):
             keys = keys.to(k_pool.device)
-            k = k_pool.index_select(0, keys).permute(1, 2, 0)
+            k = k_pool.index_select(0, keys).transpose(0, 1)
             grouped = q[row].reshape(shape.num_kv_heads, shape.group, -1)
-            logits = _logits(grouped, k, shape)
+            logits = attention_logits(grouped, k, shape)
             weights = torch.exp(logits.float() - lse[row].reshape(shape.num_kv_heads, -1, 1))
             chosen = weights if heads is None else weights.index_select(0, heads)
             mass.index_add_(0, keys, chosen.sum(dim=(0, 1)))
         return mass
-
-
-def _logits(q: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
-    """Scaled and capped logits, [H_kv, G, n], at least float32."""
-    logits = q @ k * shape.scaling
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    return logits

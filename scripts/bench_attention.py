@@ -14,7 +14,7 @@ Contestants:
     union         all keys of the tree, one masked SDPA ("b")
     union_bmm     the same as two batched matmuls and a softmax ("bm")
     two_level     root by one flash call, everything else per leaf from private copies ("c2", Hydragen)
-    levels        one flash call per node, merged with `merge_states` ("c")
+    levels        one flash call per node, merged by logsumexp ("c")
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel, merge_states
+from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 
@@ -95,6 +95,15 @@ class Tree:
 
 
 Step = Callable[[int], Tensor]
+
+
+def merge_states(out: Tensor, lse: Tensor, out2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys from the sets' results: [T, H, D], finite [T, H]."""
+    merged = torch.logaddexp(lse, lse2)
+    safe = torch.where(torch.isinf(merged), torch.zeros_like(merged), merged)
+    weight = torch.exp(lse - safe).unsqueeze(-1)
+    weight2 = torch.exp(lse2 - safe).unsqueeze(-1)
+    return (out * weight + out2 * weight2).to(out.dtype), merged
 
 
 def contestants(

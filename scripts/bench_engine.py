@@ -1,4 +1,4 @@
-"""What the engine costs beside the model: forks, slots, host work per decode step, and what sharing a prefix saves.
+"""What the engine costs in addition to the model: forks, slots, host work per decode step, and what sharing a prefix saves.
 
     python scripts/bench_engine.py --json out.json
 
@@ -113,7 +113,6 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
     engine, vocabulary = make_engine(size)
     growth = Growth(0, Sampling(temperature=0.8, top_p=1.0), fixed_length(24))
     seen: list[Event] = []
-    engine.emit = seen.append
     prompt = prefix(PREFIX, vocabulary)
 
     def counters() -> tuple[int, int, int]:
@@ -125,7 +124,7 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
         )
 
     warm = ThoughtTree(prompt)
-    engine.open(warm, PREFIX + leaves * 24 + 8)
+    engine.open(warm, PREFIX + leaves * 24 + 8, emit=seen.append)
     engine.extend(warm.root)
     children = engine.grow([(warm.root, leaves)], growth)
     warm_logits = engine.ask(children, [[5]] * leaves)
@@ -134,7 +133,7 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
     for index, child in enumerate(children):
         seen.clear()
         cold = ThoughtTree([*prompt, *child.tokens])
-        engine.open(cold, PREFIX + leaves * 24 + 8)
+        engine.open(cold, PREFIX + leaves * 24 + 8, emit=seen.append)
         engine.extend(cold.root)
         logits = engine.ask([cold.root], [[5]])[0]
         worst = max(worst, float((logits - warm_logits[index]).abs().max()))

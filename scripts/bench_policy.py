@@ -12,7 +12,7 @@ policy shared it out while other leaves ran. Then the search moves on, and an ex
     engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots that the policy brought
              down to its quarter itself: offer and decision, the blocks of the running paths read again before; without
              moving anything
-    carried  carrying it out, one event after another: tokens evicted, told, and the blocks that lost some read again
+    carried  carrying it out, one event after another: tokens evicted, reported, and the blocks that lost some read again
     loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token less, again
 
 The loop is given what it lacks in the paper: a priority (the utility a block loses with the token, w ln(k / (k - 1))), an
@@ -35,6 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from arbor.engine.residency import Residency
+from arbor.engine.tree_state import Run, TreeState
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.retention.allocators.kkt import KKT
@@ -42,8 +43,8 @@ from arbor.retention.base import NEVER, Blocks, Ints, TokenAllocator, Tokens
 from arbor.retention.block_table import BlockTable
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy
-from arbor.retention.selection import kept, shared_out, without
-from arbor.retention.token_statistics import Seen, TokenStatistics
+from arbor.retention.selection import select, select_all_but, select_by_count
+from arbor.retention.token_statistics import AttentionColumns, TokenStatistics
 from arbor.tree import Node, NodeState, Span, ThoughtTree
 
 BLOCK = 128  # tokens, as in the paper
@@ -145,7 +146,7 @@ class Search:
         place = np.arange(len(block)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         offset = (self.table.length[ids] - held)[block] + place
         nothing = np.zeros(len(block), np.int64)
-        seen = Seen(nothing.astype(float), nothing.astype(float), nothing, nothing)
+        seen = AttentionColumns(nothing.astype(float), nothing.astype(float), nothing, nothing)
         if policy.observes:
             seen = self.statistics.view(ids[block], offset)
         return Tokens(
@@ -196,26 +197,25 @@ def engine_event(
         node.span = Span(tree.spans)
         node.span.grow(len(node.tokens))
     memory.attach(tree)
-    residency = Residency(
-        tree, memory, policy, msve=MSVE(), lossy=False, uses=None, emit=lambda event: None
-    )
-    residency.statistics = search.statistics
+    likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
+    state = TreeState(tree, memory, policy.protect, Run(outlook=lambda: likely))
+    state.statistics = search.statistics
+    residency = Residency(state, policy, MSVE())
     for node in tree:
         memory.place(node, np.arange(len(node.tokens)), exact=True, depth=1)
+    memory.commit()
     for clock, node in enumerate(search.rng.permutation(np.array(tree.nodes, object))):
-        residency.table.use([node], clock)
-    residency.changed(tree.nodes)
-    likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
-    residency.outlook = lambda: likely
+        state.table.use([node], clock)
+    state.changed(tree.nodes)
     residency.fit(total - int(share * total), search.leaves(), "pressure")
     leaves = search.leaves()
     paths = tree.paths(leaves)
     missing = sum(int((~node.span.resident).sum()) for node in paths)
     taken = missing + RUNNING * BLOCK
-    offer = partial(residency.offered, leaves)
+    offer = partial(residency.view.offered, leaves)
 
     def decide() -> Any:
-        residency.changed(paths)
+        state.changed(paths)
         blocks = offer()
         room = int(blocks.resident.sum()) - taken
         return residency.decide(blocks, room, lambda protect: offer(protect=protect))
@@ -229,7 +229,7 @@ def engine_event(
         )
         began = time.thread_time_ns()
         residency.keep(blocks, chosen, counts, room, "pressure", 0.0)
-        residency.table.refresh()
+        state.table.refresh()
         return (time.thread_time_ns() - began) / 1e3
 
     return decide, carry_out
@@ -277,13 +277,13 @@ def measure(search: Search, policy: Policy, share: float, rounds: int) -> dict[s
     resident = np.zeros(len(search.table), np.int64)
     resident[blocks.ids] = blocks.resident
     allocator, scorer = policy.allocator, policy.scorer
-    counts, _ = shared_out(blocks, room, allocator, scorer)
+    counts, _ = select(blocks, room, allocator, scorer)
     every = np.arange(len(blocks))
 
     def choose() -> Any:
         if isinstance(allocator, TokenAllocator):
-            return without(blocks, gone)
-        return kept(blocks, counts, scorer)
+            return select_all_but(blocks, gone)
+        return select_by_count(blocks, counts, scorer)
 
     def ask() -> Any:
         if isinstance(allocator, TokenAllocator):

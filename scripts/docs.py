@@ -1,12 +1,17 @@
-"""Writes the generated parts of docs/ from the code: events and metrics; ``--check`` only says whether they are current.
+"""Writes the generated parts of ARCHITECTURE.md and docs/ from the code.
 
-python scripts/docs.py
-python scripts/docs.py --check
+Events and metrics come from their classes; the house, its floors and the modules that may import
+torch from what tests/test_architecture.py enforces. ``--check`` writes nothing and fails if a part
+is out of date.
+
+    python scripts/docs.py
+    python scripts/docs.py --check
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import inspect
 import re
@@ -20,17 +25,29 @@ from arbor.events import EVENTS, KV
 from arbor.metrics import Metrics
 from arbor.trace.write import PRIVATE
 
-# what fields mean whose class says nothing of them
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from test_architecture import FLOORS, ROOT, TORCH  # the lists that the tests enforce
+
+# Descriptions of folders without an `__init__.py`, whose docstring would describe them.
+FOLDERS = {
+    "controllers": "Searches: which leaves grow next; pure Python.",
+    "kernels": "Attention backends and linear layers: tensors in, tensors out; no tree.",
+    "sapling": "The built-in model: weights, tokenizer, model card.",
+    "verifiers": "Values of thoughts, without the answer key.",
+}
+
+# Meanings of fields that the docstring of their class does not describe.
 MEANINGS = {
     "schema": "`arbor.trace/1`",
-    "run": "a name of the run, unlike any other",
+    "run": "unique name of the run",
     "created": "UTC, ISO 8601",
     "arbor": "the version that wrote it",
     "problem": "as it was typed",
-    "seed": "of every random stream",
+    "seed": "seed of every random stream",
     "expected": "the answer key",
     "model": "id, architecture, dtype, layers, bytes of KV per token",
-    "device": "where it ran, and with which backend",
+    "device": "device name, torch version, attention backend",
     "config": "every setting, resolved; `arbor trace config` prints it",
     "node": "the block's number, in the order of creation",
     "parent": "null for the root",
@@ -41,23 +58,26 @@ MEANINGS = {
     "ids": "token ids",
     "stop": "why the block ended",
     "logprob": "sum over its tokens",
-    "confidence": "1 - H / ln V at its end, in [0, 1]; H of the likeliest tokens if the block values have a `top`",
+    "confidence": (
+        "1 - H / ln V at its end, in [0, 1]; "
+        "H of the likeliest tokens if the block values have a `top`"
+    ),
     "top1": "mean probability of the likeliest token",
-    "leaves": "the leaves; with their widths where they are chosen",
+    "leaves": "the leaves; in `select` with their widths",
     "previous": "the leaves before",
     "distance": "edges between them",
     "needed": "slots",
     "free": "slots",
     "limit": "the budget, in slots",
     "cause": "the event that asked for room",
-    "nodes": "the blocks; with their tokens where tokens moved",
-    "mode": "how they came back",
-    "kv": "slots held after it",
+    "nodes": "the blocks; with numbers of tokens where tokens moved",
+    "mode": "recomputed, or fetched from a lower tier",
+    "kv": "slots held after the event",
     "peak": "most device slots of the run so far",
     "elapsed_s": "seconds it took",
     "verifier": "its name",
     "values": "in [0, 1], in the order of `nodes`",
-    "asked": "how many the model was asked about",
+    "asked": "candidates that the model judged",
     "answer": "what the path answers",
     "path": "block numbers, root first",
     "score": "value of the answer's last block",
@@ -66,11 +86,48 @@ MEANINGS = {
     "metrics": "the run's own counters, see below",
 }
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCUMENTS = (ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+def house_part() -> str:
+    """One line per module and folder of ``arbor/``, from its docstring."""
+    rooms = sorted(
+        (unit for floor in FLOORS for unit in floor), key=lambda unit: (is_folder(unit), unit)
+    )
+    names = {room: f"{room}/" if is_folder(room) else f"{room}.py" for room in rooms}
+    lines = ["```", "arbor/"]
+    for room in rooms:
+        family = (ROOT / "arbor" / room / "base.py").exists()
+        lines.append(f"  {names[room]:<16} {purpose(room)}{' (family)' if family else ''}")
+    return "\n".join([*lines, "```"])
+
+
+def floors_part() -> str:
+    """The floors with their units, top floor first."""
+    lines = [f"{number:>2}  {'  '.join(units)}" for number, units in enumerate(FLOORS)]
+    return "\n".join(["```", *reversed(lines), "```"])
+
+
+def torch_part() -> str:
+    """The modules and folders that may import torch."""
+    return ", ".join(f"`{name}`" for name in sorted(TORCH)) + "."
+
+
+def is_folder(unit: str) -> bool:
+    return (ROOT / "arbor" / unit).is_dir()
+
+
+def purpose(unit: str) -> str:
+    """The first paragraph of a unit's docstring, on one line."""
+    path = ROOT / "arbor" / (f"{unit}/__init__.py" if is_folder(unit) else f"{unit}.py")
+    if not path.exists():
+        return FOLDERS[unit]
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split()).replace("``", "`")
 
 
 def events_part() -> str:
-    """A section per event: what it says, and its fields."""
+    """A section per event: its docstring and its fields."""
     parts = []
     for kind in (*EVENTS, KV):
         name = getattr(kind, "name", "kv")
@@ -85,7 +142,13 @@ def metrics_part() -> str:
     return "\n".join(["| counter | what it counts |", "|---|---|", *rows])
 
 
-PARTS = {"events": events_part, "metrics": metrics_part}
+PARTS = {
+    "house": house_part,
+    "floors": floors_part,
+    "torch": torch_part,
+    "events": events_part,
+    "metrics": metrics_part,
+}
 
 
 def about(kind: type[Any]) -> str:
@@ -95,7 +158,7 @@ def about(kind: type[Any]) -> str:
 
 
 def attributes(kind: type[Any]) -> dict[str, str]:
-    """What the docstring says of each attribute; several may share a line."""
+    """The docstring's line about each attribute; several may share a line."""
     found: dict[str, str] = {}
     names: list[str] = []
     for line in (inspect.getdoc(kind) or "").partition("Attributes:")[2].splitlines():
@@ -136,10 +199,15 @@ def type_text(hint: Any) -> str:
     return plain.get(origin or hint, str(hint))
 
 
+def marks(name: str) -> tuple[str, str]:
+    """The lines around a generated part."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
 def filled(text: str) -> str:
-    """A document with its generated parts made anew."""
+    """A document with its generated parts written anew."""
     for name, make in PARTS.items():
-        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        begin, end = marks(name)
         if begin in text:
             head, _, rest = text.partition(begin)
             text = f"{head}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
@@ -147,19 +215,22 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    """Writes the documents, or says which are out of date."""
+    """Write the documents, or list those that are out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    stale = []
-    for path in sorted(DOCS.glob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        if filled(text) != text:
-            stale.append(path)
-            if not check:
-                path.write_text(filled(text), encoding="utf-8")
+    texts = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+    for name in PARTS:
+        for mark in marks(name):
+            if sum(text.count(mark) for text in texts.values()) != 1:
+                print(f"one document must hold one line {mark}")
+                return 1
+    stale = [path for path, text in texts.items() if filled(text) != text]
     for path in stale:
-        print(f"{path.name}: {'out of date: run python scripts/docs.py' if check else 'written'}")
+        if not check:
+            path.write_text(filled(texts[path]), encoding="utf-8")
+        state = "out of date: run python scripts/docs.py" if check else "written"
+        print(f"{path.relative_to(ROOT)}: {state}")
     return 1 if check and stale else 0
 
 

@@ -16,6 +16,7 @@ Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shar
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -29,17 +30,17 @@ import torch
 from eval_sapling import share
 
 from arbor import Solver
+from arbor.components import build
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Verified
 from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
-from arbor.registry import build
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.msve import MSVE
-from arbor.retention.policy import POLICIES, ArborKV, Policy, Protect
+from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -59,26 +60,33 @@ LOSSLESS = (
 )
 LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
+ARBORKV = dataclasses.replace(POLICIES["arborkv"], protect=PROTECT)
 VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # ArborKV with one of its parts changed
-    "arborkv-published": (ArborKV(), None),  # with its own protection: tails, and a floor
-    "arborkv-any-path": (ArborKV(protect=PROTECT, spares_paths=False), MSVE()),
+    "arborkv-published": (POLICIES["arborkv"], None),  # with its own protection: tails, and a floor
+    "arborkv-any-path": (dataclasses.replace(ARBORKV, spares_paths=False), MSVE()),
     "arborkv-any-path-no-eta": (
-        ArborKV(allocator=Ratio(eta=1.0), protect=PROTECT, spares_paths=False),
+        dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0), spares_paths=False),
         MSVE(),
     ),
-    "arborkv-no-value": (ArborKV(protect=PROTECT), MSVE((0.0, 1.0, 1.0), -1.0)),
-    "arborkv-no-confidence": (ArborKV(protect=PROTECT), MSVE((2.0, 0.0, 1.0), -1.5)),
-    "arborkv-no-attention": (ArborKV(protect=PROTECT), MSVE((2.0, 1.0, 0.0), -1.5)),
-    "arborkv-no-eta": (ArborKV(allocator=Ratio(eta=1.0), protect=PROTECT), MSVE()),
-    "arborkv-no-distance": (ArborKV(allocator=Ratio(lambda_distance=0.0), protect=PROTECT), MSVE()),
+    "arborkv-no-value": (ARBORKV, MSVE((0.0, 1.0, 1.0), -1.0)),
+    "arborkv-no-confidence": (ARBORKV, MSVE((2.0, 0.0, 1.0), -1.5)),
+    "arborkv-no-attention": (ARBORKV, MSVE((2.0, 1.0, 0.0), -1.5)),
+    "arborkv-no-eta": (dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0)), MSVE()),
+    "arborkv-no-distance": (
+        dataclasses.replace(ARBORKV, allocator=Ratio(lambda_distance=0.0)),
+        MSVE(),
+    ),
     "arborkv-no-tree": (
-        ArborKV(allocator=Ratio(eta=1.0, lambda_distance=0.0), protect=PROTECT),
+        dataclasses.replace(ARBORKV, allocator=Ratio(eta=1.0, lambda_distance=0.0)),
         MSVE(),
     ),
-    "arborkv-per-query": (ArborKV(scorer=HeavyHitters(normalise=True), protect=PROTECT), MSVE()),
-    "arborkv-tail-only": (ArborKV(scorer=Recency(), protect=PROTECT), MSVE()),
-    "arborkv-by-lot": (ArborKV(scorer=Chance(), protect=PROTECT), MSVE()),
-    "arborkv-as-guessed": (ArborKV(protect=PROTECT), MSVE()),
+    "arborkv-per-query": (
+        dataclasses.replace(ARBORKV, scorer=HeavyHitters(normalise=True)),
+        MSVE(),
+    ),
+    "arborkv-tail-only": (dataclasses.replace(ARBORKV, scorer=Recency()), MSVE()),
+    "arborkv-by-lot": (dataclasses.replace(ARBORKV, scorer=RandomTokens()), MSVE()),
+    "arborkv-as-guessed": (ARBORKV, MSVE()),
 }
 RESAMPLES = 2000
 SIZES = {  # of the searches of `share`, by about how many blocks they have: beam, width, how many times fewer problems
@@ -408,8 +416,8 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
                 chosen = [problem for problem in chosen if problem.text in args.only]
             full = [(problem, solver.solve(problem), blocks.take()) for problem in chosen]
             for ratio in args.budgets:
-                told = {"search": name, "deterministic": args.deterministic, "budget": ratio}
-                rows.append({**told, **compared(solver, blocks, full, ratio)})
+                row = {"search": name, "deterministic": args.deterministic, "budget": ratio}
+                rows.append({**row, **compared(solver, blocks, full, ratio)})
                 print(json.dumps(rows[-1]), flush=True)
     return {"rows": rows}
 

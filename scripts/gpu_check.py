@@ -3,10 +3,11 @@
     python scripts/gpu_check.py --json gpu.json
     python scripts/gpu_check.py --device cpu    # small: shows that the checks run, and nothing of a GPU
 
-Prints one JSON line per check as it ends, so that a run cut short still tells what it saw. Exit code 1 if any check failed.
-Checks: attention of every CUDA backend against the float64 reference on random tree layouts; the engine on a random Llama
-in bfloat16, cascade against the plain torch backend and against `transformers`' own forward; the same tree at a small
-budget; searches of the built-in model from the problem to the answer, at full retention and at a quarter; decode speed
+Prints one JSON line per check as it ends, so that a run cut short still reports what it saw. Exit
+code 1 if any check failed. Checks: attention of every CUDA backend against the float64 reference on
+random tree layouts; the engine on a random Llama in bfloat16, cascade against the plain torch
+backend and against `transformers`' own forward; the same tree at a small budget; searches of the
+built-in model from the problem to the answer, at full retention and at a quarter; decode speed
 against `generate` with a batched cache (CUDA events, warm-up, interleaved rounds).
 """
 
@@ -40,7 +41,7 @@ from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
-from arbor.tree import ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 SLOTS = {"cuda": 200_000, "cpu": 5_000}  # of the pool
 SEARCHES = {"cuda": 50, "cpu": 1}  # problems
@@ -140,8 +141,37 @@ def llama(layers: int, device: torch.device) -> Any:
         return model.to(torch.bfloat16).eval()
 
 
+def leaves_of(tree: ThoughtTree) -> list[Node]:
+    """Blocks without children, in order."""
+    return [node for node in tree if not node.children]
+
+
+def first_differences(first: ThoughtTree, second: ThoughtTree) -> list[tuple[list[int], int, int]]:
+    """Where two trees grown alike go apart: the tokens after the prompt up to there, and the two that differ."""
+    found = []
+    for one, other in zip(first, second, strict=True):
+        paths = [
+            [token for node in leaf.path[1:] for token in node.tokens] for leaf in (one, other)
+        ]
+        pairs = zip(*paths, strict=False)
+        at = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+        if at is not None:
+            found.append((paths[0][:at], paths[0][at], paths[1][at]))
+    return found
+
+
+def engine_agrees(seen: dict[str, Any]) -> bool:
+    """Whether every difference that `check_engine` measured is rounding: 5 % of the largest logit."""
+    most = 0.05 * max(1.0, seen["logit_scale"])
+    return all(seen[name] < most for name in ("logit_error", "tie_gap", "budget_logit_error"))
+
+
 def check_engine(backend: AttentionBackend, device: torch.device) -> dict[str, Any]:
-    """A grown tree against the model's own forward, and the same tree at a small budget."""
+    """A prompt against the model's own forward, and a grown tree at a small budget against itself.
+
+    `tie_gap` is the largest difference between the logits of two tokens where the trees go apart:
+    rounding may decide between equals. `budget_logit_error` is over the leaves with the same path.
+    """
     model = llama(4, device)
     prompt = prefix(300, 1000)
     seen: dict[str, Any] = {}
@@ -167,9 +197,23 @@ def check_engine(backend: AttentionBackend, device: torch.device) -> dict[str, A
     seen["logit_scale"] = float(right.abs().max())
     full, full_logits = tree_at(4096)
     small, small_logits = tree_at(300 + 2 * 24 + 2 * 24)
-    seen["same_tokens_at_small_budget"] = [n.tokens for n in full] == [n.tokens for n in small]
-    seen["budget_logit_error"] = float((full_logits - small_logits).abs().max())
-    seen["ok"] = seen["logit_error"] < 0.05 * max(1.0, seen["logit_scale"])
+    differences = first_differences(full, small)
+    engine.open(ThoughtTree(prompt[:-1]), 4096)
+    engine.extend(engine.tree.root)
+    gaps = [0.0]
+    for begin, first, second in differences:
+        logits = engine.ask([engine.tree.root], [[prompt[-1], *begin]])[0]
+        gaps.append(float((logits[first] - logits[second]).abs()))
+    same = [
+        index
+        for index, (one, other) in enumerate(zip(leaves_of(full), leaves_of(small), strict=True))
+        if [node.tokens for node in one.path] == [node.tokens for node in other.path]
+    ]
+    errors = (full_logits[same] - small_logits[same]).abs()
+    seen["same_tokens_at_small_budget"] = not differences
+    seen["tie_gap"] = max(gaps)
+    seen["budget_logit_error"] = float(errors.max()) if same else 0.0
+    seen["ok"] = engine_agrees(seen)
     return seen
 
 

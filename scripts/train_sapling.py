@@ -351,7 +351,7 @@ class Trees:
         return self._path(self.words, problem, self.words.solution(problem), rng, "chains")
 
     def facts(self, rng: random.Random, most: int) -> Document:
-        """Facts, told and then restated in another order: nothing but looking up what was told of a name.
+        """Facts, stated and then restated in another order: nothing but looking up what was stated of a name.
 
         Chains are mostly lines that follow from the line before; without these documents the look-up is learned late.
         """

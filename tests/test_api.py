@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import networkx
 import numpy as np
 import pytest
 
@@ -32,6 +33,7 @@ from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible
 from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
 from arbor.model.loading import load_model, load_tokenizer
+from arbor.run.request import Options, Request
 from arbor.run.stream import SearchStream
 
 PUZZLE, OTHER = "4 5 6 10", "1 2 3 4"
@@ -183,6 +185,10 @@ def test_a_safe_callback_fails_once_aloud_and_harms_nothing(
 
 
 # What one run asks for
+
+
+def test_the_options_of_a_run_are_the_fields_of_its_request() -> None:
+    assert get_type_hints(Options) == get_type_hints(Request)
 
 
 def test_a_budget_for_one_run_is_in_its_config(solver: Solver) -> None:
@@ -548,20 +554,20 @@ def test_a_stop_is_for_its_own_search_even_where_nothing_says_that_it_has_ended(
 
 def test_a_search_that_ends_while_it_is_stopped() -> None:
     class Ending(Solver):
-        """Whoever looks is the last to see a session."""
+        """The first read of the run in progress is the last that finds one."""
 
         looked = False
 
         @property
-        def _session(self) -> Any:
+        def _run(self) -> Any:
             before, self.looked = self.looked, True
-            return None if before else FakeSession()
+            return None if before else FakeRun()
 
-        @_session.setter
-        def _session(self, session: Any) -> None:
+        @_run.setter
+        def _run(self, run: Any) -> None:
             pass
 
-    class FakeSession:
+    class FakeRun:
         def stop(self, status: str) -> None:
             stopped.append(status)
 
@@ -569,3 +575,29 @@ def test_a_search_that_ends_while_it_is_stopped() -> None:
     Ending(**SMALL).stop()
 
     assert stopped == ["interrupted"]
+
+
+# The search as a graph
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_the_graph_of_a_trace_is_that_of_the_live_tree(
+    solver: Solver, tmp_path: Path, max_tokens: int | None
+) -> None:
+    solution = solver.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl", max_tokens=max_tokens)
+
+    graph, live = solution.to_networkx(), solver.engine.tree.to_networkx()
+
+    assert networkx.is_arborescence(graph)
+    assert networkx.utils.graphs_equal(graph, live)
+    assert len(graph) == solution.metrics.nodes
+    assert {"text", "value", "state", "tokens"} == set(graph.nodes[0])
+    if solution.path:
+        assert tuple(networkx.shortest_path(graph, 0, solution.path[-1])) == solution.path
+        texts = "".join(graph.nodes[node]["text"] for node in solution.path[1:])
+        assert texts == solution.text
+
+
+def test_a_run_without_a_trace_has_no_graph(solver: Solver) -> None:
+    with pytest.raises(UsageError, match=r"trace-missing.*trace='run"):
+        solver.solve(PUZZLE, max_tokens=1).to_networkx()

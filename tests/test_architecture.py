@@ -1,4 +1,4 @@
-"""Imports go down only; the lower floors need no torch; every module says what it is."""
+"""Imports go down only; the lower floors import no torch; every module has a docstring."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "arbor"
 
-# Bottom first. A unit is a module or a folder of arbor; it may import itself and the units of lower floors.
+# Bottom first. A unit is a module or a folder of arbor; it may import itself and lower floors.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_version", "errors"),
     ("registry", "support"),
+    ("components",),
     ("budget", "config", "events", "kernels", "sapling", "tasks", "tree"),
     ("memory", "metrics", "retention"),
     ("controllers", "model", "testing", "trace"),
@@ -30,10 +31,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
 
+# A folder of more entries is no longer read at a glance.
+MOST_ROOMS = 28
+
 # Narrower than the floors: a controller sees the tree and nothing of the machine.
 ONLY = {"controllers": {"controllers", "errors", "tree"}}
 
-# The modules and folders that may import torch, directly or through others; every other module imports without it.
+# The modules and folders that may import torch, directly or through others.
 TORCH = (
     "__main__",
     "engine",
@@ -42,14 +46,18 @@ TORCH = (
     "measure.replay",
     "memory",
     "model",
+    "run.planning",
+    "run.questions",
+    "run.run",
     "run.session",
     "run.settings",
+    "run.setup",
     "sapling",
     "solver",
     "verifiers",
 )
 
-# Packages outside the standard library that each unit may import; units not named here may import none.
+# Packages outside the standard library that each unit may import; other units may import none.
 PACKAGES = {
     "cli": {"click", "huggingface_hub", "rich", "torch"},
     "engine": {"numpy", "torch"},
@@ -58,11 +66,12 @@ PACKAGES = {
     "memory": {"numpy", "torch"},
     "model": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "retention": {"numpy"},
-    "run": {"rich"},
+    "run": {"rich", "torch"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "solver": {"torch"},
+    "support": {"networkx"},
     "testing": {"numpy"},
-    "tree": {"networkx", "numpy"},
+    "tree": {"numpy"},
     "verifiers": {"numpy", "torch"},
     "view": {"rich"},
 }
@@ -107,7 +116,7 @@ def is_typing_block(node: ast.AST) -> bool:
 
 
 def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements wherever they stand, those for type checkers only left out."""
+    """Import statements at any depth, except those for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -120,7 +129,7 @@ def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imported(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything a file imports at run time."""
+    """(line, absolute dotted name) of each import of a file at run time."""
     module = name_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in imports(ast.parse(text)):
@@ -144,7 +153,7 @@ def taken_from_arbor(text: str) -> set[str]:
 
 
 def violations(path: Path, text: str) -> list[str]:
-    """What a file imports that its floor does not allow, one sentence each."""
+    """Imports of a file that its floor does not allow, one sentence each."""
     unit = unit_of(name_of(path))
     wrong = []
     for line, name in imported(path, text):
@@ -172,10 +181,29 @@ def violations(path: Path, text: str) -> list[str]:
     return wrong
 
 
-def test_every_unit_has_a_floor() -> None:
-    units = {unit_of(name_of(path)) for path in SOURCES} - {""}
+def rooms() -> set[str]:
+    """The modules and folders of ``arbor/``; not the package's own ``__init__.py`` and ``py.typed``."""
+    entries = [path for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"]
+    return {path.stem for path in entries} - {"__init__", "__pycache__"}
 
-    assert units <= set(FLOOR), f"add to FLOORS: {sorted(units - set(FLOOR))}"
+
+def test_every_room_has_a_floor() -> None:
+    missing = sorted(rooms() - set(FLOOR))
+    gone = sorted(set(FLOOR) - rooms())
+
+    assert not missing, f"add to FLOORS: {missing}"
+    assert not gone, f"remove from FLOORS: {gone}"
+
+
+def test_the_package_is_read_at_a_glance() -> None:
+    assert len(rooms()) <= MOST_ROOMS, sorted(rooms())
+
+
+def test_every_listed_importer_of_torch_exists() -> None:
+    modules = {name_of(path).removeprefix("arbor.") for path in SOURCES}
+    gone = [name for name in TORCH if name not in rooms() and name not in modules]
+
+    assert not gone, f"remove from TORCH: {gone}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
@@ -225,7 +253,7 @@ def test_the_torch_free_floors_import_no_torch() -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_every_module_says_what_it_is(path: Path) -> None:
+def test_every_module_has_a_docstring(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
     if not path.read_text(encoding="utf-8").strip():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arbor.cli.output_paths import refuse_nowhere
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.errors import UsageError
 from arbor.support.atomic_write import write_atomically
 
@@ -91,7 +91,7 @@ def test_permissions_are_asked_for_before_anything_is_replaced(
     with pytest.raises(UsageError, match="Permission denied"):
         write_atomically(path, "new")
     assert path.read_text("utf-8") == "old"
-    forbidden = {tmp_path}  # the file may be written, and no other made beside it
+    forbidden = {tmp_path}  # the file may be written, and no other file was made
     inode = path.stat().st_ino
     write_atomically(path, "new")
     assert (path.read_text("utf-8"), path.stat().st_ino) == ("new", inode)
@@ -123,10 +123,10 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
         write_atomically(tmp_path / "a", "words")
     for path in (tmp_path / "a", tmp_path / ("x" * 300), tmp_path / "no" / "x"):
         with pytest.raises(UsageError, match="output-nowhere"):
-            refuse_nowhere("-o", path)
+            refuse_unwritable("-o", path)
     (tmp_path / "link").symlink_to(tmp_path / "no" / "x")
-    with pytest.raises(UsageError, match=r"there is no folder .*no"):
-        refuse_nowhere("-o", tmp_path / "link")
+    with pytest.raises(UsageError, match=r"the folder .*no does not exist"):
+        refuse_unwritable("-o", tmp_path / "link")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from support import fake_solver
 from support.run_cli import Arbor
 
-from arbor.cli.bench import compare, refuse_other, share
+from arbor.cli.bench import compare, parse_percentage, refuse_other_settings
 from arbor.errors import UsageError
 
 
@@ -61,27 +61,29 @@ def timings(*seconds: float, budget: str = "full", **settings: Any) -> dict[str,
         ((1.2,) * 3, None, 0),
     ],
 )
-def test_what_is_slower_than_allowed_is_told(
+def test_what_is_slower_than_allowed_is_reported(
     now: tuple[float, ...], most: float | None, slower: int
 ) -> None:
     found = timings(*now)
 
-    told = compare(found, timings(1.0, 1.0, 1.0), most)
+    slower_rows = compare(found, timings(1.0, 1.0, 1.0), most)
 
-    assert len(told) == slower
+    assert len(slower_rows) == slower
     assert found["rows"][0]["before"]["median"] == 1.0
-    if told:
-        assert told[0] == "lru full: 1.2 s, it was 1 s (+20 %, allowed 5 %)."
+    if slower_rows:
+        assert slower_rows[0] == "lru full: 1.2 s, it was 1 s (+20 %, allowed 5 %)."
 
 
 def test_only_what_was_measured_alike_is_compared() -> None:
     arms = [("lru", "full"), ("h2o", "full")]
 
     with pytest.raises(UsageError, match="other settings: seed"):
-        refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"))
+        refuse_other_settings({"seed": 0}, arms, timings(1.0, 1.0, 1.0, seed=7), Path("b.json"))
     with pytest.raises(UsageError, match="other policies and budgets"):
-        refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json"))
-    refuse_other({"seed": 0}, arms, timings(1.0, 1.0, 1.0), Path("b.json"))
+        refuse_other_settings(
+            {"seed": 0}, arms, timings(1.0, 1.0, 1.0, budget="0.5"), Path("b.json")
+        )
+    refuse_other_settings({"seed": 0}, arms, timings(1.0, 1.0, 1.0), Path("b.json"))
 
 
 def test_what_cannot_be_compared_is_not_measured(
@@ -93,7 +95,7 @@ def test_what_cannot_be_compared_is_not_measured(
     assert "[bench-differs]" in command("bench", "--compare", "other.json").err
 
 
-def test_variants_of_a_policy_are_timed_beside_it(command: Arbor) -> None:
+def test_variants_of_a_policy_are_timed_with_it(command: Arbor) -> None:
     both = ("--policy", "arborkv", "--policy", "arborkv,scorer=recency, tail=16")
     fake_solver.SOLVERS.clear()
 
@@ -132,18 +134,18 @@ def test_a_gate_fails_with_seven_and_everything_is_written(command: Arbor) -> No
     assert ran.code == 7
     assert "[max-regress] reentry full: " in ran.err and "allowed 5 %" in ran.err
     assert "times" in ran.out and Path("now.json").is_file()
-    assert command(*shape, "--compare", "before.json").code == 0, "without a gate it only tells"
+    assert command(*shape, "--compare", "before.json").code == 0, "without a gate it only reports"
 
 
 ROWS = [
     (["--max-regress", "5%"], 2, "usage", "--compare before.json"),
     (["--compare", "b.json", "--max-regress", "5"], 2, "usage", "Write it as in 5%"),
     (["--compare", "nowhere.json"], 4, "bench-unreadable", "No such file"),
-    (["--compare", "words.json"], 4, "bench-unreadable", "words.json is no JSON"),
-    (["--compare", "list.json"], 4, "bench-unreadable", "no arbor.bench/1"),
+    (["--compare", "words.json"], 4, "bench-unreadable", "words.json is not JSON"),
+    (["--compare", "list.json"], 4, "bench-unreadable", "not arbor.bench/1"),
     (["--compare", "other.json"], 2, "bench-differs", "other settings: "),
-    (["--output-json", "no/where.json"], 2, "output-nowhere", "there is no folder no"),
-    (["--repeat", "2"], 2, "usage", "x>=3"),
+    (["--output-json", "no/where.json"], 2, "output-nowhere", "the folder no does not exist"),
+    (["--repeat", "2"], 2, "usage", "a whole number >= 3"),
     (["--budget", "25"], 2, "budget-range", "Did you mean 0.25"),
     (["--policy", "lru,tail"], 2, "setting", "As in lru,tail=16"),
     (["--policy", "lru,tail=3,tail=4"], 2, "setting", "names a setting twice"),
@@ -169,5 +171,5 @@ def test_an_error_says_what_would_work(
     assert words in ran.err
 
 
-def test_a_share_is_a_percentage() -> None:
-    assert (share("5%"), share("12.5%"), share(None)) == (0.05, 0.125, None)
+def test_a_percentage_is_a_fraction() -> None:
+    assert [parse_percentage(text) for text in ("5%", "12.5%", None)] == [0.05, 0.125, None]

@@ -182,7 +182,7 @@ def test_an_infeasible_budget_names_what_would_work() -> None:
 
     assert str(caught.value) == (
         "[budget-infeasible] the budget is 900 tokens, but one path (220 prompt + 6 x 128 + 12 question) needs 1,000. "
-        "Smallest workable: 0.041 or 1000tok of 24,808. Or: --depth 5, --step-tokens 111."
+        "Smallest workable: 0.041 or 1000tok of 24,808. Or: --max-depth 5, --step-tokens 111."
     )
     assert (caught.value.needed, caught.value.budget) == (1000, 900)
     assert caught.value.exit_code == 6
@@ -209,7 +209,7 @@ def test_a_ratio_names_no_depth_because_it_shrinks_with_the_search() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
         Budget.parse(0.03).plan(SHAPE, BYTES)
 
-    assert "--depth 4" not in caught.value.hint
+    assert "--max-depth 4" not in caught.value.hint
     assert "Smallest workable: 0.041 or 1000tok" in caught.value.hint
 
 
@@ -258,7 +258,7 @@ def test_every_lever_an_error_names_works(
     try:
         plan(footprint.max_depth, footprint.step_tokens)
     except BudgetInfeasible as error:
-        if depth := re.search(r"--depth (\d+)", error.hint):
+        if depth := re.search(r"--max-depth (\d+)", error.hint):
             plan(int(depth[1]), footprint.step_tokens)
         if step := re.search(r"--step-tokens (\d+)", error.hint):
             plan(footprint.max_depth, int(step[1]))

@@ -98,7 +98,7 @@ def test_what_a_block_was_worth_is_read_before_the_experiment_and_against_a_run_
         problem = next(itertools.islice(solver.task.problems("test"), index, None))
         solution = solver.solve(problem)
         path = np.array(solution.path[1:-2], int)
-        seen = solver.engine.residency.statistics.block_attention(path)
+        seen = solver.engine.state.statistics.block_attention(path)
 
     assert [example.attention for example in found] == pytest.approx(seen.tolist())
     assert {example.drop for example in found} <= {-1.0, 0.0, 1.0}

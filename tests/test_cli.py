@@ -8,13 +8,12 @@ import resource
 import select
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from support import fake_solver
 from support.fake_run import fake_run, tick
-from support.run_cli import REAL, Arbor, environment, spawn
+from support.run_cli import REAL, Arbor, await_line, environment, spawn
 
 import arbor
 from arbor import registry
@@ -40,14 +39,14 @@ def test_a_pipe_gets_the_answer_and_nothing_else(command: Arbor) -> None:
     assert (ran.code, ran.out, ran.err) == (0, "(10 - 4) * 5 - 6\n", "")
 
 
-def test_whoever_asks_for_it_gets_the_numbers_on_stderr(command: Arbor) -> None:
+def test_verbose_prints_the_numbers_on_stderr(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--budget", "0.5", "-v")
 
     budget, loading, numbers = ran.err.splitlines()
     assert loading == "loading builtin:sapling · seed 0"
     assert ran.out == "(10 - 4) * 5 - 6\n"
     assert budget == (
-        "budget 0.5 keeps 130 of 260 tokens (130 KiB of 260 KiB) · smallest workable 0.17"
+        "budget 0.5 keeps 250 of 500 tokens (250 KiB of 500 KiB) · smallest workable 0.088"
     )
     assert numbers.startswith("solved in 0.")
     for part in (" blocks · ", " tok/s · peak KV ", " % of budget", "thoughts"):
@@ -78,7 +77,7 @@ def test_a_search_without_an_answer_ends_with_three(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--device", "none")
 
     assert (ran.code, ran.out) == (3, "")
-    assert ran.err.startswith("arbor: [no-answer] no path gave an answer: the controller has")
+    assert ran.err.startswith("arbor: [no-answer] search exhausted after ")
 
 
 def test_a_search_without_an_answer_is_still_one_document(command: Arbor) -> None:
@@ -92,7 +91,7 @@ def test_a_trace_is_written_and_checks(command: Arbor) -> None:
 
     ran = command("trace", "check", "run.arbor.jsonl.gz")
     assert ran.code == 0
-    assert "no contradiction" in ran.out
+    assert "blocks, consistent" in ran.out
 
 
 def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:
@@ -100,18 +99,18 @@ def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:
 
     assert ran.code == 0
     assert ran.out.splitlines() == [
-        "budget                   100 tokens   100 KiB  0.385 of full retention",
-        "full retention           260 tokens   260 KiB",
-        "smallest workable         44 tokens    44 KiB  --budget 0.17 or 44tok",
-        "shape             20 prompt + 30 blocks of 8 + 0 question, 3 deep",
+        "budget                   100 tokens   100 KiB  0.2 of full retention",
+        "full retention           500 tokens   500 KiB",
+        "smallest workable         44 tokens    44 KiB  --budget 0.088 or 44tok",
+        "shape             20 prompt + 60 blocks of 8 + 0 question, 3 deep",
     ]
     as_json = command("solve", "4 5 6 10", "--dry-run", "--json").document
-    assert (as_json["schema"], as_json["full_tokens"]) == ("arbor.plan/1", 260)
+    assert (as_json["schema"], as_json["full_tokens"]) == ("arbor.plan/1", 500)
 
 
 def test_flags_reach_the_solver(command: Arbor) -> None:
     config = command(
-        *("solve", "4 5 6 10", "--json", "--depth", "2", "--step-tokens", "9", "--seed", "7"),
+        *("solve", "4 5 6 10", "--json", "--max-depth", "2", "--step-tokens", "9", "--seed", "7"),
         *("--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--max-expansions", "11"),
         *("--timeout", "1.5", "--expected", "24", "--deterministic", "--dtype", "float32"),
         *("--trace-level", "tokens"),
@@ -155,9 +154,7 @@ def test_set_goes_to_the_part_that_has_it(command: Arbor) -> None:
         ("arithmetic=perhaps", "setting-type", "not true or false"),
     ],
 )
-def test_a_setting_that_cannot_be_meant(
-    command: Arbor, setting: str, code: str, words: str
-) -> None:
+def test_an_invalid_setting_is_refused(command: Arbor, setting: str, code: str, words: str) -> None:
     ran = command("solve", "4 5 6 10", "--set", setting)
 
     assert ran.code == 2
@@ -207,10 +204,13 @@ def test_another_encoding_is_read(command: Arbor, tmp_path: Path) -> None:
     [
         (["solv"], 2, "usage", "Did you mean 'solve'?"),
         (["solve", "x", "--bugdet", "1"], 2, "usage", "--budget"),
-        (["solve", "x", "--depth", "0"], 2, "usage", "--depth"),
-        (["solve", "x", "--timeout", "soon"], 2, "usage", "soon"),
-        (["solve"], 2, "usage", "there is no problem"),
-        (["solve", "x", "--file", "y"], 2, "usage", "one too many"),
+        (["solve", "x", "--max-depth", "0"], 2, "usage", "--max-depth"),
+        (["solve", "x", "--timeout", "soon"], 2, "usage", "'soon' must be a number > 0."),
+        (["solve", "x", "--top-p", "2"], 2, "usage", "must be a number > 0 and <= 1."),
+        (["solve", "4", "5", "6", "10"], 2, "usage", "Put the problem in quotes"),
+        (["view", "a", "--event", "-1"], 2, "usage", "must be a whole number >= 0."),
+        (["solve"], 2, "usage", "no problem is given"),
+        (["solve", "x", "--file", "y"], 2, "usage", "exclude each other"),
         (["solve", "--file", "nowhere.txt"], 4, "problem-unreadable", "No such file"),
         (["solve", ""], 4, "problem-empty", "Try: 4 5 6 10"),
         (["solve", "4 5"], 4, "problem-invalid", "four are needed"),
@@ -260,7 +260,7 @@ def test_a_bug_keeps_its_traceback_in_a_file(command: Arbor, tmp_path: Path) -> 
     assert "a plank came loose" in report.read_text(encoding="utf-8")
 
 
-def test_out_of_memory_is_no_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_is_not_a_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
     class OutOfMemoryError(RuntimeError):
         pass
 
@@ -275,7 +275,7 @@ def test_out_of_memory_is_no_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch
     assert "[oom] CUDA out of memory. Tried to allocate 512.00 MiB. Try a smaller" in ran.err
 
 
-def test_what_may_not_be_read_is_no_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_not_be_read_is_not_a_bug(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, problem: str) -> None:
         raise PermissionError(13, "Permission denied", "models/mine/config.json")
 
@@ -438,7 +438,7 @@ def test_an_ascii_terminal_is_written_to_in_ascii() -> None:
     out.decode("ascii")
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     with spawn("list", "tasks", code=REAL) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -455,8 +455,7 @@ def test_the_first_signal_gives_the_best_so_far(
 ) -> None:
     trace = tmp_path / "run.arbor.jsonl"
     with spawn("solve", "4 5 6 10", "--device", "endless", "--trace", str(trace)) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == b"running\n"
+        await_line(process, b"running")
 
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -471,18 +470,13 @@ def test_the_first_signal_gives_the_best_so_far(
 
 def test_the_second_signal_ends_at_once() -> None:
     with spawn("solve", "4 5 6 10", "--device", "endless,stuck") as process:
-        assert process.stderr is not None
-        process.stderr.readline()
+        await_line(process, b"running")
         process.send_signal(signal.SIGINT)
-        while b"stopping" not in process.stderr.readline():
-            pass
-        began = time.monotonic()
-
+        await_line(process, b"stopping")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert time.monotonic() - began < 20
     assert b"[interrupted]" in err and b"Traceback" not in err
 
 
@@ -505,7 +499,7 @@ def test_the_old_handlers_come_back() -> None:
 # Other commands
 
 
-def test_trace_info_tells_the_run(command: Arbor, trace: Path) -> None:
+def test_trace_info_shows_the_run(command: Arbor, trace: Path) -> None:
     ran = command("trace", "info", str(trace))
 
     assert ran.code == 0
@@ -525,7 +519,7 @@ def test_trace_info_reads_a_damaged_trace_and_says_so(command: Arbor, trace: Pat
     ran = command("trace", "info", str(trace))
 
     assert ran.code == 0
-    assert "incomplete trace" in ran.err and "unreadable line(s) skipped" in ran.err
+    assert "incomplete trace" in ran.err and "lines are unreadable" in ran.err
 
 
 def test_trace_check_fails_with_seven(command: Arbor, trace: Path) -> None:
@@ -535,8 +529,8 @@ def test_trace_check_fails_with_seven(command: Arbor, trace: Path) -> None:
     ran = command("trace", "check", str(trace))
 
     assert ran.code == 7
-    assert "event 6 where 5 was due" in ran.out
-    assert "there is no end" in ran.out
+    assert "event 6 instead of 5" in ran.out
+    assert "the end is missing" in ran.out
     assert command("trace", "check", str(trace), "--json").document["ok"] is False
 
 

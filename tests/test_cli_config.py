@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -9,9 +10,12 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import types
+import typing
 import webbrowser
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import huggingface_hub.constants
@@ -23,10 +27,19 @@ import arbor.cli.demo
 import arbor.measure.calibrate
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
-from arbor.cli.options import COMPLETION, Group
+from arbor.cli.bench import BenchOptions
+from arbor.cli.command import Group
+from arbor.cli.demo import DemoOptions
+from arbor.cli.eval_options import EvalOptions
+from arbor.cli.option_records import SolverOptions
+from arbor.cli.options import COMPLETION
+from arbor.cli.solve import SolveOptions
+from arbor.cli.trace import ConvertOptions, RepairOptions
+from arbor.cli.view import ViewOptions
 from arbor.measure.calibrate import Example
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
+from arbor.run.presets import preset
 from arbor.trace import TraceWriter
 
 
@@ -53,7 +66,7 @@ def saved(command: Arbor, *arguments: str) -> dict[str, object]:
 def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     first = saved(
         *(command, "4 5 6 10", "--controller", "beam", "--set", "beam_size=3", "--budget", "0.5"),
-        *("--seed", "7", "--depth", "3", "--temperature", "0.5", "--verifier", "exact"),
+        *("--seed", "7", "--max-depth", "3", "--temperature", "0.5", "--verifier", "exact"),
         *("--max-tokens", "99", "--max-expansions", "8", "--deterministic", "--timeout", "5"),
     )
 
@@ -215,6 +228,144 @@ def test_a_variable_gives_several_settings(command: Arbor, monkeypatch: pytest.M
     assert (config["controller"]["width"], config["sampling"]["top_k"]) == (3, 5)
 
 
+# Former names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["solve", "4 5 6 10", "--attn", "torch"], "--attn is now --backend."),
+        (["solve", "4 5 6 10", "--attn=torch"], "--attn is now --backend."),
+        (["eval", "game24", "--depth", "2"], "--depth is now --max-depth."),
+        (["bench", "--depth=2"], "--depth is now --max-depth."),
+        (["info", "--attn", "torch"], "--attn is now --backend."),
+        (["view", "--depth", "2"], "No such option '--depth'"),
+    ],
+)
+def test_a_former_flag_is_refused_with_its_new_name(
+    command: Arbor, arguments: list[str], words: str
+) -> None:
+    ran = command(*arguments)
+
+    assert (ran.code, ran.out) == (2, "")
+    assert words in ran.err and "[usage]" in ran.err
+
+
+def test_a_former_variable_is_refused_with_its_new_name(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARBOR_SOLVE_ATTN", "torch")
+
+    ran = command("solve", "4 5 6 10", "--print-config")
+
+    assert (ran.code, ran.out) == (2, "")
+    assert "[usage] ARBOR_SOLVE_ATTN is now ARBOR_SOLVE_BACKEND." in ran.err
+    assert command("solve", "--help").code == command("list", "tasks").code == 0
+
+
+@pytest.mark.parametrize(("former", "name"), [("attn", "backend"), ("depth", "max_depth")])
+def test_a_former_key_of_a_configuration_is_refused_with_its_new_name(
+    command: Arbor, former: str, name: str
+) -> None:
+    Path("run.toml").write_text(f'{former} = "3"\n', encoding="utf-8")
+
+    ran = command("solve", "4 5 6 10", "--config", "run.toml", "--print-config")
+
+    assert (ran.code, ran.out) == (2, "")
+    assert f"[unknown-setting] run.toml: '{former}' is now '{name}'." in ran.err
+
+
+# Records
+
+
+RECORDS: dict[str, type[Any]] = {
+    "solve": SolveOptions,
+    "eval": EvalOptions,
+    "bench": BenchOptions,
+    "demo": DemoOptions,
+    "view": ViewOptions,
+    "info": SolverOptions,
+    "trace convert": ConvertOptions,
+    "trace repair": RepairOptions,
+}
+
+
+def types_of(record: type[Any]) -> dict[str, Any]:
+    """Option -> type, of a record and the records in it."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(record).items():
+        found |= types_of(hint) if dataclasses.is_dataclass(hint) else {name: hint}
+    return found
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value has a type, as an annotation names it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, each) for each in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(each, arguments[0]) for each in value)
+    return isinstance(value, float | int if hint is float else hint)
+
+
+def found_command(name: str) -> click.Command:
+    return dict(commands(cli))[name]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_has_every_option_of_its_command(name: str) -> None:
+    options = {each.name for each in found_command(name).params if each.expose_value}
+    own = {"bench": {"policies", "budgets"}}.get(name, set())
+    of_other_commands = {"temperature", "top_p", "top_k", "seed", "deterministic"}
+
+    fields = set(types_of(RECORDS[name])) - own
+    assert fields - options == (of_other_commands if name == "info" else set())
+    assert options - fields == set()
+
+
+GIVEN = {
+    "solve": ["x", "--file", "f", "--timeout", "1", "--top-p", "1", "--set", "a=1", "--html", "h"],
+    "eval": ["x", "--fail-under", "1", "--output", "o", "--sample-id", "a", "--seed", "3"],
+    "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
+    "demo": ["-o", "page.html", "--seed", "2"],
+    "view": ["a", "b", "--event", "3", "-o", "page.html"],
+    "info": ["model", "--max-depth", "2", "--msve", "m"],
+    "trace convert": ["a", "-o", "b"],
+    "trace repair": ["a", "-o", "b", "--trace-text", "none"],
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_click_parses_has_the_types_of_the_record(name: str) -> None:
+    found, hints = found_command(name), types_of(RECORDS[name])
+    several = {"bench": {"policy", "budget", "max_regress"}}.get(name, set())
+    for arguments in (GIVEN[name], GIVEN[name][:1] if name not in ("demo",) else []):
+        context = found.make_context(name, list(arguments))
+        for option, value in context.params.items():
+            assert option in several or fits(value, hints[option]), (option, value)
+    for parameter in found.params:
+        if isinstance(parameter.type, click.Choice) and parameter.expose_value:
+            assert all(fits(each, hints[parameter.name or ""]) for each in parameter.type.choices)
+
+
+def test_an_option_of_the_wrong_type_does_not_fit() -> None:
+    hints = types_of(SolveOptions)
+
+    assert not fits("3", hints["max_depth"]) and not fits("x.toml", hints["file"])
+    assert not fits("lossles", hints["mode"]) and not fits(["a=1"], hints["set"])
+
+
+def test_a_preset_gives_info_its_settings_too(command: Arbor) -> None:
+    small = command("info", "--preset", "config-s", "--json").document["plan"]
+    wide = command("info", "--preset", "config-s", "--set", "width=5", "--json").document["plan"]
+
+    with Solver(**preset("config-s")) as solver:
+        assert small == solver.plan().to_dict()
+    assert wide != small
+
+
 # Commands, help and completion
 
 
@@ -233,10 +384,10 @@ def commands(group: Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, cl
 def test_every_command_is_where_the_table_says_and_says_what_it_is_for() -> None:
     context = click.Context(cli)
 
-    for name, (_, told) in COMMANDS.items():
+    for name, (_, purpose) in COMMANDS.items():
         found = cli.get_command(context, name)
         assert found is not None and found.name == name
-        assert told.endswith(".") and len(told) < 70
+        assert purpose.endswith(".") and len(purpose) < 70
 
 
 @pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))
@@ -328,7 +479,7 @@ STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browse
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A home with the traces, the dataset and the run that help pages name, an `arbor` whose solver solves nothing, and the programs beside it."""
+    """A home with the files and programs that help pages name, and an `arbor` with a fake solver."""
     folder = tmp_path_factory.mktemp("examples")
     for name in ("run", "full", "small", "tenth", "a", "b"):
         for suffix in ("", ".gz"):
@@ -403,7 +554,7 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr(webbrowser, "open", lambda address: True)
     # what takes long: searches, whose own tests run them
-    monkeypatch.setattr(arbor.cli.demo, "search", lambda voice, folder, seed: solution)
+    monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
     monkeypatch.setattr(
         arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.fake_run import fake_run, header, tick
-from support.run_cli import REAL, Arbor, environment, in_process, spawn
+from support.run_cli import REAL, Arbor, await_line, environment, in_process, spawn
 
 from arbor.model.loading import BUILTIN
 from arbor.trace import TraceWriter
@@ -176,8 +176,8 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         4,
         "trace-corrupt",
         (
-            "run.arbor.jsonl: line 41 is no event. 49 events are readable.",
-            "'arbor trace repair' writes a clean copy; 'arbor view' shows what is there",
+            "run.arbor.jsonl: line 41 is unreadable. 49 events are readable.",
+            "'arbor trace repair' writes a clean copy; 'arbor view' shows the readable part",
         ),
     ),
     (cut_trace, 4, "trace-corrupt", ("'arbor trace repair' writes a clean copy",)),
@@ -192,10 +192,19 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
     (broken_config, 2, "unknown-setting", ("run.toml: there is no setting 'budgte'", "'budget'")),
     (["solve", PUZZLE, "--config", "x.toml"], 4, "config-unreadable", ("--print-config",)),
     (
-        ["solve", PUZZLE, "--controller", "chain", "--set", "samples=100000000", "--depth", "20"],
+        [
+            "solve",
+            PUZZLE,
+            "--controller",
+            "chain",
+            "--set",
+            "samples=100000000",
+            "--max-depth",
+            "20",
+        ],
         6,
         "oom",
-        ("cpu: the KV of ", " are free beside weights of ", "tokens fit: try --budget "),
+        ("cpu: the KV of ", " are free next to weights of ", "tokens fit: try --budget "),
     ),
     (["solve", PUZZLE, "--open"], 2, "usage", ("--html run.html",)),
     (["solve", PUZZLE, "--model", ""], 5, "model-not-found", ("builtin:sapling",)),
@@ -203,7 +212,12 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
     (["trace", "chek", "run.jsonl"], 2, "usage", ("Did you mean 'check'?", "arbor trace --help")),
     (["xyz"], 2, "usage", ("Commands: solve, ",)),
     (["trace", "repair", "x", "-o", "-"], 2, "usage", ("--output clean.arbor.jsonl",)),
-    (["solve", PUZZLE, "--log-file", "no/log"], 2, "log-unwritable", ("may be written",)),
+    (
+        ["solve", PUZZLE, "--log-file", "no/log"],
+        2,
+        "log-unwritable",
+        ("existing, writable folder",),
+    ),
     (["solve", PUZZLE, "--device", "tpu"], 2, "device", ("auto, cpu or cuda",)),
 ]
 
@@ -246,7 +260,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_search() -> None:
     assert b"the search goes on" in err and b"Traceback" not in err
 
 
-def test_a_full_disk_for_the_answer_is_no_traceback() -> None:
+def test_a_full_disk_for_the_answer_is_not_a_traceback() -> None:
     with Path("/dev/full").open("wb") as full, spawn("list", "tasks", code=REAL, stdout=full) as it:
         _, err = it.communicate(timeout=60)
 
@@ -275,7 +289,7 @@ def test_head_ends_a_long_answer_quietly(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) -> None:
     path = tmp_path / "run.arbor.jsonl"
     with spawn("solve", PUZZLE, "--device", "endless", "--trace", str(path)) as process:
-        assert process.stderr is not None and process.stderr.readline() == b"running\n"
+        await_line(process, b"running")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=60)
 
@@ -290,7 +304,7 @@ def test_a_killed_process_leaves_a_trace_that_can_be_repaired(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-"])
-def test_a_stream_that_is_closed_is_no_bug(closed: str, tmp_path: Path) -> None:
+def test_a_stream_that_is_closed_is_not_a_bug(closed: str, tmp_path: Path) -> None:
     command = f"{sys.executable} -m arbor solve '4 5' --task game24 {closed}"
     ran = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
 

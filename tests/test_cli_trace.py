@@ -44,12 +44,12 @@ def test_a_timeline_goes_to_stdout_or_to_a_file(command: Arbor, tmp_path: Path) 
     timeline = to_perfetto(read_trace("run.arbor.jsonl"))
 
     ran = command("trace", "convert", "run.arbor.jsonl")
-    told = command("trace", "convert", "run.arbor.jsonl", "-o", "run.json", "--json")
+    converted = command("trace", "convert", "run.arbor.jsonl", "-o", "run.json", "--json")
 
     assert (ran.code, ran.err) == (0, "")
     assert len(ran.document["traceEvents"]) == len(timeline["traceEvents"])
     assert json.loads((tmp_path / "run.json").read_text("utf-8")) == ran.document
-    assert told.document["path"] == "run.json"
+    assert converted.document["path"] == "run.json"
     missing = command("trace", "convert", "run.arbor.jsonl", "-o", "no/where.json")
     assert missing.code == 2 and "[output-nowhere]" in missing.err
     assert command("trace", "convert", "run.arbor.jsonl", "-o", "-").out == ran.out
@@ -64,7 +64,7 @@ def test_a_comparison_for_people(command: Arbor) -> None:
     lines = other.out.splitlines()
     assert other.code == 7
     assert lines[0].startswith("tree      1 blocks differ, the first is ")
-    assert lines[1].startswith("events    they part after ")
+    assert lines[1].startswith("events    equal up to ")
     assert lines[2].startswith("  first   boundary node=") and "ids=" in lines[2]
     assert lines[3].startswith("  second  boundary node=") and "[7" in lines[3]
 
@@ -92,7 +92,7 @@ def test_a_repair_says_what_it_did(command: Arbor, tmp_path: Path) -> None:
     assert (check.code, check.err) == (0, "")
     assert check.out.startswith("run.repaired.arbor.jsonl: interrupted, ")
     public = command("trace", "repair", "run.arbor.jsonl", "-o", "p.jsonl", "--trace-text", "none")
-    assert public.out.startswith("path p.jsonl, kept ")
+    assert public.out.startswith("p.jsonl: ") and "lines kept" in public.out
     assert b"thought" not in (tmp_path / "p.jsonl").read_bytes()
 
 

@@ -103,8 +103,8 @@ def test_the_demo_writes_a_page_of_a_search_within_its_budget(
     traces: list[Path] = []
     real = demo_module.search
 
-    def kept(voice: Output, folder: Path, seed: int) -> Any:
-        solution = real(voice, tmp_path, seed)
+    def kept(output: Output, folder: Path, seed: int) -> Any:
+        solution = real(output, tmp_path, seed)
         traces.append(Path(solution.trace_path or ""))
         return solution
 
@@ -120,7 +120,7 @@ def test_the_demo_writes_a_page_of_a_search_within_its_budget(
     assert metrics.evictions > 0 and metrics.peak_tokens <= metrics.budget_tokens
     assert metrics.budget_tokens < metrics.tree_tokens
     assert f"{metrics.evictions:,} evictions" in out and "arbor-demo.html" in out
-    assert "Open it in a browser" in out
+    assert "Open the page in a browser" in out
     page = (tmp_path / "arbor-demo.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and page.count('class="run"') == 1
 

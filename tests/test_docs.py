@@ -151,11 +151,13 @@ def entries() -> dict[str, str]:
 
 
 def test_every_error_has_an_entry_and_every_entry_an_error() -> None:
-    told, made = entries(), codes()
+    described, made = entries(), codes()
 
-    assert sorted(made.keys() - told.keys()) == [], "codes without an entry in docs/errors.md"
-    assert sorted(told.keys() - made.keys()) == [], "entries of docs/errors.md without an error"
-    for code, text in told.items():
+    assert sorted(made.keys() - described.keys()) == [], "codes without an entry in docs/errors.md"
+    assert sorted(described.keys() - made.keys()) == [], (
+        "entries of docs/errors.md without an error"
+    )
+    for code, text in described.items():
         assert all(f"Exit code {each}." in text for each in made[code]), code
         assert len(text.strip().splitlines()) >= 3, f"{code}: what happened, and what to do"
 
@@ -171,7 +173,7 @@ def test_a_code_is_found_however_it_is_made() -> None:
 
 
 def test_the_exit_codes_of_the_page_are_those_of_the_help() -> None:
-    from arbor.cli.options import EXIT_CODES
+    from arbor.cli.command import EXIT_CODES
 
     page = re.findall(r"^\| (\d+) \|", (DOCS / "exit-codes.md").read_text("utf-8"), re.MULTILINE)
 

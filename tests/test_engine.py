@@ -32,7 +32,7 @@ from torch import Tensor
 
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Boundary, Evicted, Forwarded, Opened, Pressure, Rehydrated
 from arbor.retention.base import Blocks, Scorer
 from arbor.retention.policy import Policy
@@ -52,7 +52,7 @@ def laboratory() -> Lab:
 def lab() -> Lab:
     lab = laboratory()
     lab.events.clear()
-    lab.emit = lab.events.append
+    lab.listener = lab.events.append
     return lab
 
 
@@ -91,7 +91,7 @@ def test_any_feasible_budget_gives_the_same_tree(slots: int) -> None:
 
 def test_the_budget_holds_after_every_event(lab: Lab) -> None:
     seen: list[int] = []
-    lab.emit = lambda event: seen.append(lab.memory.used)
+    lab.listener = lambda event: seen.append(lab.memory.used)
 
     grown(lab, SMALLEST)
 
@@ -244,10 +244,10 @@ def test_an_allocator_that_keeps_too_much_is_noticed() -> None:
         def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> NDArray[np.int64]:
             return blocks.resident
 
-    lab = Lab(build("llama"), policy=Policy("greedy", Greedy()))
+    lab = Lab(build("llama"), policy=Policy(Greedy()))
     tree = lab.plant(20)
 
-    with pytest.raises(AssertionError, match="more than there is room for"):
+    with pytest.raises(UsageError, match="where there is room for"):
         lab.sprout([(tree.root, 3)])
 
 

@@ -13,7 +13,7 @@ from support.models import build
 from support.trees import PROMPT, Lab
 
 from arbor import Solver
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Rehydrate
 from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
 from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory
@@ -159,7 +159,7 @@ def test_an_interruption_gives_up_blocks_in_progress_and_those_that_wait() -> No
         steps += 1
         return steps > 3
 
-    lab.open(tree, 24, interrupted)
+    lab.open(tree, 24, interrupted=interrupted)
     lab.extend(tree.root)
     children = lab.sprout([(tree.root, 4)])
 
@@ -294,7 +294,7 @@ def test_what_was_told_to_come_back_is_taken_back_where_the_forward_fails(
     tree = lab.plant()
     (first,) = lab.sprout([(tree.root, 1)])
     lab.memory.release([first])
-    lab.residency.changed([first])
+    lab.state.changed([first])
     told = len(lab.events)
     fail_after(monkeypatch, 0)
     with pytest.raises(Failure):

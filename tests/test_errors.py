@@ -17,19 +17,19 @@ KINDS = [
 
 
 def test_an_error_reads_as_code_message_and_hint() -> None:
-    error = UsageError("flag", "--depth is 0.", "It is 1 or more.", depth=0)
+    error = UsageError("flag", "--max-depth is 0.", "It is 1 or more.", depth=0)
 
-    assert str(error) == "[flag] --depth is 0. It is 1 or more."
+    assert str(error) == "[flag] --max-depth is 0. It is 1 or more."
     assert error.to_dict() == {
         "code": "flag",
-        "message": "--depth is 0.",
+        "message": "--max-depth is 0.",
         "hint": "It is 1 or more.",
         "data": {"depth": 0},
     }
 
 
 def test_an_error_without_a_hint_ends_with_its_message() -> None:
-    assert str(UsageError("flag", "--depth is 0.")) == "[flag] --depth is 0."
+    assert str(UsageError("flag", "--max-depth is 0.")) == "[flag] --max-depth is 0."
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``arbor eval``: what it reads, what it keeps, how it goes on, and what it adds up."""
+"""``arbor eval``: dataset, folder, resuming, results and comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support import fake_solver
-from support.run_cli import Arbor, in_process, spawn
+from support.run_cli import Arbor, await_line, in_process, spawn
 
 from arbor import Solver
 from arbor.cli.progress import Progress
@@ -111,7 +111,7 @@ def test_a_trace_without_words_has_none(command: Arbor) -> None:
     assert read_trace(Path("out", rows()[0]["trace"])).events[0].problem == ""
 
 
-def test_an_id_that_is_no_file_name_gets_one(command: Arbor) -> None:
+def test_an_id_that_is_not_a_file_name_gets_one(command: Arbor) -> None:
     names = ["../../etc/passwd", "a b", "a/b", ".", "é" * 200, "CON"]
 
     assert run(command, dataset(*({"id": n, "problem": n} for n in names))).code == 0
@@ -259,9 +259,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
     arguments = ("eval", name, "--task", "reasoning", "--output", str(out))
     for _ in range(2):  # the second time, it begins where it was ended
         with spawn(*arguments) as process:
-            assert process.stderr is not None
-            while process.stderr.readline() != b"running\n":
-                pass
+            await_line(process, b"running")
             process.send_signal(number)
             said, err = process.communicate(timeout=60)
 
@@ -269,7 +267,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
         if number == signal.SIGINT:
             assert process.returncode == 130
             assert f"arbor eval --config '{out}/run.toml' --output '{out}'" in err.decode()
-            assert b"2 of 2 right" in said and b"missing     1" in said
+            assert b"2 of 2 right" in said and b"not run     1" in said
             assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
 
 
@@ -285,7 +283,7 @@ def test_a_sample_that_cannot_be_solved_stops_and_loses_nothing(command: Arbor) 
 
     assert (ran.code, ran.document["error"]["code"]) == (4, "problem-too-long")
     assert ran.document["error"]["data"]["sample"]
-    assert "1 finished sample(s) kept; to go on: arbor eval --config out/run.toml" in ran.err
+    assert "1 finished sample(s) kept; to resume: arbor eval --config out/run.toml" in ran.err
     assert [row["problem"] for row in rows()] == ["one"]
     assert json.loads(Path("out/results.json").read_text("utf-8"))["missing"] == 2
 
@@ -297,7 +295,7 @@ def test_what_the_first_sample_cannot_have_leaves_no_folder(command: Arbor) -> N
     assert not Path("out").exists()
 
 
-def test_errors_are_told_with_their_reasons(command: Arbor) -> None:
+def test_errors_are_reported_with_their_reasons(command: Arbor) -> None:
     run(command, unsolvable(), "--on-error", "continue")
     again = ("eval", "problems.jsonl", "--task", "reasoning", "--output", "out", "-q")
     ran = command(*again, "--on-error", "continue")
@@ -315,7 +313,7 @@ def test_or_it_counts_as_wrong_and_is_tried_again(command: Arbor) -> None:
     assert (ran.document["errors"], ran.document["missing"]) == (1, 1)
     assert rows()[1]["error"]["code"] == "problem-too-long"
     assert rows()[1]["trace"] is None
-    assert len(list(Path("out/traces").iterdir())) == 2, "an empty trace is none"
+    assert len(list(Path("out/traces").iterdir())) == 2, "an empty file is not a trace"
 
     run(command, unsolvable(), "--on-error", "continue")
     assert solved() == 1
@@ -371,7 +369,7 @@ def test_columns_may_have_other_names_and_numbers_are_text(command: Arbor) -> No
     assert [(r["problem"], r["expected"]) for r in rows()] == [("How many?", "72"), ("5", "x")]
 
 
-def test_a_separator_of_lines_within_a_problem_is_no_end_of_a_row(command: Arbor) -> None:
+def test_a_separator_of_lines_within_a_problem_does_not_end_a_row(command: Arbor) -> None:
     Path("u.jsonl").write_text(
         '{"problem": "one\u2028two", "answer": "1"}\n', encoding="utf-8", newline=""
     )
@@ -410,7 +408,7 @@ def test_stdin_is_a_dataset() -> None:
     ) as process:
         _, err = process.communicate(b"not JSON\n", timeout=60)
     assert process.returncode == 4
-    assert b"[dataset-invalid] stdin: line 1 is no JSON" in err
+    assert b"[dataset-invalid] stdin: line 1 is not JSON" in err
 
 
 def test_only_some_samples_are_solved(command: Arbor) -> None:
@@ -429,7 +427,7 @@ def test_a_limit_is_a_number_or_a_range_with_both_ends(limit: str, part: tuple[i
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "3-1", "1.5", "all", "1-", "0-4", ""])
-def test_anything_else_is_no_limit(limit: str) -> None:
+def test_anything_else_is_not_a_limit(limit: str) -> None:
     with pytest.raises(UsageError, match="101-200"):
         window(limit)
 
@@ -470,9 +468,9 @@ ROWS = [
         ("line 2", "It has: q, r", "--input-key"),
     ),
     (broken('{"problem": ["a"]}\n'), 4, "dataset-invalid", ("no text in 'problem'",)),
-    (broken("[1]\n"), 4, "dataset-invalid", ("line 1 is no JSON object",)),
-    (broken('{"problem"\n'), 4, "dataset-invalid", ("line 1 is no JSON (Expecting",)),
-    (broken("[" * 100_000), 4, "dataset-invalid", ("line 1 is no JSON",)),
+    (broken("[1]\n"), 4, "dataset-invalid", ("line 1 is not a JSON object",)),
+    (broken('{"problem"\n'), 4, "dataset-invalid", ("line 1 is not JSON (Expecting",)),
+    (broken("[" * 100_000), 4, "dataset-invalid", ("line 1 is not JSON",)),
     (
         broken(
             '{"id": 1, "problem": "a", "answer": "1"}\n{"id": 1, "problem": "b", "answer": "1"}\n'
@@ -481,7 +479,7 @@ ROWS = [
     ),
     (broken(b'{"problem": "\xe9"}\n'), 4, "not-utf8", ("x.jsonl: byte 0xe9", "--encoding latin-1")),
     (broken("a,b\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("line 2 has more cells",)),
-    (broken('problem,answer\n"a,1\n', "x.csv"), 4, "dataset-invalid", ("is no CSV",)),
+    (broken('problem,answer\n"a,1\n', "x.csv"), 4, "dataset-invalid", ("is not CSV",)),
 ]
 
 
@@ -516,7 +514,7 @@ def test_a_gate_fails_with_seven(command: Arbor, gate: str, code: int) -> None:
     ran = run(command, three(), "--fail-under", gate)
 
     assert ran.code == code
-    assert ("[fail-under] the accuracy is 0.6667, which is below 0.67" in ran.err) == (code == 7)
+    assert ("[fail-under] the accuracy is 0.6667, below 0.67" in ran.err) == (code == 7)
     assert ran.document["n"] == 3
 
 
@@ -541,7 +539,7 @@ def test_two_runs_are_compared_pair_by_pair(command: Arbor) -> None:
     text = command(
         *("eval", name, "--task", "reasoning", "--output", "b", "--compare", "a"),
     ).out
-    assert "-77.8 points (" in text and "only there 7; McNemar p = 0.0156" in text
+    assert "-77.8 points (" in text and "only the other 7; McNemar p = 0.0156" in text
 
 
 def test_runs_without_a_common_sample_are_not_compared(command: Arbor) -> None:
@@ -613,10 +611,10 @@ def shown(live: bool, seconds: float, samples: int = 40) -> list[str]:
     """What a run of so many seconds a sample shows."""
     now = [0.0]
     console = Console(file=io.StringIO(), width=100, force_terminal=live)
-    with Progress(console, live, samples, clock=lambda: now[0]) as tally:
+    with Progress(console, live, samples, clock=lambda: now[0]) as progress:
         for number in range(samples):
             now[0] += seconds
-            tally.add(number % 2 == 0)
+            progress.add(number % 2 == 0)
     return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
 
 
@@ -639,7 +637,7 @@ def test_a_terminal_gets_one_line_again_and_again() -> None:
 
 
 def test_a_run_that_says_nothing_counts_all_the_same() -> None:
-    tally = Progress(None, True, 2)
-    tally.add(True)
+    progress = Progress(None, True, 2)
+    progress.add(True)
 
-    assert tally.line().startswith("1 of 2, 100.0 % right")
+    assert progress.line().startswith("1 of 2, 100.0 % right")

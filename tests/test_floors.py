@@ -13,8 +13,7 @@ from support.models import build
 from support.offers import EVERY
 from support.trees import Lab, grown
 
-from arbor.engine.engine import Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import BudgetInfeasible
 from arbor.events import Event, Forwarded, Pressure
 from arbor.retention.policy import POLICIES, Protect

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import VOCABULARY, build
+from support.models import ARCHITECTURES, VOCABULARY, build
 from support.trees import PROMPT, leaves_of, path_ids, relative_error
 from torch import Tensor, nn
 
+from arbor.errors import ModelError
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
-from arbor.model.layers import StoppableLayers
+from arbor.model.layers import StoppableLayers, Tap
 from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.tree import Node, ThoughtTree
@@ -226,6 +227,100 @@ def test_nobody_leaving_changes_nothing(name: str) -> None:
     result = runner.forward(plan, pool, leave=lambda layer, hidden: None)
 
     assert torch.equal(result.logits, runner.forward(plan, pool).logits)
+
+
+LAST_LEAVE = 2  # rows that leave after the first layer
+
+
+def path_plan(runner: ModelRunner, rows: int) -> tuple[ForwardPlan, KVPool]:
+    """One path of so many rows."""
+    slots = np.arange(rows, dtype=np.int32)
+    ids = list(range(3, rows + 3))
+    segment = Segment((), ids, np.arange(rows), slots, slots, rows)
+    return plan_forward([segment]), KVPool(runner.layer_kv, rows, runner.dtype, runner.device)
+
+
+def last_leave(layer: int, hidden: Tensor) -> Tensor | None:
+    """After the first layer, the last rows leave."""
+    return torch.arange(hidden.shape[0]) >= hidden.shape[0] - LAST_LEAVE if layer == 0 else None
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"gemma3n_text"}))
+def test_rows_may_leave_any_architecture_whose_layers_take_one_state(name: str) -> None:
+    runner = ModelRunner(build(name), TorchCascade())
+    whole = runner.forward(*path_plan(runner, 11)).logits[:-LAST_LEAVE]
+
+    left = runner.forward(*path_plan(runner, 11), leave=last_leave).logits[:-LAST_LEAVE]
+
+    assert relative_error(left, whole) < TOLERANCE
+
+
+def test_rows_do_not_leave_layers_that_take_several_states() -> None:
+    runner = ModelRunner(build("gemma3n_text"), TorchCascade())
+
+    with pytest.raises(ModelError, match=r"arch-unsupported.*2 x 1 x 11 x 32"):
+        runner.forward(*path_plan(runner, 11), leave=last_leave)
+
+
+class Passing(nn.Module):
+    """A layer that keeps the arguments it gets, and adds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, hidden_states: Tensor, routes: Any = None, **others: Any) -> Tensor:
+        self.seen = {"routes": routes, **others}
+        return hidden_states
+
+
+def cut(rows: int, *positional: Any, **named: Any) -> dict[str, Any]:
+    """What the second of two layers gets when the last rows leave after the first."""
+    layers = StoppableLayers([Passing(), Passing()])
+    tap = Tap(layers, rows, (), last_leave, 1, lambda alive: None)
+    state = torch.zeros(1, rows, 8)
+    try:
+        for layer in layers:
+            state = layer(state, *positional, **named)
+    finally:
+        tap.remove()
+    seen: dict[str, Any] = layers[1].seen
+    return seen
+
+
+def test_arguments_with_an_entry_per_row_lose_those_that_left() -> None:
+    by_row = torch.arange(10.0).view(1, 5, 2)
+
+    seen = cut(
+        5,
+        position_ids=torch.arange(5).view(1, 5),
+        position_embeddings=(by_row, -by_row),
+        per_layer_input=by_row,
+        cache_position=torch.arange(5),
+        use_cache=False,
+        past_key_values=None,
+    )
+
+    assert seen["position_ids"].tolist() == [[0, 1, 2]]
+    assert torch.equal(seen["position_embeddings"][0], by_row[:, :3])
+    assert torch.equal(seen["position_embeddings"][1], -by_row[:, :3])
+    assert torch.equal(seen["per_layer_input"], by_row[:, :3])
+    assert seen["cache_position"].tolist() == [0, 1, 2]
+    assert (seen["use_cache"], seen["past_key_values"]) == (False, None)
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_tensor_that_happens_to_have_as_many_entries_as_rows_is_never_cut(rows: int) -> None:
+    """[1, 4, 2]: one of 4 experts, say, and nothing of the rows."""
+    experts = torch.arange(8.0).view(1, 4, 2)
+
+    for given in ({"experts": experts}, {"cached": {0: (experts, experts)}}):
+        with pytest.raises(ModelError, match=f"arch-unsupported.*'{next(iter(given))}'"):
+            cut(rows, **given)
+    with pytest.raises(ModelError, match="'routes'"):
+        cut(rows, experts)
+    with pytest.raises(ModelError, match="'position_ids' of 3 x 1 x"):
+        cut(rows, position_ids=torch.zeros(3, 1, rows))
 
 
 def test_a_forward_that_fails_leaves_no_hooks_behind() -> None:

@@ -1,4 +1,4 @@
-"""Packed linears compute what `F.linear` computes, keep no second copy, and can make rows independent of the batch."""
+"""Packed linears equal `F.linear`, keep no second copy, and can make rows independent of the batch."""
 
 from __future__ import annotations
 

@@ -194,7 +194,10 @@ def test_values_fitted_to_a_model_of_the_hub_are_found_for_that_revision(
 
     assert ran.code == 0, ran.err
     out = Path(ran.out.strip())
-    assert out.is_relative_to(tmp_path / "kept") and MSVE.provenance(out)["revision"] == "v1"
+    assert (
+        out.is_relative_to(tmp_path / "kept")
+        and json.loads(out.read_text())["provenance"]["revision"] == "v1"
+    )
     assert [each.config["revision"] for each in fitted] == ["v1"]
     assert Solver("Some/Model", revision="v1").msve == MSVE.load(out) != MSVE()
     assert Solver("Some/Model").msve == Solver("Some/Model", revision="v2").msve == MSVE()
@@ -291,9 +294,9 @@ def test_flashinfer_without_a_kernel_for_the_model_says_so(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--attn", "rowise"], "unknown-backend", "Did you mean 'rowwise'? Known: auto, flash"),
-        (["--attn", "torch", "--deterministic"], "backend", "or use --attn rowwise"),
-        (["--attn", "flashinfer", "--device", "cpu"], "backend", "Use --attn torch"),
+        (["--backend", "rowise"], "unknown-backend", "Did you mean 'rowwise'? Known: auto, flash"),
+        (["--backend", "torch", "--deterministic"], "backend", "or use --backend rowwise"),
+        (["--backend", "flashinfer", "--device", "cpu"], "backend", "Use --backend torch"),
         (["--revision", "v1"], "revision", "Leave --revision out, or name a Hub id"),
     ],
 )

@@ -25,7 +25,9 @@ def memory_of(slots: int = SLOTS, prompt: int = 4) -> tuple[KVMemory, ThoughtTre
 
 
 def place(memory: KVMemory, node: Node, *offsets: int, exact: bool = True) -> np.ndarray:
-    return memory.place(node, np.array(offsets, np.int64), exact=exact, depth=2)
+    slots = memory.place(node, np.array(offsets, np.int64), exact=exact, depth=2)
+    memory.commit()
+    return slots
 
 
 def blank(tree: ThoughtTree, parent: Node, tokens: int) -> Node:
@@ -67,6 +69,7 @@ class Oracle(RuleBasedStateMachine):
             value = torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
             self.memory.pool.write(layer, index, value.expand(-1, 1, 2), value)
         self.peak = max(self.peak, self.used)
+        self.memory.commit()
         return numbers
 
     def node(self, data: st.DataObject) -> Node:
@@ -197,6 +200,30 @@ class Oracle(RuleBasedStateMachine):
 
         assert freed == self.forgotten([key for key in self.held if key[0] in chosen])
 
+    @rule(data=st.data(), exact=st.booleans(), rewritten=st.booleans())
+    def fail(self, data: st.DataObject, exact: bool, rewritten: bool) -> None:
+        """Tokens are placed, or rewritten, for a forward that fails."""
+        node = self.node(data)
+        here = self.resident(node)
+        if rewritten:
+            offsets = here
+            self.memory.rewrite(node, np.array(offsets, np.int64), exact=exact, depth=2)
+        else:
+            offsets = sorted(set(range(len(node.tokens))) - set(here))[: self.memory.free]
+            self.memory.place(node, np.array(offsets, np.int64), exact=exact, depth=2)
+            self.peak = max(self.peak, self.used + len(offsets))
+        assert self.memory.pending
+        assert not node.span.exact[offsets].any()
+        self.memory.check()
+
+        lost = self.memory.rollback()
+
+        assert lost == {node.id: len(offsets)}
+        assert not self.memory.pending
+        self.borrowed.clear()
+        if rewritten:
+            self.forgotten([(node.id, offset) for offset in offsets])
+
     @precondition(lambda self: not self.borrowed)
     @rule()
     def attach(self) -> None:
@@ -251,6 +278,38 @@ def test_a_slot_is_never_freed_twice() -> None:
         memory.evict(tree.root, np.array([1]))
     with pytest.raises(AssertionError, match="released twice"):
         memory.give_back(slots)
+
+
+def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
+    memory, tree = memory_of()
+    child = blank(tree, tree.root, 2)
+    memory.place(tree.root, np.array([0, 1]), exact=True, depth=2)
+    memory.place(tree.root, np.array([2, 3]), exact=False, depth=2)
+    memory.append(child, NO_SLOT, exact=True, depth=2)
+    assert tree.root.span.resident.all() and not tree.root.span.exact.any()
+    assert child.span.resident[1] and not child.span.exact[1]
+
+    memory.commit()
+
+    assert tree.root.span.exact.tolist() == [True, True, False, False]
+    assert child.span.exact.tolist() == [False, True]
+    tree.append(child, 9)
+    memory.append(child, NO_SLOT, exact=True, depth=2)
+    assert memory.rollback() == {child.id: 1}
+    assert child.span.resident.tolist() == [False, True, False]
+    assert memory.used == 5
+
+
+def test_a_rollback_frees_slots_that_were_claimed_and_never_named() -> None:
+    memory, tree = memory_of()
+    place(memory, tree.root, 0, 1)
+    memory.table.take(3)  # as an interruption within the memory itself leaves it
+    memory.table.owner[memory.table.take(1)] = 0
+
+    assert memory.rollback() == {}
+
+    assert memory.used == 2
+    memory.check()
 
 
 def test_a_resident_token_is_never_placed_again() -> None:
@@ -417,6 +476,13 @@ def test_freed_slots_are_poisoned_in_every_layer() -> None:
         (lambda memory, node: memory.table.position.__setitem__(node.span.slot[0], 7), "position"),
         (lambda memory, node: node.span.tier.__setitem__(0, Tier.HOST), "tier without slot"),
         (lambda memory, node: node.span.exact.__setitem__(3, True), "exact but not"),
+        (
+            lambda memory, node: (
+                memory.rewrite(node, np.array([0]), exact=True, depth=2),
+                node.span.exact.__setitem__(0, True),
+            ),
+            "exact before its forward",
+        ),
         (lambda memory, node: node.tokens.append(1), "differ in length"),
         (lambda memory, node: setattr(memory.table, "used", 1), "used slots"),
         (lambda memory, node: setattr(memory.table, "peak", 1), "peak"),
@@ -471,6 +537,7 @@ def test_a_preferred_place_is_taken_only_if_it_is_free() -> None:
     place(memory, tree.root, 0, 1)
 
     first = memory.place(child, np.array([0, 1]), exact=True, depth=2, first=10)
+    memory.commit()
     second = memory.place(child, np.array([2, 3]), exact=True, depth=2, first=11)
 
     assert first.tolist() == [10, 11]

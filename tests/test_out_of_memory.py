@@ -108,14 +108,14 @@ def test_memory_that_is_free_in_pieces_or_lacks_by_an_unknown_size_is_a_quarter_
 
 
 @pytest.mark.usefixtures("mib_free")
-def test_kv_that_does_not_fit_says_what_lies_beside_it() -> None:
+def test_kv_that_does_not_fit_says_what_else_is_held() -> None:
     error = kv_too_large(CPU, 9999, 1 << 20, 15 << 30)
 
     assert error.message == (
-        "cpu: the KV of 9,999 tokens takes 9.8 GiB, and 301.0 MiB are free beside weights of 15.0 GiB."
+        "cpu: the KV of 9,999 tokens takes 9.8 GiB, and 301.0 MiB are free next to weights of 15.0 GiB."
     )
     assert error.hint == "About 270 tokens fit: try --budget 270tok, or a smaller search."
-    assert "beside" not in kv_too_large(CPU, 9999, 1 << 20, 0).message
+    assert "next to" not in kv_too_large(CPU, 9999, 1 << 20, 0).message
 
 
 def test_a_pool_that_does_not_fit_names_what_does() -> None:

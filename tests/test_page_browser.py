@@ -492,7 +492,7 @@ def test_the_wheel_zooms_a_drag_pans_and_a_click_selects(page: Page, trace: Path
     assert selected == 3
     assert zoomed["kx"] == before["kx"]
     assert panned["x"] > zoomed["x"] and panned["y"] < zoomed["y"]
-    assert page.evaluate("arbor.current.selected") == 3, "a drag is no click"
+    assert page.evaluate("arbor.current.selected") == 3, "a drag is not a click"
     assert page.evaluate(view) == before
 
 
@@ -577,8 +577,8 @@ def test_regret_counts_what_was_given_up_and_needed_again(page: Page, tmp_path: 
         "(() => { const field = document.querySelector('.within input'); field.value = 1; field.dispatchEvent(new Event('input')); })()"
     )
 
-    assert "6 tokens came back within 100 events: 100 % of the 6 that were evicted." in said
-    assert "0 tokens came back within 1 event: 0 %" in text(page, "#panel-2")
+    assert "6 tokens returned within 100 events: 100 % of 6 evicted." in said
+    assert "0 tokens returned within 1 event: 0 %" in text(page, "#panel-2")
 
 
 def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) -> None:
@@ -602,7 +602,7 @@ def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) ->
     assert cells == ["", "", "exit", "skipped"]
 
 
-def test_what_the_retention_policy_decided_is_shown_at_its_block(
+def test_the_decision_of_a_retention_policy_appears_at_its_block(
     page: Page, tmp_path: Path
 ) -> None:
     events: list[Event] = [header(), Opened(0, None, 0, 0, 15, "prompt")]
@@ -613,13 +613,25 @@ def test_what_the_retention_policy_decided_is_shown_at_its_block(
     page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#n=0")
     page.settle()
 
-    panel = text(page, "#panel-0")
-    assert "arborkv" in panel and "9 of 15 tokens" in panel and "0.240" in panel
-    assert "25 for 3 blocks" in panel
-    assert re.search(r"score\s*0\.240\s*last used\s*1,234\s*next use\s*never", panel)
+    shown_text = text(page, "#panel-0")
+    assert "arborkv" in shown_text and "9 of 15 tokens" in shown_text and "0.240" in shown_text
+    assert "25 for 3 blocks" in shown_text
+    assert re.search(r"score\s*0\.240\s*last read\s*1,234\s*next recorded read\s*none", shown_text)
     page.evaluate("arbor.seek(1)")
     page.settle()
     assert "arborkv, " not in text(page, "#panel-0"), "it has not decided yet"
+
+
+def test_a_trace_without_words_has_an_answer_that_is_left_out(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with TraceWriter(path, clock=tick(), text="none") as writer:
+        for event in fake_run(6):
+            writer(event)
+
+    page.open(shown(path))
+    page.settle()
+
+    assert "(left out)" in text(page, "#outcome") and "no answer" not in text(page, "#outcome")
 
 
 def test_tokens_on_the_host_have_a_strip_of_their_own(page: Page, tmp_path: Path) -> None:

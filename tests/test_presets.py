@@ -13,7 +13,6 @@ from arbor.events import Opened, Selected, Verified
 from arbor.retention.base import NEVER
 from arbor.retention.future_reads import FutureReads
 from arbor.run.presets import PRESETS, preset
-from arbor.solver import DEFAULT_POLICY
 
 SHAPES = {"config-s": (3, 6, 64), "config-l": (5, 8, 256)}
 
@@ -37,7 +36,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 def test_the_command_and_the_solver_have_the_same_defaults() -> None:
     given = {option.name: option.default for option in command.params}
     solver = Solver()
-    assert given["policy"] == DEFAULT_POLICY == solver.policy.name
+    assert given["policy"] == solver.policy.name
     assert given["mode"] == solver.mode
 
 

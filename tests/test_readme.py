@@ -1,4 +1,4 @@
-"""The README is run as it stands: its Python, and its commands."""
+"""The README is run as it stands: its Python, its commands and the output it shows."""
 
 from __future__ import annotations
 
@@ -67,6 +67,29 @@ def test_its_commands_run(number: int, shell: tuple[Path, dict[str, str]]) -> No
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def without_times(text: str) -> str:
+    """The text with ``0`` for seconds and tokens per second."""
+    return re.sub(r"[\d.]+(?= s\b| tok/s)", "0", text)
+
+
+def test_it_shows_the_output_of_a_command(shell: tuple[Path, dict[str, str]]) -> None:
+    folder, settings = shell
+    shown = next(text for language, text in BLOCKS if language == "text")
+    command = COMMANDS[1]
+
+    done = subprocess.run(  # piped, only -v prints what a terminal shows
+        ["/bin/sh", "-c", f"{command} -v"],
+        cwd=folder,
+        env=settings,
+        capture_output=True,
+        text=True,
+    )
+
+    printed = without_times(done.stdout + done.stderr).splitlines()
+    missing = [line for line in without_times(shown).splitlines() if line not in printed]
+    assert not missing, "\n".join(["not printed:", *missing, "printed:", *printed])
 
 
 def test_every_file_it_names_exists() -> None:

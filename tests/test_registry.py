@@ -11,15 +11,18 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor import registry
+from arbor import components, registry
+from arbor.components import build, spec_of
 from arbor.errors import UnknownName, UsageError
-from arbor.registry import BUILTIN, KINDS, build, names, resolve, spec_of
+from arbor.registry import BUILTIN, KINDS, names, resolve
+from arbor.retention.allocators.lru import LRU
+from arbor.retention.policy import Policy, Protect
 
 
 class Colour(enum.Enum):
@@ -48,6 +51,8 @@ class Sample:
     stops: tuple[str, ...] = ("\n\n",)
     colour: Colour = Colour.RED
     inner: Inner = field(default_factory=Inner)
+    size: Annotated[int, "tokens"] = 1
+    sizes: list[int] = field(default_factory=list)
     derived: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +68,7 @@ class Needs:
 
 
 class Plain:
-    """Is no dataclass."""
+    """Not a dataclass."""
 
 
 @pytest.fixture(autouse=True)
@@ -98,13 +103,15 @@ EXTRA = """
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in KINDS for name in BUILTIN[kind]]
 )
-def test_every_name_stands_for_a_class_and_builds_with_its_defaults(kind: str, name: str) -> None:
-    cls = resolve(kind, name)
+def test_every_name_stands_for_a_component_and_builds_with_its_defaults(
+    kind: str, name: str
+) -> None:
+    found = resolve(kind, name)
 
-    assert isinstance(cls, type)
-    if dataclasses.is_dataclass(cls):
+    assert isinstance(found, type) == (kind != "policy")
+    if dataclasses.is_dataclass(found):
         component = build(kind, name)
-        assert spec_of(component)["name"] == name
+        assert spec_of(component)["name"] == registry.name_of(component) == name
         assert build(kind, json.loads(json.dumps(spec_of(component)))) == component
 
 
@@ -163,7 +170,10 @@ def test_an_unknown_kind_is_named() -> None:
         ("colour", "blue", Colour.BLUE),
         ("colour", Colour.BLUE, Colour.BLUE),
         ("inner", {"depth": "5"}, Inner(5)),
+        ("colour", "RED", Colour.RED),
         ("inner", Inner(5), Inner(5)),
+        ("size", "5", 5),
+        ("sizes", "1,2", [1, 2]),
     ],
 )
 def test_a_setting_is_read_by_its_type(setting: str, written: Any, value: Any) -> None:
@@ -182,9 +192,16 @@ def test_a_setting_is_read_by_its_type(setting: str, written: Any, value: Any) -
         ("width", 1.5, "a whole number"),
         ("width", True, "a whole number"),
         ("width", None, "a whole number"),
+        ("width", "inf", "a whole number"),
+        ("width", float("inf"), "a whole number"),
+        ("size", "five", "a whole number"),
         ("share", "half", "a number"),
         ("share", True, "a number"),
         ("on", "maybe", "true or false"),
+        ("on", 2, "true or false"),
+        ("on", [], "true or false"),
+        ("share", None, "a number"),
+        ("limit", [], "int or none"),
         ("mode", "mcts", "one of bfs, dfs, 3"),
         ("limit", "many", "int or none"),
         ("label", 7, "text"),
@@ -255,6 +272,7 @@ samples = st.builds(
     text=st.none() | st.text().filter(lambda text: text.lower() != "none"),
     pair=st.tuples(st.integers(), st.integers()),
     stops=st.lists(st.text()).map(tuple),
+    sizes=st.lists(st.integers()),
     colour=st.sampled_from(Colour),
     inner=st.builds(Inner, st.integers()),
 )
@@ -347,7 +365,7 @@ def test_a_plugin_that_cannot_be_imported_fails_only_who_asks_for_it(
     with pytest.raises(UsageError, match="OSError: no disk") as caught:
         resolve("task", "boom")
     assert caught.value.code == "task-broken"
-    with pytest.raises(UsageError, match="is no class"):
+    with pytest.raises(UsageError, match="neither a class nor a ready component"):
         resolve("task", "function")
     assert resolve("task", "game24")
 
@@ -466,18 +484,139 @@ def test_a_name_that_is_taken_stays_with_its_owner(own: registry.Register) -> No
     own.verifier("mine")(Sample)
     own.verifier("mine")(Sample)  # a notebook's cell, run again
 
-    with pytest.raises(UsageError, match="'mine' already"):
+    with pytest.raises(UsageError, match="verifier name 'mine' is taken"):
         own.verifier("mine")(Needs)
     with pytest.raises(UsageError, match="Choose another name, such as 'my-tot'"):
         own.controller("tot")(Sample)
-    with pytest.raises(UsageError, match="is no name"):
+    with pytest.raises(UsageError, match="invalid controller name 'a:b'"):
         own.controller("a:b")(Sample)
     assert resolve("verifier", "mine") is Sample
+
+
+def test_a_ready_component_is_given_a_name(own: registry.Register) -> None:
+    wide = own.controller("wide", Sample(width=9))
+    component = build("controller", "wide", share="0.25")
+
+    assert resolve("controller", "wide") is wide == Sample(width=9)
+    assert names("controller")[-1] == "wide"
+    assert component == Sample(width=9, share=0.25)
+    with pytest.raises(UsageError, match="'wide' has no setting 'widht'"):
+        build("controller", "wide", widht=1)
+    assert own.controller("wide", Sample(width=8)) == Sample(width=8), "a notebook's cell, edited"
+    with pytest.raises(UsageError, match="is taken"):
+        own.controller("wide", Inner())
+    with pytest.raises(UsageError, match="is taken"):
+        own.controller("wide", Sample)
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """An allocator of one's own."""
+
+    reserve: int = 0
+
+    def counts(self, blocks: Any, room: int, scorer: Any) -> Any:
+        return blocks.floor
+
+
+LOWEST = Policy(Lowest(), protect=Protect(tail=3))
+
+
+def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Register) -> None:
+    named = own.policy("lowest", LOWEST)
+    changed = build("policy", "lowest,reserve=2,scorer=random")
+    spec = json.loads(json.dumps(spec_of(changed)))
+
+    assert resolve("policy", "lowest") is named
+    assert (LOWEST.name, LOWEST.registered_as) == ("Lowest", "")
+    assert named.name == changed.name == spec["name"] == "lowest"
+    assert spec["allocator"] == {"reserve": 2} and spec["scorer"] == {"name": "random", "seed": 0}
+    assert build("policy", spec) == changed != named == build("policy", "lowest")
+    assert components.settings_of(named)[:5] == (
+        "allocator",
+        "scorer",
+        "protect",
+        "spares_paths",
+        "reserve",
+    )
+    assert own.policy("lowest", Policy(Lowest())).protect == Protect(), "a notebook's cell, edited"
+    with pytest.raises(UsageError, match="is taken"):
+        own.policy("lowest", Policy(LRU()))
+    with pytest.raises(UsageError, match="no setting 'registered_as'"):
+        build("policy", "lowest", registered_as="other")
+
+
+def test_a_policy_without_a_name_is_built_again_from_the_classes_of_its_parts() -> None:
+    spec = json.loads(json.dumps(spec_of(LOWEST)))
+
+    assert spec["name"] == "arbor.retention.policy:Policy"
+    assert spec["allocator"] == {"name": f"{__name__}:Lowest", "reserve": 0}
+    assert build("policy", spec) == LOWEST
+    assert build("policy", LOWEST, reserve="1", tail="4") == Policy(
+        Lowest(1), protect=Protect(tail=4)
+    )
+    plain = build("policy", spec["name"], allocator="kkt", gamma="3")
+    assert (type(plain.allocator).__name__, plain.allocator.gamma) == ("KKT", 3.0)
+    with pytest.raises(UsageError, match="needs a value for 'allocator'"):
+        build("policy", spec["name"])
+
+
+def test_a_policy_goes_by_its_path_or_by_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(
+        tmp_path,
+        "plug",
+        f"[arbor.policies]\nlowest = {__name__}:LOWEST\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lowest", f"{__name__}:LOWEST"):
+        policy = build("policy", f"{name},tail=5")
+
+        assert policy.name == name == spec_of(policy)["name"]
+        assert policy.protect == Protect(tail=5)
+        assert build("policy", json.loads(json.dumps(spec_of(policy)))) == policy
+
+
+def test_a_part_that_is_not_a_dataclass_goes_by_its_class() -> None:
+    class_path = f"{__name__}:Plain"
+    policy = Policy(Plain())  # type: ignore[arg-type]
+
+    assert spec_of(policy)["allocator"] == {"name": class_path}
+    assert type(build("policy", spec_of(policy)).allocator) is Plain
+
+
+def test_an_earlier_name_is_still_read() -> None:
+    policy = build("policy", "arborkv,scorer=chance")
+
+    assert policy == build("policy", "arborkv", scorer={"name": "chance", "seed": 0})
+    assert spec_of(policy)["scorer"] == {"name": "random", "seed": 0}
+    assert "chance" not in names("scorer")
 
 
 def test_what_is_no_kind_cannot_be_registered(own: registry.Register) -> None:
     with pytest.raises(AttributeError, match="kinds are controller, "):
         own.planet("mars")
+
+
+def test_a_component_is_summed_up_in_a_line() -> None:
+    assert components.summary_of(Plain) == "Not a dataclass."
+    assert components.summary_of(Sample()) == "Has a setting of every kind a component may have."
+    assert components.summary_of(resolve("policy", "h2o")).endswith("(H2O).")
+    assert components.summary_of(LOWEST) == ""
+
+
+def test_the_defaults_of_a_component_are_its_settings() -> None:
+    assert components.defaults_of(Needs) == {"size": "?"}
+    assert components.defaults_of(Composed) == {"part": Inner(2)}
+    assert components.defaults_of(Inner(7)) == {"depth": 7}
+    assert components.defaults_of(Plain) == {}
+    assert list(components.defaults_of(LOWEST)) == [
+        "allocator",
+        "scorer",
+        "protect",
+        "spares_paths",
+    ]
 
 
 def test_every_kind_has_a_plural() -> None:
@@ -502,16 +641,17 @@ def test_a_part_is_named_and_then_set() -> None:
     assert policy.scorer == build("policy", "arborkv").scorer
     with pytest.raises(UsageError, match=r"has no setting 'eta'\. Did you mean '(?!eta)"):
         build("policy", "arborkv", allocator="kkt", eta=1)
-    with pytest.raises(UnknownName, match=r"'recncy' is no known scorer.*'recency'"):
+    with pytest.raises(UnknownName, match="Did you mean 'recency'") as caught:
         build("policy", "arborkv", scorer="recncy")
+    assert caught.value.code == "unknown-scorer"
 
 
 def test_a_name_with_settings_is_built_as_such() -> None:
-    assert registry.split_spec("tot") == ("tot", {})
-    assert registry.split_spec(" a:B , x = 1, 2 ,y=z") == ("a:B", {"x": "1,2", "y": "z"})
-    policy = registry.build("policy", "arborkv,scorer=recency,tail=16", tail="5")
+    assert components.split_spec("tot") == ("tot", {})
+    assert components.split_spec(" a:B , x = 1, 2 ,y=z") == ("a:B", {"x": "1,2", "y": "z"})
+    policy = components.build("policy", "arborkv,scorer=recency,tail=16", tail="5")
     assert (type(policy.scorer).__name__, policy.protect.tail) == ("Recency", 16)
     with pytest.raises(UsageError, match="twice"):
-        registry.split_spec("lru,tail=1,tail=2")
+        components.split_spec("lru,tail=1,tail=2")
     with pytest.raises(UsageError, match="'tail' is not KEY=VALUE"):
-        registry.build("policy", "lru,tail")
+        components.build("policy", "lru,tail")

@@ -197,6 +197,7 @@ def over_a_gap(lab: Lab, leaf: Node, tokens: Sequence[int]) -> Node:
     ]
     segment = Segment(tuple(context), list(tokens), child.start + offsets, slots, slots)
     lab.runner.forward(plan_forward([segment]), lab.memory.pool)
+    lab.memory.commit()
     return child
 
 
@@ -264,3 +265,53 @@ def test_greedy_growth_after_scattered_holes_follows_the_models_own_argmax(lab: 
     ]
     assert child.tokens == logits.argmax(-1).tolist()
     undo(lab, child)
+
+
+def hidden_search(slots: int) -> tuple[Lab, list[Tensor], list[list[int]]]:
+    """What a search that loses a block says and grows, in a budget; the block comes back and goes on at the end."""
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(slots)
+    (lost,) = lab.sprout([(tree.root, 1)], GREEDY)
+    (leaf,) = lab.sprout([(lost, 1)], GREEDY)
+    if slots < 4096:  # as after a visit to another path
+        lab.memory.release([leaf, lost])
+        lab.memory.evict(tree.root, np.array([3, 4]))
+        lab.state.changed([tree.root, lost, leaf])
+    answers = []
+    with lab.hiding([lost]):
+        answers.append(lab.ask([leaf], [(7, 8)]))
+        (first,) = lab.sprout([(leaf, 1)], GREEDY)
+        (second,) = lab.sprout([(first, 1)], GREEDY)
+        answers.append(lab.ask([first, second], [(7, 8)] * 2))
+    tokens = [first.tokens, second.tokens]
+    for node in (first, second):
+        assert not node.span.exact.any(), "they did not see the hidden block"
+    for node in (tree.root, lost, leaf):  # of theirs, what is there is as it ever was
+        assert node.span.exact[node.span.resident].all()
+    answers.append(lab.ask([leaf, second], [(7, 8)] * 2))
+    assert second.span.exact.all()
+    lab.forget([first, second])
+    answers.append(lab.ask([leaf], [(7, 8)]))
+    return lab, answers, tokens
+
+
+def test_what_a_search_does_without_a_block_does_not_depend_on_the_budget() -> None:
+    full, answers, tokens = hidden_search(4096)
+    (lost, leaf) = full.tree[1], full.tree[2]
+    whole = path_logits(build("llama"), [*path_ids(leaf), 7, 8])[-1]
+    assert relative_error(answers[0][0], whole) > 1e-3
+    assert lost.span.exact.all()
+    for slots in (full.tree[4].end + 2, 40):
+        small, again, chosen = hidden_search(slots)
+        assert chosen == tokens
+        for got, want in zip(again, answers, strict=True):
+            assert relative_error(got, want) < 1e-5
+        assert any(isinstance(event, Rehydrated) for event in small.events)
+
+
+def test_what_was_grown_without_a_block_is_computed_again_with_it() -> None:
+    lab, answers, _ = hidden_search(4096)
+    second = lab.tree[4]
+    want = path_logits(build("llama"), [*path_ids(second), 7, 8])[-1]
+    assert relative_error(answers[2][1], want) < 1e-5
+    assert relative_error(answers[1][1], want) > 1e-3

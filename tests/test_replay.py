@@ -154,11 +154,11 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
 
 def test_a_replay_tells_its_events(tokenizer: object) -> None:
     record = Recording.of(live(SEARCHES[0])[1])
-    told: list[Event] = []
-    replay(record, tokenizer, policy="kkt", slots=tight(record, tokenizer), listen=told.append)
+    heard: list[Event] = []
+    replay(record, tokenizer, policy="kkt", slots=tight(record, tokenizer), listen=heard.append)
 
-    assert any(isinstance(event, Rehydrated) for event in told)
-    assert any(isinstance(event, Selected) for event in told)
+    assert any(isinstance(event, Rehydrated) for event in heard)
+    assert any(isinstance(event, Selected) for event in heard)
 
 
 def test_a_replay_that_runs_out_of_budget_leaves_no_contradiction(tokenizer: object) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.models import build, path_keys, path_logits
 from support.trees import LENGTH, PROMPT, Lab, path_ids, relative_error
 
-from arbor.engine.engine import Mode
+from arbor.engine.mode import Mode
 from arbor.events import Evicted, Rehydrated
 from arbor.memory.slots import SlotTable
 from arbor.model.runner import ModelRunner
@@ -94,7 +94,7 @@ class Searches(RuleBasedStateMachine):
         self.slots = slots
         self.left = -1  # steps until an interruption; below 0: none comes
         self.tree = ThoughtTree(PROMPT)
-        self.lab.open(self.tree, slots, self.interrupted)
+        self.lab.open(self.tree, slots, interrupted=self.interrupted)
         self.ledger = Ledger(self.lab.memory.table)
         self.lab.extend(self.tree.root)
 
@@ -155,7 +155,7 @@ class Searches(RuleBasedStateMachine):
             assert self.lab.memory.peak == self.ledger.most
             assert self.lab.memory.used == len(self.ledger.held)
             self.lab.memory.check()
-            table = self.lab.residency.table
+            table = self.lab.state.table
             table.refresh()
             for node in self.tree:
                 assert table.resident[node.id] == node.span.resident.sum()

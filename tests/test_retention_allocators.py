@@ -1,4 +1,4 @@
-"""How many tokens each block keeps: each rule against its formula, and against every other way to share the room out."""
+"""Allocators: each rule against its formula, and against every other way to share the room."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_key_that_is_not_a_number_is_noticed() -> None:
 def test_water_filling_meets_the_sum_and_the_kkt_conditions(
     seed: int, share: float, spread: float
 ) -> None:
-    """k = clip(w / mu, floor, cap): one mu for all in between; at the cap w / k >= mu, at the floor w / k <= mu."""
+    """k = clip(w / mu, floor, cap), one mu: at the cap w / k >= mu, at the floor w / k <= mu."""
     rng = np.random.default_rng(seed)
     size = int(rng.integers(1, 200))
     cap = rng.integers(1, 130, size)
@@ -126,7 +126,7 @@ def test_water_filling_meets_the_sum_and_the_kkt_conditions(
     assert kept.sum() == pytest.approx(min(room, cap.sum()), rel=1e-9)
     with np.errstate(divide="ignore"):
         price = log_weight - np.log(kept)  # ln(w / k)
-    faint = log_weight < log_weight.max() - 590  # beyond the range of weights that are told apart
+    faint = log_weight < log_weight.max() - 590  # below the range of distinct weights
     between = (kept > floor + 1e-6) & (kept < cap - 1e-6) & ~faint
     if between.any():
         level = price[between].mean()
@@ -215,7 +215,7 @@ def test_kkt_is_the_best_of_all_ways_to_keep_whole_tokens(seed: int, share: floa
 
 @given(seed=SEEDS, share=SHARES)
 def test_kkt_is_what_the_papers_loop_arrives_at(seed: int, share: float) -> None:
-    """Pressure, with the marginal loss as its priority and an end: take the token that is worth least until it fits."""
+    """Pressure with the marginal loss as its priority, and an end: take the cheapest token."""
     blocks = offer(seed, 1 + seed % 30, ties=False, longest=30)
     blocks = dataclasses.replace(blocks, floor=np.maximum(blocks.floor, 1))
     room = room_for(blocks, share)
@@ -234,7 +234,7 @@ def test_kkt_is_what_the_papers_loop_arrives_at(seed: int, share: float) -> None
 
 
 def test_blocks_that_would_keep_nothing_get_a_token_each_first() -> None:
-    """ln 0 is minus infinity: no second token is worth as much as a first one; the heavier blocks come first."""
+    """ln 0 is minus infinity: a first token is worth more than any second; heavier blocks first."""
     blocks = blocks_of(4, score=[0.9, 0.1, 0.05, 0.2])
 
     assert KKT().counts(blocks, 6, ANY).tolist() == [3, 1, 1, 1]
@@ -313,7 +313,7 @@ def test_without_sibling_coordination_it_does_not_matter_who_is_active(
 
 
 def test_ratio_is_equation_2_with_alpha_solved() -> None:
-    """r = alpha eta^[off] s^gamma e^(-0.5 distance): 2 : 1 for eta, 4 : 1 for the score, e : 1 for two edges."""
+    """r = alpha eta^[off] s^gamma e^(-0.5 distance): eta 2 : 1, score 4 : 1, two edges e : 1."""
     blocks = blocks_of(
         4,
         length=[1000, 1000, 500, 1000],
@@ -392,7 +392,7 @@ def test_reentry_breaks_ties_by_depth_then_use_then_id() -> None:
 
 
 def random_forest(seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Parents, and each block's probability, the sum over the leaves below: (parent, leaf probability, reentry)."""
+    """Parents, leaf probabilities, and each block's reentry: the sum over the leaves below."""
     rng = np.random.default_rng(seed)
     size = int(rng.integers(1, 9))
     parent = [-1] + [int(rng.integers(0, i)) for i in range(1, size)]
@@ -429,7 +429,7 @@ def test_reentry_costs_as_little_as_any_choice_can(seed: int, share: float) -> N
 
 @given(seed=SEEDS, share=SHARES)
 def test_a_charge_per_transition_is_the_most_reentry_can_lose(seed: int, share: float) -> None:
-    """With a fixed charge for every transition that lacks anything the problem is no longer linear; the gap is bounded."""
+    """A fixed charge for each incomplete transition is not linear; the gap is bounded."""
     parent, leaf, total = random_forest(seed)
     size, charge = len(parent), 5.0
     paths = []
@@ -525,7 +525,7 @@ def test_nobody_beats_belady(seed: int) -> None:
 
 @given(seed=SEEDS, share=SHARES)
 def test_pooled_keeps_the_best_tokens_wherever_they_lie(seed: int, share: float) -> None:
-    """Against the rule by hand: floors first, each paid with its block's best; then the best of the rest."""
+    """Against the rule by hand: floors first, of each block's best; then the best of the rest."""
     blocks = offer(seed)
     tokens, scores = blocks.tokens, ANY.scores(blocks.tokens)
     scores = np.random.default_rng(seed).integers(0, 3, len(scores)).astype(float)
@@ -568,8 +568,8 @@ def test_of_tokens_equal_in_all_the_earlier_block_keeps_its_own() -> None:
 
 
 @given(seed=SEEDS, share=SHARES, values=st.sampled_from([2, 50, 10**6]))
-def test_many_tokens_are_told_apart_as_few_are(seed: int, share: float, values: int) -> None:
-    """Where a sample narrows the search, the same tokens leave: the lowest scores, of equals the earlier positions."""
+def test_many_tokens_are_ranked_as_few_are(seed: int, share: float, values: int) -> None:
+    """A sample narrows the search; still the lowest scores leave, of equals earlier positions."""
     blocks = offer(seed, 500, longest=40)
     tokens = blocks.tokens
     blocks = dataclasses.replace(blocks, floor=np.zeros(500, np.int64))

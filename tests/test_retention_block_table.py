@@ -1,4 +1,4 @@
-"""The table of all blocks: what a tree says block by block, said for all of them at once."""
+"""The table of all blocks, against the tree block by block."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from support.offers import SEEDS
 
 from arbor.retention.base import NEVER
 from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, _Levels
+from arbor.retention.growable import grown
 from arbor.retention.held_tokens import HeldTokens
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -28,7 +29,8 @@ def alter(node: Node, rng: np.random.Generator) -> None:
     count = int(rng.integers(0, 5))
     node.tokens.extend([7] * count)
     node.span.grow(count)
-    node.span.slot[:] = np.where(rng.random(len(node.span)) < 0.6, 1, -1)
+    slots = np.arange(len(node.span))  # 0 is a slot too
+    node.span.slot[:] = np.where(rng.random(len(node.span)) < 0.6, slots, -1)
     node.value, node.confidence = rng.random(2).tolist()
     node.valued = bool(rng.random() < 0.7)
     node.state = list(NodeState)[int(rng.integers(4))]
@@ -55,6 +57,9 @@ def check(table: BlockTable, tree: ThoughtTree) -> None:
         np.testing.assert_equal(table.value[node.id], value)
         assert table.confidence[node.id] == node.confidence
         assert table.open[node.id] == (node.state is NodeState.OPEN)
+    counts, offsets = table.held.of(np.arange(len(tree)))
+    assert counts.tolist() == table.resident.tolist()
+    assert offsets.tolist() == [at for node in tree for at in np.flatnonzero(node.span.resident)]
 
 
 def some_leaves(tree: ThoughtTree, seed: int) -> list[Node]:
@@ -70,7 +75,7 @@ def test_the_table_says_what_the_tree_says(seed: int, blocks: int) -> None:
 
 
 @given(seed=SEEDS)
-def test_a_table_that_is_told_what_changed_is_one_made_anew(seed: int) -> None:
+def test_a_table_with_the_changed_blocks_touched_is_one_made_anew(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(seed, 5)
     table = table_of(tree)
@@ -99,7 +104,7 @@ def test_a_table_that_is_told_what_changed_is_one_made_anew(seed: int) -> None:
 def test_the_tail_is_what_is_on_the_device_of_the_last_tokens() -> None:
     tree = ThoughtTree([1, 2, 3, 4, 5])
     short = tree.fork(tree.root)
-    for node, resident in ((tree.root, [1, 1, 0, 0, 1]), (short, [1])):
+    for node, resident in ((tree.root, [1, 1, 1, 0, 0]), (short, [1])):
         node.tokens[:] = [7] * len(resident)
         node.span.grow(len(resident) - len(node.span))
         node.span.slot[:] = np.where(resident, 1, -1)
@@ -108,7 +113,9 @@ def test_the_tail_is_what_is_on_the_device_of_the_last_tokens() -> None:
         table.touch(node)
     table.refresh()
 
-    assert table.tail.tolist() == [1, 1]  # the first three of the root would be two
+    # three at the beginning of the root, one of them among its last three
+    assert table.tail.tolist() == [1, 1]
+    assert table_of(tree).tail.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -222,6 +229,68 @@ def test_a_block_is_needed_with_the_first_leaf_below_it(seed: int, blocks: int) 
         assert found[node.id] == min(below, default=NEVER)
 
 
+def test_an_unvalued_block_is_worth_what_its_nearest_valued_ancestor_is() -> None:
+    tree = ThoughtTree([1])
+    first, second = tree.fork(tree.root), tree.fork(tree.root)
+    below = tree.fork(first)
+    for node, value in ((tree.root, 0.25), (second, 0.75)):
+        node.value, node.valued = value, True
+
+    assert table_of(tree).expected().tolist() == [0.25, 0.25, 0.75, 0.25]
+    tree.root.valued = False
+    assert table_of(tree).expected().tolist() == [0.75, 0.75, 0.75, 0.75]
+    second.valued = False
+    assert table_of(tree).expected().tolist() == [1.0] * 4
+    first.value, first.valued, below.value, below.valued = -2.0, True, 2.0, True
+    assert table_of(tree).expected().tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_reentry_of_leaves_that_grow_together_is_cut_at_1() -> None:
+    tree = ThoughtTree([1])
+    leaves = [tree.fork(tree.root).id for _ in range(3)]
+
+    assert table_of(tree).reentry(leaves, [0.75, 0.5, 1.0]).tolist() == [1.0, 0.75, 0.5, 1.0]
+
+
+def test_the_clock_of_a_block_is_kept_while_the_table_grows() -> None:
+    tree = random_tree(1, 200)
+    table = BlockTable()
+    table.use([], 1)
+    for clock, node in enumerate(tree, 1):
+        table.touch(node)
+        table.use([node], clock)
+        table.refresh()
+
+    assert table.last_used.tolist() == list(range(1, 202))
+    check(table, tree)
+
+
+def test_unknown_ids_between_known_ones_are_empty() -> None:
+    tree = ThoughtTree([1, 2])
+    for _ in range(3):
+        tree.fork(tree.root)
+    table = BlockTable()
+    table.touch(tree[3])
+    table.refresh()
+
+    assert table.parent[[0, 3]].tolist() == [NO_PARENT, 0]
+    assert (table.parent[1:3] < NO_PARENT).all()
+    assert not table.resident[1:3].any() and not table.open[1:3].any()
+    assert np.isnan(table.value[1:3]).all() and not table.confidence[1:3].any()
+
+
+def test_arrays_grow_by_doubling_and_keep_what_they_hold() -> None:
+    short = np.array([7, 8])
+
+    assert grown(short, 2) is short
+    longer = grown(short, 3, 5)
+    assert longer.tolist() == [7, 8] + [5] * 62
+    assert len(grown(longer, 65)) == 128 and len(grown(longer, 200)) == 200
+    pairs = grown(np.array([[1.0], [2.0]]), 2, np.array([[3.0], [4.0]]))
+    assert pairs.shape == (2, 64) and pairs[:, :2].tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    assert grown(np.array([], np.bool_), 1).dtype == np.bool_
+
+
 def test_without_leaves_everything_is_far_and_nothing_comes_back() -> None:
     table = table_of(random_tree(3, 10))
 
@@ -247,7 +316,7 @@ def test_a_chain_is_a_tree_too() -> None:
     assert table.reentry([levels], [0.5]).tolist() == [0.5] * (levels + 1)
 
 
-@pytest.mark.parametrize("deepest", [5, 40_000])
+@pytest.mark.parametrize("deepest", [5, (1 << 15) - 1, 1 << 15, 40_000])
 def test_levels_are_sorted_by_depth_however_deep(deepest: int) -> None:
     depth = np.array([0, 1, deepest, 1, 2])
     parent = np.array([NO_PARENT, 0, 4, 0, 1])
@@ -270,7 +339,7 @@ def test_levels_are_sorted_by_depth_however_deep(deepest: int) -> None:
 def test_what_blocks_hold_is_what_was_last_read_of_each(notes: list[dict[int, list[bool]]]) -> None:
     held, last = HeldTokens(), dict[int, list[bool]]()
     for note in notes:
-        held.read(
+        held.update(
             np.array(list(note)),
             np.array([len(resident) for resident in note.values()]),
             np.array([sum(resident) for resident in note.values()]),

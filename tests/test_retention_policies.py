@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 
+from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.registry import BUILTIN, build, spec_of
+from arbor.registry import BUILTIN
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
-from arbor.retention.ordering import first, order
+from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import POLICIES, Policy, Protect
-from arbor.retention.selection import kept, shared_out
+from arbor.retention.selection import select, select_by_count
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
@@ -53,7 +54,7 @@ def test_kept_sets_are_sorted_parts_of_what_is_resident_and_hold_what_is_protect
     blocks = offer(seed)
     counts = policy.allocator.counts(blocks, room_for(blocks, share), policy.scorer)
 
-    chosen = kept(blocks, counts, policy.scorer)
+    chosen = select_by_count(blocks, counts, policy.scorer)
 
     assert len(chosen) == len(blocks)
     for index, offsets in enumerate(chosen):
@@ -74,7 +75,7 @@ def test_where_everything_fits_everything_stays_unseen(policy: Policy, seed: int
         counts = policy.allocator.counts(unseen(blocks), room, policy.scorer)
 
         assert (counts == blocks.resident).all()
-    chosen = kept(blocks, counts, policy.scorer)
+    chosen = select_by_count(blocks, counts, policy.scorer)
     assert all((chosen[i] == held(blocks, i)).all() for i in range(len(blocks)))
 
 
@@ -87,7 +88,7 @@ def test_under_repeated_pressure_kept_sets_only_shrink(
     for share in shares:
         room = room_for(blocks, share)
         counts = policy.allocator.counts(blocks, room, policy.scorer)
-        after = evict(blocks, list(kept(blocks, counts, policy.scorer)))
+        after = evict(blocks, list(select_by_count(blocks, counts, policy.scorer)))
 
         assert (after.resident == counts).all() and (after.resident <= blocks.resident).all()
         blocks = after
@@ -101,13 +102,13 @@ def test_an_answer_is_the_same_twice_and_whatever_was_asked_before(
     blocks, other = offer(seed), offer(seed + 1)
     room = room_for(blocks, share)
     first = policy.allocator.counts(blocks, room, policy.scorer)
-    chosen = list(kept(blocks, first, policy.scorer))
+    chosen = list(select_by_count(blocks, first, policy.scorer))
 
     policy.allocator.counts(other, room_for(other, share), policy.scorer)
     second = policy.allocator.counts(blocks, room, policy.scorer)
 
     assert (first == second).all()
-    again = kept(blocks, second, policy.scorer)
+    again = select_by_count(blocks, second, policy.scorer)
     assert all((a == b).all() for a, b in zip(chosen, again, strict=True))
 
 
@@ -127,8 +128,8 @@ def test_blocks_under_other_ids_keep_the_same_tokens(
     assert np.abs(there - counts[order]).max(initial=0) <= 1
     # where lengths or positions are equal the node id decides, by one token a block
     if policy not in (EVERY["streaming"], EVERY["uniform"], EVERY["arborkv, ratio_min"]):
-        chosen = kept(blocks, counts, policy.scorer)
-        again = kept(moved, there, policy.scorer)
+        chosen = select_by_count(blocks, counts, policy.scorer)
+        again = select_by_count(moved, there, policy.scorer)
         assert (there == counts[order]).all()
         assert all((again[i] == chosen[old]).all() for i, old in enumerate(order.tolist()))
 
@@ -145,7 +146,7 @@ def test_at_their_floors_blocks_stay_as_they_are(policy: Policy, seed: int) -> N
 
 @every_policy
 def test_pressure_ends_at_once_where_every_block_is_at_its_minimum(policy: Policy) -> None:
-    """The paper's loop decrements the block of least priority down to K_min, and then the same block for ever."""
+    """The paper's loop decrements the block of least priority to K_min, and then it for ever."""
     blocks = offer(3, 2000, longest=40)
     least = dataclasses.replace(blocks, resident=blocks.floor, see=evict_to_floor(blocks).only)
 
@@ -192,7 +193,7 @@ def test_protected_tokens_stay_whatever_the_scores(
 
     counts = POLICIES[name].allocator.counts(blocks, room_for(blocks, share), scorer)
 
-    chosen = kept(blocks, counts, scorer)
+    chosen = select_by_count(blocks, counts, scorer)
     for token in np.flatnonzero(tokens.protected):
         assert tokens.offset[token] in chosen[int(tokens.block[token])]
 
@@ -207,14 +208,14 @@ def test_protected_tokens_stay_whatever_the_scores(
 def test_a_block_keeps_its_best_tokens(
     seed: int, share: float, longest: int, ties: bool, scorer: Scorer
 ) -> None:
-    """By hand: protected ones, then the higher score, then the later position; also where not all protected ones fit."""
+    """By hand: protected ones, the higher score, the later position."""
     blocks = offer(seed, ties=ties, longest=longest)
     tokens, scores = blocks.tokens, scorer.scores(blocks.tokens)
     counts = np.floor(blocks.resident * share).astype(np.int64)
     one = np.random.default_rng(seed).random(len(blocks)) < 0.5  # half of them lose one token
     counts = np.where(one, np.maximum(blocks.resident - 1, 0), counts)
 
-    chosen = kept(blocks, counts, scorer)
+    chosen = select_by_count(blocks, counts, scorer)
 
     for index, offsets in enumerate(chosen):
         here = np.flatnonzero(tokens.block == index)
@@ -232,10 +233,10 @@ def test_what_an_allocator_of_tokens_gives_up_is_what_kept_sets_lack(
     blocks = offer(seed, ties=ties)
     room = room_for(blocks, share)
 
-    counts, chosen = shared_out(blocks, room, policy.allocator, policy.scorer)
+    counts, chosen = select(blocks, room, policy.allocator, policy.scorer)
 
     assert (counts == policy.allocator.counts(blocks, room, policy.scorer)).all()
-    again = kept(blocks, counts, policy.scorer)
+    again = select_by_count(blocks, counts, policy.scorer)
     assert [each.tolist() for each in chosen] == [each.tolist() for each in again]
     tokens = blocks.tokens
     for which in (chosen, again):
@@ -265,7 +266,7 @@ def test_the_view_of_some_blocks_is_a_part_of_the_view_of_all(seed: int) -> None
 def test_the_first_of_an_order_are_found_without_it(keys: list[float], count: int) -> None:
     key = np.array(keys)
 
-    assert sorted(first(key, count)) == sorted(order(key)[:count])
+    assert sorted(lowest(key, count)) == sorted(order(key)[:count])
 
 
 @given(seed=SEEDS, share=SHARES)
@@ -273,7 +274,7 @@ def test_of_equal_scores_the_newer_token_stays(seed: int, share: float) -> None:
     blocks = offer(seed)
     counts = POLICIES["kkt"].allocator.counts(blocks, room_for(blocks, share), Given((1.0,)))
 
-    chosen = kept(blocks, counts, Given((1.0,)))
+    chosen = select_by_count(blocks, counts, Given((1.0,)))
 
     for index, offsets in enumerate(chosen):
         protected = blocks.tokens.protected[blocks.tokens.block == index]
@@ -288,10 +289,10 @@ def test_a_score_that_is_not_finite_is_noticed(bad: float) -> None:
     blocks = offer(1, 8, ties=False)
     scorer = Given((0.5, bad))
 
-    with pytest.raises(AssertionError, match="not finite"):
+    with pytest.raises(UsageError, match="not finite"):
         POLICIES["h2o"].allocator.counts(blocks, room_for(blocks, 0.5), scorer)
-    with pytest.raises(AssertionError, match="not finite"):
-        kept(blocks, np.maximum(blocks.resident - 1, 0), scorer)
+    with pytest.raises(UsageError, match="not finite"):
+        select_by_count(blocks, np.maximum(blocks.resident - 1, 0), scorer)
 
 
 def test_scores_of_another_shape_are_noticed() -> None:
@@ -300,8 +301,8 @@ def test_scores_of_another_shape_are_noticed() -> None:
             return np.zeros(1)
 
     blocks = offer(1, 8, ties=False)
-    with pytest.raises(AssertionError, match="not every token"):
-        kept(blocks, np.maximum(blocks.resident - 1, 0), Short(()))
+    with pytest.raises(UsageError, match=r"scores of shape \(1,\)"):
+        select_by_count(blocks, np.maximum(blocks.resident - 1, 0), Short(()))
 
 
 def test_floors_that_do_not_fit_are_noticed() -> None:
@@ -310,7 +311,7 @@ def test_floors_that_do_not_fit_are_noticed() -> None:
     room = int(blocks.floor.sum()) - 1
 
     for name in ("lru", "kkt", "arborkv", "h2o", "uniform"):
-        with pytest.raises(AssertionError, match=f"there is room for {room}"):
+        with pytest.raises(AssertionError, match=f"of {room} slots"):
             POLICIES[name].allocator.counts(blocks, room, POLICIES[name].scorer)
 
 
@@ -321,7 +322,7 @@ def test_kept_sets_can_be_asked_for_like_a_list() -> None:
     blocks = offer(4, 9, ties=False)
     counts = np.maximum(blocks.resident - np.arange(9) % 3, 0)
 
-    chosen = kept(blocks, counts, POLICIES["streaming"].scorer)
+    chosen = select_by_count(blocks, counts, POLICIES["streaming"].scorer)
 
     assert [len(each) for each in chosen] == counts.tolist()
     assert (chosen[-1] == chosen[8]).all()
@@ -335,7 +336,7 @@ def test_kept_sets_of_whole_and_empty_blocks_need_no_tokens() -> None:
     whole = dataclasses.replace(blocks, resident=blocks.length)
     counts = np.where(np.arange(9) % 2, blocks.length, 0)
 
-    chosen = kept(unseen(whole), counts, POLICIES["h2o"].scorer)
+    chosen = select_by_count(unseen(whole), counts, POLICIES["h2o"].scorer)
 
     assert [each.tolist() for each in chosen] == [list(range(count)) for count in counts]
 
@@ -376,7 +377,17 @@ def test_every_named_policy_is_in_the_table_and_goes_by_its_name() -> None:
         assert isinstance(policy.allocator, Allocator)
         assert isinstance(policy.scorer, Scorer)
         assert policy.observes == policy.scorer.observes
-        assert type(policy).__doc__
+        assert policy.summary.endswith(".")
+
+
+def test_a_policy_needs_a_recording_where_its_allocator_does() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.needs_recording] == ["belady"]
+    assert build("policy", "lru,allocator=belady").needs_recording
+    assert not build("policy", "belady,allocator=lru").needs_recording
+
+
+def test_a_policy_whose_allocator_keeps_everything_says_so() -> None:
+    assert [name for name, policy in POLICIES.items() if policy.keeps_all] == ["full"]
 
 
 def test_policies_that_read_attention_say_so() -> None:

@@ -1,4 +1,4 @@
-"""Which tokens matter: scorers and their statistics against the whole history of attention, kept row by row."""
+"""Scorers and their statistics, against the whole history of attention, kept row by row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.offers import SEEDS, offer
 
 from arbor.retention.base import Scorer, Tokens
+from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
 from arbor.retention.token_statistics import TokenStatistics
@@ -24,17 +25,17 @@ SCORERS: tuple[Scorer, ...] = (
     HeavyHitters(),
     HeavyHitters(normalise=True),
     TOVA(),
-    Chance(),
-    Chance(seed=3),
+    RandomTokens(),
+    RandomTokens(seed=3),
 )
 every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 
 
 @dataclass
 class History:
-    """A tree that grows, forgets and attends, with every row's attention kept: the O(n^2) reference.
+    """A tree that grows, forgets and attends, with every row's attention: the O(n^2) reference.
 
-    rows: for each forward, each row's attention to the tokens it could see, {(node id, position): mass}.
+    rows: for each forward, each row's attention to visible tokens, by node id and position.
     """
 
     seed: int
@@ -81,7 +82,7 @@ class History:
         self.statistics.observe(owner, position, mass, queries)
 
     def attention(self, leaf: Node, at: int) -> dict[tuple[int, int], float]:
-        """What a row at a position sees: earlier tokens of its path that are there, and how much of each."""
+        """The attention of a row at a position: to earlier resident tokens of its path."""
         path = [
             (node.id, position) for node in leaf.path for position in range(node.start, node.end)
         ]
@@ -197,6 +198,24 @@ def test_rows_that_could_not_see_a_token_change_nothing() -> None:
     assert statistics.view(0, np.arange(2)).queries.tolist() == [1, 0]
     assert statistics.view(0, np.arange(2)).latest.tolist() == [0.5, 0.0]
     assert statistics.block_attention(np.array([0]))[0] == 0.5
+
+
+def test_attention_at_the_threshold_activates() -> None:
+    statistics = TokenStatistics(threshold=0.5)
+    statistics.open(0, 0, 3)
+    tokens = np.zeros(3, int), np.arange(3)
+    statistics.observe(*tokens, np.array([0.5, 0.25, 1.0]), np.array([1, 1, 2]))
+
+    assert statistics.view(0, np.arange(3)).activated.tolist() == [1, 0, 2]
+    assert TokenStatistics().threshold == Protect().threshold == 1e-4
+
+
+def test_only_an_open_block_grows() -> None:
+    statistics = TokenStatistics()
+    statistics.open(1, 0, 2)
+
+    with pytest.raises(AssertionError, match="block 0 is not open"):
+        statistics.grow(0, 1)
 
 
 def test_what_was_never_opened_was_never_seen() -> None:
@@ -328,7 +347,7 @@ def test_chance_is_uniform_and_its_own_for_every_seed() -> None:
     tokens = offer(0, 2000, ties=False).tokens
     tokens = dataclasses.replace(tokens, key=np.arange(len(tokens.block)).astype(np.uint64))
 
-    first, second = Chance(0).scores(tokens), Chance(1).scores(tokens)
+    first, second = RandomTokens(0).scores(tokens), RandomTokens(1).scores(tokens)
 
     assert ((first >= 0) & (first < 1)).all()
     assert len(np.unique(first)) == len(first)
@@ -339,8 +358,8 @@ def test_chance_is_uniform_and_its_own_for_every_seed() -> None:
     ).sum() < 45  # chi-square, 19 degrees of freedom: p = 7e-4
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.05
-    assert (Chance(0).scores(tokens) == first).all()
+    assert (RandomTokens(0).scores(tokens) == first).all()
     assert (
-        np.isfinite(Chance(-1).scores(tokens)).all()
-        and np.isfinite(Chance(2**80).scores(tokens)).all()
+        np.isfinite(RandomTokens(-1).scores(tokens)).all()
+        and np.isfinite(RandomTokens(2**80).scores(tokens)).all()
     )

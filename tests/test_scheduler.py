@@ -13,7 +13,14 @@ from support.models import Words, build
 from support.trees import LENGTH, PROMPT, SAMPLED, Lab
 
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, most_held
+from arbor.engine.scheduler import (
+    MARGIN,
+    DecodeScheduler,
+    Lengths,
+    Row,
+    WaveScheduler,
+    most_held,
+)
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
@@ -33,7 +40,7 @@ def row(tree: ThoughtTree, leaf: Node, length: int = 0) -> Row:
 def running(
     slots: int, rows: list[Row], *, longest: int = 8, lossy: bool = False
 ) -> DecodeScheduler:
-    return DecodeScheduler(slots, longest, lossy, deque(rows))
+    return (WaveScheduler if lossy else DecodeScheduler)(slots, longest, deque(rows))
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 30))
@@ -66,12 +73,12 @@ def test_blocks_join_while_they_fit_and_later_as_others_end() -> None:
 
     assert queue.admit(6) == rows[:2]
     assert queue.admit(6) == []
-    queue.end(rows[:1])
+    queue.finish(rows[:1])
     assert queue.admit(6) == rows[2:3]
     assert queue.rows == rows[1:3]
-    queue.end(rows[1:3])
+    queue.finish(rows[1:3])
     assert queue.admit(6) == rows[3:]
-    queue.end(rows[3:])
+    queue.finish(rows[3:])
     assert not queue
 
 
@@ -98,7 +105,7 @@ def test_the_block_that_joined_last_waits_again_and_is_the_next_to_join() -> Non
 
     assert queue.preempt() is rows[2]
     assert queue.admit(5) == []
-    queue.end(rows[:1])
+    queue.finish(rows[:1])
     assert queue.admit(5) == rows[2:3]
 
 
@@ -108,14 +115,14 @@ def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> No
     queue = running(50, rows, longest=8, lossy=True)
 
     assert queue.admit(1) == rows[:3]
-    queue.end(rows[:2])
+    queue.finish(rows[:2])
     assert queue.admit(1) == []
-    queue.end(rows[2:3])
+    queue.finish(rows[2:3])
     assert queue.admit(1) == rows[3:]
 
 
 @given(st.data())
-def test_nobody_is_lost_and_the_budget_is_reckoned_with_whole_paths(data: Any) -> None:
+def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
     tree = ThoughtTree(PROMPT)
     leaves = [tree.root]
     for _ in range(data.draw(st.integers(0, 6))):
@@ -139,7 +146,7 @@ def test_nobody_is_lost_and_the_budget_is_reckoned_with_whole_paths(data: Any) -
             done = data.draw(st.lists(st.sampled_from(queue.rows), min_size=1, unique_by=id))
             assert over.isdisjoint(each.node.id for each in done)
             over |= {each.node.id for each in done}
-            queue.end(done)
+            queue.finish(done)
     assert over == {each.node.id for each in rows}
 
 
@@ -213,7 +220,7 @@ def test_what_fails_while_a_block_waits_again_tells_exactly_the_tokens_that_were
     tree = lab.plant(len(PROMPT) + 17)
     lab.forget(lab.sprout([(tree.root, 2)], length=2))
     lab.events.clear()
-    decoding = lab._open.decoding
+    decoding = lab._parts.decoding
     right = decoding._preempt
 
     def preempt(queue: DecodeScheduler) -> None:

@@ -1,12 +1,15 @@
-"""What a session tells the engine while it runs."""
+"""What a session gives the engine while it runs, and takes back at its end."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arbor import Solver
+from arbor import Solver, TraceWriter
 from arbor.events import Boundary, Event, Opened, Pruned, Selected, Verified
 
 
@@ -25,14 +28,15 @@ class Outlooks:
         self.round: list[int] = []
 
     def __call__(self, event: Event) -> None:
-        session: Any = self.solver._session
+        assert self.solver._run is not None
+        session: Any = self.solver._run.session
         if isinstance(event, Selected):
             self.round = []
         elif isinstance(event, Opened):
             self.round.append(event.node)
         if session._search is None:
             return
-        outlook = dict(session.engine.residency.outlook())
+        outlook = dict(session.engine.state.run.outlook())
         stack = [node.id for node in session._search._stack]
         self.asked.append((event, outlook, list(self.round), stack))
 
@@ -42,9 +46,8 @@ def test_the_outlook_is_what_waits_for_the_verifier_and_what_the_controller_may_
     verifier: str,
 ) -> None:
     search = {"name": "tot", "strategy": "dfs", "width": 3, "max_per_state": 2, "max_visited": 6}
-    search |= {
-        "threshold": -1.0
-    }  # nothing is refuted, nor is the hand below solved with whole numbers
+    # nothing is refuted, nor is the hand below solved with whole numbers
+    search |= {"threshold": -1.0}
     with Solver(controller=search, verifier=verifier) as solver:
         heard = Outlooks(solver)
         solver.listeners = (heard,)
@@ -61,3 +64,53 @@ def test_the_outlook_is_what_waits_for_the_verifier_and_what_the_controller_may_
     for _, outlook, _, stack in judged:  # what has its verdict waits no more
         assert outlook.keys() == set(stack[:-1])
     assert any(isinstance(event, Verified) for event, *_ in heard.asked)
+
+
+class Listening:
+    """A listener of one run, with weak references to it, its writer and its session.
+
+    Args:
+        solver: runs it.
+        fails: raise at the first block.
+    """
+
+    def __init__(self, solver: Solver, trace: Path, fails: bool) -> None:
+        self.writer = TraceWriter(trace)
+        self.references = [weakref.ref(self), weakref.ref(self.writer)]
+        self._solver = weakref.ref(solver)
+        self._fails = fails
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Boundary) and len(self.references) == 2:
+            run = getattr(self._solver(), "_run", None)
+            assert run is not None and run.session is not None
+            self.references += [weakref.ref(run), weakref.ref(run.session)]
+            if self._fails:
+                raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nothing_of_a_run_is_reachable_after_it_but_its_tree(
+    fails: bool, streamed: bool, tmp_path: Path
+) -> None:
+    def run() -> list[weakref.ref[Any]]:
+        listening = Listening(solver, tmp_path / "run.arbor.jsonl", fails)
+        solver.listeners = (listening,)
+        try:
+            if streamed:
+                list(solver.stream("4 5 6 10", trace=listening.writer))
+            else:
+                solver.solve("4 5 6 10", trace=listening.writer)
+        except ZeroDivisionError:
+            assert fails
+        solver.listeners = ()
+        return listening.references
+
+    with Solver(controller="chain", verifier="exact") as solver:
+        references = run()
+        gc.collect()
+
+        assert len(references) == 4
+        assert [reference() for reference in references] == [None] * 4
+        assert len(solver.engine.tree) > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import BUILTIN
+from arbor.model.plan import least_saved_reads
+from arbor.retention.allocators.belady import Belady
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.trace import TraceWriter, read_trace
@@ -195,10 +198,10 @@ def test_replaying_the_trace_gives_the_engines_counters(tmp_path: Path) -> None:
     fold = MetricsFold()
     for event in trace.events:
         fold(event)
-    told, folded = solution.metrics.to_dict(), fold.metrics().to_dict()
+    reported, folded = solution.metrics.to_dict(), fold.metrics().to_dict()
     for clock in ("wall_s", "tok_per_s"):
-        told.pop(clock), folded.pop(clock)
-    assert folded == pytest.approx(told)
+        reported.pop(clock), folded.pop(clock)
+    assert folded == pytest.approx(reported)
     end = trace.events[-1]
     assert isinstance(end, Ended)
     assert Metrics.from_dict(end.metrics).peak_tokens == solution.metrics.peak_tokens
@@ -445,8 +448,8 @@ def test_an_overlong_problem_is_refused(small: Path) -> None:
 
     assert error.value.code == "problem-too-long"
     assert "256" in error.value.message
-    assert error.value.hint.startswith("Shorten the problem, or --depth 1, or --step-tokens ")
-    for flag, name in (("--depth", "max_depth"), ("--step-tokens", "step_tokens")):
+    assert error.value.hint.startswith("Shorten the problem, or --max-depth 1, or --step-tokens ")
+    for flag, name in (("--max-depth", "max_depth"), ("--step-tokens", "step_tokens")):
         most = int(error.value.hint.split(f"{flag} ")[1].split(",")[0].rstrip("."))
         settings = {"step_tokens": 200, name: most}
         Solver(small, **settings).plan(PUZZLE)
@@ -512,8 +515,11 @@ class Half:
     [
         ({"controller": Half()}, r"cannot be the controller: it has no 'max_blocks'"),
         ({"verifier": Half()}, r"cannot be the verifier: it has no 'needs_model' and no 'verify'"),
-        ({"policy": Half()}, r"cannot be the policy: it is no arbor\.retention\.policy\.Policy"),
-        ({"policy": Policy("mine", Half())}, r"cannot be the policy: it has no 'counts'"),  # type: ignore[arg-type]
+        (
+            {"policy": Half()},
+            r"cannot be the policy: it is not an arbor\.retention\.policy\.Policy",
+        ),
+        ({"policy": Policy(Half())}, r"cannot be the policy: it has no 'counts'"),  # type: ignore[arg-type]
         ({"task": Half()}, r"cannot be the task: it has no 'name'"),
     ],
 )
@@ -561,13 +567,13 @@ def test_the_log_says_what_was_loaded_searched_and_found(caplog: pytest.LogCaptu
     with Solver(controller=SMALL) as solver:
         solver.solve(PUZZLE)
 
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert [text.split(": ")[0] for level, text in told if level == "INFO"] == [
+    reported = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [text.split(": ")[0] for level, text in reported if level == "INFO"] == [
         "game24 of 11 tokens, seed 0",
         "builtin:sapling",
         "solved",
     ]
-    assert told[2] == ("DEBUG", "1 blocks, 1 leaves grow")
+    assert reported[2] == ("DEBUG", "1 blocks, 1 leaves grow")
     assert PUZZLE not in caplog.text
 
 
@@ -588,3 +594,21 @@ def test_the_clairvoyant_knows_the_future_of_its_own_search_only(tmp_path: Path)
                 solver.solve(PUZZLE, **options)
         for known in (path, quiet):
             assert solver.solve(PUZZLE, recorded=known).answer is not None
+
+
+def test_a_policy_says_itself_that_it_needs_a_recorded_run(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Prophet(Policy):
+        needs_recording: bool = field(default=True, init=False)
+
+    path = tmp_path / "run.arbor.jsonl"
+    Solver(controller=SMALL).solve(PUZZLE, trace=path)
+    with Solver(controller=SMALL, policy=Prophet("prophet", Belady())) as solver:
+        with pytest.raises(UsageError, match="the policy 'prophet' needs a recorded run"):
+            solver.solve(PUZZLE)
+        assert solver.solve(PUZZLE, recorded=path).answer is not None
+
+
+def test_levels_of_a_cascade_have_to_pay_on_a_gpu_only() -> None:
+    assert least_saved_reads(torch.device("cpu")) == 0
+    assert least_saved_reads(torch.device("cuda:0")) > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from arbor import registry
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import order, whole_blocks
-from arbor.retention.policy import POLICIES, LRUPolicy, Policy
+from arbor.retention.policy import POLICIES, Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.testing import check_policy, make_offer, reordered
 
@@ -22,14 +22,14 @@ def test_every_policy_of_ours_passes(name: str) -> None:
     check_policy(name)
 
 
-def test_a_class_an_allocator_and_a_scorer_can_be_checked() -> None:
-    check_policy(LRUPolicy)
+def test_a_policy_an_allocator_and_a_scorer_can_be_checked() -> None:
+    check_policy(Policy(LRU()), examples=40)
     check_policy(LRU(), examples=40)
     check_policy(Recency(), examples=40)
 
 
-def test_what_is_no_policy_is_refused() -> None:
-    with pytest.raises(AssertionError, match="object is no policy"):
+def test_an_object_that_is_not_a_policy_is_refused() -> None:
+    with pytest.raises(AssertionError, match="object is not a policy"):
         check_policy(object())  # type: ignore[arg-type]
 
 
@@ -65,13 +65,13 @@ class Wrong:
     ("way", "sentence"),
     [
         ("greedy", "tokens in all; offered"),
-        ("more", "keeps tokens that are not there|tokens in all"),
+        ("more", "keeps more tokens than are resident|tokens in all"),
         ("negative", "falls below the floors"),
         ("list", "counts is list of \\?, not int64"),
         ("floats", "ndarray of float64, not int64"),
         ("short", "counts for [1-9]"),
         ("by id", "for the same blocks with their ids exchanged"),
-        ("writes", "writes into what it is shown; copy it first"),
+        ("writes", "writes into its arguments; copy them first"),
     ],
 )
 def test_every_way_an_allocator_goes_wrong_is_named(way: str, sentence: str) -> None:
@@ -120,7 +120,7 @@ class Sighted:
 @pytest.mark.parametrize(
     ("way", "sentence"),
     [
-        ("secretly", "reads attention, but says with `observes` that it does not"),
+        ("secretly", "reads attention, but `observes` is false"),
         ("infinite", "a score is not finite"),
         ("whole", "of int64, not float64"),
         ("by block", "other scores for the same blocks in another order"),
@@ -133,7 +133,7 @@ def test_every_way_a_scorer_goes_wrong_is_named(way: str, sentence: str) -> None
 
 
 class Forgetful:
-    """An allocator whose setting is no field."""
+    """An allocator whose setting is not a field."""
 
     def __init__(self) -> None:
         self.width = object()
@@ -142,19 +142,13 @@ class Forgetful:
         return whole_blocks(blocks, room, order(blocks.depth))
 
 
-@dataclass(frozen=True)
-class ForgetfulPolicy(Policy):
-    name: str = field(default="forgetful", init=False)
-    allocator: Forgetful = field(default_factory=Forgetful)
-
-
 def test_settings_that_a_trace_would_lose_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     register = registry.Register()
     monkeypatch.setattr(registry, "register", register)
-    register.policy("forgetful")(ForgetfulPolicy)
+    forgetful = register.policy("forgetful", Policy(Forgetful()))
 
     with pytest.raises(AssertionError, match="is every part a frozen dataclass"):
-        check_policy(ForgetfulPolicy())
+        check_policy(forgetful)
 
 
 def test_offers_differ_where_they_say_so() -> None:

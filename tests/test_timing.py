@@ -1,4 +1,4 @@
-"""Timings in turn, and what the noise lets one say of them."""
+"""Interleaved timings, and which differences exceed the noise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_regression_is_more_than_allowed_and_more_than_the_noise() -> None:
     assert regressed(Timing((1.1, 1.1, 1.1)), before, 0.05)
     assert not regressed(Timing((1.1, 1.1, 1.1)), before, 0.2)
     assert not regressed(Timing((0.9, 1.1, 1.4)), before, 0.05)
-    assert not regressed(Timing((0.5, 0.5, 0.5)), before, 0.05), "faster is no regression"
+    assert not regressed(Timing((0.5, 0.5, 0.5)), before, 0.05), "faster is not a regression"
 
 
 def test_each_round_begins_with_another_and_warming_up_is_not_timed() -> None:

@@ -232,7 +232,7 @@ def test_a_bad_line_is_skipped_and_counted(
 
     assert list(trace.events) == run
     assert (trace.bad_lines, trace.first_bad_line, trace.gaps) == (1, 4, ())
-    assert "1 unreadable line(s) skipped, first 4" in trace.banner
+    assert "line 4 is unreadable" in trace.banner
 
 
 def test_a_trace_that_lacks_its_first_lines_says_so(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_lost_line_is_a_gap(tmp_path: Path, run: list[Event]) -> None:
 
     replay = Replay.of(read_trace(path))
 
-    assert "line 4: event 4 where 3 was due" in replay.problems
+    assert "line 4: event 4 instead of 3" in replay.problems
 
 
 def test_unknown_events_and_fields_are_ignored(tmp_path: Path, run: list[Event]) -> None:
@@ -338,11 +338,13 @@ def test_replay_rebuilds_the_tree(tmp_path: Path, run: list[Event]) -> None:
 def test_replay_tells_the_memory_after_each_event(tmp_path: Path, run: list[Event]) -> None:
     replay = Replay.of(read_trace(write(tmp_path / "run.jsonl", run)))
 
-    told = [(i, e.kv) for i, e in enumerate(run) if isinstance(e, Evicted | Rehydrated | Forwarded)]
+    reported = [
+        (i, e.kv) for i, e in enumerate(run) if isinstance(e, Evicted | Rehydrated | Forwarded)
+    ]
 
-    assert replay.series == told
-    assert replay.kv == told[-1][1]
-    assert replay.peak == max(kv.device for _, kv in told) <= BUDGET
+    assert replay.series == reported
+    assert replay.kv == reported[-1][1]
+    assert replay.peak == max(kv.device for _, kv in reported) <= BUDGET
 
 
 def break_parent(run: list[Event]) -> None:
@@ -387,12 +389,12 @@ def break_counters(run: list[Event]) -> None:
     ("damage", "sentence"),
     [
         (break_counters, "the end counts rows 7, the events"),
-        (break_parent, "there is no block 99"),
+        (break_parent, "unknown block 99"),
         (break_count, "the device holds 3 tokens, the events so far add up to"),
         (break_budget, f"{BUDGET + 1} tokens on the device, the budget is {BUDGET}"),
         (break_order, "'answer' after the end"),
-        (break_end, "there is no end"),
-        (break_header, "there is no header"),
+        (break_end, "the end is missing"),
+        (break_header, "the header is missing"),
         (break_closing, "closes twice"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -111,7 +111,7 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
         replay.feed(event, seconds)
         assert counters(replay.metrics()) == pytest.approx(seen.metrics)
         if not isinstance(getattr(event, "kv", None), KV):
-            continue  # within a transaction: the next event with counts tells how it ended
+            continue  # within a transaction: the next event with counts shows how it ended
         assert replay.kv.device == seen.used
         assert replay.peak <= seen.peak
         blocks = [b for b in replay.blocks.values() if b.state is not NodeState.OPEN]

@@ -64,7 +64,7 @@ def violations(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> Iter
         "null": value is None,
     }
     if types and not any(kinds[each] for each in ([types] if isinstance(types, str) else types)):
-        yield f"{value!r} is no {types}"
+        yield f"{value!r} is not {types}"
         return
     if "enum" in schema and value not in schema["enum"]:
         yield f"{value!r} is none of {schema['enum']}"
@@ -119,10 +119,10 @@ def test_the_golden_traces_keep_the_schema() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"node": "3"}, "'3' is no integer"),
+        ({"node": "3"}, "'3' is not integer"),
         ({"stop": "tired"}, "'tired' is none of"),
-        ({"ids": [1, "two"]}, "'two' is no integer"),
-        ({"logprob": "low"}, "'low' is no"),
+        ({"ids": [1, "two"]}, "'two' is not integer"),
+        ({"logprob": "low"}, "'low' is not"),
         ({"i": -1}, "-1 is too small"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_line_lost_in_the_middle_stays_visible(tmp_path: Path, run: list[Event
     assert (repaired.dropped, repaired.lost, repaired.ended) == (1, 1, False)
     trace = read_trace(tmp_path / "clean.jsonl")
     assert trace.bad_lines == 0 and len(trace.gaps) == 1
-    assert any("event 8 where 7 was due" in each for each in Replay.of(trace).problems)
+    assert any("event 8 instead of 7" in each for each in Replay.of(trace).problems)
 
 
 def test_a_repair_keeps_what_it_does_not_know(tmp_path: Path, run: list[Event]) -> None:
@@ -223,9 +223,16 @@ def test_a_repair_never_writes_over_its_source(tmp_path: Path, run: list[Event])
 def test_what_is_no_trace_cannot_be_repaired(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
 
-    with pytest.raises(TraceError, match="holds no event"):
+    with pytest.raises(TraceError, match=r"none of 1 line\(s\) is an event of arbor.trace/1"):
         repair_trace(tmp_path / "notes.txt")
     assert list(tmp_path.iterdir()) == [tmp_path / "notes.txt"]
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "run.arbor.jsonl").touch()
+
+    with pytest.raises(TraceError, match="the file is empty"):
+        read_trace(tmp_path / "run.arbor.jsonl")
 
 
 # Comparison
@@ -288,8 +295,8 @@ def test_a_comparison_counts_what_a_rehydration_more_costs(tmp_path: Path) -> No
         read_trace(write(tmp_path / "b.jsonl", fewer)),
     )
 
-    told = {d.name: d for d in diff.metrics}
-    assert told["rehydrations"].first == told["rehydrations"].second + 1
+    reported = {d.name: d for d in diff.metrics}
+    assert reported["rehydrations"].first == reported["rehydrations"].second + 1
 
 
 # Timeline
@@ -350,9 +357,9 @@ def test_a_timeline_holds_every_event(tmp_path: Path, run: list[Event]) -> None:
         assert count["i", kind.name] == sum(isinstance(event, kind) for event in run)
     forwards = [event for event in run if event.name == "forward"]
     assert count["X", "decode"] == sum(event.kind == "decode" for event in forwards)
-    told = [event.kv.device for event in run if hasattr(event, "kv") and event.name != "header"]
+    reported = [event.kv.device for event in run if hasattr(event, "kv") and event.name != "header"]
     drawn = [row["args"]["tokens"] for row in rows if row["name"] == "KV device"]
-    assert drawn == told
+    assert drawn == reported
     assert {row["args"]["name"] for row in rows if row["name"] == "thread_name"} == set(TRACKS)
     assert document["otherData"] == {"schema": "arbor.trace/1", "run": "01J"}
     text = json.dumps(document, allow_nan=False)

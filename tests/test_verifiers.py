@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import FakeAsker, FakeTask, Thought, grow, scripted
+from support.far_device import FarTensor
+from torch import Tensor
 
 from arbor.controllers.chain import Chain
 from arbor.errors import ModelError, UsageError
@@ -30,7 +33,7 @@ def blocks(*texts: str) -> list[Node]:
 
 
 def yes_for(text: str, yes: float = 2.0) -> FakeAsker:
-    """A model that says yes to blocks with this text, and no to all others; its favourite token is no verdict."""
+    """A model that says yes to blocks with this text, else no; its favourite token is neither."""
     return FakeAsker(
         lambda node, _: {
             " yes": yes if text in node.text else 0.0,
@@ -127,7 +130,37 @@ def test_verdicts_whose_logits_are_not_finite_are_refused() -> None:
         SelfEval().verify(FakeTask(), PROBLEM, blocks("a", "b"), yes_for("a", math.nan))
 
 
-def test_verdicts_of_several_tokens_are_told_by_their_first() -> None:
+def test_logits_on_another_device_come_to_the_cpu_once() -> None:
+    class Far(FakeAsker):
+        def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
+            return FarTensor.of(super().ask(nodes, questions))
+
+    near = yes_for("good")
+    candidates = blocks("good", "bad", "worse")
+    expected = SelfEval().verify(FakeTask(), PROBLEM, candidates, near)
+
+    verdict = SelfEval().verify(FakeTask(), PROBLEM, candidates, Far(near.judge))
+
+    assert verdict == expected
+    assert FarTensor.transfers == 1
+
+
+def test_each_state_is_read_by_the_verdicts_of_its_own_question() -> None:
+    class Mixed(FakeTask):
+        def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+            if "good" in thoughts[-1]:
+                return Question(" sure?", {" sure": 1.0, " hm": 0.5})
+            return super().question(problem, thoughts)
+
+    engine = FakeAsker(lambda node, question: {" yes": 1.0, " no": 0.0, " sure": 0.0, " hm": 2.0})
+
+    values = SelfEval().verify(Mixed(), PROBLEM, blocks("bad", "good"), engine).values
+
+    yes, sure = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(2.0))
+    assert values == pytest.approx((yes, sure + 0.5 * (1 - sure)))
+
+
+def test_verdicts_of_several_tokens_are_identified_by_their_first() -> None:
     engine = FakeAsker(lambda node, question: {"y": 3.0, "n": 0.0}, pieces=".")
     task = FakeTask(verdicts={"yes": 1.0, "no": 0.0})
 

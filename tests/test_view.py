@@ -1,4 +1,4 @@
-"""``arbor view``: where the page goes, what the terminal shows, and what it says of traces that are no good."""
+"""``arbor view``: where the page goes, what the terminal shows, and its errors for bad traces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def small_tree() -> list[Event]:
 
 
 @pytest.mark.parametrize("name", ["run.arbor.jsonl", "run.arbor.jsonl.gz", "run.jsonl"])
-def test_the_page_lies_beside_its_trace(command: Command, tmp_path: Path, name: str) -> None:
+def test_the_page_is_written_next_to_its_trace(command: Command, tmp_path: Path, name: str) -> None:
     (tmp_path / "there").mkdir()
     trace = written(tmp_path / "there" / name)
 
@@ -148,7 +148,7 @@ def test_the_page_is_opened_if_there_is_a_browser(
 
     assert code == 0
     assert opened == [(tmp_path / "run.html").as_uri()]
-    assert ("no browser answers" in err) is not answers
+    assert ("could not open a browser" in err) is not answers
 
 
 def test_a_damaged_trace_is_shown_with_a_warning(command: Command, trace: Path) -> None:
@@ -320,5 +320,5 @@ def test_it_is_among_the_commands(command: Command) -> None:
     code, out, _ = command("--help")
 
     assert code == 0
-    assert re.search(r"^  view +See a trace", out, re.MULTILINE)
-    assert re.search(r"^  demo +Watch a search", out, re.MULTILINE)
+    assert re.search(r"^  view +Show a trace", out, re.MULTILINE)
+    assert re.search(r"^  demo +Solve a small example", out, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a verifier is: how good is a thought, judged without the answer key."""
+"""Verifiers: the value of a thought, judged without the answer key."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier says of a batch of candidates.
+    """Values of a batch of candidates.
 
     Attributes:
-        values: worth of each candidate in [0, 1], in the order given.
-        asked: candidates the model was asked about (0 for verifiers that need no model).
+        values: one per candidate in [0, 1], in the order given.
+        asked: questions put to the model (0 for verifiers that need no model).
     """
 
     values: tuple[float, ...]
@@ -28,14 +28,16 @@ class Verdict:
 
 @runtime_checkable
 class Asker(Protocol):
-    """The part of the engine a verifier may use; every question runs within the KV budget."""
+    """The part of the engine a verifier may use; questions run within the KV budget."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a continuation (no special tokens)."""
         ...
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
-        """The model's next-token logits after `path of node + question`, for each pair; leaves the tree as it was.
+        """The model's next-token logits after `path of node + question`, for each pair.
+
+        The tree does not change.
 
         Returns:
             [len(nodes), V] float32.

@@ -1,4 +1,4 @@
-"""The task's own exact judgement, where a task has one."""
+"""The exact verifier: values by the task's own checker."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .base import Asker, Verdict
 
 @dataclass(frozen=True)
 class Exact:
-    """Values a state by `Task.value`: from the problem alone, never from its answer key, without the model.
+    """Values a state by `Task.value`: from the problem alone, without answer key or model.
 
-    A value of 1 is a proof: a finished path worth 1 solves the problem, and a search may stop there.
+    A value of 1 is a proof: a finished path worth 1 solves the problem, and a search may stop.
     """
 
     @property

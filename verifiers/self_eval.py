@@ -1,9 +1,9 @@
-"""The model judges its own thoughts."""
+"""The verifier that asks the model about its own thoughts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from arbor.tree import Node
 
 from .base import Asker, Verdict
 
-CERTAIN = 1 - 2**-20  # the most a model's opinion is worth: 1 is a proof, which only `Exact` gives
+# The largest value of a model's judgement: 1 is a proof, which only `Exact` gives.
+CERTAIN = 1 - 2**-20
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,18 @@ class SelfEval:
 
         value = sum_w p(w) v(w),   p = softmax of the logits of the verdicts w only, temperature 1
 
-    The question, the verdicts w and their worths v(w) are the task's (`Task.question`): P(yes) for yes and no, or any other
-    words, such as Tree of Thoughts' sure, likely and impossible (Yao et al., arXiv 2305.10601, section 3, "value each state
-    independently"). All states are asked in one batch; states with the same path and question are asked once.
+    The question, the verdicts w and their worths v(w) are the task's (`Task.question`): P(yes) for
+    yes and no, or other words, such as Tree of Thoughts' sure, likely and impossible (Yao et al.,
+    arXiv 2305.10601, section 3, "value each state independently"). All states are asked in one
+    batch; states with the same path and question are asked once.
 
-    A verdict is told by its first token after the question. Verdicts of different worth need different first tokens; of
-    verdicts with one worth that share one, the token counts once.
+    A verdict is identified by its first token after the question. Verdicts of different worth need
+    different first tokens; a token that several verdicts of one worth begin with counts once.
 
-    Differs from the paper: one forward pass gives the expectation that the paper estimates from n_evaluate sampled
-    evaluations, with no scratch text before the verdict; worths lie in [0, 1] (released: sure 20, likely 1, impossible
-    0.001, summed). A value never reaches 1 (`CERTAIN`), however sure the model is.
+    Differs from the paper: one forward pass gives the expectation that the paper estimates from
+    n_evaluate sampled evaluations, with no scratch text before the verdict; worths lie in [0, 1]
+    (released: sure 20, likely 1, impossible 0.001, summed). A value never reaches 1 (`CERTAIN`),
+    however sure the model is.
     """
 
     @property
@@ -46,11 +49,12 @@ class SelfEval:
         """Values of the candidates, by one `engine.ask`.
 
         Raises:
-            UsageError: the question is empty, or two verdicts of different worth begin with the same token.
+            UsageError: the question is empty, or two verdicts of different worth begin with the
+                same token.
             ModelError: the model's logits are not finite.
         """
         place: dict[tuple[tuple[str, ...], str], int] = {}
-        rows: list[int] = []  # for each candidate, which of the asked states it is
+        rows: list[int] = []  # per candidate, the index of its state
         nodes: list[Node] = []
         questions: list[Question] = []
         for node in candidates:
@@ -70,7 +74,13 @@ class SelfEval:
             for question, tokens in zip(questions, encoded, strict=True)
         ]
         logits = engine.ask(nodes, encoded)
-        values = [self._value(row, worth) for row, worth in zip(logits, worths, strict=True)]
+        columns = sorted({token for worth in worths for token in worth})
+        column_of = {token: column for column, token in enumerate(columns)}
+        known = logits[:, columns].cpu()  # the only copy from a GPU
+        values = [
+            expected_worth(row[[column_of[token] for token in worth]], list(worth.values()))
+            for row, worth in zip(known, worths, strict=True)
+        ]
         return Verdict(tuple(values[row] for row in rows), len(nodes))
 
     def _encode(self, question: Question, engine: Asker) -> list[int]:
@@ -79,18 +89,26 @@ class SelfEval:
             raise UsageError("question-empty", "the task's question to the model is empty.")
         return tokens
 
-    def _value(self, logits: torch.Tensor, worth: Mapping[int, float]) -> float:
-        """The expected worth of one row of logits, [V] float32."""
-        chosen = logits[list(worth)].double()
-        chance = torch.softmax(chosen, dim=0)
-        value = float(chance @ torch.tensor(list(worth.values()), dtype=torch.float64))
-        if math.isnan(value):
-            raise not_finite()
-        return min(max(value, 0.0), CERTAIN)
+
+def expected_worth(logits: torch.Tensor, worths: Sequence[float]) -> float:
+    """The mean worth of verdicts under the softmax of their logits, in [0, `CERTAIN`].
+
+    Args:
+        logits: [n] float32 on the CPU, one per verdict.
+        worths: n worths.
+
+    Raises:
+        ModelError: the logits are not finite.
+    """
+    probabilities = torch.softmax(logits.double(), dim=0)
+    value = float(probabilities @ torch.tensor(worths, dtype=torch.float64))
+    if math.isnan(value):
+        raise not_finite()
+    return min(max(value, 0.0), CERTAIN)
 
 
 def verdict_tokens(question: Question, asked: Sequence[int], engine: Asker) -> dict[int, float]:
-    """First token of each verdict, as the tokenizer writes it after the question -> the verdict's worth.
+    """The first token of each verdict, as written after the question -> the verdict's worth.
 
     Args:
         question: text and verdicts.
@@ -104,7 +122,7 @@ def verdict_tokens(question: Question, asked: Sequence[int], engine: Asker) -> d
     for verdict, value in question.values.items():
         whole = engine.encode(question.text + verdict)
         known = list(asked)
-        # A tokenizer that joins the verdict to the question's last token would show no verdict token of its own.
+        # A tokenizer may join the verdict to the question's last token; then encode it by itself.
         tail = whole[len(known) :] if whole[: len(known)] == known else engine.encode(verdict)
         if not tail:
             raise UsageError("verdict-empty", f"the verdict '{verdict}' has no token.")

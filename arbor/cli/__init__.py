@@ -1,4 +1,4 @@
-"""The command ``arbor``: results on stdout, everything else on stderr, one exit code per kind of end.
+"""The command ``arbor``: results on stdout, everything else on stderr, an exit code per outcome.
 
 Nothing here imports torch before the arguments have been checked.
 """

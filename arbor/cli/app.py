@@ -1,4 +1,4 @@
-"""The command's root: its parts, and what becomes of every way it can end."""
+"""The root command: the table of commands, and an exit code for every way to end."""
 
 from __future__ import annotations
 
@@ -17,27 +17,34 @@ from pathlib import Path
 import click
 
 from arbor._version import __version__
-from arbor.cli.options import COMPLETION, Group, output_options
-from arbor.cli.output import Output, encodable, leave_the_log, listen_to_the_log
+from arbor.cli.command import Group
+from arbor.cli.options import COMPLETION, output_options
+from arbor.cli.output import Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
-# where each command is, and what it is for: --help, --version and TAB import none of them
+# module and purpose of each command; --help, --version and TAB import none of them
 COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
-    "eval": ("arbor.cli.eval:eval_", "Solve many problems into a folder that can go on."),
+    "eval": ("arbor.cli.eval:eval_", "Solve many problems into a resumable folder."),
     "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),
-    "demo": ("arbor.cli.demo:demo", "Watch a search in about ten seconds."),
-    "view": ("arbor.cli.view:view", "See a trace: one HTML page, or a tree in the terminal."),
-    "replay": ("arbor.cli.replay:replay", "A recorded search under other policies and budgets."),
-    "calibrate": ("arbor.cli.calibrate:calibrate", "Fit what policies believe to what happens."),
-    "info": ("arbor.cli.show:info", "What a model needs, and what budgets buy."),
-    "list": ("arbor.cli.show:list_", "The names there are, with their settings and defaults."),
-    "trace": ("arbor.cli.trace:trace", "Look into a trace, check, compare, convert, repair it."),
-    "doctor": ("arbor.cli.show:doctor", "What a bug report needs to know of this machine."),
-    "completion": ("arbor.cli.completion:completion", "A script that completes on TAB."),
+    "demo": ("arbor.cli.demo:demo", "Solve a small example and write it as an HTML page."),
+    "view": ("arbor.cli.view:view", "Show a trace as an HTML page, or as a tree in the terminal."),
+    "replay": (
+        "arbor.cli.replay:replay",
+        "Compare policies and budgets on a recorded search.",
+    ),
+    "calibrate": ("arbor.cli.calibrate:calibrate", "Calibrate policy estimates."),
+    "info": ("arbor.cli.show:info", "Show a model's size and the memory at each budget."),
+    "list": ("arbor.cli.show:list_", "List available names, with their settings and defaults."),
+    "trace": ("arbor.cli.trace:trace", "Inspect, check, compare, convert and repair traces."),
+    "doctor": ("arbor.cli.show:doctor", "Show versions, devices and settings, for a bug report."),
+    "completion": (
+        "arbor.cli.completion:completion",
+        "Print a shell script for completion on TAB.",
+    ),
 }
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
@@ -46,16 +53,16 @@ EXIT_INTERRUPTED = 130
 @click.version_option(__version__, prog_name="arbor", message="%(prog)s %(version)s")
 @output_options
 @click.pass_obj
-def cli(voice: Output) -> None:
+def cli(output: Output) -> None:
     """Search a tree of thoughts with a language model, within a KV budget.
 
     \b
       arbor solve "4 5 6 10"                  the built-in model, offline, on a CPU
-      arbor solve "4 5 6 10" --budget 0.5     the same answer in half the KV
-      arbor info                              what the model needs, what budgets buy
+      arbor solve "4 5 6 10" --budget 0.1     the same answer in half the KV
+      arbor info                              its size, and the memory at each budget
     """
-    listen_to_the_log(voice)
-    # threads that wait by spinning make a busy machine ten times slower; read when torch is imported
+    configure_log(output)
+    # spinning threads make a busy machine ten times slower; torch reads this at import
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
@@ -71,33 +78,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    voice = Output(json="--json" in given, debug="--debug" in given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    output = Output(json="--json" in words, debug="--debug" in words)
     _open_streams()
-    _write_anything()
+    _escape_unencodable()
     try:
         if COMPLETION in os.environ:
-            cli.main(given, prog_name="arbor")
-        code = _run(given, voice)
+            cli.main(words, prog_name="arbor")
+        code = _run(words, output)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _drop_stdout()  # whoever read has seen enough
+        _discard_stdout()  # the reader has closed the pipe
         return 0
     except KeyboardInterrupt as stopped:
         code = stopped.exit_code if isinstance(stopped, Interrupted) else EXIT_INTERRUPTED
-        _fail(voice, ArborError("interrupted", "stopped at once."))
+        _fail(output, ArborError("interrupted", "stopped at once."))
         if any(thread.name == "arbor-search" for thread in threading.enumerate()):
             _flush()
             os._exit(code)  # a forward pass may still run in a thread
         return code
     finally:
-        leave_the_log()
+        close_log()
 
 
-def _run(given: list[str], voice: Output) -> int:
+def _run(words: list[str], output: Output) -> int:
     try:
-        with cli.make_context("arbor", given, obj=voice, auto_envvar_prefix="ARBOR") as ctx:
+        with cli.make_context("arbor", words, obj=output, auto_envvar_prefix="ARBOR") as ctx:
             code = cli.invoke(ctx)
             return code if isinstance(code, int) else 0
     except click.exceptions.Exit as end:
@@ -106,31 +113,31 @@ def _run(given: list[str], voice: Output) -> int:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         return error.exit_code
     except click.ClickException as error:
-        return _fail(voice, _usage(error))
+        return _fail(output, _usage(error))
     except click.Abort:
         raise KeyboardInterrupt from None
     except (ArborError, BrokenPipeError) as error:
         if isinstance(error, BrokenPipeError):
             raise
-        return _fail(voice, _with_models(error))
+        return _fail(output, _with_models(error))
     except OSError as error:
         if isinstance(error, PermissionError) and error.filename:
             what = f"{os.fsdecode(error.filename)}: {error.strerror}."
-            return _fail(voice, UsageError("no-permission", what, "See its permissions: ls -ld."))
-        if error.errno not in NO_ROOM:
-            return _crash(voice, given, error)
-        _drop_stdout()
+            return _fail(output, UsageError("no-permission", what, "See its permissions: ls -ld."))
+        if error.errno not in DISK_FULL:
+            return _crash(output, words, error)
+        _discard_stdout()
         what = f"the output cannot be written: {error.strerror}."
-        return _fail(voice, UsageError("output-unwritable", what, "Free some space first."))
+        return _fail(output, UsageError("output-unwritable", what, "Free some space first."))
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for its name
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, recognised without importing it
             hint = "Try a smaller --budget, --device cpu, or a smaller model."
-            return _fail(voice, OutOfMemory("oom", f"{str(error).splitlines()[0]}", hint))
-        return _crash(voice, given, error)
+            return _fail(output, OutOfMemory("oom", f"{str(error).splitlines()[0]}", hint))
+        return _crash(output, words, error)
 
 
 def _with_models(error: ArborError) -> ArborError:
-    """The same error; where a model is missing offline, with those that are there."""
+    """The same error; for a model missing offline, with the cached models."""
     if error.code != "offline":
         return error
     from arbor.cli.cache import with_models
@@ -139,26 +146,29 @@ def _with_models(error: ArborError) -> ArborError:
 
 
 def _usage(error: click.ClickException) -> UsageError:
-    path = getattr(getattr(error, "ctx", None), "command_path", "arbor")
-    message = error.format_message()
-    return UsageError("usage", message, f"See '{path} --help'.")
+    context: click.Context | None = getattr(error, "ctx", None)
+    path = "arbor" if context is None else context.command_path
+    message, hint = f"{error.format_message().rstrip('.')}.", f"See '{path} --help'."
+    if "unexpected extra argument" in message and context and "problem" in context.params:
+        hint = f'Put the problem in quotes: {path} "4 5 6 10".'
+    return UsageError("usage", message, hint)
 
 
-def _fail(voice: Output, error: ArborError) -> int:
-    """Tells an error; on stdout too where a program reads it."""
-    if voice.debug and sys.exc_info()[0] is not None:
+def _fail(output: Output, error: ArborError) -> int:
+    """Reports an error on stderr, and with ``--json`` on stdout."""
+    if output.debug and sys.exc_info()[0] is not None:
         traceback.print_exc()
     with contextlib.suppress(OSError):
         print(encodable(f"arbor: error: {error}", sys.stderr), file=sys.stderr)
-    if voice.json:
+    if output.json:
         click.echo(json.dumps({"error": error.to_dict()}, default=str))
     return error.exit_code
 
 
-def _crash(voice: Output, given: list[str], error: Exception) -> int:
-    """Tells a bug, and keeps its traceback in a file."""
+def _crash(output: Output, words: list[str], error: Exception) -> int:
+    """Reports a bug and writes its traceback to a file."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    report = f"arbor {__version__}, Python {sys.version}\narguments: {given!r}\n\n" + "".join(
+    report = f"arbor {__version__}, Python {sys.version}\narguments: {words!r}\n\n" + "".join(
         traceback.format_exception(error)
     )
     saved = "it could not be saved"
@@ -169,27 +179,27 @@ def _crash(voice: Output, given: list[str], error: Exception) -> int:
             saved = f"the traceback is in {path}"
             break
     hint = "Please attach it and the output of 'arbor doctor --json' to a report."
-    _fail(voice, ArborError("bug", f"{type(error).__name__}: {error}; {saved}.", hint))
+    _fail(output, ArborError("bug", f"{type(error).__name__}: {error}; {saved}.", hint))
     return EXIT_BUG
 
 
 def _open_streams() -> None:
-    """A stream that was closed before the program began (``>&-``) is one that says and takes nothing."""
-    nothing = Path(os.devnull)
-    sys.stdin = sys.stdin or nothing.open(encoding="utf-8")  # as long as the program
-    sys.stdout = sys.stdout or nothing.open("w", encoding="utf-8")
-    sys.stderr = sys.stderr or nothing.open("w", encoding="utf-8")
+    """Replaces streams closed by the shell (``>&-``) with the null device."""
+    null = Path(os.devnull)
+    sys.stdin = sys.stdin or null.open(encoding="utf-8")  # stays open until exit
+    sys.stdout = sys.stdout or null.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or null.open("w", encoding="utf-8")
 
 
-def _write_anything() -> None:
-    """Characters a stream cannot encode are written as escapes instead of ending the program."""
+def _escape_unencodable() -> None:
+    """Writes characters that a stream cannot encode as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_stdout() -> None:
-    """Sends what is left in stdout's buffer nowhere, so that Python does not try again at exit."""
+def _discard_stdout() -> None:
+    """Discards the rest of stdout's buffer, which Python would flush again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""``arbor bench``: the same search under several budgets and policies in turn, timed."""
+"""``arbor bench``: one search under several budgets and policies in turn, timed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,22 +17,21 @@ import click
 from arbor._version import __version__
 from arbor.budget import Budget
 from arbor.cli.build import build_solver, known_policy
-from arbor.cli.configure import all_settings
+from arbor.cli.command import Command, Integer, option
+from arbor.cli.option_records import RunOptions, SolverOptions, read_options
 from arbor.cli.options import (
     EXIT_GATE,
-    Command,
     limit_options,
     loading_options,
     model_option,
     names_of,
-    option,
     output_options,
     retention_options,
     sampling_options,
     search_shape_options,
 )
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_nowhere
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.cli.solve import use_threads
 from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.measure.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
@@ -45,35 +44,57 @@ if TYPE_CHECKING:
 SCHEMA = "arbor.bench/1"
 BUDGETS = ("full", "0.25")
 POLICIES = ("reentry",)
-LIMITS = ("timeout", "max_tokens")
 
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+_PERCENTAGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of ``arbor bench``, named as on the command line.
+
+    Attributes:
+        policies, budgets: the values of ``--policy`` and ``--budget``, each once; empty for the
+            defaults.
+        solver: of every solver, with its policy and budget replaced.
+        max_regress: a fraction.
+    """
+
+    problem: str | None
+    warmup: int
+    repeat: int
+    policies: tuple[str, ...]
+    budgets: tuple[str, ...]
+    solver: SolverOptions
+    run: RunOptions
+    output_json: Path | None
+    compare: Path | None
+    max_regress: float | None
 
 
 @click.command(cls=Command)
 @click.argument("problem", required=False)
 @option(
     "--warmup",
-    type=click.IntRange(0),
+    type=Integer(0),
     default=2,
     metavar="N",
     heading="Timing",
-    help="Rounds that are not timed.",
+    help="Untimed rounds.",
 )
 @option(
     "--repeat",
-    type=click.IntRange(FEWEST),
+    type=Integer(FEWEST),
     default=5,
     metavar="N",
     heading="Timing",
-    help="Rounds that are; in each, every budget and policy solves the problem once.",
+    help="Timed rounds; each solves the problem once per budget and policy.",
 )
 @option(
     "--budget",
     multiple=True,
     metavar="X",
     heading="KV budget",
-    help="As for solve; may be repeated; full and 0.25 if none is given.",
+    help="As for solve; may be repeated; default full and 0.25.",
 )
 @option(
     "--policy",
@@ -81,7 +102,7 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
-    help="May be repeated, and each holds the weights once; reentry if none is given.",
+    help="May be repeated; each policy loads the weights once more. Default reentry.",
 )
 @search_shape_options
 @retention_options
@@ -94,71 +115,81 @@ _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
-    help="Write every timing, for --compare.",
+    help="Write all timings, for --compare.",
 )
 @option(
     "--compare",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
-    help="Timings of an earlier --output-json with the same settings.",
+    help="Compare with timings of --output-json that have the same settings.",
 )
 @option(
     "--max-regress",
     metavar="P%",
     heading="Output",
-    help="With --compare: exit code 7 if a median is slower by more than this and than the noise.",
+    help="With --compare: exit code 7 if a median grew by more than this and than the noise.",
 )
 @output_options
 @click.pass_obj
-def bench(voice: Output, /, **given: Any) -> int:
-    """Time one search under several budgets and policies, in turn; says no more than the noise allows.
+def bench(
+    output: Output, /, policy: tuple[str, ...], budget: tuple[str, ...], **values: Any
+) -> int:
+    """Time one search under several budgets and policies in turn; differences below the noise are
+    not reported.
 
     \b
-      arbor bench "4 5 6 10" --budget full --budget 0.25
+      arbor bench "4 5 6 10" --budget full --budget 0.1
       arbor bench --controller beam --policy reentry --policy lru --output-json now.json
-      arbor bench --budget 0.25 --policy arborkv --policy arborkv,scorer=recency
+      arbor bench --budget 0.1 --policy arborkv --policy arborkv,scorer=recency
       arbor bench --controller beam --compare before.json --max-regress 5%
     """
-    most = share(given["max_regress"])
-    if most is not None and given["compare"] is None:
+    for text in budget:
+        Budget.parse(text)
+    values |= {
+        "policy": POLICIES[0],
+        "policies": tuple(dict.fromkeys(map(known_policy, policy))),
+        "budget": BUDGETS[0],
+        "budgets": tuple(dict.fromkeys(budget)),
+        "max_regress": parse_percentage(values["max_regress"]),
+    }
+    options = read_options(BenchOptions, values)
+    if options.max_regress is not None and options.compare is None:
         raise UsageError(
             "usage", "--max-regress has nothing to compare with.", "Add --compare before.json."
         )
-    given["set"] = all_settings(given)
-    for text in given["budget"]:
-        Budget.parse(text)
-    given["policy"] = tuple(known_policy(text) for text in given["policy"])
-    before = None if given["compare"] is None else read_timings(given["compare"])
-    refuse_nowhere("--output-json", given["output_json"])
-    trial = Trial.of(voice, given)
-    if before is not None:
-        refuse_other(trial.settings, trial.arms, before, given["compare"])
-    found = measure(voice, given, trial)
-    if given["output_json"] is not None:
+    before = None if options.compare is None else read_timings(options.compare)
+    refuse_unwritable("--output-json", options.output_json)
+    trial = Trial.of(output, options)
+    if before is not None and options.compare is not None:
+        refuse_other_settings(trial.settings, trial.arms, before, options.compare)
+    found = measure(output, options, trial)
+    if options.output_json is not None:
         text = json.dumps(finite(found), allow_nan=False, indent=1) + "\n"
-        write_atomically(given["output_json"], text)
-    slower = [] if before is None else compare(found, before, most)
-    if voice.json:
-        voice.document(found)
+        write_atomically(options.output_json, text)
+    slower = [] if before is None else compare(found, before, options.max_regress)
+    if output.json:
+        output.document(found)
     else:
-        show(voice, found)
+        show(output, found)
     for line in slower:
-        voice.warn(f"[max-regress] {line}")
+        output.warn(f"[max-regress] {line}")
     return EXIT_GATE if slower else 0
 
 
-def share(text: str | None) -> float | None:
-    """``5%`` as 0.05.
+def parse_percentage(text: str | None) -> float | None:
+    """``5%`` -> 0.05.
 
     Raises:
-        UsageError: it is no percentage.
+        UsageError: not a percentage.
     """
     if text is None:
         return None
-    match = _PERCENT.fullmatch(text)
+    match = _PERCENTAGE.fullmatch(text)
     if match is None:
-        raise UsageError("usage", f"--max-regress {text} is no percentage.", "Write it as in 5%.")
+        raise UsageError(
+            "usage", f"--max-regress {text} is not a percentage.", "Write it as in 5%."
+        )
     return float(match[1]) / 100
 
 
@@ -167,13 +198,13 @@ def share(text: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is to be timed, all of it checked and nothing loaded.
+    """What is timed; everything is checked and nothing loaded.
 
     Attributes:
-        solvers: by the policy as it was asked for.
+        solvers: by policy, as on the command line.
         arms: policy and budget.
-        problem: what all of them solve.
-        settings: what two files of timings must have in common to be compared.
+        problem: solved by every arm.
+        settings: equal in two files of timings that can be compared.
     """
 
     solvers: Mapping[str, Solver]
@@ -182,53 +213,63 @@ class Trial:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, voice: Output, given: Mapping[str, Any]) -> Trial:
+    def of(cls, output: Output, options: BenchOptions) -> Trial:
         """From the options of the command line.
 
         Raises:
-            ArborError: what cannot be meant, and a budget that was asked for and does not work.
+            ArborError: an invalid option, or a given budget that is infeasible.
         """
-        policies = dict.fromkeys(given["policy"] or POLICIES)
-        budgets = list(dict.fromkeys(given["budget"] or BUDGETS))
+        policies = options.policies or POLICIES
+        budgets = list(options.budgets or BUDGETS)
         solvers = {
-            name: build_solver({**given, "policy": name, "budget": budgets[0]}, given["problem"])
-            for name in policies
+            policy: build_solver(
+                replace(options.solver, policy=policy, budget=budgets[0]), options.problem
+            )
+            for policy in policies
         }
         first = next(iter(solvers.values()))
-        problem = first.task.example if given["problem"] is None else given["problem"]
+        problem = first.task.example if options.problem is None else options.problem
         for budget in tuple(budgets):
             try:
                 for solver in solvers.values():
                     solver.plan(problem, budget=budget)
             except BudgetInfeasible as error:
-                if given["budget"]:
+                if options.budgets:
                     raise
-                voice.warn(f"--budget {budget} is left out: {error.message}")
+                output.warn(f"--budget {budget} is left out: {error.message}")
                 budgets.remove(budget)
         arms = [(policy, budget) for policy in policies for budget in budgets]
         config = {k: v for k, v in first.config.items() if k not in ("policy", "budget")}
-        run = {name: given[name] for name in LIMITS}
-        settings = {"problem": problem, **config, **run, "device": str(first.device)}
+        settings = {
+            "problem": problem,
+            **config,
+            "timeout": options.run.timeout,
+            "max_tokens": options.run.max_tokens,
+            "device": str(first.device),
+        }
         return cls(solvers, arms, problem, settings)
 
 
-def measure(voice: Output, given: Mapping[str, Any], trial: Trial) -> dict[str, Any]:
-    """Solves the problem under every policy and budget in turn."""
-    voice.say(f"loading {given['model']} · seed {given['seed']}")
+def measure(output: Output, options: BenchOptions, trial: Trial) -> dict[str, Any]:
+    """Times the problem under every policy and budget in turn."""
+    output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
     first = next(iter(trial.solvers.values()))
-    use_threads(given["threads"], first.describe())
+    use_threads(options.run.threads, first.describe())
     contestants: dict[str, Callable[[], object]] = {}
-    limits = {name: given[name] for name in LIMITS}
     for policy, budget in trial.arms:
         solver = trial.solvers[policy]
         solver.load()
         contestants[f"{policy} {budget}"] = partial(
-            solver.solve, trial.problem, budget=budget, **limits
+            solver.solve,
+            trial.problem,
+            budget=budget,
+            timeout=options.run.timeout,
+            max_tokens=options.run.max_tokens,
         )
     laps: dict[str, list[Lap]] = {name: [] for name in contestants}
-    for lap in interleaved(contestants, given["warmup"], given["repeat"]):
+    for lap in interleaved(contestants, options.warmup, options.repeat):
         laps[lap.name].append(lap)
-        voice.say(f"{lap.name}: {lap.cpu_s:.3f} s of CPU, {lap.wall_s:.3f} s")
+        output.say(f"{lap.name}: {lap.cpu_s:.3f} s of CPU, {lap.wall_s:.3f} s")
     rows = [
         _row(policy, budget, taken)
         for (policy, budget), taken in zip(trial.arms, laps.values(), strict=True)
@@ -238,9 +279,9 @@ def measure(voice: Output, given: Mapping[str, Any], trial: Trial) -> dict[str, 
         "arbor": __version__,
         "settings": trial.settings,
         "machine": machine(),
-        "warmup": given["warmup"],
-        "repeat": given["repeat"],
-        # what a processor does says nothing of a GPU
+        "warmup": options.warmup,
+        "repeat": options.repeat,
+        # CPU time does not measure a GPU
         "clock": "cpu_s" if str(first.device) == "cpu" else "wall_s",
         "rows": rows,
     }
@@ -260,7 +301,7 @@ def _row(policy: str, budget: str, laps: list[Lap]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Where it was measured."""
+    """The machine of the timings."""
     return {
         "system": platform.platform(),
         "processor": platform.processor() or platform.machine(),
@@ -273,10 +314,10 @@ def machine() -> dict[str, Any]:
 
 
 def read_timings(path: Path) -> dict[str, Any]:
-    """What an earlier run measured.
+    """The timings of an earlier run.
 
     Raises:
-        InputError: it cannot be read, or is something else.
+        InputError: the file cannot be read, or holds something else.
     """
     try:
         found = json.loads(path.read_bytes())
@@ -284,9 +325,9 @@ def read_timings(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise _no_timings(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise _no_timings(path, "is no JSON") from error
+        raise _no_timings(path, "is not JSON") from error
     if not known:
-        raise _no_timings(path, f"is no {SCHEMA}")
+        raise _no_timings(path, f"is not {SCHEMA}")
     assert isinstance(found, dict)
     return found
 
@@ -295,18 +336,18 @@ def _no_timings(path: Path, why: str) -> InputError:
     return InputError(
         "bench-unreadable",
         f"{path} {why}.",
-        "Name a file that 'arbor bench --output-json' has written.",
+        "Name a file written by 'arbor bench --output-json'.",
         path=str(path),
     )
 
 
-def refuse_other(
+def refuse_other_settings(
     settings: Mapping[str, Any],
     arms: Sequence[tuple[str, str]],
     before: Mapping[str, Any],
     path: Path,
 ) -> None:
-    """Refuses timings that are of something else, before anything is timed.
+    """Refuses timings of another search, before anything is timed.
 
     Raises:
         UsageError: other settings, or no policy and budget in common.
@@ -324,8 +365,14 @@ def refuse_other(
         )
 
 
-def compare(found: dict[str, Any], before: Mapping[str, Any], most: float | None) -> list[str]:
-    """Adds to each row how it did before, where it was there; returns what became slower than is allowed."""
+def compare(
+    found: dict[str, Any], before: Mapping[str, Any], max_regress: float | None
+) -> list[str]:
+    """Adds the earlier timing to each row that has one.
+
+    Returns:
+        A line for each row that is slower than before by more than `max_regress` and the noise.
+    """
     slower, rows = [], _arms(before)
     clock = found["clock"]
     for row in found["rows"]:
@@ -335,10 +382,10 @@ def compare(found: dict[str, Any], before: Mapping[str, Any], most: float | None
         then = Timing(tuple(earlier[clock]["seconds"]))
         now = Timing(tuple(row[clock]["seconds"]))
         row["before"] = {"median": then.median, "differs": differs(now, then)}
-        if most is not None and regressed(now, then, most):
+        if max_regress is not None and regressed(now, then, max_regress):
             slower.append(
                 f"{row['policy']} {row['budget']}: {now.median:.3g} s, it was {then.median:.3g} s "
-                f"({100 * (now.median / then.median - 1):+.0f} %, allowed {100 * most:g} %)."
+                f"({100 * (now.median / then.median - 1):+.0f} %, allowed {100 * max_regress:g} %)."
             )
     return slower
 
@@ -351,11 +398,11 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-# What it says
+# Printing
 
 
-def show(voice: Output, found: Mapping[str, Any]) -> None:
-    """A row for each policy and budget, and what the noise lets one say of it."""
+def show(output: Output, found: Mapping[str, Any]) -> None:
+    """Prints a row for each policy and budget, with the differences beyond the noise."""
     from rich.table import Table
 
     clock = found["clock"]
@@ -370,13 +417,13 @@ def show(voice: Output, found: Mapping[str, Any]) -> None:
         cells = [row["policy"], row["budget"], f"{row['peak_tokens']:,}"]
         cells.append(f"{row['tokens_recomputed']:,}")
         cells += [_spread(_timing(row, each)) for each in ("cpu_s", "wall_s")]
-        cells.append("" if number == 0 else _against(_timing(row, clock), base))
+        cells.append("" if number == 0 else _ratio(_timing(row, clock), base))
         if "before" in row:
-            told = f"{row['before']['median']:.3g}: "
             ratio = _timing(row, clock).median / row["before"]["median"]
-            cells.append(told + (f"{ratio:.2f} times" if row["before"]["differs"] else "noise"))
+            change = f"{ratio:.2f} times" if row["before"]["differs"] else "noise"
+            cells.append(f"{row['before']['median']:.3g}: {change}")
         table.add_row(*cells)
-    voice.table(table)
+    output.table(table)
 
 
 def _timing(row: Mapping[str, Any], clock: str) -> Timing:
@@ -388,8 +435,8 @@ def _spread(timing: Timing) -> str:
     return f"{median:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _against(one: Timing, base: Timing) -> str:
-    """How many times as long; nothing where the noise is larger than the difference."""
+def _ratio(one: Timing, base: Timing) -> str:
+    """The ratio of the medians, where the difference is beyond the noise."""
     if not differs(one, base):
         return "no difference beyond the noise"
     return f"{one.median / base.median:.2f} times"

@@ -1,133 +1,87 @@
-"""From options to a solver: everything that can be checked without torch is checked before torch is imported."""
+"""From options to a solver; whatever needs no torch is checked before its import."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from arbor import registry
+from arbor import components, registry
 from arbor.budget import Budget
-from arbor.errors import UsageError, unknown_setting
+from arbor.cli.component_settings import settings_by_part
+from arbor.cli.option_records import SolverOptions
+from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
 
-KINDS = ("controller", "verifier", "task", "policy")
-PARTS = (*KINDS, "sampling")
-SWITCH = {"true": True, "false": False}
-SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
-    "temperature": (float, "a number"),
-    "top_p": (float, "a number"),
-    "top_k": (int, "a number"),
-    "arithmetic": (SWITCH.__getitem__, "true or false"),
-}
 
-
-def build_solver(given: Mapping[str, Any], problem: str | None = None) -> Solver:
+def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
     """A solver from the options of the command line.
 
     Args:
-        given: option name -> value.
+        options: its settings.
         problem: checked by the task, if given.
 
     Raises:
-        ArborError: what cannot be meant.
+        ArborError: an invalid option, or a problem the task cannot read.
     """
-    Budget.parse(given["budget"])
-    for kind in KINDS:
-        name, _ = registry.split_spec(given[kind])
-        if ":" not in name and name not in registry.names(kind):
-            registry.resolve(kind, name)  # raises, and says the nearest name
-    settings = parse_settings(given)
-    task = registry.build("task", given["task"], **settings["task"])
+    Budget.parse(options.budget)
+    for kind, component in options.components.items():
+        _check_name(kind, components.split_spec(component)[0])
+    settings = settings_by_part(options.set, options.components)
+    task = components.build("task", options.task, **settings["task"])
     if problem is not None:
         task.parse(problem)
-    controller = registry.build("controller", given["controller"], **settings["controller"])
+    controller = components.build("controller", options.controller, **settings["controller"])
 
     from arbor.solver import Solver
 
-    flags = {name: given[name] for name in SAMPLING if given.get(name) is not None}
     return Solver(
-        given["model"],
-        revision=given["revision"],
-        trust_remote_code=given["trust_remote_code"],
+        options.model,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
         task=task,
         controller=controller,
-        verifier=registry.build("verifier", given["verifier"], **settings["verifier"]),
-        budget=given["budget"],
-        policy=registry.build("policy", given["policy"], **settings["policy"]),
-        mode=given["mode"],
-        rehydrate=given["rehydrate"],
-        msve=given["msve"],
-        sampling=settings["sampling"] | flags,
-        max_depth=given["depth"],
-        step_tokens=given["step_tokens"],
-        max_expansions=given.get("max_expansions"),
-        dtype=given["dtype"],
-        device=given["device"],
-        backend=given["attn"],
-        seed=given.get("seed", 0),
-        deterministic=given.get("deterministic", False),
+        verifier=components.build("verifier", options.verifier, **settings["verifier"]),
+        budget=options.budget,
+        policy=components.build("policy", options.policy, **settings["policy"]),
+        mode=options.mode,
+        rehydrate=options.rehydrate,
+        msve=options.msve,
+        sampling=settings["sampling"] | options.sampling,
+        max_depth=options.max_depth,
+        step_tokens=options.step_tokens,
+        max_expansions=options.max_expansions,
+        dtype=options.dtype,
+        device=options.device,
+        backend=options.backend,
+        seed=options.seed,
+        deterministic=options.deterministic,
     )
 
 
-def known_policy(text: str) -> str:
-    """A policy with its settings as ``NAME,KEY=VALUE``, written in one way; it is only looked for.
+def build_task(options: SolverOptions) -> Task:
+    """The task of the options; imports nothing else of a solver.
 
     Raises:
-        UsageError: no such policy, or what follows is not KEY=VALUE.
+        UsageError: an unknown task or setting.
     """
-    name, settings = registry.split_spec(text)
-    if ":" not in name:
-        registry.resolve("policy", name)  # raises, and says the nearest name
+    settings = settings_by_part(options.set, options.components)
+    task: Task = components.build("task", options.task, **settings["task"])
+    return task
+
+
+def known_policy(text: str) -> str:
+    """A policy with its settings as ``NAME,KEY=VALUE``, in one spelling; its class is not imported.
+
+    Raises:
+        UsageError: an unknown policy, or settings that are not KEY=VALUE.
+    """
+    name, settings = components.split_spec(text)
+    _check_name("policy", name)
     return ",".join((name, *(f"{key}={value}" for key, value in settings.items())))
 
 
-def parse_settings(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What ``--set`` asked for, by part: ``width=4`` goes to the part that has it, ``verifier.width=4`` to the verifier.
-
-    Raises:
-        UsageError: not KEY=VALUE, or a key that no part has, or that several have.
-    """
-    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-    for setting in given["set"]:
-        key, equals, value = setting.partition("=")
-        part, dot, name = key.strip().rpartition(".")
-        if not equals or not name or (dot and part not in parts):
-            raise UsageError(
-                "setting",
-                f"--set {setting}: it is neither KEY=VALUE nor PART.KEY=VALUE.",
-                f"PART is one of {', '.join(PARTS)}.",
-                setting=setting,
-            )
-        part = part or _owner(name, given, setting)
-        if part != "sampling":
-            parts[part][name] = value.strip()  # the registry reads it by the field's type
-            continue
-        if name not in SAMPLING:
-            raise unknown_setting("there is", name, [f"sampling.{known}" for known in SAMPLING])
-        read, wanted = SAMPLING[name]
-        try:
-            parts[part][name] = read(value.strip().lower())
-        except (ValueError, KeyError) as error:
-            text = f"--set {setting}: '{value}' is not {wanted}."
-            raise UsageError("setting-type", text) from error
-    return parts
-
-
-def _owner(name: str, given: Mapping[str, Any], setting: str) -> str:
-    """The one part that has a setting of this name."""
-    owners = {known: ["sampling"] for known in SAMPLING}
-    for kind in KINDS:
-        component = registry.resolve(kind, registry.split_spec(given[kind])[0])
-        if dataclasses.is_dataclass(component):
-            for setting_name in registry.settings_of(component):
-                owners.setdefault(setting_name, []).append(kind)
-    if name not in owners:
-        known = sorted(f"{owner}.{key}" for key, those in owners.items() for owner in those)
-        raise unknown_setting("there is", name, known)
-    if len(owners[name]) > 1:
-        choices = " or ".join(f"--set {owner}.{setting}" for owner in owners[name])
-        raise UsageError("setting-ambiguous", f"--set {setting}: whose '{name}'?", f"{choices}.")
-    return owners[name][0]
+def _check_name(kind: str, name: str) -> None:
+    """Refuses an unknown name without importing a known one; a dotted path is not checked."""
+    if ":" not in name and name not in registry.names(kind):
+        registry.resolve(kind, name)  # raises, and suggests the closest name

@@ -1,4 +1,4 @@
-"""What lies in the Hugging Face cache; looked up without torch."""
+"""Models in the Hugging Face cache, listed without torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cached_models() -> list[tuple[str, str]]:
 
 
 def with_models(error: ArborError) -> ArborError:
-    """The same error, with the models that are there."""
+    """The same error, with the cached models."""
     names = [name for name, _ in cached_models()]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     cached = ", ".join(names[:MOST_NAMED]) + more if names else "none"

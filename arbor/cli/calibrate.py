@@ -1,4 +1,4 @@
-"""`arbor calibrate`: fit what policies believe to what happens."""
+"""``arbor calibrate``: fit the estimates of policies to solved problems."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from typing import Any
 
 import click
 
-from arbor.cli.options import (
-    Command,
-    Group,
-    option,
-    output_options,
-    revision_option,
-    trust_option,
-)
+from arbor.cli.command import Command, Group, Integer, option
+from arbor.cli.options import output_options, revision_option, trust_option
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_nowhere
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.errors import UsageError
 from arbor.support.cache_dir import msve_file
 
 
 @click.group(cls=Group)
 def calibrate() -> None:
-    """Fit what retention policies believe to what happens.
+    """Calibrate the estimates of retention policies.
 
     \b
       arbor calibrate msve --task chains --n 100
@@ -36,14 +30,24 @@ def calibrate() -> None:
 
 @calibrate.command(cls=Command)
 @option(
-    "--model", default="builtin:sapling", metavar="NAME|DIR", heading="Model", help="Whose values."
+    "--model",
+    default="builtin:sapling",
+    metavar="NAME|DIR",
+    heading="Model",
+    help="Model to calibrate.",
 )
 @revision_option
 @trust_option
-@option("--task", default="chains", metavar="NAME", heading="Search", help="Its training problems.")
+@option(
+    "--task",
+    default="chains",
+    metavar="NAME",
+    heading="Search",
+    help="Task whose training problems are solved.",
+)
 @option(
     "--n",
-    type=click.IntRange(8),
+    type=Integer(8),
     default=100,
     metavar="N",
     heading="Search",
@@ -51,23 +55,23 @@ def calibrate() -> None:
 )
 @option(
     "--top",
-    type=click.IntRange(0),
+    type=Integer(0),
     default=0,
     metavar="K",
     heading="Search",
-    help="Confidence is of the K likeliest tokens and of the others as one; 0: of all.",
+    help="Confidence from the K likeliest tokens, the others as one; 0: from all tokens.",
 )
 @option(
     "--out",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
-    help="What --msve reads; msve.json, or for a Hub model where solve finds it.",
+    help="File for --msve; default: msve.json, or for a Hub model the cache.",
 )
 @output_options
 @click.pass_obj
 def msve(
-    voice: Output,
+    output: Output,
     /,
     model: str,
     revision: str | None,
@@ -77,14 +81,14 @@ def msve(
     top: int,
     out: Path | None,
 ) -> int:
-    """Solve problems with everything kept, lose each block in turn, fit the block values (ArborKV's MSVE).
+    """Fit the block values of ArborKV (MSVE): solve problems, then drop each block in turn.
 
     \b
       arbor calibrate msve
       arbor calibrate msve --task chains --n 200 --out msve.json
       arbor calibrate msve --model ./model
     """
-    refuse_nowhere("--out", out)
+    refuse_unwritable("--out", out)
 
     from arbor.measure.calibrate import calibrate as fitted
     from arbor.measure.calibrate import collect
@@ -93,7 +97,7 @@ def msve(
     from arbor.solver import Solver
 
     source = locate(model, revision)
-    out = out or _place(source.path, revision)
+    out = out or _default_file(source.path, revision)
     with Solver(
         model,
         revision=revision,
@@ -101,10 +105,10 @@ def msve(
         task=task,
         controller="chain",
         policy="arborkv",
-        msve=MSVE(top=top),  # what was fitted before has no say
+        msve=MSVE(top=top),  # not the values fitted before
     ) as solver:
         problems = list(itertools.islice(solver.task.problems("train"), n))
-        voice.say(f"solving {len(problems)} problems of {task}, then losing each block in turn")
+        output.say(f"solving {len(problems)} problems of {task}, then dropping each block in turn")
         result = fitted(collect(solver, problems), top)
     figures: dict[str, Any] = {
         "model": model,
@@ -121,27 +125,27 @@ def msve(
         "held_out": result.held_out,
     }
     result.msve.save(out, **figures)
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {"schema": "arbor.calibration/1", "out": str(out), "msve": str(result.msve), **figures}
         )
     else:
-        voice.print(str(out))
-        voice.say(
+        output.print(str(out))
+        output.say(
             f"s = sigmoid({result.msve.theta[0]:.2f} v + {result.msve.theta[1]:.2f} u + "
             f"{result.msve.theta[2]:.2f} a {result.msve.bias:+.2f}) from {result.blocks} blocks of {result.problems} "
             f"right answers, {100 * result.lost:.0f} % of them needed; held-out rank correlation "
-            f"{result.correlation:.2f} ({result.interval[0]:.2f} to {result.interval[1]:.2f}; the guess: "
+            f"{result.correlation:.2f} ({result.interval[0]:.2f} to {result.interval[1]:.2f}; the defaults: "
             f"{result.default_correlation:.2f})"
         )
     return 0
 
 
-def _place(model: str, revision: str | None) -> Path:
-    """Where the values go that nobody named a file for.
+def _default_file(model: str, revision: str | None) -> Path:
+    """The file for the values, without ``--out``.
 
     Raises:
-        UsageError: the folder for what is kept cannot be made.
+        UsageError: its folder cannot be created.
     """
     if Path(model).is_dir():
         return Path("msve.json")
@@ -151,7 +155,7 @@ def _place(model: str, revision: str | None) -> Path:
     except OSError as error:
         raise UsageError(
             "output-unwritable",
-            f"{file.parent} cannot be made: {error.strerror}.",
+            f"{file.parent} cannot be created: {error.strerror}.",
             "Name another folder with ARBOR_CACHE, or a file with --out.",
             path=str(file),
         ) from error

@@ -1,11 +1,12 @@
-"""``arbor completion``: what a shell needs to complete commands, options and names."""
+"""``arbor completion``: shell scripts that complete commands, options and names."""
 
 from __future__ import annotations
 
 import click
 from click.shell_completion import get_completion_class
 
-from arbor.cli.options import COMPLETION, Command, output_options
+from arbor.cli.command import Command
+from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output
 
 SHELLS = ("bash", "zsh", "fish")
@@ -16,7 +17,7 @@ SHELLS = ("bash", "zsh", "fish")
 @output_options
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> int:
-    """A script that completes commands, options and names on TAB.
+    """Print a script that completes commands, options and names on TAB.
 
     \b
       arbor completion bash >> ~/.bashrc

@@ -1,4 +1,4 @@
-"""``--config``: a TOML file gives the defaults of a command's options, and settings of its parts."""
+"""``--config`` and ``--preset``: defaults of options, and settings of components."""
 
 from __future__ import annotations
 
@@ -9,72 +9,76 @@ from typing import Any
 
 import click
 
-from arbor.cli.build import PARTS
+from arbor.cli.command import RENAMED
+from arbor.cli.component_settings import PARTS
+from arbor.components import split_spec
 from arbor.config import read_config, refuse_trust
-from arbor.errors import unknown_setting
-from arbor.registry import split_spec
+from arbor.errors import UsageError, unknown_setting
 from arbor.run.presets import preset
 
-# what a solver calls it -> what the option is called
-OPTIONS = {"max_depth": "depth", "backend": "attn"}
-NOTES = ("arbor",)  # what a file says of itself: the version that wrote it
-SETTINGS = "arbor.run.settings"  # where the command keeps a file's settings, by part
-
-
-CONFIG = "arbor.config"  # in a context's `meta`: the file its defaults are from
+IGNORED = ("arbor",)  # the version that wrote the file
+# keys of a context's `meta`
+CONFIG_PATH = "arbor.config.path"  # the file of the defaults
+CONFIG_SETTINGS = "arbor.config.settings"  # part -> (its name, its settings as KEY=VALUE)
 
 
 def take_defaults(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Reads a configuration before the other options, which then fall back on it; flags and the environment win."""
+    """Makes a configuration the defaults of the options; flags and the environment win."""
     if path is not None:
-        _fall_back(ctx, read_config(path), path)
-        ctx.meta[CONFIG] = path
+        _set_defaults(ctx, read_config(path), str(path))
+        ctx.meta[CONFIG_PATH] = path
 
 
 def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None) -> None:
-    """The same with the settings of a preset; a configuration beside it wins."""
+    """Makes a preset the defaults of the options, unless there is a configuration."""
     if name is not None and not ctx.default_map:
-        _fall_back(ctx, preset(name), Path(name))
+        _set_defaults(ctx, preset(name), name)
 
 
-def _fall_back(ctx: click.Context, config: Mapping[str, Any], path: Path) -> None:
-    refuse_trust(config, str(path))
-    known = {each.name for each in ctx.command.params if each.name}
+def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) -> None:
+    refuse_trust(config, source)
+    options = {each.name for each in ctx.command.params if each.name}
     defaults: dict[str, Any] = {}
     settings: dict[str, tuple[str, list[str]]] = {}
     for key, value in config.items():
-        if key in NOTES:
+        if key in IGNORED:
             continue
-        name = OPTIONS.get(key, key)
         if key in PARTS and isinstance(value, Mapping):
             rest = dict(value)
-            chosen = str(rest.pop("name", ""))
-            if chosen:
-                defaults[name] = chosen
-            settings[key] = chosen, [f"{key}.{k}={_text(v)}" for k, v in rest.items()]
-        elif name in known and not isinstance(value, Mapping):
-            defaults[name] = value
+            name = str(rest.pop("name", ""))
+            if name:
+                defaults[key] = name
+            settings[key] = name, [f"{key}.{k}={_text(v)}" for k, v in rest.items()]
+        elif key in options and not isinstance(value, Mapping):
+            defaults[key] = value
+        elif RENAMED.get(key) in options:
+            message = f"{source}: '{key}' is now '{RENAMED[key]}'."
+            raise UsageError("unknown-setting", message, setting=key, path=source)
         else:
-            names = sorted({*known, *PARTS} - {"config", "set", "trust_remote_code"})
-            raise unknown_setting(f"{path}: there is", key, names, path=str(path))
+            known = sorted({*options, *PARTS} - {"config", "set", "trust_remote_code"})
+            raise unknown_setting(f"{source}: there is", key, known, path=source)
     ctx.default_map = defaults
-    ctx.meta[SETTINGS] = settings
+    ctx.meta[CONFIG_SETTINGS] = settings
 
 
-def all_settings(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a configuration and ``--set`` ask for together; the settings of a part that a flag replaced are left out."""
+def all_settings(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings of a configuration's components, then those of ``--set``.
+
+    The settings of a component that a flag replaced are left out.
+
+    Args:
+        values: a command's options by name.
+    """
     ctx = click.get_current_context(silent=True)
-    settings = {} if ctx is None else ctx.meta.get(SETTINGS, {})
+    settings = {} if ctx is None else ctx.meta.get(CONFIG_SETTINGS, {})
     kept = [
         each
-        for part, (chosen, rows) in settings.items()
-        if not chosen or split_spec(str(given.get(part)))[0] == chosen
+        for part, (name, rows) in settings.items()
+        if not name or split_spec(str(values.get(part)))[0] == name
         for each in rows
     ]
-    return (*kept, *given["set"])
+    return (*kept, *values["set"])
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)

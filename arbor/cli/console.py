@@ -1,4 +1,4 @@
-"""The rich console that the command writes with."""
+"""The rich console of the command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class PipedConsole(Console):
-    """A console that leaves a closed pipe to its caller, as everything else that writes does."""
+    """A console that raises BrokenPipeError for a closed pipe."""
 
     def on_broken_pipe(self) -> None:
         """Raises the error again instead of ending the process."""

@@ -1,15 +1,18 @@
-"""``arbor demo``: a search within a small budget by the built-in model, as a page to look at."""
+"""``arbor demo``: a search of the built-in model within a small budget, written as a page."""
 
 from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from arbor.cli.options import Command, option, output_options
+from arbor.cli.command import Command, Integer, option
+from arbor.cli.option_records import read_options
+from arbor.cli.options import output_options
 from arbor.cli.output import Output
 
 if TYPE_CHECKING:
@@ -17,17 +20,26 @@ if TYPE_CHECKING:
 
 PROBLEM = "4 5 6 10"
 PAGE = Path("arbor-demo.html")
-ATTEMPTS = 4  # seeds; the first that finds an answer and had to bring KV back is shown
-ENOUGH_S = 10.0  # after this long no further attempt begins
+ATTEMPTS = 4  # seeds; the first search with an answer and a rehydration is shown
+ENOUGH_S = 10.0  # no attempt starts later than this
 FIRST_SEED = 1
 
 LOOK = """\
-Open it in a browser and look at
-  the tree        a bar is a thought, as long as it has tokens; blue is KV that is there, hollow is KV that is gone
-  space           plays the search; the strip below the tree stays under its red line, the budget
-  r               jumps to the next rehydration: the search comes back to a path, and what it lacks is computed again
-  Regret          the panel of what was given up and needed again
-  ?               every key"""
+Open the page in a browser:
+  tree            each bar is a thought, its length the tokens; blue: KV in memory, hollow: evicted
+  space           play the search; the strip below the tree stays under the red line, the budget
+  r               next rehydration: the search returns to a path and recomputes what is missing
+  Regret          panel of evicted tokens that were needed again
+  ?               all keys"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options of ``arbor demo``, named as on the command line."""
+
+    output: Path
+    open: bool
+    seed: int
 
 
 @click.command(cls=Command)
@@ -38,23 +50,23 @@ Open it in a browser and look at
     default=PAGE,
     metavar="FILE",
     heading="Page",
-    help="Where the page goes.",
+    help="The page.",
 )
-@option("--open", is_flag=True, heading="Page", help="Open it in the browser.")
+@option("--open", is_flag=True, heading="Page", help="Open the page in the browser.")
 @option(
     "--seed",
-    type=click.IntRange(0),
+    type=Integer(0),
     metavar="N",
     default=FIRST_SEED,
     heading="Sampling",
-    help="The first to try.",
+    help="First seed to try.",
 )
 @output_options
 @click.pass_obj
-def demo(voice: Output, output: Path, open: bool, seed: int) -> int:
-    """Watch a search in about ten seconds: offline, on a CPU, with the built-in model.
+def demo(output: Output, /, **values: Any) -> int:
+    """Solve a small example and write it as a page: offline, on a CPU, in about ten seconds.
 
-    It solves one Game of 24 with the smallest KV budget that works, and writes the search as a page.
+    The built-in model solves one Game of 24 within the smallest KV budget that works.
 
     \b
       arbor demo
@@ -65,14 +77,15 @@ def demo(voice: Output, output: Path, open: bool, seed: int) -> int:
     from arbor.cli.view import open_page
     from arbor.view import read_page_trace, write_page
 
+    options = read_options(DemoOptions, values)
     with tempfile.TemporaryDirectory() as folder:
-        solution = search(voice, Path(folder), seed)
+        solution = search(output, Path(folder), options.seed)
         assert solution.trace_path is not None, "the demo writes its trace"
         recording = read_page_trace(solution.trace_path)
-        page = write_page(output, recording)
+        page = write_page(options.output, recording)
     metrics = solution.metrics
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {"schema": "arbor.demo/1", "path": str(page), "solution": solution.to_dict()}
         )
     else:
@@ -82,27 +95,27 @@ def demo(voice: Output, output: Path, open: bool, seed: int) -> int:
             ("answer", solution.answer or "none found"),
             (
                 "KV budget",
-                f"{metrics.budget_tokens:,} tokens, {kept:.0f} % of the {metrics.tree_tokens:,} "
-                f"that the search made; at most {metrics.peak_tokens:,} were held",
+                f"{metrics.budget_tokens:,} tokens, {kept:.0f} % of the tree's {metrics.tree_tokens:,}; "
+                f"peak {metrics.peak_tokens:,}",
             ),
             (
-                "its price",
+                "cost",
                 f"{metrics.evictions:,} evictions, {metrics.rehydrations:,} rehydrations, "
-                f"{metrics.tokens_recomputed:,} tokens computed again",
+                f"{metrics.tokens_recomputed:,} tokens recomputed",
             ),
             ("page", f"{page}"),
         ):
-            voice.print(f"{name:<11}{what}")
-        if not voice.quiet:
-            voice.print("")
-            voice.print(LOOK)
-    if open:
-        open_page(voice, page)
+            output.print(f"{name:<11}{what}")
+        if not output.quiet:
+            output.print("")
+            output.print(LOOK)
+    if options.open:
+        open_page(output, page)
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 
 
-def search(voice: Output, folder: Path, seed: int) -> Solution:
-    """Searches with one seed after the other until there is an answer and KV had to come back."""
+def search(output: Output, folder: Path, seed: int) -> Solution:
+    """The first search with an answer and a rehydration, over a few seeds; else the best."""
     from arbor.cli.solve import use_threads
     from arbor.controllers.tot import ToT
     from arbor.solver import Solver
@@ -111,22 +124,22 @@ def search(voice: Output, folder: Path, seed: int) -> Solution:
     controller = ToT(beam=4, width=6)
     with Solver(controller=controller) as planner:
         use_threads(None, planner.describe())
-        # as little as works: KV has to leave and to come back
+        # the smallest budget that works: KV is evicted and recomputed
         budget = f"{planner.plan(PROBLEM).smallest_tokens}tok"
     best: Solution | None = None
     with Solver(controller=controller, budget=budget) as solver:
         for attempt in range(seed, seed + ATTEMPTS):
-            voice.say(f"searching with seed {attempt} and {budget} of KV")
+            output.say(f"searching with seed {attempt} and {budget} of KV")
             trace = folder / f"demo-{attempt}.arbor.jsonl"
             found = solver.solve(PROBLEM, seed=attempt, trace=trace)
-            if best is None or worth(found) > worth(best):
+            if best is None or quality(found) > quality(best):
                 best = found
-            if worth(best) == (True, True) or time.monotonic() - began > ENOUGH_S:
+            if quality(best) == (True, True) or time.monotonic() - began > ENOUGH_S:
                 break
     assert best is not None, "there is at least one attempt"
     return best
 
 
-def worth(solution: Solution) -> tuple[bool, bool]:
-    """What makes a search worth showing: an answer, and KV that had to come back."""
+def quality(solution: Solution) -> tuple[bool, bool]:
+    """Whether a search has an answer, and whether it rehydrated."""
     return solution.answer is not None, solution.metrics.rehydrations > 0

@@ -10,18 +10,18 @@ def decoded(data: bytes, encoding: str, name: str) -> str:
 
     Args:
         data: what was read.
-        encoding: as ``--encoding`` names it.
-        name: where it comes from, for the error.
+        encoding: the value of ``--encoding``.
+        name: its source, for the error.
 
     Raises:
-        UsageError: no such encoding.
-        InputError: it is not in this encoding; says where and what it may be.
+        UsageError: an unknown encoding.
+        InputError: the data is in another encoding; names the first wrong byte.
     """
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except LookupError as error:
         raise UsageError(
-            "encoding", f"--encoding {encoding} is no encoding.", "As in utf-8 or latin-1."
+            "encoding", f"unknown encoding '{encoding}'.", "Use --encoding utf-8 or latin-1."
         ) from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1

@@ -1,4 +1,4 @@
-"""How the command speaks: what goes to stdout, what to stderr, and how much of it."""
+"""Output of the command: stdout, stderr and the log."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Output:
     """The settings every command shares.
 
     Attributes:
-        quiet: nothing but results and errors.
-        verbose: how often ``-v`` was given.
+        quiet: only results and errors.
+        verbose: number of ``-v``.
         json: one JSON document on stdout instead of text.
         debug: tracebacks with errors.
         color, display, log_level, log_file: as on the command line.
@@ -47,7 +47,7 @@ class Output:
 
     @property
     def detailed(self) -> bool:
-        """Whether the numbers around a result are told: somebody watches, or asked for them."""
+        """Whether to print figures about a run: on a terminal, or on request."""
         if self.quiet or self.display == "none":
             return False
         asked = self.display in ("live", "plain") or self.verbose > 0
@@ -55,7 +55,7 @@ class Output:
 
     @property
     def progress(self) -> Literal["live", "plain", "none"]:
-        """How progress is shown."""
+        """The form of the progress display."""
         if self.quiet or self.display == "none":
             return "none"
         if self.display != "auto":
@@ -65,7 +65,7 @@ class Output:
 
     def console(self, stream: IO[str] | None = None) -> Console:
         """A rich console on `stream`; stderr by default."""
-        from arbor.cli.console import PipedConsole  # rich takes longer to import than --version may
+        from arbor.cli.console import PipedConsole  # rich takes too long to import for --version
 
         settings: dict[str, Any] = {"file": stream or sys.stderr, "highlight": False}
         if self.color == "always":
@@ -75,29 +75,29 @@ class Output:
         return PipedConsole(**settings)
 
     def say(self, text: str) -> None:
-        """A line on stderr for whoever reads along."""
+        """Prints a line on stderr if `detailed`."""
         if self.detailed:
             shown = encodable(text, sys.stderr)
             self.console().print(shown, soft_wrap=True, style="dim", markup=False)
 
     def warn(self, text: str) -> None:
-        """A line on stderr that is no error, told unless all is to be quiet."""
+        """Prints a warning on stderr unless `quiet`."""
         if not self.quiet:
             print(encodable(f"arbor: {text}", sys.stderr), file=sys.stderr)
 
     def print(self, text: str) -> None:
-        """A line of the result, on stdout."""
+        """Prints a line of the result on stdout."""
         click.echo(encodable(text, sys.stdout))
 
     def document(self, data: Any) -> None:
-        """The one JSON document of ``--json``; ASCII, so that every terminal and pipe can hold it."""
+        """Prints the JSON document of ``--json``, in ASCII, which every stream can encode."""
         from arbor.trace.write import finite
 
         indent = 2 if sys.stdout.isatty() else None
         click.echo(json.dumps(finite(data), allow_nan=False, indent=indent, default=str))
 
     def table(self, table: Table) -> None:
-        """A table on stdout; as wide as it needs to be where stdout is no terminal."""
+        """Prints a table on stdout, 200 columns wide where that is not a terminal."""
         console = self.console(sys.stdout)
         if not console.is_terminal:
             console.width = 200
@@ -105,7 +105,7 @@ class Output:
 
 
 def encodable(text: str, stream: IO[str]) -> str:
-    """The text with separators that the stream's encoding lacks replaced by ASCII ones."""
+    """The text, with ASCII separators where the stream's encoding lacks its own."""
     try:
         text.encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -114,7 +114,7 @@ def encodable(text: str, stream: IO[str]) -> str:
 
 
 class LogHandler(logging.Handler):
-    """Sends arbor's log to stderr, one line each."""
+    """Prints arbor's log on stderr, one line per record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record."""
@@ -123,10 +123,10 @@ class LogHandler(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """Appends arbor's log to a file, one JSON object a line."""
+    """Appends arbor's log to a file, one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A record as JSON; its traceback too, if it has one."""
+        """A record as JSON, with its traceback if any."""
         row = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -138,8 +138,8 @@ class LogFile(logging.FileHandler):
         return json.dumps(row)
 
 
-def listen_to_the_log(voice: Output) -> None:
-    """Shows arbor's log on stderr, as much of it as was asked for, and writes it to a file if one was named.
+def configure_log(output: Output) -> None:
+    """Sets the level of the log on stderr, and opens the log file.
 
     Raises:
         UsageError: the file cannot be written.
@@ -150,23 +150,23 @@ def listen_to_the_log(voice: Output) -> None:
     if shown is None:
         shown = LogHandler()
         logger.addHandler(shown)
-    level = "error" if voice.quiet else ("warning", "info", "debug")[min(voice.verbose, 2)]
-    shown.setLevel((voice.log_level or level).upper())
-    if voice.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
+    level = "error" if output.quiet else ("warning", "info", "debug")[min(output.verbose, 2)]
+    shown.setLevel((output.log_level or level).upper())
+    if output.log_file is None or any(isinstance(each, LogFile) for each in logger.handlers):
         return
     try:
-        logger.addHandler(LogFile(voice.log_file, encoding="utf-8"))
+        logger.addHandler(LogFile(output.log_file, encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             "log-unwritable",
-            f"--log-file {voice.log_file} cannot be written: {error.strerror}.",
-            "Name a file in a folder that exists and may be written.",
-            path=str(voice.log_file),
+            f"--log-file {output.log_file} cannot be written: {error.strerror}.",
+            "Name a file in an existing, writable folder.",
+            path=str(output.log_file),
         ) from error
 
 
-def leave_the_log() -> None:
-    """Closes the log's file."""
+def close_log() -> None:
+    """Closes the log file."""
     logger = logging.getLogger("arbor")
     for handler in [each for each in logger.handlers if isinstance(each, LogFile)]:
         logger.removeHandler(handler)

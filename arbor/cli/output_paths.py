@@ -1,4 +1,4 @@
-"""Where commands write: never over what they read, and never where it turns out too late that they cannot."""
+"""Checks of output paths before work: writable, distinct, not an input."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ STDOUT = Path("-")
 
 
 def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None]) -> None:
-    """Before any work: an output that is an input, or that another one goes to as well.
+    """Refuses an output that is an input, or another output.
 
     Args:
-        outputs: by the flag that names each; None where it was not given.
-        inputs: files that are read; None where there is none.
+        outputs: by flag; None for a flag not given.
+        inputs: files that are read; None for one not given.
 
     Raises:
-        UsageError: says which flag to give another file.
+        UsageError: names the flag that needs another file.
     """
     taken = {os.path.realpath(path) for path in inputs if path is not None}
     for flag, path in outputs.items():
@@ -28,17 +28,17 @@ def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path
         if os.path.realpath(path) in taken:
             raise UsageError(
                 "output-is-input",
-                f"{path} is read, or written by another option.",
+                f"{path} is an input, or the file of another option.",
                 f"Name another file with {flag}.",
             )
         taken.add(os.path.realpath(path))
 
 
-def refuse_nowhere(flag: str, path: Path | None) -> None:
-    """Before any work: an output that cannot be a file.
+def refuse_unwritable(flag: str, path: Path | None) -> None:
+    """Refuses an output that cannot be written.
 
     Raises:
-        UsageError: it is a folder, may not be written, or is in a folder that is not there.
+        UsageError: it is a folder, is not writable, or its folder does not exist.
     """
     if path is None:
         return
@@ -46,7 +46,7 @@ def refuse_nowhere(flag: str, path: Path | None) -> None:
         is_folder, target = path.is_dir(), path.resolve()
         missing = not target.parent.is_dir()
         allowed = missing or os.access(target if target.exists() else target.parent, os.W_OK)
-    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+    except (OSError, RuntimeError) as error:  # a name too long, circular links
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             "output-nowhere", f"{path}: {reason}.", f"Name another file with {flag}."
@@ -56,10 +56,10 @@ def refuse_nowhere(flag: str, path: Path | None) -> None:
     if missing:
         raise UsageError(
             "output-nowhere",
-            f"there is no folder {target.parent if path.is_symlink() else path.parent}.",
-            f"Make it, or name another file with {flag}.",
+            f"the folder {target.parent if path.is_symlink() else path.parent} does not exist.",
+            f"Create it, or name another file with {flag}.",
         )
     if not allowed:
         raise UsageError(
-            "output-nowhere", f"{path} may not be written.", f"Name another file with {flag}."
+            "output-nowhere", f"{path} is not writable.", f"Name another file with {flag}."
         )

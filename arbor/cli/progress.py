@@ -1,4 +1,4 @@
-"""How far an evaluation is: a line that is redrawn on a terminal, or a line now and then in a log."""
+"""Progress of an evaluation: a redrawn line on a terminal, or a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LINE_S = 30.0
 
 
 class Progress:
-    """Counts finished samples and shows how many there are.
+    """Counts finished samples and shows the count.
 
     Args:
-        console: where to.
-        live: redraw one line; else write a line each `LINE_S` seconds.
-        total: samples to solve now.
+        console: None shows nothing.
+        live: redraw one line; else print a line every `LINE_S` seconds.
+        total: samples to solve.
         clock: seconds.
     """
 
@@ -55,13 +55,13 @@ class Progress:
             self._live.stop()
 
     def add(self, right: bool) -> None:
-        """One sample more."""
+        """Counts a finished sample."""
         self.done += 1
         self.right += right
         self.tick()
 
     def tick(self) -> None:
-        """Shows how far it is, if that is due; called with every event."""
+        """Shows the progress if that is due; called with every event."""
         now = self._clock()
         if self._live is not None:
             if now - self._drawn >= FRAME_S:
@@ -72,7 +72,7 @@ class Progress:
             self._console.print(f"arbor: {self.line()}", soft_wrap=True, markup=False)
 
     def line(self) -> str:
-        """How far it is, in one line."""
+        """The progress, in one line."""
         if not self.done:
             return f"0 of {self.total:,}"
         each = (self._clock() - self._began) / self.done

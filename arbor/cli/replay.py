@@ -1,17 +1,18 @@
-"""`arbor replay`: what other policies and budgets would have cost, from a trace, without running the model."""
+"""``arbor replay``: cost of a recorded search under other policies and budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from arbor import registry
+from arbor import components
 from arbor.budget import Budget
 from arbor.cli.build import known_policy
-from arbor.cli.options import TRACE_PATH, Command, names_of, option, output_options, trust_option
+from arbor.cli.command import Command, option
+from arbor.cli.options import TRACE_PATH, names_of, output_options, trust_option
 from arbor.cli.output import Output
 
 if TYPE_CHECKING:
@@ -26,42 +27,42 @@ if TYPE_CHECKING:
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     shell_complete=names_of("policy"),
-    help="May be repeated; lru, arborkv, reentry and belady if none is given.",
+    help="May be repeated; default: lru, arborkv, reentry and belady.",
 )
 @option(
     "--budget",
     multiple=True,
     metavar="X",
     heading="KV budget",
-    help="Part of full retention's peak, or 512tok; may be repeated; 0.5, 0.25 and 0.125 if none is given.",
+    help="Share of full retention's peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
 )
 @option(
     "--rehydrate",
     type=click.Choice(["selective", "span"]),
     default="selective",
     heading="KV budget",
-    help="What comes back: missing tokens, or whole blocks.",
+    help="Recompute missing tokens (selective) or whole blocks (span).",
 )
 @option(
     "--model",
     metavar="NAME|DIR",
     heading="Model",
-    help="Whose tokenizer it was, where that is elsewhere now; by default as the trace says.",
+    help="Model whose tokenizer the run used; default: the one in the trace.",
 )
 @trust_option
 @output_options
 @click.pass_obj
 def replay(
-    voice: Output,
+    output: Output,
     /,
     trace: Path,
     policy: tuple[str, ...],
     budget: tuple[str, ...],
-    rehydrate: Any,
+    rehydrate: Literal["selective", "span"],
     model: str | None,
     trust_remote_code: bool,
 ) -> int:
-    """What other policies and budgets would have cost, from a trace, without running the model.
+    """Compare policies and budgets on a recorded search, without running the model.
 
     \b
       arbor replay run.arbor.jsonl
@@ -72,7 +73,7 @@ def replay(
     chosen = policy or ("lru", "arborkv", "reentry", "belady")
     policies = tuple(dict.fromkeys(map(known_policy, chosen)))
     for name in policies:
-        registry.build("policy", name)  # its settings are what they should be
+        components.build("policy", name)  # checks the settings
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.measure.replay import Recording
@@ -85,8 +86,8 @@ def replay(
     revision = config.get("revision") if model is None else None
     source = locate(config["model"] if model is None else model, revision, trust_remote_code)
     rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
-    if voice.json:
-        voice.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
+    if output.json:
+        output.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0
     from rich.table import Table
 
@@ -104,7 +105,7 @@ def replay(
                 else (f"needs {row['needs']:,}", "", "")
             ),
         )
-    voice.table(table)
+    output.table(table)
     return 0
 
 
@@ -113,15 +114,15 @@ def _rows(
     tokenizer: Any,
     policies: tuple[str, ...],
     budgets: list[Budget],
-    rehydrate: Any,
+    rehydrate: Literal["selective", "span"],
 ) -> Iterator[dict[str, Any]]:
-    """One row for each budget and policy; a budget that does not work says which would."""
-    from arbor.measure.replay import replay as again
+    """A row for each budget and policy; for an infeasible budget, the smallest feasible one."""
+    from arbor.measure.replay import replay as replay_trace
     from arbor.measure.replay import replay_smallest
 
     tree = sum(len(block.ids) for block in record.blocks.values()) + record.prompt
-    room = tree * 2 + int(record.header.kv.get("full_tokens", 0))  # more than it can need
-    peak = again(record, tokenizer, policy="lru", slots=room).peak_tokens
+    slots_of_all = tree * 2 + int(record.header.kv.get("full_tokens", 0))  # more than enough
+    peak = replay_trace(record, tokenizer, policy="lru", slots=slots_of_all).peak_tokens
     for budget in budgets:
         slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
         for policy in policies:

@@ -1,8 +1,7 @@
-"""``arbor info``, ``arbor list`` and ``arbor doctor``: what there is."""
+"""``arbor info``, ``arbor list`` and ``arbor doctor``: models, names and this machine."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import shutil
@@ -13,19 +12,21 @@ from typing import Any
 import click
 from rich.table import Table
 
-from arbor import registry
+from arbor import components, registry
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver
 from arbor.cli.cache import cached_models
-from arbor.cli.options import Command, output_options, search_options
+from arbor.cli.command import Command
+from arbor.cli.option_records import SolverOptions, read_options
+from arbor.cli.options import loading_options, max_expansions_option, output_options, search_options
 from arbor.cli.output import Output
 from arbor.errors import ArborError
 from arbor.support.cache_dir import cache_dir
 from arbor.support.units import human_bytes
 
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
-KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # as `arbor list` names them
+KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # plural -> kind
 MODELS = "models"
 PACKAGES = (
     "torch",
@@ -48,17 +49,20 @@ PACKAGES = (
 @click.command(cls=Command)
 @click.argument("model", default="builtin:sapling")
 @search_options
+@loading_options
+@max_expansions_option
 @output_options
 @click.pass_obj
-def info(voice: Output, /, **given: Any) -> int:
-    """What a model needs, and what budgets buy; reads its config, not its weights.
+def info(output: Output, /, **values: Any) -> int:
+    """Show a model's size and the memory at each budget; reads its config, not its weights.
 
     \b
       arbor info
-      arbor info Qwen/Qwen2.5-7B-Instruct --depth 8 --step-tokens 128
+      arbor info Qwen/Qwen2.5-7B-Instruct --max-depth 8 --step-tokens 128
       arbor info ./my-model --controller beam --json
     """
-    with build_solver(given) as solver:
+    options = read_options(SolverOptions, values)
+    with build_solver(options) as solver:
         model = solver.describe()
         plan: Plan | None = None
         note = model.reason
@@ -67,9 +71,9 @@ def info(voice: Output, /, **given: Any) -> int:
                 plan = solver.plan()
             except ArborError as error:
                 note = str(error)
-    rows = [] if plan is None else _budgets(plan, given["budget"])
-    if voice.json:
-        voice.document(
+    rows = [] if plan is None else _budgets(plan, options.budget)
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.info/1",
                 "model": model.to_dict(),
@@ -81,19 +85,19 @@ def info(voice: Output, /, **given: Any) -> int:
         return 0
     for name, value in model.to_dict().items():
         shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
-        voice.print(f"{name.replace('_', ' '):<20}{'-' if value in (None, '') else shown}")
+        output.print(f"{name.replace('_', ' '):<20}{'-' if value in (None, '') else shown}")
     if note and not model.reason:
-        voice.print(f"{'note':<20}{note}")
+        output.print(f"{'note':<20}{note}")
     if plan is not None:
         shape = f"{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of {plan.step_tokens:,}"
-        voice.print(f"{'search':<20}{given['task']}, {given['controller']}: {shape}")
-        voice.print("")
-        voice.table(_budget_table(rows, plan))
+        output.print(f"{'search':<20}{options.task}, {options.controller}: {shape}")
+        output.print("")
+        output.table(_budget_table(rows, plan))
     return 0
 
 
 def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:
-    """What each budget is in tokens and bytes, and whether one path fits."""
+    """Tokens and bytes of each budget, and whether one path fits."""
     forms = dict.fromkeys([*RATIOS, str(Budget.parse(asked)), f"{plan.smallest_ratio:g}"])
     rows = []
     for form in forms:
@@ -128,11 +132,14 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
 
 
 @click.command("list", cls=Command)
-@click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False)
+@click.argument("kind", type=click.Choice([*KINDS, MODELS]), required=False, metavar="[KIND]")
 @output_options
 @click.pass_obj
-def list_(voice: Output, kind: str | None) -> int:
-    """The names there are, with their settings and defaults; every kind of them without KIND.
+def list_(output: Output, kind: str | None) -> int:
+    """List available names, with their settings and defaults; without KIND, all of them.
+
+    KIND is one of controllers, verifiers, tasks, policies, allocators, scorers, backends and
+    models.
 
     \b
       arbor list
@@ -141,18 +148,18 @@ def list_(voice: Output, kind: str | None) -> int:
     """
     chosen = [*KINDS, MODELS] if kind is None else [kind]
     tables = {each: _models() if each == MODELS else _components(KINDS[each]) for each in chosen}
-    if voice.json:
-        voice.document({"schema": "arbor.list/1", **tables})
+    if output.json:
+        output.document({"schema": "arbor.list/1", **tables})
         return 0
     for number, (each, rows) in enumerate(tables.items()):
         if kind is None:
-            voice.print(f"{chr(10) if number else ''}{each}")
+            output.print(f"{chr(10) if number else ''}{each}")
         table = Table(box=None, pad_edge=False)
         for column in rows[0] if rows else ("name",):
             table.add_column(column)
         for row in rows:
             table.add_row(*(_cell(value) for value in row.values()))
-        voice.table(table)
+        output.table(table)
     return 0
 
 
@@ -170,29 +177,13 @@ def _components(kind: str) -> list[dict[str, Any]]:
         except ArborError as error:
             rows.append({"name": name, "what": str(error), "settings": {}})
             continue
-        what = (component.__doc__ or "").strip().partition("\n")[0]
-        rows.append({"name": name, "what": what, "settings": _defaults(component)})
+        what, settings = components.summary_of(component), components.defaults_of(component)
+        rows.append({"name": name, "what": what, "settings": settings})
     return rows
 
 
-def _defaults(component: Any) -> dict[str, Any]:
-    """Settings and their defaults; '?' for one that must be given."""
-    if not dataclasses.is_dataclass(component):
-        return {}
-    missing = dataclasses.MISSING
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(component):
-        if field.default is not missing:
-            found[field.name] = field.default
-        elif field.default_factory is not missing:
-            found[field.name] = field.default_factory()
-        else:
-            found[field.name] = "?"
-    return found
-
-
 def _models() -> list[dict[str, Any]]:
-    """The built-in model, and what lies in the Hugging Face cache."""
+    """The built-in model and those in the Hugging Face cache."""
     cached = [{"name": name, "what": f"cached, {size}"} for name, size in cached_models()]
     return [{"name": "builtin:sapling", "what": "built in, offline"}, *cached]
 
@@ -203,24 +194,24 @@ def _models() -> list[dict[str, Any]]:
 @click.command(cls=Command)
 @output_options
 @click.pass_obj
-def doctor(voice: Output) -> int:
-    """What a bug report needs to know of this machine.
+def doctor(output: Output) -> int:
+    """Show versions, devices and settings of this machine, for a bug report.
 
     \b
       arbor doctor
       arbor doctor --json
     """
     report = _report()
-    if voice.json:
-        voice.document({"schema": "arbor.doctor/1", **report})
+    if output.json:
+        output.document({"schema": "arbor.doctor/1", **report})
         return 0
     for section, facts in report.items():
         if not isinstance(facts, dict):
-            voice.print(f"{section:<28}{facts}")
+            output.print(f"{section:<28}{facts}")
             continue
         for name, value in facts.items():
             shown = "-" if value in (None, "", []) else value
-            voice.print(f"{f'{section}.{name}':<28}{shown}")
+            output.print(f"{f'{section}.{name}':<28}{shown}")
     return 0
 
 
@@ -250,7 +241,7 @@ def _report() -> dict[str, Any]:
         "cache": str(cache_dir()),
         "names": {kind: list(registry.names(kind)) for kind in registry.KINDS},
         "plugins": {kind: registry.plugins(kind) for kind in registry.KINDS},
-        "settings": {name: os.environ[name] for name in sorted(os.environ) if _steers(name)},
+        "settings": {name: os.environ[name] for name in sorted(os.environ) if _is_setting(name)},
         "terminal": {
             "stdout": sys.stdout.isatty(),
             "stderr": sys.stderr.isatty(),
@@ -261,8 +252,8 @@ def _report() -> dict[str, Any]:
     }
 
 
-def _steers(variable: str) -> bool:
-    """Whether a variable of the environment changes what arbor does; none of them is a secret."""
+def _is_setting(variable: str) -> bool:
+    """Whether an environment variable changes what arbor does; none of these holds a secret."""
     known = ("NO_COLOR", "FORCE_COLOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return variable.startswith("ARBOR_") or variable in known
 

@@ -24,21 +24,21 @@ class Stoppable(Protocol):
     """A search in progress."""
 
     def stop(self, status: Any = ..., /) -> None:
-        """Asks it to end after the current forward."""
+        """Asks the search to end after the current forward pass."""
         ...
 
 
 class StopSignals:
-    """Handles both signals while it is entered, and what they did before afterwards.
+    """Installs both handlers on entry; restores the previous ones on exit.
 
-    A signal while no search runs ends the process at once.
+    A signal outside a search ends the process at once.
 
     Attributes:
-        signal: the first signal's number; None if there was none.
+        received: the first signal's number; None before one.
     """
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.received: int | None = None
         self._search: Stoppable | None = None
         self._before: dict[int, Any] = {}
 
@@ -53,8 +53,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def ending(self, search: Stoppable) -> Iterator[None]:
-        """Within it, the first signal is for this search."""
+    def stopping(self, search: Stoppable) -> Iterator[None]:
+        """A context in which the first signal stops this search."""
         self._search = search
         try:
             yield
@@ -62,9 +62,9 @@ class StopSignals:
             self._search = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._search is None or self.signal is not None:
+        if self._search is None or self.received is not None:
             raise Interrupted(number)
-        self.signal = number
+        self.received = number
         self._search.stop("interrupted")
         with contextlib.suppress(OSError):
-            os.write(2, b"\narbor: stopping after this forward pass; once more stops at once\n")
+            os.write(2, b"\narbor: stopping after this forward pass; press again to quit\n")

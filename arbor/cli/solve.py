@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import webbrowser
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,22 +15,22 @@ import click
 
 from arbor.budget import Plan
 from arbor.cli.build import build_solver
-from arbor.cli.configure import CONFIG, all_settings
+from arbor.cli.command import Command, option, option_group
+from arbor.cli.configure import CONFIG_PATH
 from arbor.cli.encoding import decoded
+from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions, read_options
 from arbor.cli.options import (
-    Command,
     config_option,
     limit_options,
+    loading_options,
     model_option,
-    option,
     output_options,
     sampling_options,
     search_options,
-    together,
     trace_detail_options,
 )
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_nowhere, refuse_overwriting
+from arbor.cli.output_paths import refuse_overwriting, refuse_unwritable
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
@@ -50,112 +50,141 @@ PLAN_SCHEMA = "arbor.plan/1"
 CONFIG_SCHEMA = "arbor.config/1"
 SMALL_MODEL = 50_000_000  # parameters
 
-_options = together(
+_options = option_group(
     option(
         "--file",
         type=click.Path(path_type=Path),
-        metavar="PATH",
+        metavar="FILE",
         heading="Problem",
-        help="Read it from a file; '-' as PROBLEM reads stdin.",
+        help="Read the problem from a file; '-' as PROBLEM reads stdin.",
     ),
     option(
         "--encoding",
         default="utf-8",
         metavar="NAME",
         heading="Problem",
-        help="Of the file or of stdin.",
+        help="Encoding of the file or of stdin.",
     ),
-    option("--expected", metavar="ANSWER", heading="Problem", help="Answer key; adds 'correct'."),
+    option(
+        "--expected",
+        metavar="ANSWER",
+        heading="Problem",
+        help="Answer key; adds 'correct' to the result.",
+    ),
     search_options,
     model_option,
+    loading_options,
     sampling_options,
     limit_options,
-    option("--dry-run", is_flag=True, heading="Limits", help="Only the plan; reads no weights."),
+    option(
+        "--dry-run", is_flag=True, heading="Limits", help="Print only the plan; reads no weights."
+    ),
     option(
         "--trace",
         type=click.Path(path_type=Path),
-        metavar="PATH",
+        metavar="FILE",
         heading="Output",
-        help="Write every event to FILE (.arbor.jsonl, or .gz); off writes none.",
+        help="Write all events to FILE (.arbor.jsonl or .gz); off: no trace.",
     ),
     trace_detail_options,
     option(
         "--html",
         type=click.Path(path_type=Path),
-        metavar="PATH",
+        metavar="FILE",
         heading="Output",
-        help="Write the search as one HTML file.",
+        help="Write the search as an HTML page.",
     ),
-    option("--open", is_flag=True, heading="Output", help="Open it; needs --html."),
+    option(
+        "--open", is_flag=True, heading="Output", help="Open the page in the browser; needs --html."
+    ),
     config_option,
     option(
         "--print-config",
         is_flag=True,
         heading="Output",
-        help="Only the resolved configuration, as --config reads it.",
+        help="Print only the resolved configuration, as --config reads it.",
     ),
     output_options,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveOptions:
+    """Options of ``arbor solve``, named as on the command line."""
+
+    problem: str | None
+    file: Path | None
+    encoding: str
+    expected: str | None
+    solver: SolverOptions
+    run: RunOptions
+    dry_run: bool
+    trace: Path | None
+    trace_detail: TraceOptions
+    html: Path | None
+    open: bool
+    print_config: bool
 
 
 @click.command(cls=Command)
 @click.argument("problem", required=False)
 @_options
 @click.pass_obj
-def solve(voice: Output, /, **given: Any) -> int:
+def solve(output: Output, /, **values: Any) -> int:
     """Solve one problem.
 
     \b
       arbor solve "4 5 6 10"
-      arbor solve "4 5 6 10" --budget 0.5 --trace run.arbor.jsonl
+      arbor solve "4 5 6 10" --budget 0.1 --trace run.arbor.jsonl
       echo "4 5 6 10" | arbor solve - --controller beam --json
     """
-    given["set"] = all_settings(given)
-    if given["open"] and given["html"] is None:
-        raise UsageError("usage", "--open has no page to open.", "Add --html run.html.")
-    if given["print_config"] and given["problem"] is None and given["file"] is None:
+    options = read_options(SolveOptions, values)
+    if options.open and options.html is None:
+        raise UsageError("usage", "--open needs a page.", "Add --html run.html.")
+    if options.print_config and options.problem is None and options.file is None:
         problem = None
     else:
-        problem = read_problem(given["problem"], given["file"], given["encoding"])
-    with StopSignals() as stop, build_solver(given, problem) as solver:
-        if given["print_config"]:
-            print_config(voice, solver, problem, given)
+        problem = read_problem(options.problem, options.file, options.encoding)
+    with StopSignals() as signals, build_solver(options.solver, problem) as solver:
+        if options.print_config:
+            print_config(output, solver, problem, options)
             return 0
         assert problem is not None, "it was read above"
         plan = solver.plan(problem)
-        if given["dry_run"]:
-            show_plan(voice, plan)
+        if options.dry_run:
+            print_plan(output, plan)
             return 0
-        voice.say(budget_line(given["budget"], plan))
-        refuse_nowhere("--html", given["html"])
-        outputs = {"--trace": given["trace"], "--html": given["html"]}
-        refuse_overwriting(outputs, [given["file"], click.get_current_context().meta.get(CONFIG)])
-        writer = open_trace(given["trace"], given["trace_text"])
-        voice.say(f"loading {given['model']} · seed {given['seed']}")
-        use_threads(given["threads"], solver.describe())
+        output.say(budget_line(options.solver.budget, plan))
+        refuse_unwritable("--html", options.html)
+        outputs = {"--trace": options.trace, "--html": options.html}
+        config_path = click.get_current_context().meta.get(CONFIG_PATH)
+        refuse_overwriting(outputs, [options.file, config_path])
+        writer = open_trace(options.trace, options.trace_detail.trace_text)
+        output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
+        use_threads(options.run.threads, solver.describe())
         stream = solver.stream(
             problem,
-            expected=given["expected"],
-            timeout=given["timeout"],
-            max_tokens=given["max_tokens"],
+            expected=options.expected,
+            timeout=options.run.timeout,
+            max_tokens=options.run.max_tokens,
             trace=writer,
-            trace_level=given["trace_level"],
+            trace_level=options.trace_detail.trace_level,
         )
-        solution, events = watch(voice, stream, stop, given["html"] is not None)
-    if voice.json:
-        voice.document(solution.to_dict())
+        solution, events = watch(output, stream, signals, options.html is not None)
+    if output.json:
+        output.document(solution.to_dict())
     elif solution.answer is not None:
-        voice.print(solution.answer)
+        output.print(solution.answer)
     if solution.answer is None:
-        voice.warn(no_answer(solution))
+        output.warn(no_answer(solution))
     correct = None if solution.answer is None else solution.correct
-    voice.say(numbers_line(solution.finish_reason, solution.metrics, correct))
+    output.say(numbers_line(solution.finish_reason, solution.metrics, correct))
     if solution.trace_path is not None:
-        voice.say(f"trace {solution.trace_path}")
-    if given["html"] is not None:
-        show_page(voice, given["html"], events, given["open"])
-    if stop.signal is not None:
-        return EXIT_SIGNAL + stop.signal
+        output.say(f"trace {solution.trace_path}")
+    if options.html is not None:
+        write_events_page(output, options.html, events, options.open)
+    if signals.received is not None:
+        return EXIT_SIGNAL + signals.received
     return 0 if solution.answer is not None else EXIT_NO_ANSWER
 
 
@@ -163,13 +192,13 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
     """The problem from the command line, from a file, or from stdin (``-``).
 
     Raises:
-        UsageError: none, or two of them; or no such encoding.
-        InputError: it cannot be read.
+        UsageError: no problem, two of them, or an unknown encoding.
+        InputError: the problem cannot be read.
     """
     if (text is None) == (file is None):
         raise UsageError(
             "usage",
-            "there is no problem." if text is None else "a problem and --file are one too many.",
+            "no problem is given." if text is None else "PROBLEM and --file exclude each other.",
             'Give one: arbor solve "4 5 6 10", arbor solve --file problem.txt, or arbor solve -.',
         )
     if text is not None and text != "-":
@@ -189,7 +218,7 @@ def read_problem(text: str | None, file: Path | None, encoding: str) -> str:
 
 
 def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter | None:
-    """What writes the trace; nothing for ``off``.
+    """The trace writer; None for ``off``.
 
     Raises:
         UsageError: the file cannot be created.
@@ -198,19 +227,24 @@ def open_trace(path: Path | None, text: Literal["full", "none"]) -> TraceWriter 
 
 
 def print_config(
-    voice: Output, solver: Solver, problem: str | None, given: Mapping[str, Any]
+    output: Output, solver: Solver, problem: str | None, options: SolveOptions
 ) -> None:
-    """Everything that repeats this run, resolved: the answer to which settings a file, a flag and a default give."""
-    run = {name: given[name] for name in ("expected", "timeout", "max_tokens")}
-    config = {"problem": problem, **run, **solver.config}
-    if voice.json:
-        voice.document({"schema": CONFIG_SCHEMA, **config})
+    """The resolved configuration of the run, which repeats it."""
+    config = {
+        "problem": problem,
+        "expected": options.expected,
+        "timeout": options.run.timeout,
+        "max_tokens": options.run.max_tokens,
+        **solver.config,
+    }
+    if output.json:
+        output.document({"schema": CONFIG_SCHEMA, **config})
     else:
-        voice.print(config_text(config).rstrip())
+        output.print(config_text(config).rstrip())
 
 
 def use_threads(threads: int | None, model: ModelInfo) -> None:
-    """Torch's threads: as asked, or one for a model so small that threads wait for each other longer than they work."""
+    """Sets torch's threads; by default one for a small model, whose threads would mostly wait."""
     if threads is None and model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
     if threads is not None:
@@ -220,19 +254,23 @@ def use_threads(threads: int | None, model: ModelInfo) -> None:
 
 
 def watch(
-    voice: Output, stream: SearchStream, stop: StopSignals, keep: bool
+    output: Output, stream: SearchStream, signals: StopSignals, keep: bool
 ) -> tuple[Solution, list[tuple[float, Event]]]:
-    """Shows a search until it ends, or until a signal ends it; its events with their seconds too, if they are kept."""
+    """Shows a search until it ends, or until a signal ends it.
+
+    Returns:
+        The solution, and with `keep` every event with its second.
+    """
     from arbor.view.live import LiveView, LogView  # rich: not before there is something to show
 
     view: LiveView | LogView | None = None
-    if voice.progress == "live":
-        view = LiveView(voice.console())
-    elif voice.progress == "plain":
-        view = LogView(voice.console())
+    if output.progress == "live":
+        view = LiveView(output.console())
+    elif output.progress == "plain":
+        view = LogView(output.console())
     kept: list[tuple[float, Event]] = []
     began = time.perf_counter()
-    with stop.ending(stream), view or contextlib.nullcontext():
+    with signals.stopping(stream), view or contextlib.nullcontext():
         for event in stream:
             if keep:
                 kept.append((time.perf_counter() - began, event))
@@ -241,8 +279,10 @@ def watch(
     return stream.solution, kept
 
 
-def show_page(voice: Output, path: Path, events: list[tuple[float, Event]], open_: bool) -> None:
-    """Writes the search as a page, and opens it if that was asked for.
+def write_events_page(
+    output: Output, path: Path, events: list[tuple[float, Event]], show: bool
+) -> None:
+    """Writes the search as a page; with `show`, opens it.
 
     Raises:
         UsageError: it cannot be written.
@@ -250,16 +290,16 @@ def show_page(voice: Output, path: Path, events: list[tuple[float, Event]], open
     from arbor.view import page_trace_of, write_page
 
     write_page(path, page_trace_of(path.stem, events))
-    voice.say(f"page {path}")
-    if open_:
+    output.say(f"page {path}")
+    if show:
         webbrowser.open(path.resolve().as_uri())
 
 
-# What it says
+# Lines
 
 
 def budget_line(budget: str, plan: Plan) -> str:
-    """What the budget keeps, before the search."""
+    """The budget in tokens and bytes, printed before the search."""
     size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(plan.full_bytes)}"
     return (
         f"budget {budget} keeps {plan.budget_tokens:,} of {plan.full_tokens:,} tokens ({size})"
@@ -268,7 +308,7 @@ def budget_line(budget: str, plan: Plan) -> str:
 
 
 def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
-    """What a run cost, after it."""
+    """The cost of a run, printed after it."""
     ended = {
         "solved": "solved in",
         "exhausted": "exhausted after",
@@ -276,14 +316,14 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         "timeout": "time up after",
         "interrupted": "interrupted after",
     }
-    unshared = metrics.peak_unshared_tokens  # a path of its own for every leaf
+    unshared = metrics.peak_unshared_tokens  # every leaf with its own path
     parts = [
         f"{ended.get(reason, reason)} {metrics.wall_s:.1f} s",
         f"{metrics.blocks:,} blocks",
         f"{metrics.tok_per_s:.0f} tok/s",
         f"peak KV {metrics.peak_tokens:,} tokens, {human_bytes(metrics.peak_bytes)} "
         f"({100 * metrics.budget_share:.0f} % of budget"
-        f"{f'; {unshared:,} if no block were shared' if unshared > metrics.peak_tokens else ''})",
+        f"{f'; {unshared:,} without prefix sharing' if unshared > metrics.peak_tokens else ''})",
     ]
     if metrics.rehydrations:
         fetched = f", {metrics.tokens_fetched:,} fetched" if metrics.tokens_fetched else ""
@@ -292,28 +332,27 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
             f"({metrics.tokens_recomputed:,} tokens recomputed{fetched})"
         )
     if metrics.verified:
-        parts.append(f"asked about {metrics.asked:,} of {metrics.verified:,} thoughts")
+        parts.append(f"model judged {metrics.asked:,} of {metrics.verified:,} thoughts")
     if correct is not None:
         parts.append("correct" if correct else "wrong")
     return " · ".join(parts)
 
 
 def no_answer(solution: Solution) -> str:
-    """Why there is none."""
-    why = {
-        "exhausted": "the controller has nothing more to grow",
-        "limit": "--max-expansions or --max-tokens is reached",
-        "timeout": "the time is up",
-        "interrupted": "interrupted",
+    """Why a search has no answer, and what to try."""
+    reasons = {
+        "exhausted": ("search exhausted", " Try another --seed, or a wider search."),
+        "limit": ("limit reached", " Raise --max-expansions or --max-tokens."),
+        "timeout": ("time up", " Raise --timeout."),
     }
-    reason = why.get(solution.finish_reason, solution.finish_reason)
-    return f"[no-answer] no path gave an answer: {reason} ({solution.metrics.blocks:,} blocks)."
+    reason, hint = reasons.get(solution.finish_reason, (solution.finish_reason, ""))
+    return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer.{hint}"
 
 
-def show_plan(voice: Output, plan: Plan) -> None:
-    """The plan, on stdout."""
-    if voice.json:
-        voice.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
+def print_plan(output: Output, plan: Plan) -> None:
+    """Prints the plan on stdout."""
+    if output.json:
+        output.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
         return
     smallest_bytes = plan.smallest_tokens * plan.bytes_per_token
     least = f"--budget {plan.smallest_ratio:g} or {plan.smallest_tokens}tok"
@@ -322,8 +361,8 @@ def show_plan(voice: Output, plan: Plan) -> None:
         ("full retention", plan.full_tokens, plan.full_bytes, ""),
         ("smallest workable", plan.smallest_tokens, smallest_bytes, least),
     ):
-        voice.print(f"{name:<18}{tokens:>10,} tokens {human_bytes(size):>9}  {note}".rstrip())
-    voice.print(
+        output.print(f"{name:<18}{tokens:>10,} tokens {human_bytes(size):>9}  {note}".rstrip())
+    output.print(
         f"{'shape':<18}{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of "
         f"{plan.step_tokens:,} + {plan.question_tokens:,} question, {plan.max_depth} deep"
     )

@@ -1,16 +1,20 @@
-"""``arbor trace``: look into a trace, check, compare, convert and repair it, and repeat its run."""
+"""``arbor trace``: inspect, check, compare, convert and repair traces."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
-from arbor.cli.options import EXIT_GATE, TRACE_PATH, Command, Group, option, output_options
+from arbor.cli.command import Command, Group, Integer, option
+from arbor.cli.option_records import read_options
+from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
-from arbor.cli.output_paths import STDOUT, refuse_nowhere, refuse_overwriting
+from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
 from arbor.cli.solve import numbers_line
 from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
@@ -28,10 +32,27 @@ SHOWN_CHARACTERS = 60
 _file = click.argument("file", type=TRACE_PATH)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of ``arbor trace convert``, named as on the command line."""
+
+    file: Path
+    output: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions:
+    """Options of ``arbor trace repair``, named as on the command line."""
+
+    file: Path
+    output: Path | None
+    trace_text: Literal["full", "none"]
+
+
 @click.group(cls=Group)
 @output_options
 def trace() -> None:
-    """Look into a trace.
+    """Inspect, check, compare, convert and repair traces.
 
     \b
       arbor trace info run.arbor.jsonl
@@ -46,8 +67,8 @@ def trace() -> None:
 @_file
 @output_options
 @click.pass_obj
-def info(voice: Output, file: Path) -> int:
-    """What was run, how it ended and what it cost.
+def info(output: Output, file: Path) -> int:
+    """Show the settings, result and cost of a run.
 
     \b
       arbor trace info run.arbor.jsonl
@@ -59,8 +80,8 @@ def info(voice: Output, file: Path) -> int:
     header, metrics = read.header, replay.metrics()
     answer = replay.answered
     status = replay.ended.status if replay.ended else "cut off"
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.trace-info/1",
                 "path": str(file),
@@ -75,19 +96,19 @@ def info(voice: Output, file: Path) -> int:
             }
         )
         return 0
-    tell_damage(voice, read)
+    warn_if_damaged(output, read)
     if header is not None:
         problem = header.problem if read.words else "(left out)"
-        voice.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
-        voice.print(f"model     {header.model.get('id', '?')}")
+        output.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
+        output.print(f"model     {header.model.get('id', '?')}")
         names = (f"{part} {_name(header.config.get(part))}" for part in ("controller", "verifier"))
-        voice.print(f"search    {', '.join(names)}, budget {header.config.get('budget', '?')}")
-        voice.print(f"run       {header.run}, {header.created}, arbor {header.arbor}")
+        output.print(f"search    {', '.join(names)}, budget {header.config.get('budget', '?')}")
+        output.print(f"run       {header.run}, {header.created}, arbor {header.arbor}")
     if answer is not None:
         path = " > ".join(map(str, answer.path))
-        voice.print(f"answer    {answer.text}  (score {answer.score:.3f}, path {path})")
-    voice.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
-    voice.print(f"events    {len(read.events):,}")
+        output.print(f"answer    {answer.text}  (score {answer.score:.3f}, path {path})")
+    output.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
+    output.print(f"events    {len(read.events):,}")
     return 0
 
 
@@ -99,17 +120,17 @@ def _name(spec: Any) -> str:
 @_file
 @output_options
 @click.pass_obj
-def check(voice: Output, file: Path) -> int:
-    """Whether a trace is whole and agrees with itself; exit code 7 if not.
+def check(output: Output, file: Path) -> int:
+    """Check that a trace is complete and consistent; exit code 7 if not.
 
     \b
       arbor trace check run.arbor.jsonl
       arbor trace check run.arbor.jsonl --json
-      arbor trace check run.arbor.jsonl && echo whole
+      arbor trace check run.arbor.jsonl && echo consistent
 
-    Checked: every line is an event, none is lost, time runs forwards, parents exist, what is on the device adds up after
-    every event and stays within the budget, and there is an end whose counters are those of the events. A run that was
-    interrupted and came to its end is whole.
+    Checked: every line is an event and none is missing, time does not decrease, parents exist, the
+    tokens in memory add up after every event and stay within the budget, and the counters of the
+    end equal those of the events. The trace of an interrupted run is complete if it has an end.
     """
     status: str | None = None
     try:
@@ -122,8 +143,8 @@ def check(voice: Output, file: Path) -> int:
         replay = Replay.of(read)
         problems, events, blocks = replay.problems, len(read.events), len(replay.blocks)
         status = replay.ended.status if replay.ended else None
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.trace-check/1",
                 "path": str(file),
@@ -136,10 +157,10 @@ def check(voice: Output, file: Path) -> int:
         )
     else:
         for problem in problems:
-            voice.print(f"{file}: {problem}")
+            output.print(f"{file}: {problem}")
         if not problems:
             ended = f"{status}, {events:,} events, {blocks:,} blocks"
-            voice.print(f"{file}: {ended}, no contradiction")
+            output.print(f"{file}: {ended}, consistent")
     return EXIT_GATE if problems else 0
 
 
@@ -149,16 +170,15 @@ def check(voice: Output, file: Path) -> int:
     "--type",
     multiple=True,
     type=click.Choice([kind.name for kind in EVENTS]),
+    metavar="NAME",
     heading="Selection",
-    help="Only events of this type; may be repeated.",
+    help="Only events of this type, as in evict; may be repeated.",
 )
-@option(
-    "--limit", type=click.IntRange(1), heading="Selection", help="Only so many, from the first."
-)
+@option("--limit", type=Integer(1), metavar="N", heading="Selection", help="Only the first N.")
 @output_options
 @click.pass_obj
-def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
-    """The events, one a line.
+def events(output: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
+    """Print the events, one per line.
 
     \b
       arbor trace events run.arbor.jsonl
@@ -171,8 +191,8 @@ def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) 
         for number, seconds, event in zip(read.sequence, read.times, read.events, strict=True)
         if not type or event.name in type
     ][:limit]
-    if voice.json:
-        voice.document(
+    if output.json:
+        output.document(
             {
                 "schema": "arbor.trace-events/1",
                 "path": str(file),
@@ -180,12 +200,12 @@ def events(voice: Output, file: Path, type: tuple[str, ...], limit: int | None) 
             }
         )
         return 0
-    tell_damage(voice, read)
+    warn_if_damaged(output, read)
     for number, seconds, event in rows:
         record = to_record(event)
         del record["e"]
         facts = " ".join(f"{name}={_short(value)}" for name, value in record.items())
-        voice.print(f"{number:>6} {seconds:>10.6f} {event.name:<11}{facts}")
+        output.print(f"{number:>6} {seconds:>10.6f} {event.name:<11}{facts}")
     return 0
 
 
@@ -202,29 +222,33 @@ def _short(value: Any) -> str:
     type=click.Path(path_type=Path),
     metavar="PATH",
     heading="Conversion",
-    help="Where to; stdout without it.",
+    help="The file; default: stdout.",
 )
 @output_options
 @click.pass_obj
-def convert(voice: Output, file: Path, output: Path | None) -> int:
-    """A timeline for ui.perfetto.dev or chrome://tracing: Trace Event JSON.
+def convert(output: Output, /, **values: Any) -> int:
+    """Convert a trace to a timeline for ui.perfetto.dev or chrome://tracing (Trace Event JSON).
 
     \b
       arbor trace convert run.arbor.jsonl --output run.perfetto.json
       arbor trace convert run.arbor.jsonl | gzip > run.perfetto.json.gz
       arbor trace convert run.arbor.jsonl.gz -o run.json && vizviewer run.json
     """
-    if output == STDOUT:
-        output = None
-    refuse_overwriting({"--output": output}, [file])
-    refuse_nowhere("--output", output)
-    read = whole(read_trace(file))
+    options = read_options(ConvertOptions, values)
+    path = None if options.output == STDOUT else options.output
+    refuse_overwriting({"--output": path}, [options.file])
+    refuse_unwritable("--output", path)
+    read = refuse_damaged(read_trace(options.file))
     document = json.dumps(to_perfetto(read), allow_nan=False, separators=(",", ":"), default=str)
-    if output is None:
-        voice.print(document)
+    if path is None:
+        output.print(document)
         return 0
-    write_atomically(output, document + "\n")
-    tell(voice, "arbor.trace-convert/1", {"path": str(output), "events": len(read.events)})
+    write_atomically(path, document + "\n")
+    if output.json:
+        facts = {"path": str(path), "events": len(read.events)}
+        output.document({"schema": "arbor.trace-convert/1", **facts})
+    else:
+        output.print(f"{path}: {len(read.events):,} events")
     return 0
 
 
@@ -234,22 +258,22 @@ def convert(voice: Output, file: Path, output: Path | None) -> int:
 @option("--exit-code", is_flag=True, heading="Gate", help="Exit with 7 if the trees differ.")
 @output_options
 @click.pass_obj
-def diff(voice: Output, first: Path, second: Path, exit_code: bool) -> int:
-    """Where two runs part: settings, blocks, the first event, what they cost.
+def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
+    """Compare two runs: settings, blocks, first differing event, cost.
 
     \b
       arbor trace diff full.arbor.jsonl small.arbor.jsonl
       arbor trace diff full.arbor.jsonl small.arbor.jsonl --exit-code
       arbor trace diff a.arbor.jsonl b.arbor.jsonl --json
     """
-    traces = whole(read_trace(first)), whole(read_trace(second))
+    traces = refuse_damaged(read_trace(first)), refuse_damaged(read_trace(second))
     for read in traces:
-        tell_damage(voice, read)
+        warn_if_damaged(output, read)
     found = diff_traces(*traces)
-    if voice.json:
-        voice.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
+    if output.json:
+        output.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
     else:
-        show_diff(voice, found)
+        print_diff(output, found)
     return EXIT_GATE if exit_code and not found.same_tree else 0
 
 
@@ -261,60 +285,61 @@ def diff(voice: Output, first: Path, second: Path, exit_code: bool) -> int:
     type=click.Path(path_type=Path),
     metavar="PATH",
     heading="Repair",
-    help="The clean copy; beside the trace without it, as NAME.repaired.arbor.jsonl.",
+    help="The copy; default: NAME.repaired.arbor.jsonl in the folder of the trace.",
 )
 @option(
     "--trace-text",
     type=click.Choice(["full", "none"]),
     default="full",
     heading="Repair",
-    help="none leaves out the words of problem, thoughts and answer.",
+    help="none omits the text of problem, thoughts and answer.",
 )
 @output_options
 @click.pass_obj
-def repair(
-    voice: Output, file: Path, output: Path | None, trace_text: Literal["full", "none"]
-) -> int:
-    """Copy the readable lines of a damaged trace, and end it where it has no end.
+def repair(output: Output, /, **values: Any) -> int:
+    """Copy the readable lines of a damaged trace, and add an end if it has none.
 
     \b
       arbor trace repair run.arbor.jsonl
       arbor trace repair run.arbor.jsonl --output clean.arbor.jsonl.gz
       arbor trace repair run.arbor.jsonl --trace-text none -o public.arbor.jsonl
 
-    Lines that are lost stay lost: 'arbor trace check' still names the gap. The trace itself is left as it is.
+    Missing events stay missing: 'arbor trace check' still reports the gap. The damaged trace is not
+    changed.
     """
-    if output == STDOUT:
+    options = read_options(RepairOptions, values)
+    if options.output == STDOUT:
         raise UsageError(
             "usage",
-            "a repaired trace is a file, not stdout.",
-            "Name one: --output clean.arbor.jsonl",
+            "a repaired trace cannot go to stdout.",
+            "Name a file: --output clean.arbor.jsonl",
         )
-    refuse_nowhere("--output", output)
-    done = repair_trace(file, output, trace_text)
-    facts = {
-        "path": str(done.path),
-        "kept": done.kept,
-        "dropped": done.dropped,
-        "lost": done.lost,
-        "ended": done.ended,
-    }
-    tell(voice, "arbor.trace-repair/1", facts)
+    refuse_unwritable("--output", options.output)
+    done = repair_trace(options.file, options.output, options.trace_text)
+    if output.json:
+        facts = {**dataclasses.asdict(done), "path": str(done.path)}
+        output.document({"schema": "arbor.trace-repair/1", **facts})
+    else:
+        end = "end added" if done.ended else "already had an end"
+        output.print(
+            f"{done.path}: {done.kept:,} lines kept, {done.dropped:,} unreadable, "
+            f"{done.lost:,} events missing, {end}"
+        )
     return 0
 
 
 @trace.command(cls=Command)
 @output_options
 @click.pass_obj
-def schema(voice: Output) -> int:
-    """What each line of a trace is, as JSON Schema.
+def schema(output: Output) -> int:
+    """Print the JSON Schema of a trace's lines.
 
     \b
       arbor trace schema
       arbor trace schema > arbor.trace.schema.json
       arbor trace schema | jq '."$defs".evict'
     """
-    voice.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))
+    output.print(json.dumps(trace_schema(), indent=2, ensure_ascii=False))
     return 0
 
 
@@ -322,8 +347,8 @@ def schema(voice: Output) -> int:
 @_file
 @output_options
 @click.pass_obj
-def config(voice: Output, file: Path) -> int:
-    """The configuration that repeats a run, for 'arbor solve --config'.
+def config(output: Output, file: Path) -> int:
+    """Print the configuration that repeats a run, for 'arbor solve --config'.
 
     \b
       arbor trace config run.arbor.jsonl
@@ -336,51 +361,43 @@ def config(voice: Output, file: Path) -> int:
         raise TraceError(
             "trace-corrupt",
             f"{file} has no header, so its settings are lost. {_readable(read)}",
-            "'arbor trace info' shows what is there.",
+            "'arbor trace info' shows the readable part.",
             path=str(file),
         )
     settings = dict(header.config) | {"seed": header.seed}
     if read.words:
         settings = {"problem": header.problem, "expected": header.expected} | settings
-    if voice.json:
-        voice.document({"schema": "arbor.config/1", **settings})
+    if output.json:
+        output.document({"schema": "arbor.config/1", **settings})
         return 0
     if not read.words:
-        voice.warn("warning: the trace was written without its problem; name one to solve.")
-    voice.print(config_text(settings).rstrip())
+        output.warn("warning: the trace was written without its problem; name one to solve.")
+    output.print(config_text(settings).rstrip())
     return 0
 
 
-# What they share
+# Damaged traces
 
 
-def tell(voice: Output, name: str, facts: dict[str, Any]) -> None:
-    """What a command did: a document, or a line."""
-    if voice.json:
-        voice.document({"schema": name, **facts})
-    else:
-        voice.print(", ".join(f"{key} {value}" for key, value in facts.items()))
-
-
-def tell_damage(voice: Output, read: Trace) -> None:
-    """A warning if a trace is not whole."""
+def warn_if_damaged(output: Output, read: Trace) -> None:
+    """Warns that a trace is incomplete."""
     if read.banner:
-        voice.warn(f"warning: {read.path}: {read.banner}")
+        output.warn(f"warning: {read.path}: {read.banner}")
 
 
-def whole(read: Trace) -> Trace:
-    """The same trace, if every line of it is readable.
+def refuse_damaged(read: Trace) -> Trace:
+    """The same trace, if every line is readable.
 
     Raises:
-        TraceError: what is made of it could not say what it lacks.
+        TraceError: a line is unreadable, or the trace is cut off.
     """
     if not read.bad_lines and not read.cut:
         return read
-    place = f"line {read.first_bad_line:,} is no event" if read.bad_lines else "it is cut off"
+    place = f"line {read.first_bad_line:,} is unreadable" if read.bad_lines else "it is cut off"
     raise TraceError(
         "trace-corrupt",
         f"{read.path}: {place}. {_readable(read)}",
-        "'arbor trace repair' writes a clean copy; 'arbor view' shows what is there.",
+        "'arbor trace repair' writes a clean copy; 'arbor view' shows the readable part.",
         path=str(read.path),
         line=read.first_bad_line,
         readable=len(read.events),
@@ -413,27 +430,27 @@ def _diff_record(found: TraceDiff) -> dict[str, Any]:
     }
 
 
-def show_diff(voice: Output, found: TraceDiff) -> None:
-    """A comparison for people: what was set, where it led, what it cost."""
+def print_diff(output: Output, found: TraceDiff) -> None:
+    """Prints a comparison: settings, tree, events, cost."""
     for setting in found.settings:
-        voice.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
+        output.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
     if found.same_tree:
-        voice.print("tree      the same, block by block")
+        output.print("tree      the same, block by block")
     else:
         first = ".".join(map(str, found.blocks[0])) or "root"
-        voice.print(f"tree      {len(found.blocks):,} blocks differ, the first is {first}")
+        output.print(f"tree      {len(found.blocks):,} blocks differ, the first is {first}")
     if found.parting is None:
-        voice.print("events    the same")
+        output.print("events    the same")
     else:
-        voice.print(f"events    they part after {found.parting.at:,}")
+        output.print(f"events    equal up to {found.parting.at:,}")
         for side, record in (("first", found.parting.first), ("second", found.parting.second)):
-            voice.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
+            output.print(f"  {side:<8}{_event_line(record, found.parting.fields)}")
     for row in found.metrics:
         if row.first and isinstance(row.first, int | float):
             times = f"  x {row.second / row.first:.2f}"
         else:
             times = ""
-        voice.print(f"cost      {row.name}: {_number(row.first)} | {_number(row.second)}{times}")
+        output.print(f"cost      {row.name}: {_number(row.first)} | {_number(row.second)}{times}")
 
 
 def _event_line(record: dict[str, Any] | None, fields: tuple[str, ...]) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from arbor.engine.forward_pass import ForwardPasses
-from arbor.engine.last_logits import LastLogits
+from arbor.engine.mode import Rules
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, ended
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import Growth, TokenSource
+from arbor.engine.tree_state import TreeState
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Detail, Evicted, Sampled
+from arbor.events import Boundary, Evicted, Sampled
 from arbor.model.plan import Piece, SharedPrefix
 from arbor.tree import Node, NodeState
 
@@ -26,107 +27,102 @@ class Decoding:
     """Decodes blocks of one tree.
 
     Args:
-        residency: of the tree; frees room.
+        state: of the tree.
+        residency: frees room.
         forwards: run the steps.
-        completing: completes what a block reads before it begins.
-        logits: after blocks' last tokens.
+        rehydration: completes what a block reads before it begins.
         source: where tokens come from.
-        detail: how much listeners are told.
-        interrupted: asked after every step whether to give up the blocks in progress.
+        rules: of the mode.
     """
 
     def __init__(
         self,
+        state: TreeState,
         residency: Residency,
         forwards: ForwardPasses,
-        completing: Rehydration,
-        logits: LastLogits,
+        rehydration: Rehydration,
         source: TokenSource,
-        *,
-        detail: Detail,
-        interrupted: Callable[[], bool],
+        rules: Rules,
     ) -> None:
+        self._state = state
+        self._tree = state.tree
+        self._memory = state.memory
         self._residency = residency
-        self._tree = residency.tree
-        self._memory = residency.memory
-        self._lossy = residency.lossy
         self._forwards = forwards
-        self._completing = completing
-        self._logits = logits
+        self._rehydration = rehydration
         self._source = source
-        self._detail = detail
-        self._interrupted = interrupted
+        self._rules = rules
         self._lengths = Lengths()
         self._layers = forwards.runner.layer_count
 
-    def run(self, running: DecodeScheduler, growth: Growth) -> None:
+    def run(self, scheduler: DecodeScheduler, growth: Growth) -> None:
         """Every block decodes until its own boundary; all that fit together do so in one batch.
 
-        A block's last token is run too: its K/V complete the block, and its logits are where children begin. After an
-        interruption the unfinished blocks are PRUNED.
+        A block's last token is run too: its K/V complete the block, and its logits are where
+        children begin. After an interruption the unfinished blocks are PRUNED.
         """
         shared: SharedPrefix | None = None
-        stopped = self._interrupted()
+        stopped = self._state.run.interrupted()
         choosing_s = 0.0
-        while running and not stopped:
-            if self._join(running, growth):
+        while scheduler and not stopped:
+            if self._join(scheduler, growth):
                 shared = None
-            if self._memory.free < len(running.rows) and self._squeeze(running):
+            if self._memory.free < len(scheduler.rows) and self._make_room(scheduler):
                 shared = None
-            rows = running.rows
+            rows = scheduler.rows
             self._append(rows)
             segments = [row.segment() for row in rows]
-            writes = [(row.node, np.array([len(row.node.tokens) - 1])) for row in rows]
             began = time.perf_counter()
-            logits, plan = self._forwards.step(segments, writes, shared)
+            logits, plan = self._forwards.step(segments, shared)
             elapsed_s = choosing_s + time.perf_counter() - began
             for row in rows:
                 row.node.logprob += row.logprob
                 row.node.top1 += row.top1
+            self._forwards.count_step(plan, elapsed_s)
             shared = plan.shared
             done, going = ended(rows)
             if done:
-                self._end(running, [rows[i] for i in done], logits[done])
+                self._end(scheduler, [rows[i] for i in done], logits[done])
                 logits, shared = logits[going], None
-            self._forwards.stepped(plan, elapsed_s)
-            if self._detail != "events":
-                self._forwards.tell_steps()
-            stopped = bool(running) and self._interrupted()
+            if self._state.run.detail != "events":
+                self._forwards.report_steps()
+            stopped = bool(scheduler) and self._state.run.interrupted()
             began = time.perf_counter()
             if not stopped:
-                self._choose(running.rows, logits, growth)
+                self._choose(scheduler.rows, logits, growth)
             choosing_s = time.perf_counter() - began
         if stopped:
-            self.cut([row.node for row in (*running.rows, *running.waiting)])
-        self._forwards.tell_steps()
+            self.cut([row.node for row in (*scheduler.rows, *scheduler.waiting)])
+        self._forwards.report_steps()
 
     def cut(self, nodes: Sequence[Node]) -> None:
         """Unfinished blocks are given up as they are."""
         for node in nodes:
             node.state = NodeState.PRUNED
-            self._tell(node, "limit")
-        self._residency.changed(nodes)
+            self._source.finish(node)
+        self._state.changed(nodes)
+        for node in nodes:
+            self._report(node, "limit")
 
-    def take_back(self, rows: Sequence[Row]) -> None:
-        """After a failure: tokens that were chosen and never run are none."""
-        self._forwards.tell_steps()
+    def drop_chosen(self, rows: Sequence[Row]) -> None:
+        """After a failure: remove tokens that were chosen and never computed."""
         for row in rows:
             if row.pending is None and row.node.tokens and not row.node.span.resident[-1]:
                 self._tree.take_back(row.node)
 
-    def _join(self, running: DecodeScheduler, growth: Growth) -> bool:
-        """Let the rows begin, or go on, that fit beside those that run; whether there were any."""
-        beside = running.nodes
-        joined = running.admit(self._lengths.expected(running.longest))
+    def _join(self, scheduler: DecodeScheduler, growth: Growth) -> bool:
+        """Let waiting rows join that fit next to those that run; whether there were any."""
+        running = scheduler.nodes
+        joined = scheduler.admit(self._lengths.expected(scheduler.longest))
         if not joined:
             return False
-        self._residency.expect(running.upcoming())
+        self._state.expect(scheduler.upcoming())
         fresh = [row for row in joined if row.pending is None]
         begins = [row.begin for row in joined]
-        known = self._completing.complete(
-            begins, reserve=len(joined), want=[row.leaf for row in fresh], beside=beside
+        known = self._rehydration.complete(
+            begins, reserve=len(joined), want=[row.leaf for row in fresh], running=running
         )
-        starts = self._memory.starts(running.longest, len(joined))
+        starts = self._memory.starts(scheduler.longest, len(joined))
         for row, start in zip(joined, starts, strict=True):
             slots = row.node.span.slot
             row.next_slot = int(slots[-1]) + 1 if len(slots) else int(start)
@@ -143,46 +139,50 @@ class Decoding:
         contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
         for row in rows:
             if row.leaf.id not in contexts:
-                exact = not self._lossy or all(bool(n.span.exact.all()) for n in row.leaf.path)
-                contexts[row.leaf.id] = (self._completing.context(row.leaf), exact)
+                exact = self._state.is_exact_after(row.leaf)
+                contexts[row.leaf.id] = (self._state.context(row.leaf), exact)
             row.context, row.exact = contexts[row.leaf.id]
 
-    def _squeeze(self, running: DecodeScheduler) -> bool:
-        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any case. Lossless, rows
-        wait again where the running paths leave no room for all (one row always fits). Whether the rows, or what they read,
-        have changed."""
-        changed = self._lossy
-        pinned = self._pinned(running)
-        while not self._lossy and pinned + len(running.rows) > self._memory.slots:
-            self._preempt(running)
-            changed = True
-            pinned = self._pinned(running)
-        rows, nodes = running.rows, running.nodes
-        most = self._memory.slots - pinned
+    def _make_room(self, scheduler: DecodeScheduler) -> bool:
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any
+        case.
+
+        Rows wait again where what is pinned leaves no room for all; one always fits.
+
+        Returns:
+            whether the rows, or what they read, have changed.
+        """
+        preempted = False
+        while self._pinned(scheduler) + len(scheduler.rows) > self._memory.slots:
+            self._preempt(scheduler)
+            preempted = True
+        rows, nodes = scheduler.rows, scheduler.nodes
+        most = self._memory.slots - self._pinned(scheduler)
         try:
-            self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+            lost = self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
         except BudgetInfeasible:  # the policy gives up less than that
-            self._residency.fit(len(rows), nodes, "pressure")
-        if self._lossy:
+            lost = self._residency.fit(len(rows), nodes, "pressure")
+        if lost:
             self._look_back(rows)
-        return changed
+        return preempted or lost
 
-    def _pinned(self, running: DecodeScheduler) -> int:
-        """Slots of what stays while these rows run: their paths, or (lossy mode) their own tokens."""
-        kept = running.nodes if self._lossy else self._tree.paths(running.nodes)
-        return sum(int(np.count_nonzero(node.span.resident)) for node in kept)
+    def _pinned(self, scheduler: DecodeScheduler) -> int:
+        """Slots of what stays while these rows run."""
+        pinned = self._rules.pinned(scheduler.nodes)
+        return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
 
-    def _preempt(self, running: DecodeScheduler) -> None:
-        """The row that joined last waits again: its tokens are known, their K/V are computed anew when it goes on."""
-        row = running.preempt()
+    def _preempt(self, scheduler: DecodeScheduler) -> None:
+        """The row that joined last waits again: its tokens are known, their K/V are computed anew
+        when it goes on."""
+        row = scheduler.preempt()
         row.pending = row.node.tokens[-1]
         self._tree.take_back(row.node)
         freed = self._memory.release([row.node])
-        self._completing.computed.add(row.node.id)
-        self._residency.changed([row.node])
+        self._state.mark_computed([row.node])
+        self._state.changed([row.node])
         if freed:
             lost = ((row.node.id, freed),)
-            self._residency.emit(Evicted(cause="pressure", nodes=lost, kv=self._residency.kv))
+            self._state.emit(Evicted(cause="pressure", nodes=lost, kv=self._state.kv))
 
     def _append(self, rows: Sequence[Row]) -> None:
         """A slot for each row's last token."""
@@ -199,29 +199,29 @@ class Decoding:
         for row, token in zip(rows, tokens, strict=True):
             self._tree.append(row.node, token)
             row.stop = self._source.stop(row.node, growth)
-        if self._detail == "tokens":
+        if self._state.run.detail == "tokens":
             nodes = tuple(row.node.id for row in rows)
             logprobs = tuple(row.logprob for row in rows)
-            self._residency.emit(Sampled(nodes, tuple(tokens), logprobs))
+            self._state.emit(Sampled(nodes, tuple(tokens), logprobs))
 
-    def _end(self, running: DecodeScheduler, done: Sequence[Row], logits: Tensor) -> None:
+    def _end(self, scheduler: DecodeScheduler, done: Sequence[Row], logits: Tensor) -> None:
         """These blocks are whole."""
-        running.end(done)
+        scheduler.finish(done)
         nodes = [row.node for row in done]
-        self._logits.remember([node.id for node in nodes], logits)
+        self._state.logits.remember([node.id for node in nodes], logits)
         for row, sure in zip(done, self._source.confidence(nodes, logits), strict=True):
-            assert row.stop is not None
             row.node.state = NodeState.CLOSED
             row.node.confidence = sure
-            self._tell(row.node, row.stop)
-        self._residency.used(self._tree.paths(nodes))
-        self._completing.computed.update(node.id for node in nodes)
-        for node in nodes:
-            self._lengths.add(len(node.tokens))
+            self._source.finish(row.node)
+            self._lengths.add(len(row.node.tokens))
+        self._state.used(self._tree.paths(nodes))
+        self._state.mark_computed(nodes)
+        for row in done:
+            assert row.stop is not None
+            self._report(row.node, row.stop)
 
-    def _tell(self, node: Node, stop: StopReason) -> None:
-        self._source.finish(node)
-        self._residency.emit(
+    def _report(self, node: Node, stop: StopReason) -> None:
+        self._state.emit(
             Boundary(
                 node=node.id,
                 ids=tuple(node.tokens),

@@ -1,4 +1,4 @@
-"""Forward passes over one tree: run, observed, undone where they fail, and told."""
+"""Forward passes over one tree: run, committed, observed and reported."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.residency import Residency
+from arbor.engine.tree_state import TreeState
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
 from arbor.model.plan import ForwardPlan, Segment, SharedPrefix, plan_forward, visibility
 from arbor.model.runner import ModelRunner
-from arbor.tree import Node
+from arbor.tree import Node, NodeState
 
 OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
-Written = tuple[Node, NDArray[np.int64]]  # a block, and offsets of its tokens that a forward writes
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Decode steps that were not told yet."""
+    """Decode steps that were not reported yet."""
 
     steps: int = 0
     rows: int = 0
@@ -41,88 +38,92 @@ class ForwardPasses:
     """Runs the model over one tree.
 
     Args:
+        state: of the tree.
         runner: the model.
-        residency: of the tree; hears what was attended to where its policy asks for that, and tells what was run.
+        observes: whether attention is observed.
         min_saved_reads: see `plan_forward`.
     """
 
-    def __init__(self, runner: ModelRunner, residency: Residency, min_saved_reads: int) -> None:
+    def __init__(
+        self, state: TreeState, runner: ModelRunner, *, observes: bool, min_saved_reads: int
+    ) -> None:
         self.runner = runner
-        self._residency = residency
-        self._memory = residency.memory
+        self._state = state
+        self._memory = state.memory
+        self._observes = observes
         self._min_saved_reads = min_saved_reads
-        self._untold = _Steps()
+        self._unreported = _Steps()
 
     def run(
-        self, kind: ForwardKind, segments: Sequence[Segment], writes: Sequence[Written]
+        self, kind: ForwardKind, segments: Sequence[Segment], computed: Sequence[Node]
     ) -> Tensor:
-        """One forward of its own, told at once.
+        """One forward of its own, reported at once.
 
         Args:
             kind: what it is for.
             segments: what it computes.
-            writes: whose K/V it writes; they hold none if it fails.
+            computed: blocks that count as computed from now on.
 
         Returns:
             logits [n, V] float32 where the segments ask for them.
         """
-        self.tell_steps()
+        self.report_steps()
         began = time.perf_counter()
         plan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        with (
-            nvtx_range(kind),
-            self.explaining_out_of_memory(kind, plan.rows),
-            self._undone_on_error(writes),
-        ):
+        with nvtx_range(kind), self.explaining_out_of_memory(kind, plan.rows):
             logits = self._forward(plan)
+        self._memory.commit()
+        self._state.mark_computed(computed)
         once = _Steps(1, plan.rows, plan.read_tokens, plan.unique_read_tokens, self._memory.used)
         once.elapsed_s = time.perf_counter() - began
-        self._tell(kind, once)
+        self._report(kind, once)
         return logits
 
     def step(
-        self, segments: Sequence[Segment], writes: Sequence[Written], shared: SharedPrefix | None
+        self, segments: Sequence[Segment], shared: SharedPrefix | None
     ) -> tuple[Tensor, ForwardPlan]:
-        """One decode step, told together with those after it: logits [n, V] float32, and what was planned.
+        """One decode step, reported together with those after it: logits [n, V] float32, and what
+        was planned.
 
         Args:
             segments: one token a row.
-            writes: as above.
             shared: what the plan of the step before it found; None after anything has changed.
         """
         plan = plan_forward(segments, min_saved_reads=self._min_saved_reads, shared=shared)
-        with self.explaining_out_of_memory("decode", plan.rows), self._undone_on_error(writes):
-            return self._forward(plan), plan
+        with self.explaining_out_of_memory("decode", plan.rows):
+            logits = self._forward(plan)
+        self._memory.commit()
+        return logits, plan
 
-    def stepped(self, plan: ForwardPlan, elapsed_s: float) -> None:
-        """A decode step is over.
+    def count_step(self, plan: ForwardPlan, elapsed_s: float) -> None:
+        """Count a decode step for the next report.
 
         Args:
             plan: what it ran.
             elapsed_s: seconds it took, and choosing the tokens it ran.
         """
-        self._untold.steps += 1
-        self._untold.rows += plan.rows
-        self._untold.read += plan.read_tokens
-        self._untold.unique += plan.unique_read_tokens
-        self._untold.held += self._memory.used
-        self._untold.elapsed_s += elapsed_s
+        self._unreported.steps += 1
+        self._unreported.rows += plan.rows
+        self._unreported.read += plan.read_tokens
+        self._unreported.unique += plan.unique_read_tokens
+        self._unreported.held += self._memory.used
+        self._unreported.elapsed_s += elapsed_s
 
-    def tell_steps(self) -> None:
-        """Tell the decode steps since the last forward of another kind."""
-        steps, self._untold = self._untold, _Steps()
+    def report_steps(self) -> None:
+        """Report the decode steps since the last forward of another kind."""
+        steps, self._unreported = self._unreported, _Steps()
         if steps.steps:
-            self._tell("decode", steps)
+            self._report("decode", steps)
 
-    def _tell(self, kind: ForwardKind, what: _Steps) -> None:
-        self._residency.emit(
+    def _report(self, kind: ForwardKind, what: _Steps) -> None:
+        self._state.emit(
             Forwarded(
                 kind=kind,
                 rows=what.rows,
                 steps=what.steps,
                 read_tokens=what.read,
                 unique_read_tokens=what.unique,
-                kv=self._residency.kv,
+                kv=self._state.kv,
                 peak=self._memory.peak,
                 elapsed_s=what.elapsed_s,
                 held=what.held,
@@ -131,7 +132,7 @@ class ForwardPasses:
 
     def _forward(self, plan: ForwardPlan) -> Tensor:
         new = any(not segment.again for segment in plan.segments)
-        if not (new and self._residency.policy.observes):
+        if not (new and self._observes):
             return self.runner.forward(plan, self._memory.pool).logits
         layers = range(self.runner.layer_count)
         watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]
@@ -144,28 +145,19 @@ class ForwardPasses:
         slots, queries = visibility(plan.segments, self._memory.pool.trash, window)
         heads = sum(shape.num_qo_heads for shape in shapes)
         mass = result.mass[torch.from_numpy(slots).to(result.mass.device)] / heads
-        self._residency.observe(slots, mass.cpu().numpy(), queries)
+        self._state.observe(slots, mass.cpu().numpy(), queries)
         return result.logits
 
     @contextmanager
-    def _undone_on_error(self, writes: Sequence[Written]) -> Iterator[None]:
-        """If the forward that should write these tokens fails, they hold no KV: drop them again."""
-        try:
-            yield
-        except BaseException:
-            for node, offsets in writes:
-                self._memory.evict(node, offsets)
-            self._residency.changed([node for node, _ in writes])
-            raise
-
-    @contextmanager
     def explaining_out_of_memory(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:
-        """If the machine runs out of memory within, say what held it and what budget would leave room."""
+        """If the machine runs out of memory within, say what held it and what budget would leave
+        room."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, ArborError) or not is_out_of_memory(error):
                 raise
+            alive = [node for node in self._state.tree if node.state is not NodeState.PRUNED]
             raise forward_too_large(
                 error,
                 self.runner.device,
@@ -173,5 +165,5 @@ class ForwardPasses:
                 weights=self.runner.weight_bytes,
                 slots=self._memory.slots,
                 bytes_per_token=self._memory.bytes_per_token,
-                least=max(node.end for node in self._residency.tree) + max(rows, 1),
+                least=max(node.end for node in alive) + max(rows, 1),
             ) from error

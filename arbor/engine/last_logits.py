@@ -10,7 +10,8 @@ MOST_BYTES = 256 << 20
 
 
 class LastLogits(dict[int, Tensor]):
-    """Node id -> [V] float32, the oldest dropped beyond `MOST_BYTES`; what is dropped is computed again from one token."""
+    """Node id -> [V] float32, the oldest dropped beyond `MOST_BYTES` and then
+    computed again from one token."""
 
     def remember(self, nodes: Sequence[int], logits: Tensor) -> None:
         """Keep these rows ([n, V]) of these blocks, in any case."""

@@ -1,4 +1,4 @@
-"""Named ranges on the timeline of a GPU profiler."""
+"""NVTX ranges: phases of the engine on the timeline of a GPU profiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VARIABLE = "ARBOR_NVTX"
 def nvtx_range(name: str) -> AbstractContextManager[object]:
     """Within it, a profiler that reads NVTX (Nsight Systems) shows ``arbor.NAME``; phases nest.
 
-    Only where the variable `VARIABLE` is set and not 0, and torch sees a GPU; elsewhere it is nothing.
+    A null context unless the variable `VARIABLE` is set and not 0, and torch sees a GPU.
 
     Args:
         name: ``prefill``, ``decode``, ``verify``, ``rehydrate`` or ``policy``.

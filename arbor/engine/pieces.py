@@ -1,4 +1,4 @@
-"""What forwards over a tree read and compute: its blocks as pieces of context and segments of new tokens."""
+"""Blocks of a tree as pieces of context to read and segments of new tokens to compute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from arbor.tree import Node
 
 
 def context_of(node: Node | None, hidden: AbstractSet[int] = frozenset()) -> list[Piece]:
-    """The pieces of the path that ends with `node`: resident tokens of the blocks that are not hidden, by node id."""
+    """The pieces of the path that ends with `node`: resident tokens of the blocks that are not
+    hidden, by node id."""
     if node is None:
         return []
     seen = [n for n in node.path if n.id not in hidden]
@@ -34,7 +35,9 @@ def segments_of(
     holes: Mapping[int, NDArray[np.int64]],
     wanted: AbstractSet[int],
     trash: int,
+    *,
     hidden: AbstractSet[int],
+    before: AbstractSet[int],
     computed: AbstractSet[int],
 ) -> tuple[list[Segment], list[int]]:
     """The runs of tokens to compute; a run's context ends where it begins.
@@ -45,7 +48,9 @@ def segments_of(
         wanted: ids of blocks whose logits after the last token are needed.
         trash: the slot for K/V that are there already.
         hidden: ids of blocks that nothing attends to.
-        computed: ids of blocks whose tokens were run before.
+        before: ids of blocks that were computed before these were hidden: their K/V attend to them
+            all the same.
+        computed: ids of blocks computed at least once.
 
     Returns:
         the segments, and the ids of the blocks whose logits they give, in order.
@@ -54,24 +59,37 @@ def segments_of(
     segments: list[Segment] = []
     order: list[int] = []
     for node in ordered:
+        masked = frozenset() if node.id in before else hidden
         runs = runs_of(holes[node.id])
         last = len(node.tokens) - 1
-        again = node.id in wanted and (not runs or runs[-1][1] != last + 1)
-        if again:  # the last token is resident: it runs once more, for its logits only
-            runs.append((last, last + 1))
         if node.id in wanted:
             order.append(node.id)
+        # the last token runs once more, for its logits only: it is resident, or its K/V attend to
+        # more than they do
+        again = node.id in wanted and (not runs or runs[-1][1] != last + 1 or masked != hidden)
         for begin, end in runs:
             slots = node.span.slot[begin:end]
             segments.append(
                 Segment(
-                    context=(*context_of(node.parent, hidden), *head(node, begin)),
+                    context=(*context_of(node.parent, masked), *head(node, begin)),
                     tokens=node.tokens[begin:end],
                     positions=np.arange(node.start + begin, node.start + end),
                     tail=slots,
-                    write=nowhere if again and begin == last else slots,
-                    logits=int(node.id in wanted and end == last + 1),
-                    again=node.id in computed or (again and begin == last),
+                    write=slots,
+                    logits=int(node.id in wanted and end == last + 1 and not again),
+                    again=node.id in computed,
+                )
+            )
+        if again:
+            segments.append(
+                Segment(
+                    context=(*context_of(node.parent, hidden), *head(node, last)),
+                    tokens=node.tokens[last:],
+                    positions=np.arange(node.start + last, node.end),
+                    tail=node.span.slot[last:],
+                    write=nowhere,
+                    logits=1,
+                    again=True,
                 )
             )
     return segments, order

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.forward_pass import ForwardPasses, Written
-from arbor.engine.last_logits import LastLogits
-from arbor.engine.pieces import context_of, head, segments_of
+from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.mode import Rules
+from arbor.engine.pieces import head, segments_of
 from arbor.engine.residency import Residency
-from arbor.errors import BudgetInfeasible
+from arbor.engine.tree_state import TreeState
 from arbor.events import Evicted, ForwardKind, Rehydrated
-from arbor.model.plan import Piece, Segment
+from arbor.model.plan import Segment
 from arbor.tree import NO_SLOT, Node
 
-PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
-Rehydrate = Literal["selective", "span", "off"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,51 +28,44 @@ class Placed:
 
     Attributes:
         segments: what to run.
-        wanted: blocks whose logits after the last token it gives, in order.
-        writes: which tokens of which blocks it writes.
-        back: blocks that had been computed before, and how many of their tokens it writes.
+        wanted: ids of the blocks whose logits after the last token it gives, in order.
+        written: blocks of which it writes tokens.
+        again: whether some of these had been computed before.
     """
 
     segments: list[Segment]
     wanted: list[int]
-    writes: list[Written]
-    back: list[tuple[int, int]]
+    written: list[Node]
+    again: bool
 
 
 class Rehydration:
     """Completes paths of one tree.
 
     Args:
-        residency: of the tree; frees room.
+        state: of the tree.
+        residency: frees room.
         forwards: compute what was missing.
-        logits: after blocks' last tokens, where they are known.
-        rehydrate: what comes back, see `Engine`.
-
-    Attributes:
-        computed: ids of the blocks that were run before; what they miss comes back, rather than new.
-        hidden: ids of the blocks that nothing attends to.
+        rules: of the mode.
     """
 
     def __init__(
         self,
+        state: TreeState,
         residency: Residency,
         forwards: ForwardPasses,
-        logits: LastLogits,
-        rehydrate: Rehydrate,
+        rules: Rules,
     ) -> None:
-        self.computed: set[int] = set()
-        self.hidden: frozenset[int] = frozenset()
+        self._state = state
         self._residency = residency
-        self._memory = residency.memory
-        self._lossy = residency.lossy
+        self._memory = state.memory
         self._forwards = forwards
-        self._logits = logits
-        self._rehydrate = rehydrate
+        self._logits = state.logits
+        self._rules = rules
         self._layers = forwards.runner.layer_count
-
-    def context(self, node: Node) -> tuple[Piece, ...]:
-        """What a token after this block reads."""
-        return tuple(context_of(node, self.hidden))
+        self._announced: list[
+            int
+        ] = []  # blocks whose tokens were reported to be back, and are not computed yet
 
     def complete(
         self,
@@ -83,43 +73,42 @@ class Rehydration:
         *,
         reserve: int,
         want: Sequence[Node],
-        beside: Sequence[Node] = (),
+        running: Sequence[Node] = (),
     ) -> list[Tensor]:
         """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
 
-        Every run of consecutive missing tokens is one segment whose context ends where the run begins; all K/V are
-        written before anything attends, so earlier runs are context of later ones.
+        Every run of consecutive missing tokens is one segment whose context ends where the run
+        begins; all K/V are written before anything attends, so earlier runs are context of later
+        ones.
 
         Args:
             leaves: whose paths.
             reserve: slots that must be free afterwards.
             want: those of them whose logits after the last token are needed.
-            beside: ends of other running paths, which stay.
+            running: ends of other running paths, which stay.
 
         Returns:
             [V] float32 for each that was wanted.
         """
-        path = self._residency.tree.paths(leaves)
+        path = self._state.tree.paths(leaves)
         root = path[0]
-        if self._lossy and self._rehydrate != "off":
-            for leaf in leaves:
-                if not leaf.span.exact.all():  # what was known was computed over a gap
-                    self._logits.pop(leaf.id, None)
-        room = self._memory.slots - reserve - len(want)
-        if self._lossy and root.id not in self.computed and root.end > room:
-            self._prefill_in_pieces(root)
+        for leaf in leaves:
+            if self._rules.is_outdated(leaf):
+                self._logits.pop(leaf.id, None)
+        if pieces := self._rules.pieces(root, self._memory.slots - reserve - len(want)):
+            self._prefill_in_pieces(root, pieces)
         known = {leaf.id: self._logits.get(leaf.id) for leaf in want}
-        placed = self.place(leaves, want=want, reserve=reserve, beside=beside)
+        placed = self.place(leaves, want=want, reserve=reserve, running=running)
         if placed.segments:
-            kind: ForwardKind = "rehydrate" if placed.back else "prefill"
+            kind: ForwardKind = "rehydrate" if placed.again else "prefill"
             logits = self.compute(placed, kind)
             known.update(zip(placed.wanted, logits, strict=True))
             self._logits.remember(placed.wanted, logits)
-        self._residency.used(path)
+        self._state.used(path)
         return [row for leaf in want if (row := known[leaf.id]) is not None]
 
     def compute(self, placed: Placed, kind: ForwardKind, behind: Sequence[Segment] = ()) -> Tensor:
-        """Run what was placed, in one forward. If it fails nothing of it is there, and listeners are told so.
+        """Run what was placed, in one forward.
 
         Args:
             placed: by `place`.
@@ -129,15 +118,23 @@ class Rehydration:
         Returns:
             logits [n, V] float32 where the segments ask for them.
         """
-        try:
-            logits = self._forwards.run(kind, [*placed.segments, *behind], placed.writes)
-        except BaseException:
-            if placed.back:
-                nodes, kv = tuple(sorted(placed.back)), self._residency.kv
-                self._residency.emit(Evicted(cause="transition", nodes=nodes, kv=kv))
-            raise
-        self.computed.update(node.id for node, _ in placed.writes)
+        logits = self._forwards.run(kind, [*placed.segments, *behind], placed.written)
+        self._announced = []
         return logits
+
+    def undo(self) -> None:
+        """After a failure: what was placed and never computed is gone, and listeners hear of what
+        they heard was back."""
+        lost = self._memory.rollback()
+        announced, self._announced = self._announced, []
+        self._state.changed(self._state.tree)
+        gone = sorted((node_id, lost[node_id]) for node_id in announced if lost.get(node_id))
+        if gone:
+            event = Evicted(cause="transition", nodes=tuple(gone), kv=self._state.kv)
+            try:
+                self._state.emit(event)
+            except Exception:  # the failure that is being undone is the one that counts
+                logger.warning("a listener failed at '%s'", event.name, exc_info=True)
 
     def place(
         self,
@@ -145,7 +142,7 @@ class Rehydration:
         *,
         want: Sequence[Node] = (),
         reserve: int,
-        beside: Sequence[Node] = (),
+        running: Sequence[Node] = (),
     ) -> Placed:
         """Give slots to what the leaves' paths miss; `compute` fills them.
 
@@ -153,14 +150,13 @@ class Rehydration:
             leaves: ends of the running paths.
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
-            beside: ends of other running paths, which stay.
+            running: ends of other running paths, which stay.
         """
-        path = sorted(self._residency.tree.paths(leaves), key=lambda node: node.key)
+        path = sorted(self._state.tree.paths(leaves), key=lambda node: node.key)
         wanted = {leaf.id for leaf in want if leaf.id not in self._logits}
-        holes = self._holes(path, leaves, reserve + len(wanted))
-        for (
-            leaf
-        ) in want:  # its last token runs again for its logits, and needs a slot while it does
+        holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
+        for leaf in want:
+            # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
             if leaf.id in wanted and leaf.span.slot[last] == NO_SLOT:
                 holes[leaf.id] = np.union1d(holes[leaf.id], [last])
@@ -168,106 +164,71 @@ class Rehydration:
             node.id: holes[node.id][node.span.slot[holes[node.id]] == NO_SLOT] for node in path
         }
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
-        self._residency.fit(needed, [*leaves, *beside], "transition", spare=True)
-        back: list[tuple[int, int]] = []
-        told: list[tuple[int, int]] = []
+        self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
+        again: list[tuple[int, int]] = []
         repeated = 0
         clean: dict[int, bool] = {}
         for node in path:
             here, hole = absent[node.id], holes[node.id]
             stale = np.setdiff1d(hole, here, assume_unique=True)
-            above = node.parent is None or clean.get(node.parent.id, True)
-            exact = not self._lossy or (above and _is_whole(node, hole))
+            above = node.parent is None or clean[node.parent.id]
+            exact = above and self._state.sees_all(node) and _is_whole(node, hole)
             if len(stale):
                 self._memory.rewrite(node, stale, exact=exact, depth=self._layers)
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
-            clean[node.id] = exact and bool(node.span.exact.all())
-            if len(hole) and node.id in self.computed:
-                back.append((node.id, len(hole)))
-                told.append((node.id, len(here)))
+            clean[node.id] = exact
+            if len(hole) and node.id in self._state.computed:
+                again.append((node.id, len(here)))
                 repeated += len(stale)
-        self._residency.changed(path)
-        if told:
-            nodes, kv = tuple(sorted(told)), self._residency.kv
-            self._residency.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
-        trash = self._memory.pool.trash
-        segments, order = segments_of(path, holes, wanted, trash, self.hidden, self.computed)
-        writes = [(node, holes[node.id]) for node in path if len(holes[node.id])]
-        return Placed(segments, order, writes, back)
+        self._state.changed(path)
+        if again:
+            nodes, kv = tuple(sorted(again)), self._state.kv
+            self._announced = [node_id for node_id, _ in nodes]
+            self._state.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
+        segments, order = segments_of(
+            path,
+            holes,
+            wanted,
+            self._memory.pool.trash,
+            hidden=self._state.hidden,
+            before=self._state.before_hiding,
+            computed=self._state.computed,
+        )
+        written = [node for node in path if len(holes[node.id])]
+        return Placed(segments, order, written, bool(again))
 
-    def _prefill_in_pieces(self, root: Node) -> None:
-        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in between."""
-        residency, memory = self._residency, self._memory
-        piece = max(1, min(PIECE, memory.slots // 4))
-        for begin in range(0, root.end, piece):
-            end = min(root.end, begin + piece)
-            try:
-                residency.fit(end - begin, [root], "transition")
-            except BudgetInfeasible:
-                memory.release([root])
-                residency.changed([root])
-                raise
-            exact = bool(root.span.exact[:begin].all())
-            offsets = np.arange(begin, end)
-            context = tuple(head(root, begin))
-            slots = memory.place(root, offsets, exact=exact, depth=self._layers)
-            residency.changed([root])
-            segment = Segment(
-                context=context,
-                tokens=root.tokens[begin:end],
-                positions=offsets,
-                tail=slots,
-                write=slots,
-                logits=int(end == root.end),
-            )
-            logits = self._forwards.run("prefill", [segment], [(root, offsets)])
-        self.computed.add(root.id)
+    def _prefill_in_pieces(self, root: Node, pieces: Sequence[range]) -> None:
+        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in
+        between."""
+        try:
+            for piece in pieces:
+                logits = self._prefill_piece(root, piece.start, piece.stop)
+        except BaseException:  # its tokens are counted as computed once all of them are
+            self._memory.release([root])
+            self._state.changed([root])
+            raise
+        self._state.mark_computed([root])
         self._logits.remember([root.id], logits)
 
-    def _holes(
-        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
-    ) -> dict[int, NDArray[np.int64]]:
-        """Tokens of each block that the next forward computes. Where the paths may not stay whole (lossy mode), what the
-        policy does not keep of them has left when this returns, so that the holes and `reserve` fit beside the rest."""
-        whole = sum(len(node.tokens) for node in path) + reserve <= self._memory.slots
-        if self._lossy and self._rehydrate == "off":
-            never = [node for node in path if node.id not in self.computed]
-            new = sum(int((~node.span.resident).sum()) for node in never)
-            self._residency.fit(new + reserve, leaves, "transition")
-            holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
-            return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
-        if self._lossy and not whole:
-            return self._chosen(path, leaves, reserve)
-        holes = {node.id: np.flatnonzero(~node.span.exact) for node in path}
-        if self._rehydrate == "span":
-            for node in path:
-                if len(holes[node.id]):
-                    holes[node.id] = np.arange(len(node.tokens))
-        return holes
-
-    def _chosen(
-        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int
-    ) -> dict[int, NDArray[np.int64]]:
-        """The path does not fit (lossy, reversible): the policy chooses among all its tokens; what it chose and is gone
-        comes back, the rest leaves."""
-        began = time.perf_counter()
-        residency = self._residency
-        ids = np.array(sorted(node.id for node in path), np.int64)
-        offer = partial(residency.offered, leaves, ids, where="on", whole=True)
-        room = self._memory.slots - reserve
-        blocks, counts, chosen = residency.decide(
-            offer(), room, lambda protect: offer(protect=protect)
+    def _prefill_piece(self, root: Node, begin: int, end: int) -> Tensor:
+        """The tokens of a prompt from `begin` to `end`; logits [1, V] after the last one of all."""
+        self._residency.fit(end - begin, [root], "transition")
+        exact = bool(root.span.exact[:begin].all())
+        offsets = np.arange(begin, end)
+        context = tuple(head(root, begin))
+        slots = self._memory.place(root, offsets, exact=exact, depth=self._layers)
+        self._state.changed([root])
+        segment = Segment(
+            context=context,
+            tokens=root.tokens[begin:end],
+            positions=offsets,
+            tail=slots,
+            write=slots,
+            logits=int(end == root.end),
         )
-        residency.keep(blocks, chosen, counts, room, "transition", began)
-        holes = {}
-        for index, node_id in enumerate(ids):
-            node, offsets = residency.tree[int(node_id)], chosen[index]
-            missing = offsets[node.span.slot[offsets] == NO_SLOT]
-            again = self._rehydrate == "span" and len(missing)
-            holes[node.id] = offsets if again else missing
-        return holes
+        return self._forwards.run("prefill", [segment], [])
 
 
 def _is_whole(node: Node, hole: NDArray[np.int64]) -> bool:

@@ -1,4 +1,4 @@
-"""Which token comes next: one number in [0, 1) per token, from a stream that belongs to the block."""
+"""Which token comes next: one number in [0, 1) per token, from the block's own stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from arbor.tree import Node
 def stream(seed: int, node: Node) -> np.random.Generator:
     """The random numbers of one block, keyed by the seed and its path of child indices.
 
-    So the tree does not depend on which blocks decode together, on the order of siblings, or on the budget.
+    So the tree does not depend on which blocks decode together, on the order of siblings, or on the
+    budget.
     """
     return _generator(seed, node.key)
 
@@ -34,16 +35,18 @@ _FINEST = 2.0**-5  # an interval so small holds one of 32 siblings, who need no 
 class ArithmeticCode:
     """The numbers by which one block's tokens are chosen.
 
-    Arithmetic sampling (Vilnis et al., ICML 2023, arXiv 2210.15458): all texts that may follow a block lie side by side in
-    [0, 1), each as long as it is probable. A child is one point there; a token's interval holds the point, and the place
-    of the point within it, stretched to [0, 1) again, chooses the next token. The points of siblings are spread evenly,
-    so that they repeat each other as little as the distribution allows, while each alone is uniform: its text has
+    Arithmetic sampling (Vilnis et al., ICML 2023, arXiv 2210.15458): all texts that may follow a
+    block lie side by side in [0, 1), each as long as it is probable. A child is one point there; a
+    token's interval holds the point, and the place of the point within it, stretched to [0, 1)
+    again, chooses the next token. The points of siblings are spread evenly, so that they repeat
+    each other as little as the distribution allows, while each alone is uniform: its text has
     exactly the model's probability.
 
-    Differs from the paper: points are U + i x 0.618... modulo 1 (U of the parent, i the child's index) instead of (U + i)
-    / n, so that they do not depend on how many children there will be; and once a text's interval has become shorter
-    than 1/32, every further token has a number of its own from the block's stream: siblings have parted by then, and
-    stretching also stretches the rounding of the logits, which must not decide about tokens.
+    Differs from the paper: points are U + i x 0.618... modulo 1 (U of the parent, i the child's
+    index) instead of (U + i) / n, so that they do not depend on how many children there will be;
+    and once a text's interval has become shorter than 1/32, every further token has a number of its
+    own from the block's stream: siblings have parted by then, and stretching also stretches the
+    rounding of the logits, which must not decide about tokens.
     """
 
     __slots__ = ("_fineness", "_own", "number")
@@ -76,8 +79,9 @@ class ArithmeticCode:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """tokens: int [n]; logprob: float [n], of the token under the unmodified distribution; top1: float [n], its
-    largest probability; left and share: float [n], see `ArithmeticCode.narrow` (0 and 1 for greedy ones)."""
+    """tokens: int [n]; logprob: float [n], of the token under the unmodified distribution; top1:
+    float [n], its largest probability; left and share: float [n], see `ArithmeticCode.narrow` (0
+    and 1 for greedy ones)."""
 
     tokens: list[int]
     logprob: list[float]
@@ -130,7 +134,8 @@ def not_finite() -> ModelError:
 
 
 def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample from the most probable tokens only; sorts the whole vocabulary only for rows whose nucleus is wide.
+    """Sample from the most probable tokens only; sorts the whole vocabulary only for rows whose
+    nucleus is wide.
 
     Every row is decided by itself, so that it does not matter what else is in the batch.
     """
@@ -152,8 +157,9 @@ def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tens
 
 
 def _most_probable(probability: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The first `width` tokens of each row and their probabilities, [n, width]: probable ones first, equally probable
-    ones by their ids. Logits of 16 bits are often equal, and `topk` says nothing of which of them it takes."""
+    """The first `width` tokens of each row and their probabilities, [n, width]: probable ones
+    first, equally probable ones by their ids. Logits of 16 bits are often equal, and `topk` says
+    nothing of which of them it takes."""
     if width == probability.shape[1]:
         ordered = probability.sort(dim=-1, descending=True, stable=True)
         return ordered.values, ordered.indices
@@ -184,8 +190,8 @@ def _nucleus(
 
 
 def _invert(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First index whose cumulative weight exceeds `uniform` times the total, int64; where the target lies between that
-    index's bounds, in [0, 1); and its part of the total; all [n]."""
+    """First index whose cumulative weight exceeds `uniform` times the total, int64; where the
+    target lies between that index's bounds, in [0, 1); and its part of the total; all [n]."""
     cumulative = weight.cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = uniform * total
@@ -204,8 +210,8 @@ def confidence(logits: Tensor, top: int = 0) -> list[float]:
 
     Args:
         logits: [rows, V].
-        top: H of the `top` most probable tokens and of all others as one (the paper's variant), which is never above the
-            entropy of all; 0: of all.
+        top: H of the `top` most probable tokens and of all others as one (the paper's variant),
+            which is never above the entropy of all; 0: of all.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     if 0 < top < logits.shape[-1]:

@@ -1,4 +1,4 @@
-"""Which open blocks decode together: as many as will probably fit, later ones joining as others end."""
+"""DecodeScheduler: which open blocks decode together, as many as will probably fit."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from arbor.engine.stop_rule import StopReason
 from arbor.model.plan import Piece, Segment
 from arbor.tree import NO_SLOT, Node
 
-MARGIN = (
-    4  # tokens of each row that are made room for at once while blocks decode (ArborKV's delta)
-)
+# tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
+MARGIN = 4
 
 
 @dataclass(slots=True)
@@ -31,7 +30,8 @@ class Row:
         context: what it reads before itself.
         exact: whether that is whole and exact.
         stop: why it ends with its last token; None while it goes on.
-        logprob, top1: of its last token the log probability and the highest there was (0 if the token was given).
+        logprob, top1: of its last token the log probability and the highest there was (0 if the
+            token was given).
     """
 
     node: Node
@@ -79,8 +79,8 @@ class Lengths:
         self.squares += tokens * tokens
 
     def expected(self, longest: int) -> int:
-        """Tokens to reckon with for one more block: mean and standard deviation; half of the longest while nothing is
-        known."""
+        """Expected length of one more block: mean plus standard deviation; half of the longest
+        before any."""
         if not self.count:
             return math.ceil(longest / 2)
         mean = self.total / self.count
@@ -92,21 +92,20 @@ class Lengths:
 class DecodeScheduler:
     """The blocks of one operation: those that decode now, and those that wait.
 
-    Lossless, a block joins as soon as it can be expected to fit, with the paths of all that run, until the others have
-    ended; where blocks grow longer than expected, the last one has to wait again (`preempt`). Lossy, where any token may
-    leave for good, blocks join in waves, each of which takes at most half of the budget at its longest.
+    A block joins as soon as it can be expected to fit, with the paths of all that run, until the
+    others have ended; where blocks grow longer than expected, the last one has to wait again
+    (`preempt`).
 
     Attributes:
         slots: the budget in tokens.
         longest: tokens of a block at most.
-        lossy: see above.
-        waiting: in depth-first order of the tree, so that blocks which share a path run together; preempted ones first.
+        waiting: in depth-first order of the tree, so that blocks which share a path run together;
+            preempted ones first.
         rows: those that decode.
     """
 
     slots: int
     longest: int
-    lossy: bool
     waiting: deque[Row]
     rows: list[Row] = field(default_factory=list)
     _users: dict[int, int] = field(default_factory=dict)  # rows by block they grow from or above it
@@ -127,15 +126,13 @@ class DecodeScheduler:
             expected: tokens a block is expected to have.
         """
         joined: list[Row] = []
-        if self.lossy and self.rows:
-            return joined
         while self.waiting and (not self.rows or self._fits(self.waiting[0], expected)):
             row = self.waiting.popleft()
             self._take(row)
             joined.append(row)
         return joined
 
-    def end(self, done: Iterable[Row]) -> None:
+    def finish(self, done: Iterable[Row]) -> None:
         """These rows decode no more."""
         gone = {row.node.id for row in done}
         for row in self.rows:
@@ -157,8 +154,6 @@ class DecodeScheduler:
         return [list(dict.fromkeys(leaves[at : at + width])) for at in range(0, len(leaves), width)]
 
     def _fits(self, row: Row, expected: int) -> bool:
-        if self.lossy:
-            return 2 * self.longest * (len(self.rows) + 1) <= self.slots
         new = sum(len(node.tokens) for node in row.leaf.path if node.id not in self._users)
         return self._paths + new + most_held((*self.rows, row), expected) <= self.slots
 
@@ -177,17 +172,29 @@ class DecodeScheduler:
                 self._paths -= len(node.tokens)
 
 
-def most_held(rows: Iterable[Row], expected: int) -> int:
-    """Tokens that the blocks hold together at most while all of them grow, a token a step, and leave as they end.
+class WaveScheduler(DecodeScheduler):
+    """Blocks join in waves, each of which takes at most half of the budget at its longest."""
 
-    Each is reckoned to end at its expected length, or `MARGIN` tokens from now if it is about there already.
+    def admit(self, expected: int) -> list[Row]:
+        """The next wave, once the last one has ended."""
+        return [] if self.rows else super().admit(expected)
+
+    def _fits(self, row: Row, expected: int) -> bool:
+        return 2 * self.longest * (len(self.rows) + 1) <= self.slots
+
+
+def most_held(rows: Iterable[Row], expected: int) -> int:
+    """Tokens that the blocks hold together at most while all of them grow, a token a step, and
+    leave as they end.
+
+    Each is assumed to end at its expected length, or `MARGIN` tokens from now if it has almost
+    reached it.
     """
     lengths = [len(row.node.tokens) for row in rows]
     left = sorted(((max(expected - each, MARGIN), each) for each in lengths), reverse=True)
     most = held = 0
-    for count, (steps, length) in enumerate(
-        left, 1
-    ):  # when this one ends, those before it still run
+    # when a block ends, those before it in this order still run
+    for count, (steps, length) in enumerate(left, 1):
         held += length
         most = max(most, held + count * steps)
     return most

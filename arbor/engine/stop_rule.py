@@ -33,7 +33,8 @@ class StopRule:
         return token in self._eos
 
     def after(self, tokens: list[int], before: Sequence[int] = ()) -> StopReason | None:
-        """Why the block ends with its last token; None if it goes on. A stop may span several tokens.
+        """Why the block ends with its last token; None if it goes on. A stop may span several
+        tokens.
 
         Args:
             tokens: the block's.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from arbor.tree import Node
 
 Decode = Callable[[list[int]], str]
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for invalid bytes
 LOOK_BACK = 16  # tokens of the path among which one is looked for that stands for itself
 MOST_HELD = 3  # bytes of a character that misses one
 
@@ -23,11 +23,12 @@ def before(node: Node) -> list[int]:
 
 
 def added(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """What `tokens` add to the text of a path, so that the texts of its blocks joined are the text of the path.
+    """What `tokens` add to the text of a path, so that the texts of its blocks joined are the text
+    of the path.
 
-    Tokens by themselves do not say it: decoders of SentencePiece strip the space of a first word, and a character may
-    consist of several tokens. So a little of the path is decoded with and without them. A character that is not whole at
-    the end belongs to the tokens that complete it.
+    Tokens by themselves do not say it: decoders of SentencePiece strip the space of a first word,
+    and a character may consist of several tokens. So a little of the path is decoded with and
+    without them. A character that is not whole at the end belongs to the tokens that complete it.
 
     Args:
         decode: the tokenizer's.
@@ -44,7 +45,8 @@ def added(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
 
 
 def _whole(decode: Decode, tokens: Sequence[int]) -> str:
-    """The text without the first bytes of a character at its end; with them if more of them are broken than can be held."""
+    """The text without the first bytes of a character at its end; with them if more of them are
+    broken than can be held."""
     text = decode(list(tokens))
     if text.endswith(BROKEN):
         for held in range(1, min(MOST_HELD, len(tokens)) + 1):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from arbor.engine.sampling import confidence, sample
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.text import added, before
+from arbor.errors import UsageError
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -26,7 +29,7 @@ class Growth:
 
 
 class TokenSource(Protocol):
-    """Chooses tokens, and says where blocks end and what is told of them."""
+    """Chooses tokens, and says where blocks end and how they are reported."""
 
     def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
         """The next token of each row ([n, V] float32); its `logprob` and `top1` are set."""
@@ -41,7 +44,8 @@ class TokenSource(Protocol):
         ...
 
     def finish(self, node: Node) -> None:
-        """The block is over: set its text, and make `logprob` and `top1` those of the whole block."""
+        """The block is over: set its text, and make `logprob` and `top1` those of the whole
+        block."""
         ...
 
 
@@ -81,3 +85,64 @@ class ModelSampler:
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
+
+
+class CheckedSource:
+    """A token source whose answers are checked before anything is done with them.
+
+    Args:
+        source: one that is not arbor's own.
+    """
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+
+    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+        """One token of the vocabulary per row.
+
+        Raises:
+            UsageError: anything else.
+        """
+        answer: Any = self._source.choose(rows, logits, growth)
+        try:
+            tokens = [operator.index(token) for token in answer]
+        except TypeError as error:
+            raise self._refused("chose something that is not a token id") from error
+        if len(tokens) != len(rows):
+            raise self._refused(f"chose {len(tokens)} tokens for {len(rows)} blocks")
+        if not 0 <= min(tokens) <= max(tokens) < logits.shape[-1]:
+            raise self._refused(f"chose a token outside 0 to {logits.shape[-1] - 1}")
+        return tokens
+
+    def stop(self, node: Node, growth: Growth) -> StopReason | None:
+        """A stop reason or None.
+
+        Raises:
+            UsageError: anything else.
+        """
+        reason = self._source.stop(node, growth)
+        if reason is not None and reason not in get_args(StopReason):
+            raise self._refused(f"ended a block with the unknown reason {reason!r}")
+        return reason
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        """One finite number per block.
+
+        Raises:
+            UsageError: anything else.
+        """
+        answer: Any = self._source.confidence(nodes, logits)
+        try:
+            sure = [float(each) for each in answer]
+        except (TypeError, ValueError) as error:
+            raise self._refused("gave a confidence that is not a number") from error
+        if len(sure) != len(nodes) or not all(map(math.isfinite, sure)):
+            raise self._refused(f"gave {sure} as the confidence of {len(nodes)} blocks")
+        return sure
+
+    def finish(self, node: Node) -> None:
+        """As the source does."""
+        self._source.finish(node)
+
+    def _refused(self, what: str) -> UsageError:
+        return UsageError("token-answer", f"the token source {type(self._source).__name__} {what}.")

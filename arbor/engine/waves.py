@@ -11,7 +11,8 @@ def fitting(nodes: Sequence[Node], extra: Sequence[int], slots: int) -> Iterator
     """Waves of which the union of all paths and the extra tokens are within the budget.
 
     Args:
-        nodes: where each piece of work begins, in depth-first order, so that a wave shares what it can.
+        nodes: where each piece of work begins, in depth-first order, so that a wave shares what it
+            can.
         extra: tokens each needs beyond its path.
         slots: the budget; no path with its own extra tokens is longer.
 
@@ -37,8 +38,9 @@ def fitting(nodes: Sequence[Node], extra: Sequence[int], slots: int) -> Iterator
 
 
 def halves(extra: Sequence[int], slots: int) -> Iterator[list[int]]:
-    """Waves whose extra tokens take at most half of the budget (one piece of work may take more); lossy mode leaves the
-    rest to what the policy keeps of the paths. Yields indices into `extra`."""
+    """Waves whose extra tokens take at most half of the budget (one piece of work may take more);
+    lossy mode leaves the rest to what the policy keeps of the paths. Yields indices into
+    `extra`."""
     wave: list[int] = []
     total = 0
     for index, more in enumerate(extra):

@@ -1,4 +1,4 @@
-"""Calibration of block values: what losing a block costs, and a fit of MSVE to it (ArborKV section 4.1)."""
+"""Calibration: the cost of losing a block, and a fit of MSVE to it (ArborKV section 4.1)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from arbor.tree import Node
 
 GREEDY = Sampling(temperature=0.0)
 HELD_OUT = 0.3  # part of the problems on which the fit is judged
-LEAST = 8  # problems that can be called a calibration
+LEAST = 8  # problems of a calibration
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One block that was masked.
+    """A masked block.
 
     Attributes:
-        problem: which problem it is of.
+        problem: index of its problem.
         value, confidence, attention: MSVE's v, u, a.
-        drop: accuracy that masking it cost, a greedy continuation with it against one without: 1 = the right answer became
-            a wrong one, 0 = nothing, -1 = the other way.
+        drop: accuracy lost by masking it, from a greedy continuation with it to one without:
+            1 = the right answer became wrong, 0 = no change, -1 = a wrong answer became right.
     """
 
     problem: int
@@ -43,14 +43,15 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A fit and how far it can be trusted.
+    """A fit, and its quality on held-out problems.
 
     Attributes:
         msve: the fit.
-        problems, blocks: what it was made from, held-out ones included.
+        problems, blocks: numbers used, held-out ones included.
         lost: share of masked blocks that cost the right answer.
-        correlation: Spearman's rank correlation of score and drop on held-out problems; 0 if either never varies.
-        default_correlation: that of the weights that are a guess.
+        correlation: Spearman's rank correlation of score and drop on held-out problems; 0 if either
+            never varies.
+        default_correlation: the same for the default weights, which are a guess.
         interval: of `correlation`, 95 %, bootstrap over the held-out problems.
         gain: of `correlation` over `default_correlation` on the same problems, 95 %.
         held_out: blocks of the held-out problems.
@@ -70,21 +71,21 @@ class Calibration:
 def collect(
     solver: Solver,
     problems: Iterable[Problem],
-    tell: Callable[[int, list[Example]], None] = lambda index, examples: None,
+    report: Callable[[int, list[Example]], None] = lambda index, examples: None,
 ) -> list[Example]:
-    """Solve problems with everything kept, then lose each closed block in turn and see whether the answer survives.
+    """Solve problems at full retention, then mask each closed block and check the answer.
 
-    A block is masked once the next one stands; the rest of the path is then decoded again, greedily, with the block and
-    without. So the last block of a path and the one before it, after which nothing is decoded, are left out. Only paths
-    with a right answer are used: a block of a wrong one has nothing to lose.
+    A block is masked after the next one; the rest of the path is then decoded again, greedily, with
+    the block and without. So the last two blocks of a path are left out: nothing is decoded after
+    them. Only paths with a right answer are used, since a wrong one has no accuracy to lose.
 
     Args:
         solver: a full budget, and a policy that observes attention.
         problems: with answer keys.
-        tell: called after each problem.
+        report: called after each problem.
 
-    Differs from the paper: blocks are masked rather than zeroed (a zero key still takes attention), and the drop is in
-    the answer of this path rather than an average over unstated repetitions.
+    Differs from the paper: blocks are masked rather than zeroed (a zero key still takes attention),
+    and the drop is in the answer of this path rather than an average over unstated repetitions.
     """
     examples: list[Example] = []
     for index, problem in enumerate(problems):
@@ -94,19 +95,19 @@ def collect(
             path = [solver.engine.tree[node_id] for node_id in solution.path]
             found = _losses(solver, problem, path, index)
         examples += found
-        tell(index, found)
+        report(index, found)
     return examples
 
 
 def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) -> list[Example]:
-    """Every block of a path but the prompt, the last and the one before it, masked in turn."""
+    """Every block of a path but the prompt and the last two, masked in turn."""
     engine = solver.engine
     growth = Growth(0, GREEDY, StopRule(engine.tokenizer, solver.boundary, solver.eos))
     places = range(1, len(path) - 2)
-    # what the search saw, before the experiment adds queries of its own
-    seen = engine.residency.statistics.block_attention(np.array([path[i].id for i in places], int))
+    # as of the search, before the experiment adds queries of its own
+    attended = engine.state.statistics.block_attention(np.array([path[i].id for i in places], int))
     found = []
-    for place, attention in zip(places, seen.tolist(), strict=True):
+    for place, attention in zip(places, attended.tolist(), strict=True):
         lost, leaf = path[place], path[place + 1]
         whole = _continues(solver, problem, leaf, growth)
         with engine.hiding([lost]):
@@ -117,7 +118,7 @@ def _losses(solver: Solver, problem: Problem, path: Sequence[Node], index: int) 
 
 
 def _continues(solver: Solver, problem: Problem, leaf: Node, growth: Growth) -> bool:
-    """Whether a greedy continuation of a path gives the right answer; what it grows is forgotten."""
+    """Whether a greedy continuation of a path gives the right answer; its blocks are forgotten."""
     task, engine = solver.task, solver.engine
     grown: list[Node] = []
     node = leaf
@@ -132,14 +133,14 @@ def _continues(solver: Solver, problem: Problem, leaf: Node, growth: Growth) -> 
 
 
 def calibrate(examples: Sequence[Example], top: int = 0) -> Calibration:
-    """Fit MSVE on most of the problems and judge it on the others.
+    """Fit MSVE on most of the problems and evaluate it on the others.
 
     Args:
-        examples: of `collect`.
-        top: of the solver they were collected with, see `MSVE`.
+        examples: from `collect`.
+        top: of the solver that collected them, see `MSVE`.
 
     Raises:
-        UsageError: too few problems, or masking never cost an answer.
+        UsageError: too few problems, or masking never lost an answer.
     """
     known = list(dict.fromkeys(example.problem for example in examples))
     if len(known) < LEAST:

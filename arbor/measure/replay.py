@@ -1,10 +1,11 @@
 """Replay: a recorded search again under another policy and budget, without running the model.
 
-The tree, the values and the order of a lossless search do not depend on the budget, so what a policy costs (tokens
-recomputed, evictions, slots held) follows from a trace: the engine does all it does, except that forward passes compute
-nothing and tokens and verdicts are those of the recording. Attention is not recorded: where it counts (arborkv, kkt, h2o,
-tova) policies see zeros, so that they keep other tokens and, by MSVE's third signal, other numbers of them than the run did;
-their costs are close, not equal. A run that was cut short is replayed up to its last whole round.
+The tree, the values and the order of a lossless search do not depend on the budget, so the cost of
+a policy (tokens recomputed, evictions, slots held) follows from a trace: the engine does all its
+work, but forward passes compute nothing, and tokens and verdicts are those of the recording.
+Attention is not recorded. Policies that read it (arborkv, kkt, h2o, tova) see zeros, so they keep
+other tokens, and by MSVE's third signal other numbers of them, than the run did; their costs are
+close, not equal. A run that was cut short is replayed up to its last complete round.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arbor import registry
+from arbor import components
 from arbor.engine.engine import Engine
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.mode import Rehydrate
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import Growth, ModelSampler
@@ -33,6 +34,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.run.callbacks import Broadcast
 from arbor.run.session import Limits, Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.read import NO_TOKEN, Trace
@@ -42,22 +44,22 @@ from arbor.verifiers.base import Asker, Verdict, Verifier
 
 @dataclass(frozen=True)
 class Recording:
-    """What a replay needs of a trace.
+    """The part of a trace that a replay needs.
 
     Attributes:
         header: of the run.
         prompt: tokens of the root (their ids are not recorded; only their number counts).
         blocks: by node id, as they closed.
-        values: by node id, what the verifier said.
-        uses: when each block is read.
-        rounds: whole rounds there are, where the run was cut short; None: it ended by itself.
+        values: the verifier's, by node id.
+        reads: when each block is read.
+        rounds: complete rounds of a run that was cut short; None: it ended by itself.
     """
 
     header: Header
     prompt: int
     blocks: Mapping[int, Boundary]
     values: Mapping[int, float]
-    uses: FutureReads
+    reads: FutureReads
     rounds: int | None = None
 
     @classmethod
@@ -65,7 +67,7 @@ class Recording:
         """From the events of a run.
 
         Raises:
-            TraceError: they do not begin with a header and a prompt, or leave out the tokens (``--trace-text none``).
+            TraceError: no header, no prompt, or no tokens (``--trace-text none``).
         """
         header = next((event for event in events if isinstance(event, Header)), None)
         opened = [event for event in events if isinstance(event, Opened)]
@@ -73,13 +75,13 @@ class Recording:
         verified = [event for event in events if isinstance(event, Verified)]
         values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
         blocks = {e.node: e for e in events if isinstance(e, Boundary) and e.node in values}
-        lacks = "no header" if header is None else "no prompt" if root is None else ""
+        missing = "no header" if header is None else "no prompt" if root is None else ""
         if any(NO_TOKEN in block.ids for block in blocks.values()):
-            lacks = "no words (--trace-text none)"
-        if header is None or root is None or lacks:
+            missing = "no words (--trace-text none)"
+        if header is None or root is None or missing:
             raise TraceError(
                 "trace-replay",
-                f"the trace has {lacks}, which a replay of the search needs.",
+                f"the trace has {missing}, which a replay of the search needs.",
                 "Record it whole, with --trace-text full.",
             )
         end = next((event for event in events if isinstance(event, Ended)), None)
@@ -110,7 +112,7 @@ def replay(
     Args:
         recorded: the search; under full retention or not, its tree is the same.
         tokenizer: of its model, for the verifier's questions.
-        policy: a name or a ready policy; ``belady`` knows the recording's future.
+        policy: a name or a ready policy; ``belady`` reads the recording's future.
         slots: tokens of KV.
         rehydrate: ``selective`` or ``span``.
         msve: block values for policies that read them; by default those of the recorded run.
@@ -125,39 +127,35 @@ def replay(
     """
     record = recorded if isinstance(recorded, Recording) else Recording.of(recorded.events)
     config = record.header.config
-    task: Task = registry.build("task", config["task"])
+    task: Task = components.build("task", config["task"])
     boundary = dataclasses.replace(
         task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
     )
-    fold = MetricsFold()
-
-    def emit(event: Event) -> None:
-        fold(event)
-        listen(event)
-
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
-    runner: Any = _NoModel(len(tokenizer))
+    largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
+    runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     engine = Engine(
         runner,
         tokenizer,
-        policy=registry.build("policy", policy),
+        policy=components.build("policy", policy),
         rehydrate=rehydrate,
         msve=values,
         source=_Recorded(record, tokenizer),
-        emit=emit,
     )
-    judge = _Judge(registry.build("verifier", config["verifier"]), record)
+    judge = _Judge(components.build("verifier", config["verifier"]), record)
+    metrics = MetricsFold()
+    emit = Broadcast((metrics, listen), lambda: session.stop("interrupted"))
     session = Session(
         engine,
         task,
         task.parse(record.header.problem),
-        registry.build("controller", config["controller"]),
+        components.build("controller", config["controller"]),
         judge,
         Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
         Limits(config["max_depth"], config.get("max_expansions")),
         slots,
         emit,
-        record.uses,
+        reads=record.reads,
     )
     emit(record.header)
     if record.rounds is not None:
@@ -165,13 +163,13 @@ def replay(
         if record.rounds == 0:
             judge.end()
     session.run([0] * record.prompt, record.header.problem)
-    return fold.metrics()
+    return metrics.metrics()
 
 
 def replay_smallest(
     recorded: Recording | Trace, tokenizer: Any, *, slots: int, **settings: Any
 ) -> tuple[int, Metrics]:
-    """`replay` in the smallest budget, from `slots` on, in which the whole search runs.
+    """`replay` in the smallest budget of at least `slots` in which the whole search runs.
 
     Returns:
         Slots, and the counters.
@@ -197,7 +195,7 @@ class _NoModel:
         self._nothing = torch.zeros(1, vocabulary)
 
     def forward(self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None) -> ForwardResult:
-        """Logits that nobody reads; attention is not recorded."""
+        """Logits of zero, which `_Recorded` ignores; attention is not recorded."""
         return ForwardResult(self._nothing.expand(len(plan.logit_rows), -1))
 
 
@@ -223,7 +221,7 @@ class _Recorded(ModelSampler):
 
     def finish(self, node: Node) -> None:
         """As recorded."""
-        if node.state is NodeState.PRUNED:  # cut short, as the recorded one was not
+        if node.state is NodeState.PRUNED:  # cut short, unlike the recorded block
             return super().finish(node)
         block = self._of(node)
         node.text, node.logprob, node.top1 = block.text, block.logprob, block.top1
@@ -235,7 +233,7 @@ class _Recorded(ModelSampler):
 
 
 class _Judge:
-    """The recorded verdicts, after asking what the verifier asks; calls `end` after those of the last whole round."""
+    """The recorded verdicts; asks the verifier's questions, and calls `end` after the last round."""
 
     def __init__(self, verifier: Verifier, record: Recording) -> None:
         self.verifier = verifier
@@ -250,7 +248,7 @@ class _Judge:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """What was said of the candidates."""
+        """The recorded values of the candidates."""
         asked = self.verifier.verify(task, problem, candidates, engine).asked
         if self._left is not None:
             self._left -= 1

@@ -1,4 +1,4 @@
-"""KVMemory: the only writer of spans; every slot has an owner, and the budget is the pool's size."""
+"""KVMemory: the only writer of spans; the budget is the size of its pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 class KVMemory:
     """The KV of one tree.
 
-    The pool has exactly as many slots as the budget, so that no event, transient or not, can hold more.
+    The pool has exactly as many slots as the budget, so that no event, transient or not, can hold
+    more. Tokens that were given slots are pending until `commit` says that a forward has written
+    them; `rollback` takes their slots back.
 
     Args:
         layers: what each layer stores per token.
@@ -40,8 +42,11 @@ class KVMemory:
         self.table = SlotTable(slots)
         self.debug = debug
         self.tree: ThoughtTree | None = None
+        # tokens whose K/V the next forward writes, and whether they will be exact
+        self._placed: list[tuple[Node, NDArray[np.int64], bool]] = []
+        self._appended: list[tuple[Node, int, bool]] = []
 
-    # What there is
+    # The account
 
     @property
     def slots(self) -> int:
@@ -70,9 +75,9 @@ class KVMemory:
         """Serve a new tree; whatever was held for another one is freed."""
         if self.tree is not None:
             self.release(self.tree.nodes)
-        self.table = SlotTable(
-            self.slots
-        )  # an interruption may have left slots that nobody gives back
+        # an interruption may have left slots that nobody gives back
+        self.table = SlotTable(self.slots)
+        self._placed, self._appended = [], []
         self.tree = tree
 
     def release(self, nodes: Sequence[Node]) -> int:
@@ -82,7 +87,8 @@ class KVMemory:
     # Blocks
 
     def starts(self, length: int, count: int) -> NDArray[np.int32]:
-        """Where `count` new blocks of up to `length` tokens may best begin; a hint, see `SlotTable.runs`."""
+        """Where `count` new blocks of up to `length` tokens may best begin; a hint, see
+        `SlotTable.runs`."""
         starts = self.table.runs(length, count)
         return np.concatenate([starts, np.full(count - len(starts), NO_SLOT, np.int32)])
 
@@ -100,7 +106,8 @@ class KVMemory:
         Args:
             node: the block.
             offsets: int64 [m] into its tokens, increasing; none of them resident.
-            exact: every earlier token of the path is resident and exact, or will be in the same forward.
+            exact: whether they are exact once they are written: every earlier token of the path is
+                resident and exact, or will be after the same forward.
             depth: layers that will be written.
             first: preferred first slot.
 
@@ -112,28 +119,31 @@ class KVMemory:
             f"block {node.id}: a resident token was placed again"
         )
         slots = self.table.take(len(offsets), first)
+        self._placed.append((node, offsets, exact))
         self.table.owner[slots] = node.id
         self.table.token[slots] = np.asarray(node.tokens, np.int32)[offsets]
         self.table.position[slots] = node.start + offsets
         span.slot[offsets] = slots
         span.tier[offsets] = Tier.DEVICE
-        span.exact[offsets] = exact
         span.depth[offsets] = depth
         self._changed()
         return slots
 
     def append(self, node: Node, near: int, *, exact: bool, depth: int) -> int:
-        """`place` for the last token of a block, the one call a decode step makes per leaf; returns its slot."""
+        """`place` for the last token of a block, the one call a decode step makes per leaf; returns
+        its slot."""
         table, span = self.table, node.span
+        spans = span.spans
         offset = len(node.tokens) - 1
         slot = table.take_one(near)
+        self._appended.append((node, offset, exact))
         table.owner[slot] = node.id
         table.token[slot] = node.tokens[offset]
         table.position[slot] = node.start + offset
-        span.slot[offset] = slot
-        span.tier[offset] = Tier.DEVICE
-        span.exact[offset] = exact
-        span.depth[offset] = depth
+        at = span.begin + offset
+        spans.slot[at] = slot
+        spans.tier[at] = Tier.DEVICE
+        spans.depth[at] = depth
         if self.debug:
             self._changed()
         return slot
@@ -141,15 +151,57 @@ class KVMemory:
     def rewrite(
         self, node: Node, offsets: NDArray[np.int64], *, exact: bool, depth: int
     ) -> NDArray[np.int32]:
-        """Resident tokens whose K/V the next forward computes anew, in place; returns their slots, int32 [m]."""
+        """Resident tokens whose K/V the next forward computes anew, in place; returns their slots,
+        int32 [m]."""
         slots = node.span.slot[offsets]
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
-        node.span.exact[offsets] = exact
+        self._placed.append((node, offsets, exact))
+        node.span.exact[offsets] = False
         node.span.depth[offsets] = depth
         return slots.copy()
 
+    @property
+    def pending(self) -> bool:
+        """Whether tokens have slots that no forward has written yet."""
+        return bool(self._placed or self._appended)
+
+    def commit(self) -> None:
+        """A forward has written all pending tokens."""
+        for node, offsets, exact in self._placed:
+            node.span.exact[offsets] = exact
+        if self._appended:
+            at = [node.span.begin + offset for node, offset, _ in self._appended]
+            self._appended[0][0].span.spans.exact[at] = [exact for _, _, exact in self._appended]
+        self._placed, self._appended = [], []
+        if self.debug:
+            self._changed()
+
+    def rollback(self) -> dict[int, int]:
+        """After a failure: drop pending tokens, and free every slot that no block holds, temporary
+        ones included.
+
+        Returns:
+            how many pending tokens each block lost, by node id.
+        """
+        pending = [(node, offsets) for node, offsets, _ in self._placed]
+        pending += [(node, np.array([offset])) for node, offset, _ in self._appended]
+        lost: dict[int, int] = {}
+        for node, offsets in pending:
+            here = offsets[node.span.slot[offsets] != NO_SLOT]
+            node.span.spans.drop(node.span.begin + here)
+            lost[node.id] = lost.get(node.id, 0) + len(here)
+        self._placed, self._appended = [], []
+        held = np.zeros(self.slots, np.int32)
+        for node in self.tree or ():
+            np.add.at(held, node.span.slot[node.span.resident], 1)
+        surplus = np.maximum(self.table.references - held, 0)
+        self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus))
+        self._changed()
+        return lost
+
     def evict(self, node: Node, offsets: NDArray[np.int64]) -> int:
-        """Drop resident tokens of a block; returns how many slots became free (shared ones stay for the others)."""
+        """Drop resident tokens of a block; returns how many slots became free (shared ones stay for
+        the others)."""
         return self.evict_from([node], offsets, np.array([len(offsets)]))
 
     def evict_from(
@@ -175,7 +227,8 @@ class KVMemory:
         return freed
 
     def share(self, source: Node, target: Node, count: int) -> None:
-        """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no copy.
+        """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no
+        copy.
 
         Raises nothing: callers share only what is equal; `check` would find anything else.
         """
@@ -194,9 +247,9 @@ class KVMemory:
     # Questions: tokens that belong to no block
 
     def borrow(self, tokens: Sequence[int], position: int) -> NDArray[np.int32]:
-        """Temporary slots for tokens after a path, at consecutive positions; give them back with `give_back`."""
+        """Temporary slots for tokens after a path, at consecutive positions; give them back with
+        `give_back`."""
         slots = self.table.take(len(tokens))
-        self.table.owner[slots] = NO_OWNER
         self.table.token[slots] = tokens
         self.table.position[slots] = np.arange(position, position + len(tokens))
         return slots
@@ -218,7 +271,8 @@ class KVMemory:
             self.check()
 
     def check(self) -> None:
-        """Assert every invariant: partition, ownership, references, what each slot says it holds, exactness."""
+        """Assert every invariant: partition, ownership, references, what each slot says it holds,
+        exactness."""
         table = self.table
         references = np.zeros(table.slots, np.int32)
         for node in self.tree or ():
@@ -244,6 +298,11 @@ class KVMemory:
             assert (table.position[slots] == positions).all(), (
                 f"block {node.id}: a slot has another position"
             )
+        pending = [(node, offsets) for node, offsets, _ in self._placed]
+        pending += [(node, np.array([offset])) for node, offset, _ in self._appended]
+        for node, offsets in pending:
+            assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
+            assert not node.span.exact[offsets].any(), f"block {node.id}: exact before its forward"
         temporary = (table.references > 0) & (table.owner == NO_OWNER)
         references[temporary] += 1
         assert (table.references == references).all(), "references do not add up"

@@ -23,14 +23,15 @@ SPARE = 0.1  # of what is free or lacking: allocators round up and leave gaps
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch failed for want of memory: its own error on CUDA, a plain `RuntimeError` on a CPU."""
+    """Whether torch failed for want of memory: its own error on CUDA, a plain `RuntimeError` on a
+    CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory nobody holds on a device; 0 where the system does not tell (macOS, Windows)."""
+    """Free memory of a device; 0 where the system does not report it (macOS, Windows)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -71,10 +72,10 @@ def kv_too_large(
     """
     wanted, free = (slots + 1) * bytes_per_token, free_bytes(device)
     fits = int(free * (1 - SPARE)) // bytes_per_token
-    beside = f" beside weights of {size(weights)}" if weights else ""
+    held = f" next to weights of {size(weights)}" if weights else ""
     return OutOfMemory(
         "oom",
-        f"{device}: the KV of {slots:,} tokens takes {size(wanted)}, and {size(free)} are free{beside}.",
+        f"{device}: the KV of {slots:,} tokens takes {size(wanted)}, and {size(free)} are free{held}.",
         f"About {fits:,} tokens fit: try --budget {fits}tok, or a smaller search."
         if fits
         else "Try a smaller --budget, or a smaller search.",
@@ -95,7 +96,7 @@ def forward_too_large(
     bytes_per_token: int,
     least: int,
 ) -> OutOfMemory:
-    """A forward does not fit beside weights and KV.
+    """A forward does not fit next to weights and KV.
 
     Args:
         error: torch's.
@@ -114,7 +115,7 @@ def forward_too_large(
     lacking = max(0, (wanted or 0) - free) or kv // 4  # free, but in pieces, or of unknown size
     fits = slots - int(lacking * (1 + SPARE)) // bytes_per_token - 1
     asked = "more memory" if wanted is None else size(wanted)
-    hint = "Try a smaller --step-tokens or --depth, --device cpu, or a smaller model."
+    hint = "Try a smaller --step-tokens or --max-depth, --device cpu, or a smaller model."
     if fits >= least:
         hint = f"Try --budget {fits}tok, or a smaller search."
     return OutOfMemory(

@@ -16,7 +16,8 @@ from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """What one layer stores per token: `num_kv_heads` keys of `head_dim_qk` and values of `head_dim_vo`."""
+    """What one layer stores per token: `num_kv_heads` keys of `head_dim_qk` and values of
+    `head_dim_vo`."""
 
     num_kv_heads: int
     head_dim_qk: int
@@ -32,13 +33,14 @@ class KVPool:
     """K and V of every layer with page size 1, plus one trash slot for rows whose K/V nobody keeps.
 
     k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised, in one
-    allocation (on a CPU the system commits pages on first use, large ones where it has them). Slot `trash` is the last one; no key list ever names it.
+    allocation (on a CPU the system commits pages on first use, large ones where it has them).
+    Slot `trash` is the last one; no key list ever names it.
 
     Args:
         layers: what each layer stores per token.
         slots: without the trash slot.
         dtype, device: of the tensors.
-        weight_bytes: of the model beside it, which the error names; 0 = not known.
+        weight_bytes: of the model, which the error names; 0 = not known.
 
     Raises:
         OutOfMemory: the machine has less memory than that; names what would fit.
@@ -71,9 +73,8 @@ class KVPool:
 
     def _allocate(self, numbers: int, weight_bytes: int) -> Tensor:
         try:
-            with torch.inference_mode(
-                False
-            ):  # whatever the caller's mode, slots can be written in any
+            # whatever the caller's mode, slots can be written in any
+            with torch.inference_mode(False):
                 return torch.zeros(numbers, dtype=self.dtype, device=self.device)
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -105,7 +106,8 @@ class KVPool:
         self.v[layer].index_copy_(0, slots, v)
 
     def poison(self, slots: NDArray[np.int32]) -> None:
-        """Overwrite freed slots with NaN, so that a reader that should not be there is seen (debug mode)."""
+        """Overwrite freed slots with NaN, so that a reader that should not be there is seen (debug
+        mode)."""
         index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
         for k, v in zip(self.k, self.v, strict=True):
             k[index] = torch.nan

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.tree import NO_SLOT, Tier
+from arbor.tree import NO_SLOT
 
 NO_OWNER = -1
 _WINDOW = 1024  # slots that are looked at first
 
 
 class SlotTable:
-    """`(token, position, owner, references, tier)` per slot, and the free slots.
+    """`(token, position, owner, references)` per slot, and the free slots.
 
     A slot is free iff it has no references. Page size is 1, so nothing is ever half used.
 
@@ -40,16 +40,13 @@ class SlotTable:
         """Slots nobody uses."""
         return self.slots - self.used
 
-    @property
-    def tier(self) -> NDArray[np.int8]:
-        """int8 [slots]: DEVICE where in use, DROPPED where free (other tiers have stores of their own)."""
-        return np.where(self.references > 0, Tier.DEVICE, Tier.DROPPED).astype(np.int8)
-
     def runs(self, length: int, count: int) -> NDArray[np.int32]:
-        """Starts of `count` free stretches of `length` slots each, back to back where possible; claims nothing.
+        """Starts of `count` free stretches of `length` slots each, back to back where possible;
+        claims nothing.
 
-        A wave's blocks opened at these starts grow in equal strides, so that a backend can read all of them as one
-        strided view. Returns fewer starts (possibly none) where the free slots are too scattered.
+        A wave's blocks opened at these starts grow in equal strides, so that a backend can read all
+        of them as one strided view. Returns fewer starts (possibly none) where the free slots are
+        too scattered.
         """
         for wanted in (2 * length * count, self.slots):  # mostly it is found among the lowest
             free = self._lowest(wanted)
@@ -68,8 +65,8 @@ class SlotTable:
         return (np.repeat(first, fit) + length * place)[:count].astype(np.int32)
 
     def take(self, count: int, first: int = NO_SLOT) -> NDArray[np.int32]:
-        """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a contiguous
-        stretch, else the lowest free slots. The caller has made room.
+        """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a
+        contiguous stretch, else the lowest free slots. The caller has made room.
 
         Returns:
             int32 [count].
@@ -97,7 +94,8 @@ class SlotTable:
         return near
 
     def _lowest(self, count: int) -> NDArray[np.int64]:
-        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer. What is looked at grows from
+        """The lowest free slots, int64, increasing: `count` or more, all where there are fewer.
+        What is looked at grows from
         the lowest free slot on until they are found: what lies behind them costs nothing."""
         width = max(_WINDOW, count)
         while True:
@@ -120,7 +118,8 @@ class SlotTable:
         self.references[slots] += 1
 
     def release(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """One reference less for each time a slot is named; returns the slots that became free, int32."""
+        """One reference less for each time a slot is named; returns the slots that became free,
+        int32."""
         np.subtract.at(self.references, slots, 1)
         left = self.references[slots]
         assert (left >= 0).all(), "a slot was released twice"

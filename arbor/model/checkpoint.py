@@ -11,12 +11,13 @@ from typing import Any, cast
 
 import torch
 
-from arbor import registry
+from arbor import components
 from arbor.errors import ModelError, UsageError
-from arbor.kernels.base import AttentionBackend
+from arbor.kernels.base import AttentionBackend, AttentionShape
 from arbor.kernels.linear import pack_linears
+from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.agreement import check_agreement, own_logits
-from arbor.model.describe import ModelInfo, describe_config
+from arbor.model.describe import ModelInfo, describe_attention
 from arbor.model.loading import (
     ModelLocation,
     eos_ids,
@@ -50,11 +51,13 @@ class Files:
         tokenizer: a Hugging Face tokenizer.
         info: what the model needs, and whether it is supported.
         sampling: how the model's authors would choose tokens.
+        shapes: the distinct attention shapes of its layers.
     """
 
     tokenizer: Any
     info: ModelInfo
     sampling: Sampling
+    shapes: tuple[AttentionShape, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,7 @@ class Checkpoint:
             raise no_revision(revision, "the model is loaded already")
         self._files: Files | None = None
         self._weights: Weights | None = None
+        self._chosen: str | None = None  # the backend, once it was tried
         self._reading = threading.Lock()
         self._loading = threading.Lock()
 
@@ -129,7 +133,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Forget what was read and loaded."""
-        self._files = self._weights = None
+        self._files = self._weights = self._chosen = None
 
     def read(self) -> Files:
         """Config and tokenizer, read once.
@@ -156,11 +160,13 @@ class Checkpoint:
 
     def backend_name(self, info: ModelInfo) -> str:
         """What computes attention: ``auto`` is one row at a time if deterministic, FlashInfer where it has kernels, torch
-        everywhere else.
+        everywhere else. Once the weights are loaded: what does compute it.
 
         Raises:
             UsageError: FlashInfer was asked for and has no kernel for this model.
         """
+        if self._chosen is not None:
+            return self._chosen
         if self.deterministic:
             return "rowwise"
         if self.backend not in ("auto", FLASHINFER):
@@ -175,39 +181,71 @@ class Checkpoint:
                 heads = " and ".join(map(str, info.head_dims))
                 raise UsageError(
                     "backend",
-                    f"--attn flashinfer: no kernels for {dtype_name(dtype)} and heads of {heads}.",
-                    "Use --attn torch, or --dtype bfloat16 if it is the dtype.",
+                    f"--backend flashinfer: no kernels for {dtype_name(dtype)} and heads of {heads}.",
+                    "Use --backend torch, or --dtype bfloat16 if it is the dtype.",
                 )
         return "torch"
 
-    def _backend(self, info: ModelInfo) -> AttentionBackend:
-        name = self.backend_name(info)
+    def _backend(self, files: Files) -> AttentionBackend:
+        name = self.backend_name(files.info)
         if name == FLASHINFER:
-            from arbor.kernels.flashinfer_cascade import FlashInferCascade
+            found = self._flashinfer(files)
+            if found is not None:
+                self._chosen = name
+                return found
+            name = "torch"
+        self._chosen = name
+        return cast(AttentionBackend, components.build("backend", name))
 
-            return FlashInferCascade(self.device, getattr(torch, info.dtype))
-        return cast(AttentionBackend, registry.build("backend", name))
+    def _flashinfer(self, files: Files) -> AttentionBackend | None:
+        """FlashInfer with every kernel this model needs tried once; None where ``auto`` has to do
+        without.
+
+        Raises:
+            UsageError: FlashInfer was asked for and cannot run; the message names the module.
+        """
+        from arbor.kernels.flashinfer_cascade import FlashInferCascade, FlashInferUnusable
+
+        try:
+            backend = FlashInferCascade(self.device, getattr(torch, files.info.dtype))
+            backend.probe(files.shapes)
+        except FlashInferUnusable as error:
+            if self.backend == FLASHINFER:
+                raise UsageError(
+                    "backend",
+                    f"--backend flashinfer: {error}",
+                    "Install arbor-search[cuda] and, to compile kernels, the CUDA toolkit; or use "
+                    "--backend torch.",
+                    module=error.name,
+                ) from error
+            logger.warning("attention runs in torch, slower: %s", error)
+            return None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise weights_too_large(self.device, None) from error
+        return backend
 
     def _read(self) -> Files:
         config = load_config(self.source) if self._given is None else self._given.config
         tokenizer = self._tokenizer or load_tokenizer(self.source)
         dtype = self.dtype if self._given is None else dtype_name(self._given.dtype)
-        info = describe_config(config, self.source, dtype=dtype)
+        info, shapes = describe_attention(config, self.source, dtype=dtype)
         generation = (
             load_generation_config(self.source)
             if self._given is None
             else getattr(self._given, "generation_config", None)
         )
-        return Files(tokenizer, info, sampling_defaults(generation))
+        return Files(tokenizer, info, sampling_defaults(generation), shapes)
 
     def _load(self, files: Files) -> Weights:
         info = files.info
         if not info.supported:
             raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+        backend = self._backend(files)
         model = self._given or load_model(self.source, getattr(torch, info.dtype), self.device)
         if self.deterministic:
             refuse_batch_dependent(model)
-        backend = self._backend(info)
         own, attention = own_logits(model), model.config._attn_implementation
         runner = ModelRunner(model, backend)
         if runner.device.type == "cpu":

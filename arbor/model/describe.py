@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arbor.errors import ModelError
+from arbor.kernels.base import AttentionShape
 from arbor.memory.pool import LayerKV, bytes_per_token
 from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe
 from arbor.model.context_limit import context_limit
@@ -95,6 +96,13 @@ def describe(
 
 def describe_config(config: Any, source: ModelLocation, *, dtype: str = "auto") -> ModelInfo:
     """`describe` for a config that is already read."""
+    return describe_attention(config, source, dtype=dtype)[0]
+
+
+def describe_attention(
+    config: Any, source: ModelLocation, *, dtype: str = "auto"
+) -> tuple[ModelInfo, tuple[AttentionShape, ...]]:
+    """`describe_config`, and the distinct attention shapes of the layers; none if unsupported."""
     chosen = resolve_dtype(dtype, config)
     text = config.get_text_config()
     reason, parameters = "", 0
@@ -110,7 +118,7 @@ def describe_config(config: Any, source: ModelLocation, *, dtype: str = "auto") 
         LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo) for s in specs
     ]
     first = specs[0].shape if specs else None
-    return ModelInfo(
+    info = ModelInfo(
         id=source.name,
         revision=commit_of(source),
         architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
@@ -131,6 +139,7 @@ def describe_config(config: Any, source: ModelLocation, *, dtype: str = "auto") 
         context=context_limit(text),
         vocabulary=int(getattr(text, "vocab_size", 0) or 0),
     )
+    return info, tuple(dict.fromkeys(spec.shape for spec in specs))
 
 
 def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[LayerSpec, ...], int]:

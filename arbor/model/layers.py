@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +11,26 @@ from torch import Tensor, nn
 
 from arbor.errors import ModelError
 
+# Asked after each layer with (layer, hidden [T', d] of the rows still running): bool [T'] of the rows
+# that leave now, or None.
 Leave = Callable[[int, Tensor], Tensor | None]
-"""Asked after each layer with (layer, hidden [T', d] of the rows still running): bool [T'] of the rows that leave
-now, or None."""
+
+# Arguments of decoder layers with an entry per row of the batch, and the dimension of the rows. The
+# shapes of other tensors say nothing: a number of heads or experts may equal the number of rows.
+ROW_ARGUMENTS = {
+    "cache_position": 0,
+    "per_layer_input": 1,
+    "position_embeddings": 1,
+    "position_ids": 1,
+}
 
 
 class StoppableLayers(nn.ModuleList):
     """A decoder's own list of layers that can end early.
 
-    The model's own loop runs over it, so its own norm and head still run, and state_dict keys do not change. (A loop of
-    our own over the layers is silently wrong for models that hand different layers different rotary embeddings.)
+    The model's own loop runs over it, so its own norm and head still run, and state_dict keys do
+    not change. (A loop of our own over the layers is silently wrong for models that pass different
+    rotary embeddings to different layers.)
     """
 
     stop_after: int | None = None
@@ -32,7 +43,7 @@ class StoppableLayers(nn.ModuleList):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            # not a copy: `for layer in self.layers[: n]` must see where to stop, also if that is decided on the way
+            # lazy: `for layer in self.layers[: n]` must see a stop that is decided during the loop
             return (layer for i, layer in enumerate(self) if i in range(*index.indices(len(self))))
         return super().__getitem__(index)
 
@@ -67,7 +78,7 @@ def install(model: nn.Module, count: int) -> StoppableLayers:
 
 
 class Tap:
-    """Hooks on the layers for one forward: hidden states of chosen layers, and rows that leave early.
+    """Hooks on the layers for one forward: hidden states of chosen layers, rows that leave early.
 
     Args:
         layers: of the decoder.
@@ -75,6 +86,7 @@ class Tap:
         hidden: layers whose output is kept.
         leave: asked after each layer; None if no row leaves.
         last: the layer after which the forward ends.
+        on_leave: called with `alive` whenever rows have left.
 
     Attributes:
         hidden: layer -> [T, d] (before the final norm); rows that left keep their last state.
@@ -116,33 +128,45 @@ class Tap:
             handle.remove()
         self._handles.clear()
 
-    def _cut(self, thing: Any) -> Any:
-        """Keep the rows alive of whatever has one entry per row in dimension 1."""
-        if isinstance(thing, Tensor):
-            if thing.dim() >= 2 and thing.shape[0] == 1 and thing.shape[1] == self._rows:
-                return thing.index_select(1, self.alive.to(thing.device))
-            return thing
-        if isinstance(thing, tuple | list):
-            return type(thing)(self._cut(part) for part in thing)
-        if isinstance(thing, dict):
-            return {key: self._cut(part) for key, part in thing.items()}
-        return thing
+    def _cut(self, layer: nn.Module, name: str, argument: Any) -> Any:
+        """An argument of a layer for the rows alive.
+
+        Raises:
+            ModelError: a tensor whose rows are not known.
+        """
+        if isinstance(argument, Tensor):
+            dim = ROW_ARGUMENTS.get(name, -1)
+            if dim < 0 or argument.shape[: dim + 1] != (1,) * dim + (self._rows,):
+                raise _not_by_row(layer, f"'{name}' of {_size(argument)}")
+            return argument.index_select(dim, self.alive.to(argument.device))
+        if isinstance(argument, tuple | list):
+            return type(argument)(self._cut(layer, name, part) for part in argument)
+        if isinstance(argument, Mapping) and any(map(_holds_tensors, argument.values())):
+            raise _not_by_row(layer, f"'{name}', a {type(argument).__name__} of tensors,")
+        return argument
 
     def _cut_arguments(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(self.alive) == self._rows:
             return None
-        first, rest = args[:1], args[1:]  # the hidden state has its rows alive already
-        kept = {
-            key: value if key == "hidden_states" else self._cut(value)
-            for key, value in kwargs.items()
+        # the first one, the hidden state, has only the rows alive
+        first, *others = inspect.signature(layer.forward).parameters
+        cut = [
+            self._cut(layer, name, argument)
+            for name, argument in zip(others, args[1:], strict=False)
+        ]
+        named = {
+            name: argument if name == first else self._cut(layer, name, argument)
+            for name, argument in kwargs.items()
         }
-        return first + self._cut(rest), kept
+        return (*args[:1], *cut), named
 
     def _after(self, index: int) -> Callable[[nn.Module, Any, Any], Any]:
         def hook(layer: nn.Module, args: Any, output: Any) -> Any:
             state = output[0] if isinstance(output, tuple) else output
             changed = state
             if self._leave is not None and index < self._last:
+                if state.dim() != 3 or state.shape[0] != 1:
+                    raise _not_by_row(layer, f"hidden states of {_size(state)}")
                 gone = self._leave(index, state[0])
                 if gone is not None and bool(gone.any()):
                     if self._left is None:
@@ -174,3 +198,23 @@ class Tap:
         whole = self._left.clone()
         whole[self.alive.to(state.device)] = state[0]
         return whole.unsqueeze(0)
+
+
+def _holds_tensors(thing: Any) -> bool:
+    if isinstance(thing, Mapping):
+        thing = tuple(thing.values())
+    if isinstance(thing, tuple | list):
+        return any(map(_holds_tensors, thing))
+    return isinstance(thing, Tensor)
+
+
+def _size(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape))
+
+
+def _not_by_row(layer: nn.Module, what: str) -> ModelError:
+    return ModelError(
+        "arch-unsupported",
+        f"rows cannot leave between the layers of {type(layer).__name__}: {what} may not go by row.",
+        "Run all rows through all layers.",
+    )

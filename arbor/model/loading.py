@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as loading_bars
+from transformers.utils.import_utils import is_accelerate_available
 
 from arbor.errors import ModelError, UnknownName, UsageError
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
@@ -183,18 +184,23 @@ def load_tokenizer(source: ModelLocation) -> Any:
 def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) -> Any:
     """The decoder with its weights.
 
+    For a GPU, transformers copies each tensor to the device as it is read, if accelerate is
+    installed; without it the whole model passes through host memory.
+
     Raises:
         ModelError: weights that cannot be read or do not fit the config.
         OutOfMemory: they do not fit into memory.
     """
+    direct = device.type != "cpu" and is_accelerate_available()
+    placement = {"device_map": {"": device}} if direct else {}
     try:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source.path, dtype=dtype, output_loading_info=True, **source.loading
+                source.path, dtype=dtype, output_loading_info=True, **placement, **source.loading
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if is_out_of_memory(error):
-            raise weights_too_large(torch.device("cpu"), None) from error
+            raise weights_too_large(device if direct else torch.device("cpu"), None) from error
         raise _unreadable(source, error) from error
     except Exception as error:
         if type(error).__name__ == "SafetensorError":

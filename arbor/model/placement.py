@@ -37,9 +37,17 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
     """The device of a ready model, which stays as it is.
 
     Raises:
-        UsageError: another dtype or device was asked for.
+        UsageError: another dtype or device was asked for, or the weights are on several devices.
     """
     weight: torch.Tensor = next(model.parameters())
+    devices = sorted({str(each.device) for each in model.parameters()})
+    if len(devices) > 1:
+        raise UsageError(
+            "device",
+            f"the ready model's weights are on several devices: {', '.join(devices)}.",
+            "Load it onto one, as with from_pretrained(…, device_map={'': 'cuda:0'}).",
+            devices=devices,
+        )
     if dtype not in ("auto", dtype_name(weight.dtype)):
         raise UsageError(
             "dtype",
@@ -76,14 +84,14 @@ def backend_of(backend: str, device: torch.device, deterministic: bool) -> str:
     if deterministic and backend not in ("auto", "rowwise"):
         raise UsageError(
             "backend",
-            f"--deterministic attends row by row, which --attn {backend} does not.",
-            "Leave one of them out, or use --attn rowwise.",
+            f"--deterministic attends row by row, which --backend {backend} does not.",
+            "Leave one of them out, or use --backend rowwise.",
         )
     if backend == FLASHINFER and (device.type != "cuda" or find_spec(FLASHINFER) is None):
         raise UsageError(
             "backend",
-            "--attn flashinfer needs a GPU and the package flashinfer.",
-            "Use --attn torch, or install arbor-search[cuda] on a machine with a GPU.",
+            "--backend flashinfer needs a GPU and the package flashinfer.",
+            "Use --backend torch, or install arbor-search[cuda] on a machine with a GPU.",
         )
     return backend
 

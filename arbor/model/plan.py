@@ -14,6 +14,15 @@ from arbor.kernels.base import CascadeLayout, CascadeLevel
 
 Slots = NDArray[np.int32]
 
+# One more cascade level costs a launch and a merge per layer on a GPU: estimated to pay from here
+# on (Llama-8B shapes).
+CUDA_SAVED_READS = 12_000
+
+
+def least_saved_reads(device: torch.device) -> int:
+    """Key reads that a shared span must save on a device to be a cascade level of its own."""
+    return CUDA_SAVED_READS if device.type == "cuda" else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

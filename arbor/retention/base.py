@@ -1,8 +1,9 @@
-"""What a retention policy sees and decides: how many tokens each block keeps on the device, and which.
+"""The protocols of retention: how many tokens each block keeps on the device, and which.
 
-A policy is an allocator (how many) and a scorer (which). It reads struct-of-arrays views and answers with numbers; it never
-touches the pool. When a policy is asked and how age is counted belong to the engine, equal for all; what is protected is a
-setting of the policy (`Protect`), which whoever compares policies makes equal.
+A policy is an allocator (how many) and a scorer (which). It reads struct-of-arrays views and
+answers with numbers; it never touches the pool. When a policy is asked and how age is counted
+belong to the engine, equal for all; what is protected is a setting of the policy (`Protect`), set
+equal for all policies compared.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Tokens(Columns):
-    """The tokens of the offered blocks that are on the device, block after block, each block's in order; T in all.
+    """The tokens of the offered blocks that are on the device, T in all.
+
+    They lie block after block, each block's by offset.
 
     Attributes:
         block: int64 [T], index of the token's block in `Blocks`; increasing.
         offset: int64 [T], place in its block.
         position: int64 [T], place on its path.
-        mass: float64 [T], attention it received from queries that could see it, its own included, summed over queries
-            (each query: mean over the observed layers, mean over heads); 0 where attention is not observed.
+        mass: float64 [T], attention it received from queries that could see it, its own included,
+            summed over queries (each query: mean over the observed layers, mean over heads); 0
+            where attention is not observed.
         latest: float64 [T], attention it received from the last query that could see it.
-        queries: int64 [T], queries that could see it, its own included; an inactive branch does not age.
-        activated: int64 [T], `queries` when its attention last reached the scorer's threshold; 0 = never since written.
-        key: uint64 [T], a number that names the token whatever the order of the search (for reproducible randomness).
+        queries: int64 [T], queries that could see it, its own included; an inactive branch does not
+            age.
+        activated: int64 [T], `queries` when its attention last reached `Protect.threshold`; 0 =
+            never since written.
+        key: uint64 [T], identifies the token in every order of the search (for reproducible
+            randomness).
         protected: bool [T], stays in any case (sinks, recent window, block tails).
     """
 
@@ -68,21 +75,26 @@ class Blocks(Columns):
     Attributes:
         ids: int64 [M], node ids, increasing.
         length: int64 [M], n, tokens of the block.
-        resident: int64 [M], of these, tokens on the device: the most it can keep.
+        resident: int64 [M], tokens of these on the device: the most it can keep.
         floor: int64 [M], tokens it keeps in any case; 0 <= floor <= resident.
         depth: int64 [M], edges to the root.
-        distance: int64 [M], edges to the nearest running leaf (ArborKV's Delta, the minimum over running leaves).
+        distance: int64 [M], edges to the nearest running leaf (ArborKV's Delta, the minimum over
+            running leaves).
         active: bool [M], on a running path (offered in lossy mode only).
-        value: float64 [M], the search's opinion in [0, 1] (MSVE's v); of a block without one, that of the nearest above.
+        value: float64 [M], the search's value in [0, 1] (MSVE's v); of a block without one, that of
+            its nearest valued ancestor.
         confidence: float64 [M], 1 - H / ln|V| at the boundary (MSVE's u).
-        attention: float64 [M], mean attention mass per query that could see some of it, in [0, 1] (MSVE's a).
+        attention: float64 [M], mean attention mass per query that could see some of it, in [0, 1]
+            (MSVE's a).
         score: float64 [M], MSVE's s in (0, 1).
         last_used: int64 [M], clock of the last forward that read it; larger is later.
-        scheduled: int64 [M], waves of the operation in progress until the block is needed again; `NEVER` if none needs it.
+        scheduled: int64 [M], waves of the operation in progress until the block is needed again;
+            `NEVER` if none needs it.
         reentry: float64 [M], probability that a later round reads the block, in [0, 1].
-        next_use: int64 [M], when a recorded run reads it next; `NEVER` if not again or nothing is recorded.
-        see: makes the token view of some blocks, given by their indices, int64, increasing. Policies that rank the tokens
-            of all blocks read `tokens`.
+        next_use: int64 [M], the next operation of a recorded run that reads it; `NEVER` if none
+            does, or without a recording.
+        see: makes the token view of some blocks, given by index, int64, increasing. Policies that
+            rank the tokens of all blocks read `tokens`.
     """
 
     ids: Ints
@@ -116,9 +128,9 @@ NEVER = int(np.iinfo(np.int64).max)
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Which tokens matter: higher is kept; equal scores are broken by recency (the larger position is kept).
+    """Which tokens matter: the higher score is kept, of equal ones the larger position.
 
-    A token's score follows from its own figures, so that it is the same whatever else is looked at.
+    A token's score follows from its own figures, so it does not depend on the other tokens shown.
     """
 
     @property
@@ -127,19 +139,22 @@ class Scorer(Protocol):
         ...
 
     def scores(self, tokens: Tokens) -> Floats:
-        """float64 [T], finite."""
+        """One finite number a token, float64 [T]."""
         ...
 
 
 @runtime_checkable
 class Allocator(Protocol):
-    """How many tokens each block keeps."""
+    """How many tokens each block keeps.
+
+    An allocator that reads `Blocks.next_use` has an attribute ``needs_recording = True``.
+    """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         """Tokens each block keeps.
 
         Args:
-            blocks: what may be taken from.
+            blocks: the blocks that may lose tokens.
             room: slots they may keep together; sum(floor) <= room.
             scorer: which tokens matter, for allocators that rank tokens over all blocks.
 
@@ -151,13 +166,14 @@ class Allocator(Protocol):
 
 @runtime_checkable
 class TokenAllocator(Allocator, Protocol):
-    """An allocator that ranks the tokens of all blocks, and therefore knows which ones leave."""
+    """An allocator that ranks the tokens of all blocks, and so finds the ones that leave."""
 
     def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         """The tokens that leave.
 
         Returns:
-            int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them. Of each block they are those
-            that `arbor.retention.selection.kept` would not keep.
+            int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them. Of
+            each block they are the ones that `arbor.retention.selection.select_by_count` leaves
+            out.
         """
         ...

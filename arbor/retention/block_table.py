@@ -1,4 +1,4 @@
-"""All blocks of a tree as columns by node id, and its geometry for all of them at once."""
+"""All blocks of a tree as columns by node id, and the tree's geometry for all of them at once."""
 
 from __future__ import annotations
 
@@ -9,51 +9,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import NEVER, Bools, Floats, Ints
+from arbor.retention.growable import grown
 from arbor.retention.held_tokens import HeldTokens
 from arbor.retention.msve import normalised
 from arbor.tree import Node, NodeState
 
 NO_PARENT = -1
-FAR = int(np.iinfo(np.int64).max) // 2  # twice as far is still a number
-_ABSENT = -2  # as a parent: no such block is known
+FAR = int(np.iinfo(np.int64).max) // 2  # distances are added: no overflow
+_ABSENT = -2  # the parent of an unknown block
 
-_INTS = ("parent", "depth", "start", "length", "resident", "last_used", "tail")
-_FLOATS = ("value", "confidence")
+# what an unknown block has for parent, depth, start, length, resident, last_used and tail
+_UNKNOWN_INTS = np.array([_ABSENT, 0, 0, 0, 0, 0, 0])[:, None]
+# and for value and confidence
+_UNKNOWN_FLOATS = np.array([np.nan, 0.0])[:, None]
 IntsLike = Sequence[int] | NDArray[np.integer]
 FloatsLike = Sequence[float] | NDArray[np.floating]
 
 
 class BlockTable:
-    """Struct of arrays over the blocks of a tree; only what was touched since the last `refresh` is read again.
+    """Struct of arrays over the blocks of a tree.
 
-    Each column is a view of the first `len(self)` entries, valid until the next `refresh`:
+    `refresh` reads the blocks touched since the last one, and no others. Each column is a view of
+    the first `len(self)` entries, valid until the next `refresh`:
 
     parent: int64 [N], node id; `NO_PARENT` for the root.
     depth: int64 [N], edges to the root.
     start: int64 [N], position of the first token on the path.
     length: int64 [N], tokens.
-    resident: int64 [N], of these, tokens on the device.
-    last_used: int64 [N], clock of the last forward that read the block, 0 = none; written by `use` alone.
-    tail: int64 [N], of the last tokens of the block that a policy protects, how many are on the device.
-    value: float64 [N], the search's opinion; nan while it has none.
+    resident: int64 [N], tokens of these on the device.
+    last_used: int64 [N], clock of the last forward that read the block, 0 = none; `use` sets it.
+    tail: int64 [N], tokens on the device of the block's protected tail.
+    value: float64 [N], the search's value; nan for an unvalued block.
     confidence: float64 [N], 1 - H / ln|V| at the boundary.
     open: bool [N], still being decoded.
-    held: which tokens these are that are on the device.
+    held: the offsets of the tokens on the device.
 
-    Node ids that were never touched, nor any block below them, have no tokens and are far from everything.
-    Geometry passes over the tree level by level: O(N) numbers in O(depth) calls of numpy.
+    A node id of which neither the block nor a descendant was touched has no tokens and is far from
+    everything. Geometry passes over the tree level by level: O(N) numbers in O(depth) calls of
+    numpy.
 
     Args:
-        protected_tail: how many last tokens of each block `tail` counts.
+        protected_tail: length of a block's protected tail, in tokens.
     """
 
     def __init__(self, protected_tail: int = 0) -> None:
         self._protected_tail = protected_tail
         self.held = HeldTokens()
         self._size = 0
-        self._ints = np.zeros((len(_INTS), 0), np.int64)
-        self._floats = np.zeros((len(_FLOATS), 0))
-        self._open = np.zeros(0, np.bool_)
+        self._ints = _UNKNOWN_INTS[:, :0]
+        self._floats = _UNKNOWN_FLOATS[:, :0]
+        self._open = np.array([], np.bool_)
         self._touched: dict[int, Node] = {}
         self._levels = _Levels(self.depth, self.parent)
 
@@ -101,17 +106,17 @@ class BlockTable:
         return self._open[: self._size]
 
     def touch(self, node: Node) -> None:
-        """Say that a block is new or has changed: its tokens, residency, value, confidence or state."""
+        """Have a block read at the next `refresh`: it is new or has changed."""
         self._touched[node.id] = node
 
     def use(self, nodes: Iterable[Node], clock: int) -> None:
-        """Note the clock of a forward that read these blocks."""
+        """Set the clock of a forward that read these blocks."""
         ids = [node.id for node in nodes]
         self._reserve(max(ids, default=-1) + 1)
         self._ints[5, ids] = clock
 
     def refresh(self) -> None:
-        """Read the touched blocks, and the ancestors of new ones."""
+        """Read the touched blocks, and the unknown ancestors of new ones."""
         grown = self._reach(max(self._touched, default=-1) + 1)
         if self._touched:
             self._read(list(self._touched.values()))
@@ -132,9 +137,10 @@ class BlockTable:
         return result
 
     def distances(self, leaf_ids: IntsLike) -> Ints:
-        """Edges from every block to the nearest of the leaves, int64 [N]; what `ThoughtTree.distances` gives.
+        """Edges from each block to the nearest leaf, int64 [N], as in `ThoughtTree.distances`.
 
-        Up, each block learns the nearest leaf below it; down, the nearest through its parent. `FAR` where there is none.
+        Upwards each block takes the nearest leaf below it, downwards the nearest one through its
+        parent. `FAR` without leaves.
         """
         levels = self._levels
         near = np.full(self._size, FAR, np.int64)
@@ -148,12 +154,14 @@ class BlockTable:
         return near[levels.place]
 
     def reentry(self, leaf_ids: IntsLike, probabilities: FloatsLike) -> Floats:
-        """Probability that a block is read again: the sum over the leaves at or below it, float64 [N], at most 1.
+        """Probability that a block is read again, float64 [N], at most 1.
+
+        It is the sum over the leaves at or below the block.
 
         Args:
-            leaf_ids: int [L], node ids of what the search may grow next.
-            probabilities: float [L], that it does. Where they are no distribution (several grow at once) the sum is the
-                union bound, cut at 1.
+            leaf_ids: int [L], node ids of the blocks the search may grow next.
+            probabilities: float [L], the probability of each. Where several grow at once the sum is
+                the union bound, cut at 1.
         """
         levels = self._levels
         total = np.zeros(self._size)
@@ -165,11 +173,13 @@ class BlockTable:
         return result
 
     def soonest(self, leaf_ids: IntsLike, waits: IntsLike) -> Ints:
-        """When each block is needed: the shortest wait of the leaves at or below it, int64 [N]; `NEVER` if none needs it.
+        """When each block is needed, int64 [N]; `NEVER` if no path needs it.
+
+        It is the shortest wait of the leaves at or below the block.
 
         Args:
-            leaf_ids: int [L], node ids of blocks whose paths are needed.
-            waits: int [L], in how long.
+            leaf_ids: int [L], node ids of the leaves whose paths are needed.
+            waits: int [L], waves until then.
         """
         levels = self._levels
         wait = np.full(self._size, NEVER)
@@ -179,11 +189,11 @@ class BlockTable:
         return wait[levels.place]
 
     def expected(self) -> Floats:
-        """What each block is worth to the search, float64 [N], in [0, 1].
+        """The value of each block to the search, float64 [N], in [0, 1].
 
-        A block that was not valued yet is worth what the nearest valued one above it is; without one (the prompt, and
-        what grows from it) as much as the best block there is, or 1. Values that do not all lie in [0, 1] are scaled from
-        the smallest to the largest of the tree, whichever blocks are offered (the paper leaves this open).
+        An unvalued block has the value of its nearest valued ancestor; without one (the prompt, and
+        its children) that of the best block, or 1. Values that do not all lie in [0, 1] are scaled
+        from the smallest to the largest of the tree, of any offer (the paper leaves this open).
         """
         levels = self._levels
         known = self.value[~np.isnan(self.value)]
@@ -199,7 +209,7 @@ class BlockTable:
         return normalised(worth)[levels.place]
 
     def _reach(self, size: int) -> bool:
-        """Take in new blocks and their ancestors; whether there were any."""
+        """Add new blocks and their ancestors; return whether there were any."""
         new = dict(sorted(self._touched.items()))
         grown = False
         self._reserve(size)
@@ -215,7 +225,7 @@ class BlockTable:
         return grown
 
     def _read(self, nodes: list[Node]) -> None:
-        """What is on the device of these blocks, all of one tree, and what the search says of them."""
+        """Read some blocks of one tree: their tokens on the device and the search's figures."""
         ids = np.array([node.id for node in nodes])
         length = np.array([len(node.tokens) for node in nodes])
         begin = np.array([node.span.begin for node in nodes])
@@ -223,7 +233,7 @@ class BlockTable:
         offset = np.arange(len(row)) - (np.cumsum(length) - length)[row]
         resident = nodes[0].span.spans.slot[begin[row] + offset] >= 0
         held = np.bincount(row[resident], minlength=len(nodes))
-        self.held.read(ids, length, held, offset[resident])
+        self.held.update(ids, length, held, offset[resident])
         self._ints[3, ids] = length
         self._ints[4, ids] = held
         if self._protected_tail:
@@ -234,24 +244,16 @@ class BlockTable:
         self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
 
     def _reserve(self, size: int) -> None:
-        old = self._ints.shape[1]
-        if size <= old:
-            return
-        more = max(size, 2 * old, 64) - old
-        fresh = np.zeros((len(_INTS), more), np.int64)
-        unvalued = np.zeros((len(_FLOATS), more))
-        unvalued[0] = np.nan
-        fresh[0] = _ABSENT
-        self._ints = np.concatenate([self._ints, fresh], axis=1)
-        self._floats = np.concatenate([self._floats, unvalued], axis=1)
-        self._open = np.concatenate([self._open, np.zeros(more, np.bool_)])
+        self._ints = grown(self._ints, size, _UNKNOWN_INTS)
+        self._floats = grown(self._floats, size, _UNKNOWN_FLOATS)
+        self._open = grown(self._open, size)
 
 
 class _Levels:
-    """The blocks sorted by depth, so that a level is a slice; ids of no block stand among the roots.
+    """The blocks sorted by depth, so that a level is a slice. Unused ids are stored at depth 0.
 
-    place: int64 [N], by node id, where the block stands in that order.
-    parent: int64 [N], in that order, where its parent stands.
+    place: int64 [N], by node id, the block's index in that order.
+    parent: int64 [N], in that order, the index of the block's parent.
     below_root: (begin, end) of the levels 1, 2, ...
     """
 

@@ -1,4 +1,4 @@
-"""Structs of arrays whose columns may be made when they are first read."""
+"""Structs of arrays whose columns may be computed when they are first read."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 
 class Columns:
-    """A frozen dataclass of arrays, where nobody pays for a column that nobody reads.
+    """A frozen dataclass of arrays; a column that is never read need not be computed.
 
-    Made in the ordinary way, all columns are there. Made by `when_read`, some are computed at the first look, once.
+    The constructor takes all columns; `when_read` makes some of them at their first use, once.
     """
 
     @classmethod
     def when_read(cls, later: Mapping[str, Callable[[Self], Any]], **now: Any) -> Self:
-        """A struct with some columns still to be made.
+        """A struct with some columns still to be computed.
 
         Args:
-            later: for each of these columns, what makes it, given the struct (a function that held it would keep it alive
-                until the garbage collector comes). What it reads must not change until then.
+            later: for each of these columns, a function that computes it from the struct (a closure
+                over the struct would keep it alive until garbage collection). What the function
+                reads must not change until then.
             now: the other columns.
         """
         made = object.__new__(cls)
@@ -27,10 +28,11 @@ class Columns:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Of the columns made when they are first read, those that were."""
+        """The columns computed at their first use that have been used."""
         return tuple(name for name in self.__dict__.get("_later", ()) if name in self.__dict__)
 
-    if not TYPE_CHECKING:  # a type checker shall still know which columns there are
+    # hidden from type checkers, which would accept any name for a column
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             make = self.__dict__.get("_later", {}).get(name)

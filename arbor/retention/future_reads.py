@@ -1,4 +1,4 @@
-"""When a recorded run reads each block: what the clairvoyant policy knows."""
+"""When a recorded run reads each block: the knowledge of the clairvoyant policy."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _STRIDE = 1 << 32
 
 
 class FutureReads:
-    """The operations (expansions and verifications, in order, from 1) of a run, and the blocks each reads.
+    """The operations of a run, in order, from 1, and the blocks each reads.
 
-    A block's identity is its id: a run with another budget makes the same tree in the same order.
+    Operations are expansions and verifications. A block is identified by its id: a run with another
+    budget makes the same tree in the same order.
 
     Args:
         reads: for each operation, the ids of all blocks on its paths.
@@ -31,7 +32,10 @@ class FutureReads:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
-        """From the events of a run: each `Selected` is an expansion, each `Verified` that asked the model another operation."""
+        """The reads of a run, from its events.
+
+        Each `Selected` is an operation, and each `Verified` that asked the model.
+        """
         parent: dict[int, int | None] = {}
         reads: list[set[int]] = []
         for event in events:
@@ -47,8 +51,8 @@ class FutureReads:
         """The next operation after this one that reads each block; `NEVER` if none does.
 
         Args:
-            operation: the one in progress.
-            ids: int64 [M].
+            operation: the operation in progress.
+            ids: int64 [M], node ids.
 
         Returns:
             int64 [M].
@@ -62,6 +66,7 @@ class FutureReads:
 
 
 def _paths(nodes: Iterable[int], parent: dict[int, int | None]) -> set[int]:
+    """The ids of all blocks on the paths of some nodes."""
     found: set[int] = set()
     for node in nodes:
         at: int | None = node

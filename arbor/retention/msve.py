@@ -1,4 +1,4 @@
-"""How much a block is worth keeping, from three signals the search has anyway; fitted to what its loss costs."""
+"""The worth of a block, from three signals the search has anyway, fitted to its cost of loss."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from arbor.retention.base import Floats
 from arbor.support.atomic_write import write_atomically
 
 _FORMAT = "arbor.msve/1"
-_LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less says next to nothing
+_LEAST_SPREAD = 0.05  # of a signal in [0, 1]; one that varies less carries almost nothing
 
 
 @dataclass(frozen=True)
 class MSVE:
     """Multi-Signal Value Estimation, ArborKV section 4: s = sigmoid(theta . [v, u, a] + bias).
 
-    Differs from the paper: there is a bias, without which theta >= 0 gives s >= 0.5 for every block; its clip to [0, 1]
-    after the sigmoid changes nothing and is left out; u, which it calls uncertainty, is confidence (1 - H / ln|V|), and
-    a is the mean attention per query rather than a sum that grows as the search goes on.
+    Differs from the paper: a bias, without which theta >= 0 gives s >= 0.5 for every block; no clip
+    to [0, 1] after the sigmoid, which changes nothing; u, called uncertainty there, is confidence
+    (1 - H / ln|V|); a is the mean attention per query, not a sum that grows as the search goes on.
 
-    The defaults are a guess, since the paper publishes no theta: value counts most, the three signals at one half give
-    s = 0.5. `arbor calibrate msve` fits them for a model.
+    The defaults are a guess, since the paper publishes no theta: value counts most, the three
+    signals at one half give s = 0.5. `arbor calibrate msve` fits them for a model.
 
     Attributes:
         theta: weights of value, confidence and attention.
         bias: added to the weighted sum.
-        top: confidence is of the entropy of so many most probable tokens and of the others as one (the variant of Eq. 1);
-            0: of all.
+        top: tokens in the entropy of the confidence: so many most probable ones, and the others as
+            one (the variant of Eq. 1); 0: all.
     """
 
     theta: tuple[float, float, float] = (2.0, 1.0, 1.0)
@@ -44,19 +44,21 @@ class MSVE:
     def __post_init__(self) -> None:
         if not isinstance(self.top, int) or isinstance(self.top, bool) or self.top < 0:
             raise UsageError(
-                "setting-range", f"top={self.top}: it is a whole number, 0 (all tokens) or more."
+                "setting-range",
+                f"top={self.top}: it must be a whole number, 0 (all tokens) or more.",
             )
         if len(self.theta) != 3 or not all(map(math.isfinite, (*self.theta, self.bias))):
             raise UsageError(
                 "setting-range",
-                f"theta={self.theta}, bias={self.bias}: three weights and a bias, all finite numbers.",
+                f"theta={self.theta}, bias={self.bias}: they must be three weights and a bias, all finite.",
             )
 
     def scores(self, value: Floats, confidence: Floats, attention: Floats) -> Floats:
         """s of each block.
 
         Args:
-            value: v, [M]; if any lies outside [0, 1], all are scaled from their smallest to their largest (all equal: 0.5).
+            value: v, [M]; if any lies outside [0, 1], all are scaled from the smallest to the
+                largest (all equal: 0.5).
             confidence: u, [M], in [0, 1].
             attention: a, [M], in [0, 1].
 
@@ -73,10 +75,10 @@ class MSVE:
 
     @classmethod
     def parse(cls, text: str) -> MSVE:
-        """Four numbers (``2,1,1,-2``) and perhaps `top` (``2,1,1,-2,50``), or a file that `save` wrote.
+        """Weights from numbers (``2,1,1,-2``; with `top` ``2,1,1,-2,50``) or a file of `save`.
 
         Raises:
-            UsageError: neither.
+            UsageError: neither numbers nor such a file.
         """
         try:
             numbers, (top,) = text.split(",")[:4], text.split(",")[4:] or ["0"]
@@ -87,10 +89,14 @@ class MSVE:
         return cls((value, confidence, attention), bias, likeliest)
 
     def save(self, path: Path, **provenance: Any) -> None:
-        """Write a small JSON file; `provenance` says where the fit comes from (model, task, date, figures).
+        """Write a small JSON file.
+
+        Args:
+            path: where to.
+            provenance: the fit's origin (model, task, date, figures), for readers of the file.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: the file cannot be written.
         """
         document = {
             "schema": _FORMAT,
@@ -103,43 +109,32 @@ class MSVE:
 
     @staticmethod
     def load(path: Path) -> MSVE:
-        """What `save` wrote.
+        """Weights from a file that `save` wrote.
 
         Raises:
             UsageError: not such a file.
         """
-        return MSVE._read(path)[0]
-
-    @staticmethod
-    def provenance(path: Path) -> dict[str, Any]:
-        """Where the fit of a saved file comes from.
-
-        Raises:
-            UsageError: not such a file.
-        """
-        return MSVE._read(path)[1]
-
-    @staticmethod
-    def _read(path: Path) -> tuple[MSVE, dict[str, Any]]:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             if document["schema"] != _FORMAT:
                 raise ValueError(f"its schema is {document['schema']}, not {_FORMAT}")
             value, confidence, attention = map(float, document["theta"])
-            weights, top = (value, confidence, attention), document.get("top", 0)
-            fitted = MSVE(weights, float(document["bias"]), top)  # files of before had no top
-            return fitted, dict(document.get("provenance", {}))
+            top = document.get("top", 0)  # missing in older files
+            return MSVE((value, confidence, attention), float(document["bias"]), top)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 "msve-unreadable",
                 f"{path} holds no MSVE weights: {type(error).__name__}: {error}.",
-                "arbor calibrate msve writes such a file.",
+                "`arbor calibrate msve` writes such a file.",
                 path=str(path),
             ) from error
 
 
 def normalised(value: Floats) -> Floats:
-    """Values in [0, 1] as they are; otherwise scaled from the smallest to the largest, one half where all are equal."""
+    """Values in [0, 1] as they are; others scaled from the smallest to the largest.
+
+    Equal values outside [0, 1] become 0.5.
+    """
     if len(value) == 0:
         return value
     low, high = float(value.min()), float(value.max())
@@ -151,21 +146,23 @@ def normalised(value: Floats) -> Floats:
 
 
 def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
-    """Logistic regression of what losing a block costs on its three signals.
+    """Logistic regression of a block's cost of loss on its three signals.
 
-    Minimises the mean cross-entropy of sigmoid(theta . x + bias) against `drop`, plus ridge / 2 |theta|^2 on standardised
-    features (the bias is free), by Newton's method from zero: deterministic, no learning rate. A signal that hardly varies
-    is not blown up to vary like the others: a weight in the thousands would fit its last digits, and decide alone
-    wherever the signal does vary.
+    Minimises the mean cross-entropy of sigmoid(theta . x + bias) against `drop`, plus
+    ridge / 2 |theta|^2 on standardised features (the bias is free), by Newton's method from zero:
+    deterministic, no learning rate. A signal that hardly varies is not scaled up to vary like the
+    others: a weight in the thousands would fit its last digits, and decide alone wherever the
+    signal does vary.
 
     Args:
         features: float [N, 3], v, u, a of each masked block.
-        drop: float [N], what masking it cost: 1 = the answer was lost, 0 = nothing, or how much in between; below 0
-            (masking helped) counts as 0.
-        ridge: strength of the penalty; keeps weights finite where a signal separates the outcomes or never varies.
+        drop: float [N], cost of masking it: 1 = the answer was lost, 0 = nothing, or in between;
+            below 0 (masking helped) counts as 0.
+        ridge: strength of the penalty; keeps weights finite where a signal separates the outcomes
+            or never varies.
 
     Raises:
-        UsageError: no examples, or shapes that do not agree.
+        UsageError: no examples, or shapes that do not match.
     """
     x, y = np.asarray(features, np.float64), np.asarray(drop, np.float64)
     if x.ndim != 2 or x.shape[1] != 3 or len(x) == 0 or y.shape != (len(x),):
@@ -178,7 +175,7 @@ def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
     mean, spread = x.mean(axis=0), x.std(axis=0)
     scale = np.where(spread > 1e-12, np.maximum(spread, _LEAST_SPREAD), 1.0)
     design = np.column_stack([(x - mean) / scale, np.ones(len(x))])
-    # the bias gets a trace of the penalty, so that outcomes that are all alike have a finite fit
+    # a trace of penalty on the bias: a finite fit where all outcomes are alike
     penalty = np.diag([ridge, ridge, ridge, 1e-6])
     weights = np.zeros(4)
     for _ in range(100):
@@ -195,14 +192,14 @@ def fit(features: ArrayLike, drop: ArrayLike, ridge: float = 1e-3) -> MSVE:
 
 
 def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
-    """Spearman's rho: Pearson's correlation of ranks, tied values sharing their mean rank.
+    """Spearman's rho: Pearson's correlation of ranks; tied values share their mean rank.
 
     Args:
         first: float [N].
         second: float [N].
 
     Returns:
-        in [-1, 1]; 0 where one of them does not vary.
+        a number in [-1, 1]; 0 where one of them does not vary.
     """
     a, b = _mean_ranks(np.asarray(first, float)), _mean_ranks(np.asarray(second, float))
     a, b = a - a.mean(), b - b.mean()
@@ -211,7 +208,7 @@ def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
 
 
 def _mean_ranks(values: Floats) -> Floats:
-    """Ranks from 1, [N]; equal values share the mean of the ranks they take up."""
+    """Ranks from 1, [N]; equal values share the mean of their ranks."""
     _, place, count = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     ranks: Floats = (last - (count - 1) / 2)[place]

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from arbor.retention.base import Blocks, Ints
 
-_ROOM = 1 << 62  # packed keys stay below, so that nothing overflows
+_KEY_LIMIT = 1 << 62  # packed keys stay below: no overflow
 
 
 def order(*keys: NDArray[Any]) -> Ints:
     """Indices that sort by the first key, then by the second, and so on; equal ones by index.
 
-    The keys are packed into one integer with the index in its last digits, so that one sort of distinct numbers decides
-    everything and the order cannot depend on how a sort treats equal numbers.
+    The keys are packed into one integer with the index in its last digits: one sort of distinct
+    numbers, in which no sort's order of equal numbers can show.
 
     Args:
         keys: each [N], integers or floats without NaN; ascending.
@@ -32,9 +32,9 @@ def order(*keys: NDArray[Any]) -> Ints:
         digits, base = _digits(key)
         if base == 1:
             continue
-        if width * base * count >= _ROOM:
+        if width * base * count >= _KEY_LIMIT:
             packed, width = ranks(packed)
-        if width * base * count >= _ROOM:
+        if width * base * count >= _KEY_LIMIT:
             digits, base = ranks(digits)
         packed = packed * base + digits
         width *= base
@@ -42,17 +42,18 @@ def order(*keys: NDArray[Any]) -> Ints:
     return packed % count
 
 
-def first(key: NDArray[Any], count: int) -> Ints:
-    """Indices of the `count` lowest numbers of a key [N], in no order; of equal ones those that come first."""
+def lowest(key: NDArray[Any], count: int) -> Ints:
+    """Indices of the `count` lowest numbers of a key [N], in no order; of equal ones the first."""
     if not 0 < count < len(key):
         return np.arange(min(max(count, 0), len(key)))
-    most = np.sort(key)[count - 1]  # a partition is slower where many are equal
+    # a partition is slower where many are equal
+    most = np.sort(key)[count - 1]
     below, level = np.flatnonzero(key < most), np.flatnonzero(key == most)
     return np.concatenate([below, level[: count - len(below)]])
 
 
 def ranks(key: NDArray[Any]) -> tuple[Ints, int]:
-    """Dense ranks [N] of a key, equal values equal ranks, and how many there are."""
+    """Dense ranks [N] of a key, equal for equal values, and the number of ranks."""
     by_value = np.argsort(key)
     ascending = key[by_value]
     steps = np.zeros(len(key), np.int64)
@@ -66,16 +67,16 @@ def whole_blocks(blocks: Blocks, room: int, preferred: Ints) -> Ints:
     """Fill blocks one after the other, above their floors, until the room is used up.
 
     Args:
-        blocks: what may be taken from.
+        blocks: the blocks that may lose tokens.
         room: slots they may keep together.
         preferred: int64 [M], the order to fill them in.
 
     Returns:
-        int64 [M]; blocks are whole, then at most one in part, then at their floors.
+        int64 [M]: whole blocks, then at most one in part, then blocks at their floors.
     """
     spare = (blocks.resident - blocks.floor)[preferred]
     left = room - int(blocks.floor.sum())
-    assert left >= 0, f"the floors take {room - left} tokens, there is room for {room}"
+    assert left >= 0, f"the floors take {room - left} of {room} slots"
     before = np.cumsum(spare) - spare
     counts = blocks.floor.copy()
     counts[preferred] += np.clip(left - before, 0, spare)
@@ -83,7 +84,7 @@ def whole_blocks(blocks: Blocks, room: int, preferred: Ints) -> Ints:
 
 
 def _digits(key: NDArray[Any]) -> tuple[Ints, int]:
-    """A key as integers from 0, and how many values they may take."""
+    """A key as integers from 0, and an upper limit for them."""
     if key.dtype.kind == "b":
         return key.astype(np.int64), 2
     if key.dtype.kind == "f":

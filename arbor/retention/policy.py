@@ -1,12 +1,13 @@
-"""A retention policy: how many tokens, which ones, what is protected; and the named ones."""
+"""A retention policy: how many tokens, which ones, what is protected; and the named policies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
+from arbor.components import NO_SETTING
 from arbor.errors import UsageError
-from arbor.registry import BUILTIN, build
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.full import Full
 from arbor.retention.allocators.kkt import KKT
@@ -17,19 +18,20 @@ from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
-from arbor.retention.scorers.random_tokens import Chance
+from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
 
 
 @dataclass(frozen=True)
 class Protect:
-    """Tokens that stay in any case; counted within the budget, and equal for all policies that are compared.
+    """Tokens that stay in any case; within the budget, and equal for all policies compared.
 
-    Where there is no room for all of them, they are given up in this order: `floor`, `tail`, `recent`, `sinks`.
+    Where there is no room for all of them, they are given up in the order `floor`, `tail`,
+    `recent`, `sinks`.
 
     Attributes:
-        sinks: first tokens of the path, which attention rests on (StreamingLLM).
+        sinks: first tokens of the path, which attract attention (StreamingLLM).
         recent: last tokens before the end of each running leaf; lossy mode only.
         tail: last tokens of each block (ArborKV's L_tail).
         floor: least tokens of a block (ArborKV's K_min).
@@ -50,7 +52,10 @@ class Protect:
                 )
 
     def easing(self) -> Iterator[Protect]:
-        """This, then ever less, down to nothing: `floor` halved until it is 0, then `tail`, `recent` and `sinks`."""
+        """This, then less and less, down to nothing.
+
+        `floor` is halved until it is 0, then `tail`, `recent` and `sinks`.
+        """
         eased = self
         yield eased
         for name in ("floor", "tail", "recent", "sinks"):
@@ -59,29 +64,37 @@ class Protect:
                 yield eased
 
 
-WHOLE = Protect(
-    tail=0, floor=0
-)  # for policies that give blocks up whole, or rank all tokens together
+PATH_ENDS = Protect(tail=0, floor=0)  # for policies that evict whole blocks, or rank all tokens
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides about retention; a subclass with defaults is a named one.
+    """A retention policy: an allocator, a scorer, and the tokens protected from both.
 
     Attributes:
-        name: what the command line calls it.
         allocator: how many tokens each block keeps.
         scorer: which tokens.
-        protect: what stays whatever the two say.
-        spares_paths: where running paths may lose tokens (lossy mode), they do only when nothing else is left to give up.
-            So ArborKV, whose Path* is complete, and caches that lock what is in use; flat policies see no paths.
+        protect: tokens that stay in any case.
+        spares_paths: in lossy mode, running paths lose tokens only when nothing else is left to
+            evict. So in ArborKV, whose Path* is complete, and in caches that lock blocks in use;
+            flat policies see no paths.
+        summary: one sentence on it, for ``arbor list policies``.
+        registered_as: its name in the registry, which sets it; empty without one.
     """
 
-    name: str
+    kind: ClassVar[str] = "policy"
+
     allocator: Allocator
     scorer: Scorer = field(default_factory=Recency)
     protect: Protect = field(default_factory=Protect)
     spares_paths: bool = False
+    summary: str = field(default="", kw_only=True, compare=False, repr=False, metadata=NO_SETTING)
+    registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
+
+    @property
+    def name(self) -> str:
+        """Its name in the registry; without one, the class of its allocator."""
+        return self.registered_as or type(self.allocator).__name__
 
     @property
     def observes(self) -> bool:
@@ -90,122 +103,85 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing ever leaves."""
+        """Whether nothing is ever evicted."""
         return isinstance(self.allocator, Full)
 
-
-@dataclass(frozen=True)
-class FullRetention(Policy):
-    """Keeps everything: the baseline, shared over the tree."""
-
-    name: str = field(default="full", init=False)
-    allocator: Allocator = field(default_factory=Full)
-    scorer: Scorer = field(default_factory=Recency)
-    protect: Protect = WHOLE
+    @property
+    def needs_recording(self) -> bool:
+        """Whether the allocator reads the future of a recorded run."""
+        return bool(getattr(self.allocator, "needs_recording", False))
 
 
-@dataclass(frozen=True)
-class LRUPolicy(Policy):
-    """Gives up the least recently used blocks: what a radix cache does."""
-
-    name: str = field(default="lru", init=False)
-    allocator: Allocator = field(default_factory=LRU)
-    scorer: Scorer = field(default_factory=Recency)
-    protect: Protect = WHOLE
-    spares_paths: bool = True
-
-
-@dataclass(frozen=True)
-class ArborKV(Policy):
-    """ArborKV as published: tree-aware ratios (TAE), heavy hitters within a block, tails and sinks protected."""
-
-    name: str = field(default="arborkv", init=False)
-    allocator: Allocator = field(default_factory=Ratio)
-    scorer: Scorer = field(default_factory=HeavyHitters)
-    spares_paths: bool = True
-
-
-@dataclass(frozen=True)
-class KKTPolicy(Policy):
-    """ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a block."""
-
-    name: str = field(default="kkt", init=False)
-    allocator: Allocator = field(default_factory=KKT)
-    scorer: Scorer = field(default_factory=HeavyHitters)
-    spares_paths: bool = True
-
-
-@dataclass(frozen=True)
-class ReentryPolicy(Policy):
-    """Keeps the blocks the search is most likely to read again: the optimum where nothing is lost."""
-
-    name: str = field(default="reentry", init=False)
-    allocator: Allocator = field(default_factory=Reentry)
-    scorer: Scorer = field(default_factory=Recency)
-    protect: Protect = WHOLE
-    spares_paths: bool = True
-
-
-@dataclass(frozen=True)
-class UniformPolicy(Policy):
-    """Keeps the same part of every block: the control that sees no tree."""
-
-    name: str = field(default="uniform", init=False)
-    allocator: Allocator = field(default_factory=Uniform)
-    scorer: Scorer = field(default_factory=Recency)
-    protect: Protect = WHOLE
-
-
-@dataclass(frozen=True)
-class BeladyPolicy(Policy):
-    """Keeps what a recorded run reads next: the bound, up to the order of waves within an operation."""
-
-    name: str = field(default="belady", init=False)
-    allocator: Allocator = field(default_factory=Belady)
-    scorer: Scorer = field(default_factory=Recency)
-    protect: Protect = WHOLE
-    spares_paths: bool = True
-
-
-@dataclass(frozen=True)
-class StreamingLLM(Policy):
-    """Keeps the tokens farthest down their paths, of the whole tree, and the sinks: a branch that was given up deep down
-    outlives a shallow one that runs."""
-
-    name: str = field(default="streaming", init=False)
-    allocator: Allocator = field(default_factory=Pooled)
-    scorer: Scorer = field(default_factory=Recency)
-    protect: Protect = WHOLE
-
-
-@dataclass(frozen=True)
-class H2O(Policy):
-    """Keeps the tokens of the whole tree that gathered the most attention."""
-
-    name: str = field(default="h2o", init=False)
-    allocator: Allocator = field(default_factory=Pooled)
-    scorer: Scorer = field(default_factory=HeavyHitters)
-    protect: Protect = WHOLE
-
-
-@dataclass(frozen=True)
-class TOVAPolicy(Policy):
-    """Keeps the tokens of the whole tree that the last query looked at."""
-
-    name: str = field(default="tova", init=False)
-    allocator: Allocator = field(default_factory=Pooled)
-    scorer: Scorer = field(default_factory=TOVA)
-    protect: Protect = WHOLE
-
-
-@dataclass(frozen=True)
-class RandomTokens(Policy):
-    """Keeps tokens of the whole tree by lot: the control every scorer has to beat."""
-
-    name: str = field(default="random", init=False)
-    allocator: Allocator = field(default_factory=Pooled)
-    scorer: Scorer = field(default_factory=Chance)
-    protect: Protect = WHOLE
-
-
-POLICIES: Mapping[str, Policy] = {name: build("policy", name) for name in BUILTIN["policy"]}
+_NAMED = {
+    "arborkv": Policy(
+        Ratio(),
+        HeavyHitters(),
+        spares_paths=True,
+        summary="ArborKV as published: tree-aware ratios (TAE), heavy hitters within a block, tails and "
+        "sinks protected.",
+    ),
+    "belady": Policy(
+        Belady(),
+        protect=PATH_ENDS,
+        spares_paths=True,
+        summary="Keeps what a recorded run reads next (Belady 1966): the bound, up to the order of waves "
+        "within an operation.",
+    ),
+    "full": Policy(
+        Full(),
+        protect=PATH_ENDS,
+        summary="Keeps everything: the baseline, shared over the tree.",
+    ),
+    "h2o": Policy(
+        Pooled(),
+        HeavyHitters(),
+        PATH_ENDS,
+        summary="Keeps the tokens of the whole tree that received the most attention (H2O).",
+    ),
+    "kkt": Policy(
+        KKT(),
+        HeavyHitters(),
+        spares_paths=True,
+        summary="ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a "
+        "block.",
+    ),
+    "lru": Policy(
+        LRU(),
+        protect=PATH_ENDS,
+        spares_paths=True,
+        summary="Evicts the least recently used blocks, as a radix cache does (SGLang).",
+    ),
+    "random": Policy(
+        Pooled(),
+        RandomTokens(),
+        PATH_ENDS,
+        summary="Keeps random tokens of the whole tree: the control every scorer has to beat.",
+    ),
+    "reentry": Policy(
+        Reentry(),
+        protect=PATH_ENDS,
+        spares_paths=True,
+        summary="Keeps the blocks the search is most likely to read again: the optimum where nothing is "
+        "lost.",
+    ),
+    "streaming": Policy(
+        Pooled(),
+        protect=PATH_ENDS,
+        summary="Keeps the sinks and the tokens of the whole tree farthest down their paths "
+        "(StreamingLLM): a deep branch that was abandoned outlives a shallow one that runs.",
+    ),
+    "tova": Policy(
+        Pooled(),
+        TOVA(),
+        PATH_ENDS,
+        summary="Keeps the tokens of the whole tree that the last query attended to (TOVA).",
+    ),
+    "uniform": Policy(
+        Uniform(),
+        protect=PATH_ENDS,
+        summary="Keeps the same part of every block: the control that sees no tree.",
+    ),
+}
+POLICIES: Mapping[str, Policy] = {
+    name: replace(policy, registered_as=name) for name, policy in _NAMED.items()
+}

@@ -1,4 +1,4 @@
-"""Which tokens stay: protected ones first, then by score, the newer of equals."""
+"""Which tokens stay: protected ones first, then by score; of equals the newer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import overload
 
 import numpy as np
 
+from arbor.errors import UsageError
 from arbor.retention.base import (
     Allocator,
     Blocks,
@@ -20,13 +21,14 @@ from arbor.retention.base import (
 
 
 class Selection(Sequence[Ints]):
-    """Sorted offsets each block keeps, int64 [count]; made block by block when they are asked for.
+    """The offsets each block keeps, int64 [count], sorted; computed block by block when read.
 
     Args:
-        blocks: what was offered.
-        counts: int64 [M], how many each keeps.
-        tokens: T tokens, of at least the blocks that keep a part of what they have; None if there are none.
-        stays: bool [T], which of them stay.
+        blocks: the offer.
+        counts: int64 [M], how many tokens each block keeps.
+        tokens: T tokens, of at least the blocks that keep a part of theirs; None without such
+            blocks.
+        stays: bool [T], the tokens of these that stay.
         whole: whether these are the tokens of all blocks.
     """
 
@@ -59,15 +61,20 @@ class Selection(Sequence[Ints]):
         count = int(self._counts[index])
         if count in (0, self._blocks.length[index]):
             return np.arange(count)
-        if count == self._blocks.resident[index]:  # all it has, and that has gaps
+        if count == self._blocks.resident[index]:
+            # all it has, with gaps
             return self._blocks.see(np.array([index])).offset
         assert self._tokens is not None and self._stays is not None
         begin, end = np.searchsorted(self._tokens.block, [index, index + 1])
         return self._tokens.offset[begin:end][self._stays[begin:end]]
 
     def leaving(self) -> tuple[Ints, Ints]:
-        """What does not stay: int64 [T'], index of each token's block, increasing, and int64 [T'], its offset, increasing
-        in each block."""
+        """The tokens that leave.
+
+        Returns:
+            int64 [T'], index of each token's block, increasing, and int64 [T'], its offset,
+            increasing in each block.
+        """
         blocks, counts = self._blocks, self._counts
         views = []
         if self._tokens is not None and self._stays is not None:
@@ -86,69 +93,130 @@ class Selection(Sequence[Ints]):
         return block[by_block], offset[by_block]
 
 
-def kept(blocks: Blocks, counts: Ints, scorer: Scorer) -> Selection:
-    """Tokens each block keeps on the device.
+def select_by_count(blocks: Blocks, counts: Ints, scorer: Scorer) -> Selection:
+    """The best tokens of each block.
 
-    Tokens are looked at only in blocks that keep a part of what they have.
+    Tokens are read only in blocks that keep a part of theirs.
 
     Args:
-        blocks: what was offered.
-        counts: int64 [M], how many each keeps, 0 <= count <= resident.
+        blocks: the offer.
+        counts: int64 [M], how many tokens each block keeps, 0 <= count <= resident.
         scorer: which tokens matter.
     """
     parted = np.flatnonzero((counts > 0) & (counts < blocks.resident))
     if len(parted) == 0:
         return Selection(blocks, counts)
     tokens = blocks.see(parted)
-    stays = best(tokens.protected, scored(scorer, tokens), blocks.resident[parted], counts[parted])
+    scores = checked_scores(scorer, tokens)
+    stays = best_tokens(tokens.protected, scores, blocks.resident[parted], counts[parted])
     return Selection(blocks, counts, tokens, stays)
 
 
-def shared_out(
+def select(
     blocks: Blocks, room: int, allocator: Allocator, scorer: Scorer
 ) -> tuple[Ints, Selection]:
-    """How many tokens each block keeps, int64 [M], and which. An allocator that ranks tokens is not made to do so twice."""
+    """How many tokens each block keeps, int64 [M], and which.
+
+    An allocator that ranks tokens ranks them once.
+
+    Raises:
+        UsageError: an answer of the allocator or the scorer that breaks its protocol.
+    """
     if isinstance(allocator, TokenAllocator):
-        return without(blocks, allocator.leaving(blocks, room, scorer))
-    counts = allocator.counts(blocks, room, scorer)
-    return counts, kept(blocks, counts, scorer)
+        gone = _whole_numbers(allocator, "leaving", allocator.leaving(blocks, room, scorer))
+        if len(gone) and not (gone.min() >= 0 and gone.max() < len(blocks.tokens.block)):
+            raise _refused(allocator, f"named a token outside 0 to {len(blocks.tokens.block) - 1}")
+        counts, chosen = select_all_but(blocks, gone)
+    else:
+        counts = _whole_numbers(allocator, "counts", allocator.counts(blocks, room, scorer))
+        if len(counts) != len(blocks):
+            raise _refused(allocator, f"gave {len(counts)} counts for {len(blocks)} blocks")
+        if (counts < 0).any() or (counts > blocks.resident).any():
+            raise _refused(allocator, "gave a count below 0 or above what the block holds")
+        chosen = select_by_count(blocks, counts, scorer)
+    if int(counts.sum()) > room:
+        raise _refused(allocator, f"keeps {counts.sum()} tokens where there is room for {room}")
+    return counts, chosen
 
 
-def without(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
-    """What is left when some tokens leave, given by index in `blocks.tokens`: how many of each block, and which."""
+def _whole_numbers(allocator: Allocator, method: str, answer: object) -> Ints:
+    """An allocator's answer, int64 [n]."""
+    try:
+        array = np.asarray(answer)
+    except ValueError:  # rows of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise _refused(allocator, f"answered '{method}' with no list of whole numbers")
+    return array.astype(np.int64, copy=False)
+
+
+def _refused(component: Allocator | Scorer, what: str) -> UsageError:
+    return UsageError(
+        "policy-answer",
+        f"{type(component).__name__} {what}.",
+        "docs/policy.md says what allocators and scorers answer.",
+    )
+
+
+def select_all_but(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
+    """How many tokens each block keeps, int64 [M], and which, when some leave.
+
+    Args:
+        blocks: the offer.
+        gone: indices of the tokens that leave in `blocks.tokens`.
+    """
     if len(gone) == 0:
         counts = blocks.resident.copy()
         return counts, Selection(blocks, counts)
     tokens = blocks.tokens
     stays = np.ones(len(tokens.block), np.bool_)
     stays[gone] = False
+    if np.count_nonzero(stays) != len(stays) - len(gone):
+        raise UsageError(
+            "policy-answer", "an allocator named a token twice among those that leave."
+        )
     counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
     return counts, Selection(blocks, counts, tokens, stays, whole=True)
 
 
-def scored(scorer: Scorer, tokens: Tokens) -> Floats:
-    """A scorer's answer, checked: one finite number a token."""
-    scores = scorer.scores(tokens)
-    assert scores.shape == tokens.block.shape, f"{scorer} scored {scores.shape}, not every token"
-    assert np.isfinite(scores).all(), f"{scorer} gave a score that is not finite"
+def checked_scores(scorer: Scorer, tokens: Tokens) -> Floats:
+    """A scorer's answer, checked: one finite number a token.
+
+    Raises:
+        UsageError: anything else.
+    """
+    try:
+        scores = np.asarray(scorer.scores(tokens))
+    except ValueError as error:
+        raise _refused(scorer, "gave scores of different lengths") from error
+    if scores.shape != tokens.block.shape or scores.dtype.kind not in "fiu":
+        raise _refused(
+            scorer,
+            f"gave scores of shape {scores.shape} and type {scores.dtype}, not {len(tokens.block)} numbers",
+        )
+    if scores.dtype.kind != "f":
+        scores = scores.astype(np.float64)
+    if not np.isfinite(scores).all():
+        raise _refused(scorer, "gave a score that is not finite")
     return scores
 
 
-def best(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> Bools:
-    """The best tokens of each block: protected ones first, then the higher score, then the later position.
+def best_tokens(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> Bools:
+    """The best tokens of each block: protected ones, then the higher score, then the later one.
 
     Args:
         protected: bool [S], block after block.
         scores: float64 [S], finite.
-        sizes: int64 [P], how many tokens of each block these are; summing to S.
-        counts: int64 [P], how many to choose; no more than there are.
+        sizes: int64 [P], tokens of each block; summing to S.
+        counts: int64 [P], how many to choose, at most `sizes`.
 
     Returns:
         bool [S], summing to sum(counts).
     """
     if protected.any():
         safe = _sums(protected, sizes)
-        tight = np.repeat(safe > counts, sizes)  # not even the protected ones fit: they compete
+        # where not even the protected ones fit, they compete
+        tight = np.repeat(safe > counts, sizes)
         scores = np.where(protected & ~tight, np.inf, scores)
         scores[tight & ~protected] = -np.inf
     return ~_worst(scores, sizes, sizes - counts)
@@ -157,12 +225,12 @@ def best(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> Bools:
 def _worst(scores: Floats, sizes: Ints, lose: Ints) -> Bools:
     """The lowest scores of each block, as many as it loses; of equals the earlier one.
 
-    Each block has a score up to which tokens go, so no order of all tokens is needed.
+    Each block has a limit up to which tokens leave, so no order of all tokens is needed.
 
     Args:
         scores: float64 [S].
         sizes: int64 [P].
-        lose: int64 [P], how many; 0 <= lose <= sizes.
+        lose: int64 [P], how many each loses; 0 <= lose <= sizes.
 
     Returns:
         bool [S].

@@ -1,29 +1,28 @@
-"""What attention did to each token of a tree: flat arrays that survive eviction."""
+"""Attention received by each token of a tree: flat arrays that survive eviction."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Floats, Ints
+from arbor.retention.growable import grown
 
-_CLOSED = -1
-_FIRST = 1024  # tokens
-Number = TypeVar("Number", bound=np.generic)
+_CLOSED = -1  # capacity of a block that was never opened
 
 
-class Seen(NamedTuple):
+class AttentionColumns(NamedTuple):
     """Statistics of T tokens; the fields are those of `Tokens`.
 
     Attributes:
-        mass: float64 [T], attention received from queries that could see it, summed; its own included, as in H2O
-            (ArborKV counts those after the block only).
-        latest: float64 [T], attention received from the last query that could see it: the mean over the rows of the
-            last forward that could.
+        mass: float64 [T], attention received from queries that could see it, summed; its own
+            included, as in H2O (ArborKV counts those after the block only).
+        latest: float64 [T], attention received from the last query that could see it: the mean over
+            the rows of the last forward that could.
         queries: int64 [T], queries that could see it, its own included.
         activated: int64 [T], `queries` when `latest` last reached the threshold; 0 = never.
     """
@@ -35,10 +34,10 @@ class Seen(NamedTuple):
 
 
 class TokenStatistics:
-    """Attention statistics of all tokens of one tree; blocks lie one after the other in growable arrays.
+    """Attention statistics of all tokens of one tree, block after block in growable arrays.
 
-    Eviction and rehydration change nothing here: a token is what it was when it comes back. Only queries that could see a
-    token age it, so an inactive branch does not age.
+    Eviction and rehydration change nothing here: a token that comes back has the figures it had.
+    Only queries that could see a token age it, so an inactive branch does not age.
 
     Args:
         threshold: mean attention from which a token counts as activated (RaaS: 1e-4).
@@ -46,41 +45,41 @@ class TokenStatistics:
 
     def __init__(self, threshold: float = 1e-4) -> None:
         self.threshold = threshold
-        # of the part of the token arrays in use; the first token is nobody's and was never seen
+        # where the used part of the token arrays ends; the first entry stands for unknown tokens
         self._end = 1
-        self._mass = np.zeros(_FIRST)
-        self._latest = np.zeros(_FIRST)
-        self._queries = np.zeros(_FIRST, np.int64)
-        self._activated = np.zeros(_FIRST, np.int64)
-        # by node id; token t of block i at path position p lies at shift[i] + p = base[i] + (p - start[i])
-        self._base = np.zeros(0, np.int64)
-        self._shift = np.zeros(0, np.int64)
-        self._capacity = np.full(0, _CLOSED, np.int64)
-        self._received = np.zeros(0)  # mass of all tokens of the block
-        self._readers = np.zeros(0, np.int64)  # queries that could see some token of the block
+        self._mass = np.zeros(self._end)
+        self._latest = np.zeros(self._end)
+        self._queries = np.zeros(self._end, np.int64)
+        self._activated = np.zeros(self._end, np.int64)
+        # by node id; the token of block i at position p lies at shift[i] + p, shift = base - start
+        self._base = np.array([], np.int64)
+        self._shift = np.array([], np.int64)
+        self._capacity = np.array([], np.int64)
+        # mass of all tokens of the block, and queries that could see some token of it
+        self._received = np.array([], np.float64)
+        self._readers = np.array([], np.int64)
 
     def open(self, node_id: int, start: int, capacity: int) -> None:
-        """Make room for a block of `capacity` tokens; one that is open already grows if it has to.
+        """Make room for a block of `capacity` tokens; an open block grows if it has to.
 
         Args:
             node_id: of the block.
             start: position of its first token on the path.
             capacity: tokens it may have.
         """
-        if node_id >= len(self._base):
-            size = max(node_id + 1, 2 * len(self._base), 64)
-            self._base = _longer(self._base, size)
-            self._shift = _longer(self._shift, size)
-            self._received = _longer(self._received, size)
-            self._readers = _longer(self._readers, size)
-            self._capacity = _longer(self._capacity, size, _CLOSED)
+        size = node_id + 1
+        self._base = grown(self._base, size)
+        self._shift = grown(self._shift, size)
+        self._received = grown(self._received, size)
+        self._readers = grown(self._readers, size)
+        self._capacity = grown(self._capacity, size, _CLOSED)
         if self._capacity[node_id] == _CLOSED:
             self._place(node_id, start, capacity)
         else:
             self.grow(node_id, capacity)
 
     def grow(self, node_id: int, count: int) -> None:
-        """Make room for an open block to have `count` tokens; moves what is known if it does not fit where it lies."""
+        """Make room for an open block to have `count` tokens; moves its figures if it has to."""
         capacity = int(self._capacity[node_id])
         assert capacity != _CLOSED, f"block {node_id} is not open"
         if count <= capacity:
@@ -99,18 +98,19 @@ class TokenStatistics:
         mass: NDArray[np.floating],
         queries: NDArray[np.integer],
     ) -> None:
-        """Add what one forward did; one call per forward.
+        """Add the attention of one forward; one call per forward.
 
         Args:
             owner: int32 [S], node id of each token seen; the tokens are distinct.
             position: int32 [S], their places on the path.
             mass: float32 [S], attention each received, summed over the rows that could see it.
-            queries: int64 [S], how many rows could; tokens with 0 are left as they are.
+            queries: int64 [S], number of these rows; tokens with 0 stay unchanged.
         """
         if not queries.all():
             some = queries > 0
             owner, position, mass, queries = owner[some], position[some], mass[some], queries[some]
-        owner = owner.astype(np.int64)  # numpy's fast paths ask for the types of the arrays
+        # numpy's fast paths need the dtypes of the arrays
+        owner = owner.astype(np.int64)
         mass = mass.astype(np.float64)
         at = self._shift.take(owner)
         at += position
@@ -122,23 +122,25 @@ class TokenStatistics:
         self._latest[at] = latest
         active = latest >= self.threshold
         self._activated[at[active]] = total[active]
-        # rows that see a token of a block see its earlier tokens too, so the most any token had is how many saw the block
+        # a row that sees a token of a block sees its earlier ones: the maximum counts the readers
         np.add.at(self._received, owner, mass)
         rows = np.zeros(len(self._readers), np.int64)
         np.maximum.at(rows, owner, queries)
         self._readers += rows
 
     def block_attention(self, node_ids: NDArray[np.integer]) -> Floats:
-        """a_i = (1 / Q_i) sum_t A_i(t): mean attention mass a block received per query that could see it, ArborKV's MSVE.
+        """Mean attention mass a block received per query that could see it: a of ArborKV's MSVE.
 
-        Differs from the paper: its a_i is a sum over the queries after the block that grows with every decoded token;
-        this is the mean, in [0, 1], and the block's own queries count too.
+            a_i = (1 / Q_i) sum_t A_i(t)
+
+        Differs from the paper: its a_i is a sum over the queries after the block that grows with
+        every decoded token; this is the mean, in [0, 1], and the block's own queries count too.
 
         Args:
             node_ids: int [M].
 
         Returns:
-            float64 [M]; 0 where no query could see the block yet, one that was never opened included.
+            float64 [M]; 0 for a block that no query could see yet, or that was never opened.
         """
         ids = np.asarray(node_ids, np.int64)
         known = ids < len(self._base)
@@ -147,8 +149,10 @@ class TokenStatistics:
         result[known] = self._received[ids] / np.maximum(self._readers[ids], 1)
         return result
 
-    def view(self, node_id: int | NDArray[np.integer], offsets: NDArray[np.integer]) -> Seen:
-        """Statistics of tokens; zeros for those of a block that was never opened, or that lie beyond its room.
+    def view(
+        self, node_id: int | NDArray[np.integer], offsets: NDArray[np.integer]
+    ) -> AttentionColumns:
+        """Statistics of tokens; zeros beyond a block's capacity, or if it was never opened.
 
         Args:
             node_id: of their block, or of each token's block, int [T].
@@ -156,16 +160,18 @@ class TokenStatistics:
         """
         owner = np.broadcast_to(np.asarray(node_id, np.int64), offsets.shape)
         at = self._places(owner, np.asarray(offsets, np.int64))
-        return Seen(self._mass[at], self._latest[at], self._queries[at], self._activated[at])
+        return AttentionColumns(
+            self._mass[at], self._latest[at], self._queries[at], self._activated[at]
+        )
 
     def makers(
         self, node_ids: Ints, sizes: Ints, offsets: Ints
     ) -> dict[str, Callable[[Any], NDArray[Any]]]:
-        """What `view` gives, column by column, for `Columns.when_read`.
+        """The columns of `view`, each by a function, for `Columns.when_read`.
 
         Args:
             node_ids: int64 [P].
-            sizes: int64 [P], how many tokens of each block are asked for; summing to T.
+            sizes: int64 [P], tokens of each block; summing to T.
             offsets: int64 [T], places in their blocks, block after block, increasing in each.
         """
 
@@ -186,7 +192,7 @@ class TokenStatistics:
         }
 
     def _places(self, owner: Ints, offsets: Ints) -> Ints:
-        """Where tokens lie, [T]; what nobody knows lies where nothing was seen."""
+        """Indices of tokens in the arrays, [T]; 0 for unknown ones."""
         last = len(self._base) - 1
         if last < 0:
             return np.zeros(len(offsets), np.int64)
@@ -198,18 +204,10 @@ class TokenStatistics:
 
     def _place(self, node_id: int, start: int, capacity: int) -> None:
         base, self._end = self._end, self._end + capacity
-        if self._end > len(self._mass):
-            size = max(self._end, 2 * len(self._mass))
-            self._mass = _longer(self._mass, size)
-            self._latest = _longer(self._latest, size)
-            self._queries = _longer(self._queries, size)
-            self._activated = _longer(self._activated, size)
+        self._mass = grown(self._mass, self._end)
+        self._latest = grown(self._latest, self._end)
+        self._queries = grown(self._queries, self._end)
+        self._activated = grown(self._activated, self._end)
         self._base[node_id] = base
         self._shift[node_id] = base - start
         self._capacity[node_id] = capacity
-
-
-def _longer(values: NDArray[Number], size: int, fill: int = 0) -> NDArray[Number]:
-    longer = np.full(size, fill, values.dtype)
-    longer[: len(values)] = values
-    return longer

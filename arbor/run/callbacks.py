@@ -1,4 +1,4 @@
-"""Callbacks: listeners with a method per event, a way to end the search, and one that may fail.
+"""Callbacks: a listener with a method per event, one that may fail, and a way to end the search.
 
     class Count(Callback):
         def on_rehydrate(self, event: Rehydrated) -> None:
@@ -10,7 +10,7 @@ Any function that takes an event is a listener too; `Callback` only spares the `
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from arbor.events import Ended, Event, Listener
 
@@ -22,10 +22,11 @@ class StopSearch(Exception):
 
 
 class Callback:
-    """A listener that calls ``on_event``, then ``on_<name of the event>`` where there is such a method.
+    """A listener that calls ``on_event``, then the event's own method if it has one.
 
-    The names are those in the trace: ``on_boundary``, ``on_evict``, ``on_rehydrate``, ``on_answer``. What a callback
-    raises ends the run and reaches the caller: a number that was not counted must not look counted.
+    The methods are named after the events in the trace: ``on_boundary``, ``on_evict``,
+    ``on_rehydrate``, ``on_answer``. An exception in a callback ends the run and reaches the caller,
+    so that no event passes as counted when it was not.
     """
 
     def __call__(self, event: Event) -> None:
@@ -40,7 +41,9 @@ class Callback:
 
 
 class SafeCallback:
-    """A listener whose failures are logged, the first of them only, and otherwise ignored; `StopSearch` still counts.
+    """A listener whose first failure is logged and whose failures are otherwise ignored.
+
+    `StopSearch` still ends the search.
 
     Args:
         listener: what may fail.
@@ -64,13 +67,34 @@ class SafeCallback:
                 )
 
 
-def tell_failed(listeners: Iterable[Listener], end: Ended) -> None:
-    """Tell every listener that the search has failed; what one raises now is logged, for the first failure is the one that
-    counts."""
-    for listener in listeners:
-        try:
-            listener(end)
-        except StopSearch:
-            pass
-        except Exception:
-            logger.warning("a callback failed at the end of a failed search", exc_info=True)
+class Broadcast:
+    """Hands the events of one run to its listeners, each event to all of them in order.
+
+    Args:
+        listeners: called with every event; an exception in one ends the run.
+        stop: called where a listener raises `StopSearch`; the others still get the event.
+    """
+
+    def __init__(self, listeners: Iterable[Listener], stop: Callable[[], None]) -> None:
+        self._listeners = tuple(listeners)
+        self._stop = stop
+
+    def __call__(self, event: Event) -> None:
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except StopSearch:
+                self._stop()
+
+    def fail(self, end: Ended) -> None:
+        """Hands out the end of a failed run.
+
+        An exception in a listener is logged here: the first failure is the one to raise.
+        """
+        for listener in self._listeners:
+            try:
+                listener(end)
+            except StopSearch:
+                pass
+            except Exception:
+                logger.warning("a callback failed at the end of a failed search", exc_info=True)

@@ -1,59 +1,81 @@
-"""Seeds and limits of a run, checked: a number that means something else is refused with the one that works."""
+"""Limits of a run: seeds, counts and seconds checked, and the limit on generated tokens."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from arbor.errors import UsageError
+from arbor.events import Boundary, Event
 
 
-def seed_of(seed: Any) -> int:
+def check_seed(seed: Any) -> int:
     """A seed.
 
     Raises:
         UsageError: not a whole number, or below 0.
     """
-    taken = _whole(seed)
-    if taken is None or taken < 0:
+    number = _whole(seed)
+    if number is None or number < 0:
         raise UsageError("seed", f"seed is {seed!r}.", "It is a whole number, 0 or more.")
-    return taken
+    return number
 
 
-def limit_of(name: str, limit: Any) -> int | None:
-    """A limit on how many there may be; None is none.
+def check_count(name: str, limit: Any) -> int | None:
+    """A limit on a number of things; None: unlimited.
 
     Raises:
         UsageError: not a whole number, or below 1.
     """
     if limit is None:
         return None
-    taken = _whole(limit)
-    if taken is None or taken < 1:
+    number = _whole(limit)
+    if number is None or number < 1:
         raise UsageError("limit", f"{name} is {limit!r}.", "It is a whole number, 1 or more.")
-    return taken
+    return number
 
 
-def timeout_of(seconds: Any) -> float | None:
-    """A limit on wall time; None is none.
+def check_timeout(seconds: Any) -> float | None:
+    """A limit on wall time, in seconds; None: unlimited.
 
     Raises:
-        UsageError: no number, or below 0.
+        UsageError: not a number, or below 0.
     """
     if seconds is None:
         return None
     try:
-        taken = math.nan if isinstance(seconds, str | bool) else float(seconds)
+        number = math.nan if isinstance(seconds, str | bool) else float(seconds)
     except (TypeError, ValueError, OverflowError):
-        taken = math.nan
-    if not taken >= 0:
+        number = math.nan
+    if not number >= 0:
         raise UsageError("limit", f"timeout is {seconds!r}.", "It is 0 seconds or more.")
-    return taken
+    return number
+
+
+class TokenLimit:
+    """A listener that ends the search once its closed blocks hold so many tokens.
+
+    Args:
+        most: tokens.
+        stop: ends the search; called at every boundary from then on.
+    """
+
+    def __init__(self, most: int, stop: Callable[[], None]) -> None:
+        self._left = most
+        self._stop = stop
+
+    def __call__(self, event: Event) -> None:
+        """Counts the tokens of a closed block."""
+        if isinstance(event, Boundary):
+            self._left -= len(event.ids)
+            if self._left <= 0:
+                self._stop()
 
 
 def _whole(value: Any) -> int | None:
-    """A whole number as one; None for anything else."""
+    """A whole number as an int; None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

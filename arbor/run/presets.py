@@ -1,4 +1,4 @@
-"""Search shapes with a name: the configurations of the papers."""
+"""Presets: the search configurations of the papers, by name."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The settings of `Solver` that a preset stands for: ``Solver(**preset("config-s"))``.
+    """The settings of `Solver` under a preset's name: ``Solver(**preset("config-s"))``.
 
-    The paper says which search it runs only as "DPTS-style"; here it is depth-first search, which backtracks, so that
-    what was evicted is needed again.
+    The paper calls its search only "DPTS-style". Here it is depth-first search, which backtracks,
+    so that evicted blocks are needed again.
 
     Raises:
-        UnknownName: no such preset; says the nearest one.
+        UnknownName: no such preset; suggests the closest one.
     """
     if name not in PRESETS:
         raise UnknownName("preset", name, sorted(PRESETS))

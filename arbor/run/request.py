@@ -1,4 +1,4 @@
-"""Request: what one run asks for beside its problem."""
+"""Request: what one run asks for besides its problem."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from arbor.budget import Budget
 from arbor.errors import UsageError
 from arbor.events import Detail
 from arbor.retention.future_reads import FutureReads
-from arbor.run.limits import limit_of, seed_of, timeout_of
+from arbor.run.limits import check_count, check_seed, check_timeout
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
 
 
 class Options(TypedDict, total=False):
-    """What `Solver.solve` and its kin take beside the problem; the fields of `Request`, all optional."""
+    """Keyword arguments of `Solver.solve`, `stream`, `imap` and so on: the fields of `Request`."""
 
     expected: str | None
     budget: float | str | Budget | None
@@ -38,12 +38,13 @@ class Request:
         timeout: wall seconds; then the best so far is the answer.
         max_tokens: tokens of closed blocks; then the best so far is the answer.
         trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
-        trace_level: how much trace and listeners are told of decoding: a line for many steps (``events``), for each step
-            (``steps``), and the tokens of each step too (``tokens``).
-        recorded: the trace of an earlier run of the same search, for the clairvoyant policy, or its uses.
+        trace_level: detail of decoding in events: one event for many steps (``events``), one for
+            each step (``steps``), and the tokens of each step as well (``tokens``).
+        recorded: the trace of an earlier run of the same search, or its reads; for policies that
+            need them (`belady`).
 
     Raises:
-        UsageError, BudgetRange: what cannot be meant.
+        UsageError, BudgetRange: an invalid value.
     """
 
     expected: str | None = None
@@ -59,29 +60,29 @@ class Request:
         if self.budget is not None:
             Budget.parse(self.budget)
         checked = {
-            "seed": None if self.seed is None else seed_of(self.seed),
-            "timeout": timeout_of(self.timeout),
-            "max_tokens": limit_of("max_tokens", self.max_tokens),
+            "seed": None if self.seed is None else check_seed(self.seed),
+            "timeout": check_timeout(self.timeout),
+            "max_tokens": check_count("max_tokens", self.max_tokens),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.trace_level not in get_args(Detail):
             known = ", ".join(get_args(Detail))
             raise UsageError(
-                "trace-level", f"there is no trace level '{self.trace_level}'.", f"Known: {known}."
+                "trace-level", f"unknown trace level '{self.trace_level}'.", f"Known: {known}."
             )
 
     @property
     def limits(self) -> dict[str, float]:
-        """Those that were given, by name; they are no settings of a solver, and repeat a run all the same."""
+        """The limits given, by name; needed to repeat a run, though not solver settings."""
         given = {"timeout": self.timeout, "max_tokens": self.max_tokens}
         return {name: limit for name, limit in given.items() if limit is not None}
 
     def writer(self) -> TraceWriter | None:
-        """What writes the trace, if one is asked for.
+        """The writer of the trace; None if no trace is asked for.
 
         Raises:
-            UsageError: the file cannot be created, or the writer has written a run and is closed.
+            UsageError: the file cannot be created, or the writer is closed: it has written a run.
         """
         if self.trace is None:
             return None
@@ -96,15 +97,15 @@ class Request:
             )
         return self.trace
 
-    def uses(self, problem: str, seed: int) -> FutureReads | None:
-        """What the recorded run reads and when, if one is given.
+    def reads(self, problem: str, seed: int) -> FutureReads | None:
+        """When the recorded run reads each block; None if no run was given.
 
         Args:
-            problem, seed: of this run; another one's future is not this one's.
+            problem, seed: of this run, which the recorded run must share.
 
         Raises:
-            TraceError: it cannot be read.
-            UsageError: it is of another problem or seed, or does not say of which.
+            TraceError: the trace cannot be read.
+            UsageError: the trace is of another problem or seed, or does not name them.
         """
         if self.recorded is None or isinstance(self.recorded, FutureReads):
             return self.recorded

@@ -1,4 +1,4 @@
-"""One problem's run: ask, grow, verify, tell."""
+"""Session: the search loop of one run: ask, grow, verify, tell."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from arbor import registry
+from arbor import components
 from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
-from arbor.errors import BudgetInfeasible, OutOfMemory, UsageError
+from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
+    Detail,
     Event,
     Opened,
     Pruned,
@@ -27,7 +28,7 @@ from arbor.events import (
 from arbor.retention.future_reads import FutureReads
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Verifier
+from arbor.verifiers.base import Asker, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,12 @@ Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a run ends though the search would go on.
+    """Limits that end a run early.
 
     Attributes:
         max_depth: thoughts on one path.
-        max_expansions: leaves grown in all; None = as many as the controller asks for.
-        timeout_s: wall seconds, looked at before each round and each decode step; None = none.
+        max_expansions: leaves grown in all; None: as many as the controller asks for.
+        timeout_s: wall seconds, checked before each round and each decode step; None: no limit.
     """
 
     max_depth: int
@@ -51,15 +52,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """Result of a session.
 
     Attributes:
-        tree: everything the search grew.
-        status: see `Status`.
+        tree: every block of the search.
+        status: why it ended.
         finished: terminal leaves, best first.
-        best: the first of them that gives an answer, or the first; None if no path came to an end.
-        answer: what `best` answers.
-        correct: what the task's grader says of it; None where the task cannot tell.
+        best: the first of them with an answer, else the first; None if no path came to an end.
+        answer: the answer of `best`.
+        correct: the grade of the answer; None without an answer key.
     """
 
     tree: ThoughtTree
@@ -71,17 +72,19 @@ class Outcome:
 
 
 class Session:
-    """Everything one run holds together; `run` is the whole story.
+    """The search loop of one run, and the state it needs.
 
     Args:
         engine: with the model.
         task, problem: what is solved.
         controller, verifier: how.
         growth: seed, sampling and boundary of the blocks.
-        limits: when to stop.
+        limits: when to end early.
         slots: the KV budget, tokens.
-        emit: listener for everything that happens.
-        uses: of a recorded run of the same search, for the clairvoyant policy.
+        emit: called with every event.
+        detail: how closely events follow decoding.
+        reads: of a recorded run of the same search, for policies that need one.
+        asker: answers the verifier's questions; by default the engine itself.
     """
 
     def __init__(
@@ -95,7 +98,10 @@ class Session:
         limits: Limits,
         slots: int,
         emit: Callable[[Event], None],
-        uses: FutureReads | None = None,
+        *,
+        detail: Detail = "events",
+        reads: FutureReads | None = None,
+        asker: Asker | None = None,
     ) -> None:
         self.engine = engine
         self.task = task
@@ -106,36 +112,81 @@ class Session:
         self.limits = limits
         self.slots = slots
         self.emit = emit
-        self.uses = uses
+        self.detail = detail
+        self.reads = reads
+        self.asker: Asker = engine if asker is None else asker
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
-        self._freed: dict[int, None] = {}
+        self._freed: set[int] = set()
         self._stopped: Status | None = None
         self._deadline: float | None = None
         self._search: Search | None = None
-        self._new = 0  # blocks there were before the round in progress
-        self._asked = False  # the round's children have been verified
+        self._round_start = 0  # blocks in the tree before the round in progress
+        self._verified = False  # the round's children have their values
 
     def run(self, prompt: Sequence[int], text: str) -> Outcome:
         """Search from a prompt until the controller is done or a limit is reached.
 
         Args:
             prompt: token ids of the root.
-            text: the same as text.
+            text: of the prompt.
 
         Raises:
-            BudgetInfeasible: the prompt does not fit, or the policy gives up less than the search needs.
-            OutOfMemory: the machine holds less than KV and forward need.
-                In the middle of a search the round in progress is given up, the best so far is told as the answer, and the
-                error's data hold it.
+            BudgetInfeasible: the prompt does not fit, the policy gives up less than the search
+                needs, or a question is longer than planned.
+            InputError: a question is longer than planned and exceeds the model's context.
+            OutOfMemory: the machine has less memory than KV and a forward pass need.
+                In the middle of a search the round in progress is given up, the best answer so far
+                is emitted, and the error's data hold it.
         """
         if self.limits.timeout_s is not None:
             self._deadline = time.monotonic() + self.limits.timeout_s
         tree = ThoughtTree(prompt, text)
-        self.engine.open(tree, self.slots, self._over, self.uses)
-        self.engine.residency.outlook = lambda: self._outlook(tree)
-        self.emit(Opened(node=0, parent=None, index=0, depth=0, tokens=len(prompt), text=text))
-        self.engine.extend(tree.root)
+        try:
+            self.engine.open(
+                tree,
+                self.slots,
+                emit=self.emit,
+                detail=self.detail,
+                outlook=lambda: self._outlook(tree),
+                interrupted=self._over,
+                reads=self.reads,
+            )
+            return self._rounds(tree)
+        finally:
+            self.engine.finish()
+
+    def stop(self, status: Status) -> None:
+        """End after the decode step or the verification in progress, with the best answer so far.
+
+        Safe from a signal handler.
+        """
+        if self._stopped is None:
+            self._stopped = status
+
+    def _rounds(self, tree: ThoughtTree) -> Outcome:
+        """The prompt, then every round of the search."""
+        root = tree.root
+        self.emit(
+            Opened(node=0, parent=None, index=0, depth=0, tokens=len(root.tokens), text=root.text)
+        )
+        self.engine.extend(root)
+        search = self._start(tree)
+        try:
+            while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
+                self._round_start, self._verified = len(tree), False
+                children = self._grow(tree, expansions)
+                self._verify(children)
+                self._verified = True
+                search.tell(children)
+                self._prune(tree)
+        except (BudgetInfeasible, InputError, OutOfMemory) as error:
+            self._prune(tree)
+            error.data["answer"] = self._finish(tree, search.best()).answer
+            raise
+        return self._finish(tree, search.best())
+
+    def _start(self, tree: ThoughtTree) -> Search:
         search = self.controller.start(tree, self.limits.max_depth)
         if not isinstance(search, Search):
             raise UsageError(
@@ -144,25 +195,7 @@ class Session:
                 "docs/controller.md has an example.",
             )
         self._search = search
-        try:
-            while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
-                self._new, self._asked = len(tree), False
-                children = self._grow(tree, expansions)
-                self._verify(children)
-                self._asked = True
-                search.tell(children)
-                self._prune(tree)
-        except (BudgetInfeasible, OutOfMemory) as error:
-            self._prune(tree)
-            error.data["answer"] = self._finish(tree, search.best()).answer
-            raise
-        return self._finish(tree, search.best())
-
-    def stop(self, status: Status) -> None:
-        """End after the decode step or the verification in progress; the best so far is the answer. Safe from a signal
-        handler."""
-        if self._stopped is None:
-            self._stopped = status
+        return search
 
     # One round
 
@@ -175,7 +208,7 @@ class Session:
         return self._stopped is not None
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
-        """What the limit on expansions leaves of a round."""
+        """The expansions of a round within the limit on all of them."""
         most = self.limits.max_expansions
         if most is not None and expansions and self._expanded + len(expansions) > most:
             expansions = expansions[: most - self._expanded]
@@ -185,7 +218,11 @@ class Session:
         return expansions
 
     def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> list[Node]:
-        """Decode the children of every chosen leaf together, each to its boundary; returns the finished ones."""
+        """Decode the children of all chosen leaves, each to its boundary.
+
+        Returns:
+            The finished ones.
+        """
         leaves = tuple(expansion.leaf for expansion in expansions)
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
         logger.debug("%d blocks, %d leaves grow", len(tree), len(leaves))
@@ -201,7 +238,7 @@ class Session:
             self._running = leaves
         grown = self.engine.grow([(e.leaf, e.width) for e in expansions], self.growth)
         children = [child for child in grown if child.state is NodeState.CLOSED]
-        if len(children) < len(grown):  # cut short: their room is needed to judge the others
+        if len(children) < len(grown):  # the verification of the others needs their room
             self._prune(tree)
         for child in children:
             thoughts = child.thoughts
@@ -218,12 +255,12 @@ class Session:
         if not children:
             return
         began = time.perf_counter()
-        verdict = self.verifier.verify(self.task, self.problem, children, self.engine)
-        name = str(registry.spec_of(self.verifier)["name"])
+        verdict = self.verifier.verify(self.task, self.problem, children, self.asker)
+        name = str(components.spec_of(self.verifier)["name"])
         _check(name, children, verdict.values)
         for child, value in zip(children, verdict.values, strict=True):
             child.value, child.valued = value, True
-        self.engine.residency.changed(children)
+        self.engine.changed(children)
         self.emit(
             Verified(
                 verifier=name,
@@ -235,24 +272,24 @@ class Session:
         )
 
     def _prune(self, tree: ThoughtTree) -> None:
-        """Free what the search has given up."""
+        """Free the blocks that the search has given up."""
         pruned = [n for n in tree if n.state is NodeState.PRUNED and n.id not in self._freed]
         if pruned:
-            self._freed.update(dict.fromkeys(n.id for n in pruned))
+            self._freed.update(node.id for node in pruned)
             self.emit(Pruned(tuple(node.id for node in pruned)))
             self.engine.forget(pruned)
 
     def _outlook(self, tree: ThoughtTree) -> dict[int, float]:
-        """How likely the path to each block is read by a later operation: what `Reentry` weighs.
+        """Probability that a later operation reads the path to each block, for `Reentry`.
 
-        A child of this round is read for certain while it waits for its verification by the model; a leaf of the
-        frontier as likely as the controller says it will be grown.
+        It is 1 for a child that waits for its verification by the model, and the controller's
+        estimate for a leaf of the frontier.
         """
         if self._search is None:  # the prompt is being read
             return {}
         likely = dict(self._search.prospects()) if isinstance(self._search, Foresight) else {}
-        if self.verifier.needs_model and not self._asked:
-            for node in tree.nodes[self._new :]:
+        if self.verifier.needs_model and not self._verified:
+            for node in tree.nodes[self._round_start :]:
                 if node.state is not NodeState.PRUNED:
                     likely[node.id] = 1.0
         return likely
@@ -284,16 +321,16 @@ class Session:
 
 
 def _check(verifier: str, children: Sequence[Node], values: Sequence[float]) -> None:
-    """Refuse verdicts that no search can order.
+    """Refuse values that a search cannot order.
 
     Raises:
-        UsageError: not one finite number for each candidate.
+        UsageError: not one value for each candidate, or a value that is not finite.
     """
     if len(values) != len(children):
         raise UsageError(
             "verdict-count",
             f"the verifier '{verifier}' gave {len(values)} values for {len(children)} candidates.",
-            "It gives one for each, in their order.",
+            "It must give one for each, in their order.",
         )
     for child, value in zip(children, values, strict=True):
         if not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""What a solver's settings mean, checked before anything loads."""
+"""Settings of a solver, checked and resolved before anything loads."""
 
 from __future__ import annotations
 
@@ -8,61 +8,62 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from arbor import registry
-from arbor.engine.engine import Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor import components
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.run.limits import limit_of
+from arbor.run.limits import check_count
 from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits
 
 
-def component_of(kind: str, given: Any, protocol: type[Any]) -> Any:
-    """A component by its name or as it is, which has everything that is asked of its kind.
+def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
+    """A component with every member that its kind needs.
 
     Args:
-        kind: as in `registry.build`.
+        kind: as in `components.build`.
         given: a name, a table of settings, a class or a ready component.
-        protocol: what the kind has to have; a `Policy` has to be one.
+        protocol: the members needed; for a policy the class `Policy`.
 
     Raises:
-        UsageError: something is missing; says what.
+        UsageError: a member is missing; names it.
     """
-    built = registry.build(kind, given)
+    built = components.build(kind, given)
     if protocol is Policy:
-        wrong = "" if isinstance(built, Policy) else "is no arbor.retention.policy.Policy"
+        wrong = "" if isinstance(built, Policy) else "is not an arbor.retention.policy.Policy"
         parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
-        lacking = [name for part, wanted in parts for name in lacks(part, wanted)]
+        missing = [name for part, wanted in parts for name in missing_members(part, wanted)]
     else:
-        wrong, lacking = "", lacks(built, protocol)
-    if lacking:
-        wrong = f"has no {' and no '.join(repr(name) for name in lacking)}"
+        wrong, missing = "", missing_members(built, protocol)
+    if missing:
+        wrong = f"has no {' and no '.join(repr(name) for name in missing)}"
     if wrong:
-        name = registry.spec_of(built)["name"]
+        name = components.spec_of(built)["name"]
         raise UsageError(
             "component-incomplete",
             f"'{name}' cannot be the {kind}: it {wrong}.",
             "docs/controller.md and docs/policy.md have examples, ARCHITECTURE.md what other kinds need.",
             kind=kind,
-            lacking=lacking,
+            lacking=missing,
         )
     return built
 
 
-def lacks(component: Any, protocol: type[Any]) -> list[str]:
-    """Names that a protocol asks for and a component does not have."""
+def missing_members(component: Any, protocol: type[Any]) -> list[str]:
+    """Public names of a protocol that a component does not have."""
     wanted = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
     return [name for name in wanted if not name.startswith("_") and not hasattr(component, name)]
 
 
-def msve_of(given: MSVE | str | os.PathLike[str] | None, source: ModelLocation) -> MSVE:
-    """The block values that were given, or those that were fitted to the model: beside its weights in a directory, in
-    `cache_dir` for a model of the Hub."""
+def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocation) -> MSVE:
+    """The block values given, or those fitted to the model, or the defaults.
+
+    Fitted values lie in the model's directory, or in the cache directory for a model of the Hub.
+    """
     if isinstance(given, MSVE):
         return given
     if given is not None:
@@ -80,16 +81,14 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     """Mode and rehydration, checked together.
 
     Raises:
-        UsageError: an unknown one, or two that do not go together.
+        UsageError: unknown, or not possible together.
     """
     if mode not in get_args(Mode):
-        raise UsageError(
-            "mode", f"there is no mode '{mode}'.", f"Known: {', '.join(get_args(Mode))}."
-        )
+        raise UsageError("mode", f"unknown mode '{mode}'.", f"Known: {', '.join(get_args(Mode))}.")
     chosen = rehydrate or ("off" if mode == "lossy" else "selective")
     if chosen not in get_args(Rehydrate):
         known = ", ".join(get_args(Rehydrate))
-        raise UsageError("rehydrate", f"there is no rehydration '{chosen}'.", f"Known: {known}.")
+        raise UsageError("rehydrate", f"unknown rehydration '{chosen}'.", f"Known: {known}.")
     if mode == "lossless" and chosen == "off":
         raise UsageError(
             "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
@@ -97,38 +96,42 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
-def sampling_of(settings: Mapping[str, Any]) -> Sampling:
-    """How tokens are chosen, from some settings of it.
+def resolve_sampling(settings: Mapping[str, Any], defaults: Sampling | None = None) -> Sampling:
+    """Sampling with some settings changed.
+
+    Args:
+        settings: by name.
+        defaults: the other settings.
 
     Raises:
-        UsageError: a setting that there is not, or that cannot be meant.
+        UsageError: an unknown setting, or an invalid value.
     """
     refuse_unknown("sampling", settings, [each.name for each in dataclasses.fields(Sampling)])
-    return Sampling(**settings)
+    return dataclasses.replace(defaults or Sampling(), **settings)
 
 
-def refuse_unknown(whose: str, settings: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a setting that there is not.
+def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse an unknown setting.
 
     Raises:
-        UsageError: names it and the nearest one.
+        UsageError: names it and the closest known one.
     """
     names = sorted(known)
     for name in settings:
         if name not in names:
-            raise unknown_setting(f"{whose} has", name, names)
+            raise unknown_setting(f"{owner} has", name, names)
 
 
-def boundary_of(
+def resolve_boundary(
     boundary: BlockLimits, max_depth: int | None, step_tokens: int | None
 ) -> BlockLimits:
-    """A task's boundary with other limits.
+    """A task's boundary with other limits; None keeps the task's.
 
     Raises:
-        UsageError: a limit that is no whole number of at least 1.
+        UsageError: a limit that is not a whole number of at least 1.
     """
     return dataclasses.replace(
         boundary,
-        max_depth=limit_of("max_depth", max_depth) or boundary.max_depth,
-        max_tokens=limit_of("step_tokens", step_tokens) or boundary.max_tokens,
+        max_depth=check_count("max_depth", max_depth) or boundary.max_depth,
+        max_tokens=check_count("step_tokens", step_tokens) or boundary.max_tokens,
     )

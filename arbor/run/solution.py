@@ -1,4 +1,4 @@
-"""Solution: what a search found, as plain data."""
+"""Solution: the result of a search, as plain data."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
+from arbor.support.graph import Vertex, search_graph
 from arbor.tasks.base import Problem
 from arbor.tasks.splits import content_id
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 
 if TYPE_CHECKING:
+    import networkx
+
     from arbor.run.session import Status
 
 SOLUTION_SCHEMA = "arbor.solution/1"
@@ -44,23 +47,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a search found; JSON-able, no tensors, no live nodes.
+    """The result of a search; JSON-able, no tensors, no live nodes.
 
     Attributes:
         id: the problem's content hash.
-        task, problem: what was asked.
+        task, problem: names what was solved.
         answer: None if no path gave one.
         text: the answer's whole path as text, prompt excluded.
         score: the value of the answer's last block, in [0, 1].
-        correct: the grader's word; None where the task cannot tell.
+        correct: the grade of the answer; None without an answer key.
         finish_reason: how the run ended.
         path: node ids, root first.
         steps: the thoughts on the path.
         candidates: every finished path, best first.
-        metrics: what it cost.
+        metrics: its cost.
         seed, config: enough to repeat it.
-        trace_path: where the trace lies, if one was written.
-        error: what went wrong, as `ArborError.to_dict` tells it; then `finish_reason` is ``error``.
+        trace_path: the trace, if one was written.
+        error: `ArborError.to_dict` of the error; then `finish_reason` is ``error``.
     """
 
     id: str
@@ -97,7 +100,7 @@ class Solution:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The solution `to_dict` was made of."""
+        """The solution of a `to_dict`."""
         values = dict(data)
         values["path"] = tuple(values["path"])
         values["steps"] = tuple(Step(**step) for step in values["steps"])
@@ -106,16 +109,46 @@ class Solution:
         return cls(**values)
 
     def replay(self) -> Replay:
-        """The search as its trace tells it: every block, the memory plot, contradictions.
+        """The search, from its trace: every block, the memory plot, contradictions.
 
         Raises:
             UsageError: no trace was written.
-            TraceError: it cannot be read.
+            TraceError: the trace cannot be read.
         """
         return Replay.of(read_trace(self._trace()))
 
+    def to_networkx(self) -> networkx.DiGraph:
+        """The whole search as a directed graph, from its trace, with an edge to every child.
+
+            solution = solver.solve("4 5 6 10", trace="run.arbor.jsonl")
+            graph = solution.to_networkx()
+            networkx.shortest_path(graph, 0, solution.path[-1])
+
+        Without a trace, `ThoughtTree.to_networkx` gives the same graph of the live tree
+        (``solver.engine.tree``) until the next search; docs/graph.md has examples.
+
+        Returns:
+            Nodes are block ids (the root is 0) with the attributes text, value in [0, 1], state
+            (``open``, ``closed``, ``terminal`` or ``pruned``) and tokens.
+
+        Raises:
+            UsageError: no trace was written.
+            TraceError: the trace cannot be read.
+        """
+        return search_graph(
+            Vertex(
+                block.id,
+                block.parent,
+                block.text,
+                block.value,
+                block.state.value,
+                block.tokens,
+            )
+            for block in self.replay().blocks.values()
+        )
+
     def show(self, file: IO[str] | None = None) -> None:
-        """Prints the answer's path; with a trace, the tree and what each block holds in the end.
+        """Print the answer's path; with a trace, the tree with the tokens each block holds.
 
         Args:
             file: instead of stdout.
@@ -135,10 +168,10 @@ class Solution:
             console.print(f"#{step.node} v={step.value:.2f} {step.text.strip()}", markup=False)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the search as one HTML file that needs no server and no network.
+        """Write the search as one HTML file that needs no server and no network.
 
         Raises:
-            UsageError: no trace was written, or the file cannot be.
+            UsageError: no trace was written, or the file cannot be written.
             TraceError: the trace cannot be read.
         """
         from arbor.view import read_page_trace, write_page
@@ -146,7 +179,7 @@ class Solution:
         return write_page(path, read_page_trace(self._trace()))
 
     def _repr_html_(self) -> str | None:
-        """The same in a notebook; without a trace, the notebook shows the plain text."""
+        """The page in a notebook; without a trace, the notebook shows the plain text."""
         if self.trace_path is None:
             return None
         from arbor.view import html_page, notebook_frame, read_page_trace
@@ -164,7 +197,7 @@ class Solution:
 def failed_solution(
     task: str, problem: str | Problem, error: ArborError, seed: int, config: Mapping[str, Any]
 ) -> Solution:
-    """What stands for a problem that could not be solved at all."""
+    """The solution of a problem that could not be solved because of an error."""
     text = problem if isinstance(problem, str) else problem.text
     return Solution(
         id=content_id(task, text) if isinstance(problem, str) else problem.id,

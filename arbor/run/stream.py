@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class SearchStream:
-    """A search in progress: iterate over its events; the search runs in a thread of its own.
+    """A search in progress, in a thread of its own: iterate over its events.
 
         for event in (stream := solver.stream("4 5 6 10")):
             ...
         stream.solution
 
-    ``async for`` works as well, and ``await stream.wait()`` gives the solution without blocking the event loop. Whatever
-    ends the search is raised by the loop, by `wait` and by `solution`.
+    ``async for`` works as well, and ``await stream.wait()`` gives the solution without blocking the
+    event loop. An error that ends the search is raised by the loop, by `wait` and by `solution`.
 
     Args:
-        search: runs it, calls a listener with every event, and returns the solution.
-        stop: asks the search to end after its current forward.
+        search: runs the search, calls a listener with every event, and returns the solution.
+        stop: ends the search after its current forward.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SearchStream:
         self._error: BaseException | None = None
         self._stop_search = stop
         self._stopped: Status | None = None
-        self._running = False  # a stop is for this search, not for the one that runs before it
+        self._running = False  # a stop must not end another search
 
         def listen(event: Event) -> None:
             self._running = not isinstance(event, Ended)
@@ -52,7 +52,7 @@ class SearchStream:
             except BaseException as error:
                 self._error = error
             finally:
-                self._running = False  # whether or not its end was heard
+                self._running = False  # also where its end was not emitted
                 self._events.put(None)
 
         self._thread = threading.Thread(target=work, name="arbor-search", daemon=True)
@@ -72,13 +72,13 @@ class SearchStream:
             while (event := await asyncio.to_thread(next, events, None)) is not None:
                 yield event
         finally:
-            self.stop()  # a loop that was left early wants no more
+            self.stop()  # where the loop was left early
 
     async def wait(self) -> Solution:
         """The solution, once the search has ended; cancelling stops the search.
 
         Raises:
-            whatever ended the search.
+            Exception: the error that ended the search.
         """
         try:
             return await asyncio.to_thread(lambda: self.solution)
@@ -87,7 +87,10 @@ class SearchStream:
             raise
 
     def stop(self, status: Status = "interrupted") -> None:
-        """End after the current forward; the remaining events still come. Safe from a signal handler."""
+        """End after the current forward; the remaining events still come.
+
+        Safe from a signal handler.
+        """
         if self._stopped is None:
             self._stopped = status
         if self._running:
@@ -95,10 +98,10 @@ class SearchStream:
 
     @property
     def solution(self) -> Solution:
-        """The solution, once the search has ended; waits for it.
+        """The solution; waits for the end of the search.
 
         Raises:
-            whatever ended the search.
+            Exception: the error that ended the search.
         """
         self._thread.join()
         if self._error is not None:

@@ -1,1 +1,1 @@
-"""Small helpers that know no search: files, folders, units."""
+"""Helpers independent of the search: files, folders, units."""

@@ -1,4 +1,4 @@
-"""Writes a file as a whole: whoever reads it finds the old one or the new one, never half of one."""
+"""Atomic writes: a reader finds the old file or the new one, never half of one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 
 from arbor.errors import UsageError
 
-# names of streams that are open already, whatever they lead to
+# names of open streams, whatever is behind them
 STREAMS = re.compile(r"/dev/(stdin|stdout|stderr|fd/.*)|/proc/[^/]+/fd/.*")
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Writes a file in one go; what there is stays as it is until the new one is complete.
+    """Writes a file; an existing one is unchanged until the new one is complete.
 
-    A link stays a link. A device, a pipe, and whatever lies behind ``/dev/stdout``, is added to and not replaced.
+    A link stays a link. Devices, pipes and ``/dev/stdout`` are appended to, not replaced.
 
     Args:
-        path: of the file, in a folder that exists.
-        data: bytes, or text, which becomes UTF-8; what UTF-8 cannot hold becomes an escape.
+        path: a file in an existing folder.
+        data: bytes, or text, encoded as UTF-8 with escapes for lone surrogates.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")
@@ -36,7 +36,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
                 stream.write(data)
         else:
             _replace(path.resolve(), data)
-    except (OSError, RuntimeError) as error:  # the latter for links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
             "output-unwritable",
@@ -52,11 +52,10 @@ def _is_stream(path: Path) -> bool:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    """Puts a new file, with the old one's permissions, in the place of a file; in a folder that takes no new one, writes
-    to the old one.
+    """Replaces a file, keeping its permissions; overwrites it if its folder is not writable.
 
     Raises:
-        OSError: there is no room, or the file or the folder may not be written.
+        OSError: no space, or no permission.
     """
     there = target.exists()
     if there and not os.access(target, os.W_OK):

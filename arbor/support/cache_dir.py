@@ -1,10 +1,11 @@
-"""Where arbor keeps what outlives a run.
+"""The folder for files that outlive a run.
 
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
-    msve/MODEL/REVISION.json        block values fitted by ``arbor calibrate msve`` to a model of the Hub
+    msve/MODEL/REVISION.json    block values of a Hub model, fitted by ``arbor calibrate msve``
 
-A model directory keeps its own files; models themselves lie in the Hugging Face cache. Anything here may be deleted.
+A model directory holds its own files; Hub models are in the Hugging Face cache. Every file here
+may be deleted.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from urllib.parse import quote
 
 
 def cache_dir() -> Path:
-    """The folder; it need not exist."""
+    """The cache folder, which may not exist."""
     named = os.environ.get("ARBOR_CACHE", "").strip()
     if named:
         return Path(named).expanduser()
     shared = Path(os.environ.get("XDG_CACHE_HOME", "").strip())
-    if not shared.is_absolute():  # XDG: a relative one is ignored
+    if not shared.is_absolute():  # XDG: a relative path is ignored
         shared = Path.home() / ".cache"
     return shared / "arbor"
 
 
 def msve_file(model: str, revision: str | None) -> Path:
-    """The block values of a model of the Hub; the file need not exist.
+    """The file with the block values of a Hub model, which may not exist.
 
     Args:
         model: its id.

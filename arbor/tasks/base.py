@@ -119,5 +119,21 @@ class Task(Protocol):
         ...
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        """What a self-judging model is asked at this state."""
+        """What a self-judging model is asked at this state.
+
+        A task whose questions grow with the thoughts should declare `BoundedQuestions`.
+        """
+        ...
+
+
+@runtime_checkable
+class BoundedQuestions(Protocol):
+    """The part of a task whose questions grow with the thoughts: a bound that the plan counts.
+
+    Without it the plan counts the question at no thoughts.
+    """
+
+    @property
+    def max_question_tokens(self) -> int | None:
+        """The most tokens of a question, at any thoughts; None: the question never grows."""
         ...

@@ -1,6 +1,6 @@
-"""Runs on disk: write them, read them back, replay them event by event, watch them live.
+"""Traces: runs on disk, written, read, replayed event by event, compared and repaired.
 
-The names are loaded when they are first asked for: whoever writes a trace needs no tree and no terminal.
+Names load on first use: writing a trace imports neither the tree nor numpy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where two traces part: in their settings, their trees, their events and their costs."""
+"""Differences between two traces: settings, trees, events and costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Key = tuple[int, ...]  # child indices from the root
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs: its name, and its value on either side."""
+    """One difference: a name and its value in each trace."""
 
     name: str
     first: Any
@@ -29,8 +29,8 @@ class Parting:
     """The first event that differs.
 
     Attributes:
-        at: how many events are equal before it.
-        first, second: the events as records; None where a trace has come to its end.
+        at: number of equal events before it.
+        first, second: the events as records; None where a trace has ended.
         fields: names of the fields that differ, if both are of one type.
     """
 
@@ -42,11 +42,11 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class TraceDiff:
-    """How two traces differ.
+    """The differences between two traces.
 
     Attributes:
-        settings: what their headers say differently, by dotted name.
-        same_tree: every block has the same tokens.
+        settings: settings that differ in the headers, by dotted name.
+        same_tree: whether every block has the same tokens.
         blocks: blocks in one tree only or with other tokens, by their child indices.
         parting: the first event that differs, times and machine aside; None if none does.
         metrics: counters and seconds that differ.
@@ -88,7 +88,7 @@ def _thoughts(trace: Trace) -> dict[Key, tuple[int, ...]]:
 
 
 def _settings(trace: Trace) -> dict[str, Any]:
-    """What a header says of the run and not of the machine, flat."""
+    """The settings in a header, machine excluded, flat."""
     header = trace.header
     if header is None:
         return {}
@@ -112,7 +112,7 @@ def _unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Di
 
 
 def _parting(first: Trace, second: Trace) -> Parting | None:
-    """The first event that differs; the headers are told apart as settings."""
+    """The first event that differs; headers are compared as settings."""
     lines = [
         [line for line in canonical(trace) if not line.startswith('{"e":"header"')]
         for trace in (first, second)

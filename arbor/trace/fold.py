@@ -1,4 +1,4 @@
-"""Rebuilds a run's state event by event, and says where a trace contradicts itself."""
+"""Replay: a run's state, folded event by event, with the inconsistencies of its trace."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from arbor.events import (
     Verified,
 )
 from arbor.metrics import Metrics, MetricsFold
-from arbor.trace.read import Trace
+from arbor.trace.read import Trace, unreadable_lines
 from arbor.trace.write import to_line, to_record
 from arbor.tree import NodeState
 
-MOST_PROBLEMS = 100  # a broken trace is broken everywhere; the first hundred are enough
+MOST_PROBLEMS = 100  # a damaged trace fails everywhere; the first hundred suffice
 
 
 @dataclass(slots=True)
 class Block:
-    """A thought block as the trace tells it.
+    """A thought block of a trace.
 
     Attributes:
         id, parent, index, depth: its place in the tree; `parent` is None for the root.
         tokens: its length, 0 while it is open.
-        resident: how many of its tokens have KV on the device.
+        resident: number of its tokens on the device.
         text: its text, empty while it is open.
-        value: the last verifier's opinion, if it was `verified`.
+        value: the last verifier's value, if `verified`.
         state: see `arbor.tree.NodeState`.
-        answer: what its path answers, if it is terminal.
+        answer: the answer of its path, if it is terminal.
     """
 
     id: int
@@ -60,16 +60,18 @@ class Block:
 
 
 class Replay:
-    """A listener that folds events into the state of the run; works on a live run as on a trace.
+    """A listener that folds events into the state of a run, live or from a trace.
 
     Attributes:
         blocks: every block so far, by id.
         running: leaves decoding now.
-        kv: slots per tier after the last event that told them.
-        series: (event number, `KV`) each time they were told: the memory plot.
-        answered: the answer, once there is one.
-        ended: the end, once it came.
-        problems: contradictions found so far, one sentence each.
+        kv: slots per tier, from the last event with a `kv` field.
+        series: (event number, `KV`) of each such event: the memory plot.
+        answered: the answer; None before it.
+        ended: the end; None before it.
+        problems: inconsistencies found so far, one sentence each.
+        events: number of events so far.
+        peak: most device slots so far.
     """
 
     def __init__(self) -> None:
@@ -86,40 +88,40 @@ class Replay:
         self._held = 0  # tokens of closed blocks on the device
         self._open_blocks = 0
         self._time = 0.0
-        self._foreign = False  # events of types unknown here may have been counted
+        self._foreign = False  # the run may have counted events of unknown types
         self._fold = MetricsFold(clock=lambda: self._time)
 
     @classmethod
     def of(cls, trace: Trace) -> Self:
-        """The state after all of a trace, with what contradicts itself in it or in its file."""
+        """The state at the end of a trace, with the inconsistencies of the trace and its file."""
         replay = cls()
         for _ in replay.steps(trace):
             pass
         return replay
 
     def steps(self, trace: Trace) -> Iterator[Event]:
-        """Feeds a trace event by event, yielding each after it was taken in; file damage is noted last."""
+        """Feeds a trace and yields each event after folding it; file damage is noted last."""
         self._foreign = trace.unknown > 0
         for event, seconds in zip(trace.events, trace.times, strict=True):
             self.feed(event, seconds)
             yield event
         for gap in trace.gaps:
-            self._wrong(f"line {gap.line:,}: event {gap.found:,} where {gap.expected:,} was due")
+            self._wrong(f"line {gap.line:,}: event {gap.found:,} instead of {gap.expected:,}")
         if trace.bad_lines:
-            self._wrong(f"{trace.bad_lines:,} line(s) are no events, first {trace.first_bad_line}")
+            self._wrong(unreadable_lines(trace.bad_lines, trace.first_bad_line))
         if trace.cut:
             self._wrong("the file is cut off")
         if self.header is None:
-            self._wrong("there is no header")
+            self._wrong("the header is missing")
         if self.ended is None:
-            self._wrong("there is no end")
+            self._wrong("the end is missing")
 
     def __call__(self, event: Event) -> None:
-        """Takes an event without a time of its own."""
+        """Folds an event without a time of its own."""
         self.feed(event, self._time)
 
     def feed(self, event: Event, seconds: float) -> None:
-        """Takes an event that happened `seconds` after the first."""
+        """Folds an event that happened `seconds` after the first."""
         if math.isnan(seconds) or seconds < self._time:
             self._wrong(f"event {self.events:,}: time {seconds} after {self._time}")
         else:
@@ -136,12 +138,12 @@ class Replay:
         self.events += 1
 
     def metrics(self) -> Metrics:
-        """The run's counters as far as it went; those of the live run if it came to its end."""
+        """The counters so far; after the end, with the live run's wall time."""
         return self._fold.metrics()
 
     @property
     def open_blocks(self) -> int:
-        """Blocks being decoded, whose tokens no event has told yet."""
+        """Number of blocks being decoded; their tokens are unknown until their boundaries."""
         return self._open_blocks
 
     def _take(self, event: Event) -> None:
@@ -223,12 +225,12 @@ class Replay:
                 )
 
     def _count(self, kv: KV, borrowed: bool) -> None:
-        """Compares what an event says is on the device with what the events so far add up to.
+        """Compares an event's slots with the sum of the events so far.
 
         Args:
-            kv: what it says.
-            borrowed: questions may hold slots beside the blocks. So do blocks being decoded, whose tokens no event has
-                told yet.
+            kv: the event's slots.
+            borrowed: whether a question may hold slots besides those of blocks; open blocks, whose
+                tokens are not known yet, may in any case.
         """
         self.kv = kv
         self.series.append((self.events, kv))
@@ -241,11 +243,11 @@ class Replay:
                 f"the events so far add up to {held:,}"
             )
 
-    def _compare(self, told: Mapping[str, Any]) -> None:
-        """Compares the run's own counters with those its events add up to; seconds are no counters."""
+    def _compare(self, reported: Mapping[str, Any]) -> None:
+        """Compares the run's own counters with those of its events; seconds are exempt."""
         folded = self._fold.metrics().to_dict()
-        for name in [] if self._foreign else sorted(told.keys() & folded.keys()):
-            value = told[name]
+        for name in [] if self._foreign else sorted(reported.keys() & folded.keys()):
+            value = reported[name]
             if type(value) is int and value != folded[name]:
                 self._wrong(f"the end counts {name} {value:,}, the events {folded[name]:,}")
 
@@ -262,7 +264,7 @@ class Replay:
             if node in self.blocks:
                 found.append(self.blocks[node])
             else:
-                self._wrong(f"event {self.events:,}: there is no block {node}")
+                self._wrong(f"event {self.events:,}: unknown block {node}")
         return found
 
     def _wrong(self, sentence: str) -> None:
@@ -271,9 +273,9 @@ class Replay:
 
 
 def canonical(trace: Trace) -> list[str]:
-    """A trace as lines of JSON without what differs from run to run: times, run id, version, machine.
+    """A trace as lines of JSON, without times, run id, version and machine.
 
-    Every field whose name ends in ``_s`` is a time and left out; floats keep five significant digits.
+    Fields whose names end in ``_s`` are times; floats keep five significant digits.
     """
     return [to_line(_steady(to_record(event))).decode() for event in trace.events]
 

@@ -1,8 +1,8 @@
-"""A trace as Trace Event JSON, which Perfetto and Chrome show as a timeline.
+"""A trace as Trace Event JSON, the timeline format of Perfetto and Chrome.
 
-Forward passes, verdicts and whatever else took a time are slices, KV per tier and the budget are counters, a block's life is an asynchronous slice
-on the track of its depth, and everything else is an instant. Times are whole microseconds, and a slice never begins
-before the one before it on its track has ended: Perfetto drops slices that overlap.
+Events with a duration are slices, KV per tier and the budget are counters, a block's life is an
+asynchronous slice on the track of its depth, and every other event is an instant. Times are whole
+microseconds. Slices of a track never overlap: Perfetto drops those that do.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Timeline:
         self._budget: int | None = None
 
     def add(self, event: Event, seconds: float) -> None:
-        """Takes one event at its time; an event's time is its end."""
+        """Adds one event; its time is its end."""
         if not math.isnan(seconds):
             self._now = max(self._now, round(seconds * 1_000_000))
         match event:
@@ -90,15 +90,15 @@ class _Timeline:
                 self._count(tier, getattr(kv, tier))
 
     def close(self) -> None:
-        """Ends what is still alive."""
+        """Ends the blocks that are still open."""
         for node in list(self._open):
             self._end(node)
         self._count("budget", self._budget)
 
     def _slice(self, event: Event) -> None:
-        """A slice that ends now; its start is moved behind the slice before it."""
+        """A slice that ends now and begins after the previous slice of its track."""
         track = TRACKS.get(event.name, TRACKS["kv"])
-        elapsed = float(event.elapsed_s)  # type: ignore[union-attr]  # asked for by `add`
+        elapsed = float(event.elapsed_s)  # type: ignore[union-attr]  # checked by `add`
         length = round(elapsed * 1_000_000) if math.isfinite(elapsed) else 0
         start = max(self._ends[track], self._now - max(0, length))
         self._ends[track] = max(start, self._now)
@@ -131,7 +131,7 @@ class _Timeline:
 
 
 def _arguments(event: Event) -> dict[str, Any]:
-    """The fields of an event that fit beside a slice: no token ids, short texts."""
+    """The fields of an event that a slice shows: no token ids, short texts."""
     shown: dict[str, Any] = {}
     for field in dataclasses.fields(event):
         value = getattr(event, field.name)

@@ -1,4 +1,4 @@
-"""Reads a trace back into events, whatever state the file is in."""
+"""Reads traces, damaged ones included, back into events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from arbor.trace.write import GZIP, PRIVATE, SCHEMA
 
 CHUNK_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
-NO_TOKEN = -1  # stands for each token id that was left out
+NO_TOKEN = -1  # in place of each token id that was left out
 
 _TYPES: dict[str, type[Any]] = {kind.name: kind for kind in EVENTS}
 _HINTS: dict[Any, dict[str, Any]] = {
@@ -31,9 +31,16 @@ _HINTS: dict[Any, dict[str, Any]] = {
 _MAJOR = int(SCHEMA.rpartition("/")[2])
 
 
+def unreadable_lines(count: int, first: int | None) -> str:
+    """``line 120 is unreadable``; from two on ``3 lines are unreadable, first line 120``."""
+    if count == 1:
+        return f"line {first:,} is unreadable"
+    return f"{count:,} lines are unreadable, first line {first:,}"
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Lines lost before a line: `expected` was due there and `found` came."""
+    """Events lost before a line: it has the number `found` instead of `expected`."""
 
     line: int
     expected: int
@@ -50,12 +57,12 @@ class Trace:
         sequence: their numbers in the file.
         times: their seconds since the start; NaN where a line had none.
         lines: lines in the file.
-        bad_lines: lines that are no events, skipped.
+        bad_lines: number of unreadable lines, skipped.
         first_bad_line: the first of them, from 1.
-        gaps: where the numbers do not follow on.
-        unknown: events of types this version does not know, skipped; they are no damage.
+        gaps: gaps in the numbering.
+        unknown: number of events of unknown types, skipped; not damage.
         cut: the file ends inside a line or inside a gzip stream.
-        words: problem, texts and token ids are there; `--trace-text none` leaves them out.
+        words: whether it has problem, texts and token ids; `--trace-text none` leaves them out.
     """
 
     path: Path
@@ -77,21 +84,19 @@ class Trace:
 
     @property
     def end(self) -> Ended | None:
-        """The end, if the run came to one."""
+        """The end, if the run reached it."""
         return next((event for event in reversed(self.events) if isinstance(event, Ended)), None)
 
     @property
     def banner(self) -> str:
-        """What is wrong with the file, in one line; empty for a whole one."""
+        """The file's damage, in one line; empty for a whole file."""
         parts = []
         if self.cut or self.end is None:
             parts.append("incomplete trace")
         if self.header is None:
             parts.append("no header")
         if self.bad_lines:
-            parts.append(
-                f"{self.bad_lines} unreadable line(s) skipped, first {self.first_bad_line}"
-            )
+            parts.append(unreadable_lines(self.bad_lines, self.first_bad_line))
         elif self.gaps:
             parts.append(
                 f"{len(self.gaps)} gap(s) in the numbering, first at line {self.gaps[0].line}"
@@ -102,11 +107,11 @@ class Trace:
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Reads a trace, plain or gzip, whole or cut.
 
-    Bad lines are skipped and counted; events and fields this version does not know are ignored.
+    Unreadable lines are skipped and counted; unknown events and fields are ignored.
 
     Raises:
-        TraceError: ``trace-unreadable``, no such file; ``trace-version``, written by a newer major version;
-            ``trace-corrupt``, not a single event in it.
+        TraceError: ``trace-unreadable``, no such file; ``trace-version``, written by a newer major
+            version; ``trace-corrupt``, a file without events.
     """
     path = Path(path)
     reading = Reading(path)
@@ -117,7 +122,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 @dataclass(slots=True)
 class Reading:
-    """What has been read of one file so far."""
+    """The part of one file read so far."""
 
     path: Path
     events: list[Event] = field(default_factory=list)
@@ -132,7 +137,7 @@ class Reading:
     words: bool = True
 
     def add(self, line: bytes, whole: bool) -> bool:
-        """Takes one line, and says whether it is an event; `whole` is False where the file breaks off.
+        """Adds one line; returns whether it is an event. `whole` is False where the file ends early.
 
         Raises:
             TraceError: ``trace-version``.
@@ -168,15 +173,19 @@ class Reading:
         return True
 
     def trace(self) -> Trace:
-        """All of it.
+        """The trace.
 
         Raises:
-            TraceError: there was nothing.
+            TraceError: ``trace-corrupt``, no event was read.
         """
         if not self.events:
             raise TraceError(
                 "trace-corrupt",
-                f"{self.path} holds no event of {SCHEMA} in {self.lines:,} line(s).",
+                (
+                    f"{self.path}: none of {self.lines:,} line(s) is an event of {SCHEMA}."
+                    if self.lines
+                    else f"{self.path}: the file is empty."
+                ),
                 "Is it a trace that arbor wrote?",
                 path=str(self.path),
                 lines=self.lines,
@@ -203,7 +212,7 @@ def _refuse(constant: str) -> NoReturn:
 def _check_version(schema: str, path: Path) -> None:
     match = re.fullmatch(r"arbor\.trace/(\d+)(?:\.\d+)?", schema)
     if match is None:
-        raise ValueError(f"{schema} is no schema of arbor")
+        raise ValueError(f"unknown schema {schema}")
     if int(match[1]) > _MAJOR:
         raise TraceError(
             "trace-version",
@@ -215,7 +224,7 @@ def _check_version(schema: str, path: Path) -> None:
 
 
 def lines_of(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Lines of a file without their newlines, and whether each was whole.
+    """Lines of a file without their newlines, each with whether it is whole.
 
     Raises:
         TraceError: ``trace-unreadable``, no such file.
@@ -241,7 +250,7 @@ def lines_of(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 
 def _chunks(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """The file's bytes, unpacked; the last one is not whole where a gzip stream breaks off or is damaged."""
+    """The file's bytes, unpacked; the last part is not whole where a gzip stream is damaged."""
     with path.open("rb") as file:
         data = file.read(CHUNK_BYTES)
         if not data.startswith(GZIP_MAGIC):
@@ -265,20 +274,20 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, bool]]:
 
 
 def from_record(record: dict[str, Any]) -> Event | None:
-    """A JSON object as the event it is; None for a type this version does not know.
+    """A JSON object as an event; None for an unknown type.
 
-    Unknown fields are ignored, null in a place of a float is NaN, and a missing field takes its default. Fields that were
-    left out for privacy are empty; `NO_TOKEN` stands for every token id.
+    Unknown fields are ignored, null instead of a float is NaN, and a missing field takes its
+    default. Fields left out for privacy are empty, each token id `NO_TOKEN`.
 
     Raises:
-        ValueError, TypeError, KeyError: it is no event.
+        ValueError, TypeError, KeyError: the object is not an event.
     """
     kind = _TYPES.get(record["e"])
     return None if kind is None else cast("Event", _build(kind, _withheld(kind, record) | record))
 
 
 def _withheld(kind: type[Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Stand-ins for the private fields of an event that a record lacks."""
+    """Empty values for the private fields that a record lacks."""
     empty: dict[str, Any] = {}
     for name in PRIVATE:
         hint = _HINTS[kind].get(name)
@@ -298,7 +307,7 @@ def _build(kind: type[Any], record: dict[str, Any]) -> Any:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """A JSON value as what a field's type asks for."""
+    """A JSON value as a field's type."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if hint is Any:
@@ -307,13 +316,13 @@ def _convert(hint: Any, value: Any) -> Any:
         return _build(hint, value)
     if origin is tuple:
         if not isinstance(value, list):
-            raise TypeError(f"{value!r} is no list")
+            raise TypeError(f"{value!r} is not a list")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(_convert(arguments[0], item) for item in value)
         return tuple(_convert(h, item) for h, item in zip(arguments, value, strict=True))
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"{value!r} is none of {arguments}")
+            raise ValueError(f"{value!r} is not one of {arguments}")
         return value
     if origin is types.UnionType:
         if value is None and types.NoneType in arguments:
@@ -323,5 +332,5 @@ def _convert(hint: Any, value: Any) -> Any:
         return math.nan if value is None else float(value)
     expected = origin or hint
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise TypeError(f"{value!r} is no {expected.__name__}")
+        raise TypeError(f"{value!r} is not of type {expected.__name__}")
     return value

@@ -19,14 +19,14 @@ from arbor.trace.write import GZIP, to_line, to_record, without_words
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """What became of a trace.
+    """The result of a repair.
 
     Attributes:
         path: the clean file.
-        kept: lines taken over.
-        dropped: lines that were no events.
-        lost: events that were missing between the lines; their numbers stay free.
-        ended: an end was added, because the run came to none.
+        kept: number of lines copied.
+        dropped: number of unreadable lines.
+        lost: number of events missing between the lines; their numbers stay free.
+        ended: whether an end was added because the trace had none.
     """
 
     path: Path
@@ -41,22 +41,22 @@ def repair_trace(
     output: str | os.PathLike[str] | None = None,
     text: Literal["full", "none"] = "full",
 ) -> Repaired:
-    """Copies every readable line, unknown types and fields included, and adds an end where there is none.
+    """Copies every readable line, unknown types and fields included; adds a missing end.
 
-    Numbers and times stay as they were, so a line that is lost stays visible as a gap. The added end has the status
-    ``interrupted`` and the counters of what could be read.
+    Numbers and times are unchanged, so a lost line remains visible as a gap. The added end has the
+    status ``interrupted`` and the counters of the readable events.
 
     Args:
         path: the damaged file.
-        output: the clean one, compressed if it ends in ``.gz``; beside the damaged one by default.
+        output: the clean file, compressed if its name ends in ``.gz``; by default in its folder.
         text: ``none`` leaves out the words of problem, thoughts and answer.
 
     Raises:
-        TraceError: it cannot be read, or holds no event at all.
+        TraceError: unreadable, or without events.
         UsageError: the clean file cannot be written, or is the damaged one.
     """
     source = Path(path)
-    target = Path(output) if output is not None else _beside(source)
+    target = Path(output) if output is not None else _repaired(source)
     if target.exists() and source.exists() and target.samefile(source):
         raise UsageError(
             "output-is-input", f"{target} is the trace itself.", "Name another file with --output."
@@ -79,14 +79,14 @@ def repair_trace(
     return Repaired(target, kept, trace.bad_lines, lost, ended)
 
 
-def _beside(source: Path) -> Path:
+def _repaired(source: Path) -> Path:
     """``run.arbor.jsonl.gz`` -> ``run.repaired.arbor.jsonl.gz``."""
     stem, dot, rest = source.name.partition(".")
     return source.with_name(f"{stem}.repaired{dot}{rest}")
 
 
 def _write(target: Path, records: list[dict[str, Any]]) -> None:
-    """All lines or none: the file appears when it is whole."""
+    """Writes all lines or none."""
     data = b"".join(to_line(record) + b"\n" for record in records)
     if target.suffix == ".gz":
         packer = zlib.compressobj(9, wbits=GZIP)

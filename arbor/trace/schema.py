@@ -1,4 +1,4 @@
-"""A JSON Schema of the trace, made from the event classes."""
+"""JSON Schema of the trace, derived from the event classes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SIMPLE: dict[Any, dict[str, Any]] = {
 
 
 def trace_schema() -> dict[str, Any]:
-    """What each line of a trace is, as JSON Schema 2020-12.
+    """Schema of each line of a trace, as JSON Schema 2020-12.
 
-    As readers do, it lets types and fields pass that it does not know.
+    Like the readers, it accepts unknown types and fields.
     """
     return {
         "$schema": DIALECT,
@@ -53,7 +53,7 @@ def trace_schema() -> dict[str, Any]:
 
 
 def _object(kind: type[Any]) -> dict[str, Any]:
-    """A dataclass as the object it is written as; what privacy may leave out is not required."""
+    """A dataclass as a JSON object; fields that privacy may leave out are optional."""
     hints = typing.get_type_hints(kind)
     required = [
         field.name

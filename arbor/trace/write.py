@@ -1,8 +1,8 @@
 """Writes a run's events to a file, one JSON object per line: ``arbor.trace/1``.
 
-Each line has ``e`` (type), ``i`` (sequence, from 0), ``t`` (seconds since the first event, monotonic, 6 decimals) and
-then the record's own fields. The first line is the header, the last the end. Numbers that are no numbers become null.
-What `PRIVATE` names can be left out: what was asked, thought and answered.
+Each line has ``e`` (type), ``i`` (sequence, from 0), ``t`` (seconds since the first event,
+monotonic, 6 decimals) and then the event's own fields. The first line is the header, the last the
+end. NaN and infinity become null. Fields named in `PRIVATE` can be left out.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from arbor.errors import UsageError
 from arbor.events import EVENTS, Event
 
 SCHEMA = "arbor.trace/1"
-# fields that hold words of the problem, of a thought or of an answer; token ids are words too
+# fields that hold words of the problem, of thoughts or of the answer; token ids are words too
 PRIVATE = ("problem", "expected", "text", "ids", "answer")
 
 GZIP = 31  # zlib's window bits for a gzip stream
 LEVEL = 5  # of compression; 9 takes nearly three times as long for 3 % less
-# events that a gzip stream takes together: one by one, in the midst of a search, each costs twice as much
+# events written to a gzip stream together: one by one, each costs twice as much
 SYNC_EVERY = 64
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def to_record(event: Event) -> dict[str, Any]:
 
 
 def without_words(record: dict[str, Any]) -> dict[str, Any]:
-    """A record without the fields that `PRIVATE` names; how many token ids there were stays, as ``tokens``."""
+    """A record without the fields in `PRIVATE`; the number of token ids stays, as ``tokens``."""
     public = {name: value for name, value in record.items() if name not in PRIVATE}
     if "ids" in record:
         public.setdefault("tokens", len(record["ids"]))
@@ -61,16 +61,16 @@ def without_words(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """A record as one line of UTF-8 without its newline; what UTF-8 cannot hold stays as a JSON escape."""
+    """A record as one line of UTF-8 without newline; lone surrogates become JSON escapes."""
     try:
         text = _ENCODER.encode(record)
-    except ValueError:  # a number that is none is rare, and looking for it costs more than the rest
+    except ValueError:  # NaN and infinity are rare, and checking for them costs more than the rest
         text = _ENCODER.encode(finite(record))
     return text.encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form of: a dataclass as its fields, anything else as its text."""
+    """A value without a JSON form: a dataclass as its fields, others as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return str(value)
@@ -89,13 +89,13 @@ _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kin
 class TraceWriter:
     """A listener that appends each event to a file as it happens.
 
-    A line is on its way to disk before the next event (`SYNC_EVERY` together in a gzip stream, after the header), so a
-    killed run leaves a readable trace. A disk that fills up stops the trace, never the search.
+    Each line is written before the next event (`SYNC_EVERY` together in a gzip stream, after the
+    header), so a killed run leaves a readable trace. A full disk stops the trace, never the search.
 
     Args:
-        path: written anew; compressed if it ends in ``.gz``.
+        path: overwritten; compressed if its name ends in ``.gz``.
         clock: seconds; only differences count.
-        text: ``none`` leaves out what `PRIVATE` names.
+        text: ``none`` leaves out the fields in `PRIVATE`.
 
     Raises:
         UsageError: the file cannot be created.
@@ -108,7 +108,7 @@ class TraceWriter:
         text: Literal["full", "none"] = "full",
     ) -> None:
         if text not in ("full", "none"):
-            raise UsageError("trace-text", f"text is '{text}'.", "It is 'full' or 'none'.")
+            raise UsageError("trace-text", f"unknown text setting '{text}'.", "Known: full, none.")
         self.path = Path(path)
         self.text = text
         self.events = 0
@@ -117,7 +117,7 @@ class TraceWriter:
         self._start: float | None = None
         self._packer = zlib.compressobj(LEVEL, wbits=GZIP) if self.path.suffix == ".gz" else None
         self._together = 1 if self._packer is None else SYNC_EVERY
-        self._waiting: list[tuple[Event, float]] = []  # with their seconds; not yet written
+        self._waiting: list[tuple[Event, float]] = []  # with their seconds, not yet written
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
@@ -130,7 +130,7 @@ class TraceWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether the file is complete; a solver closes the writer of a run at its end."""
+        """Whether the file is complete; a run closes its writer at its end."""
         return self._file.closed
 
     def __call__(self, event: Event) -> None:
@@ -165,7 +165,7 @@ class TraceWriter:
         self._file.close()
 
     def _write(self, last: bool = False) -> None:
-        """Writes what waits; `last` ends a gzip stream."""
+        """Writes the waiting events; `last` ends a gzip stream."""
         first = self.events - len(self._waiting)
         lines = bytearray()
         for number, (event, seconds) in enumerate(self._waiting, first):

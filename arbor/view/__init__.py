@@ -1,4 +1,4 @@
-"""Runs as one HTML file that needs no server and no network: the page's assets and what fills them."""
+"""Views of a run: one HTML page without server or network, and the terminal."""
 
 from arbor.view.page import html_page, notebook_frame, write_page
 from arbor.view.page_trace import PageTrace, page_trace_of, read_page_trace

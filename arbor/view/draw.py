@@ -1,4 +1,4 @@
-"""A run's state as text for a terminal: a meter of the KV, and the tree with what each block still holds."""
+"""A run's state as terminal text: a meter of the KV, and the tree with each block's KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_SIBLINGS = 3  # off the running paths, per parent
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The signs a terminal can show."""
+    """Characters for one kind of terminal."""
 
     full: str
     parts: str  # growing parts of a cell, without none and all of it
@@ -42,12 +42,12 @@ ASCII = Glyphs("#", "", ".", "|-- ", "`-- ", "|   ", "+", "x", "*", "...")
 
 
 def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> Group:
-    """The state a replay has come to.
+    """The current state of a replay.
 
     Args:
         replay: of a trace, or of a run in progress.
         width, height: of the terminal; below `NARROW` columns the tree is left out.
-        glyphs: `ASCII` where the terminal knows no better.
+        glyphs: `ASCII` for terminals without Unicode.
     """
     metrics = replay.metrics()
     meter = list(meter_lines(replay, metrics, glyphs, width))
@@ -62,7 +62,7 @@ def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> G
 
 
 def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) -> Iterator[Text]:
-    """What is held against the budget, each lower tier, and the counters."""
+    """KV against the budget, KV of each lower tier, and the counters."""
     held, budget = replay.kv, metrics.budget_tokens
     part = held.device / budget if budget else 0.0
     cells = min(METER_CELLS, max(CELLS, width - 50))
@@ -83,12 +83,12 @@ def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) ->
     )
     yield Text(
         f"{metrics.evictions:,} evictions  {metrics.rehydrations:,} rehydrations  "
-        f"{metrics.tokens_recomputed:,} recomputed  {metrics.asked:,} asked  {metrics.wall_s:.1f} s"
+        f"{metrics.tokens_recomputed:,} recomputed  {metrics.asked:,} judged  {metrics.wall_s:.1f} s"
     )
 
 
 def bar(part: float, cells: int, glyphs: Glyphs) -> str:
-    """A bar that is filled to `part` of its cells; what is not filled is gone."""
+    """A bar filled to `part` of its cells."""
     part = min(1.0, max(0.0, part))
     steps = len(glyphs.parts) + 1
     filled, rest = divmod(round(part * cells * steps), steps)
@@ -97,7 +97,7 @@ def bar(part: float, cells: int, glyphs: Glyphs) -> str:
 
 
 def tree_lines(replay: Replay, glyphs: Glyphs, width: int, rows: int) -> Iterator[Text]:
-    """The tree, at most `rows` lines of it: the running paths and the youngest of their siblings."""
+    """At most `rows` lines of the tree: the running paths and their youngest siblings."""
     paths = _running(replay)
     if 0 not in replay.blocks or rows < 1:
         return
@@ -111,7 +111,7 @@ def tree_lines(replay: Replay, glyphs: Glyphs, width: int, rows: int) -> Iterato
 
 
 def _running(replay: Replay) -> dict[int, None]:
-    """Every block on the path of a running leaf; of the answer, once there is one."""
+    """Blocks on the paths of the running leaves; after the answer, on its path."""
     leaves = replay.running if replay.answered is None else replay.answered.path[-1:]
     found: dict[int, None] = {}
     for leaf in leaves:
@@ -142,7 +142,7 @@ def _branch(
 
 
 def _line(block: Block, stem: str, running: bool, glyphs: Glyphs) -> Text:
-    """One block: what of it is resident, what the verifier thinks, how its text begins."""
+    """One block: resident part, value, beginning of its text."""
     if block.state is NodeState.OPEN:
         cells = glyphs.more.ljust(CELLS)[:CELLS]
     else:

@@ -1,4 +1,4 @@
-"""Shows a run while it happens: a meter that is redrawn on a terminal, or a line now and then in a log."""
+"""Live views of a run: a redrawn meter on a terminal, or occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE_S = 30.0
 
 
 def progress_line(metrics: Metrics, held_tokens: int) -> str:
-    """A run so far, in one line of a log."""
+    """The state of a run as one line of a log."""
     return (
         f"{metrics.wall_s:.0f} s, {metrics.blocks:,} blocks, {metrics.expansions:,} expansions, "
         f"{metrics.tok_per_s:.0f} tok/s, "
@@ -33,7 +33,7 @@ class LogView:
     """A listener that writes a line to a log, at most every `LINE_S` seconds.
 
     Args:
-        console: where to.
+        console: destination.
         clock: seconds.
     """
 
@@ -64,9 +64,9 @@ class LogView:
 
 
 class LiveView:
-    """A listener that redraws meter and tree, at most every `FRAME_S` seconds, and wipes them at the end.
+    """A listener that redraws meter and tree, at most every `FRAME_S` seconds; erases them after.
 
-    It draws when an event arrives and has no thread of its own.
+    It draws when an event arrives, without a thread of its own.
 
     Args:
         console: a terminal.
@@ -101,13 +101,13 @@ class LiveView:
         self._live.stop()
 
     def frame(self) -> Group:
-        """The state as it stands, in the signs that the terminal can show."""
+        """The current state, in characters of the terminal."""
         size = self._console.size
         return draw(self._replay, size.width, size.height, glyphs_of(self._console))
 
 
 def glyphs_of(console: Console) -> Glyphs:
-    """The signs that a console can show."""
+    """The characters that a console can show."""
     try:
         "".join((UNICODE.full, UNICODE.branch, UNICODE.verified)).encode(console.encoding)
     except (UnicodeEncodeError, LookupError):

@@ -1,4 +1,4 @@
-"""Puts recordings and the hand-written assets together into one HTML file."""
+"""One self-contained HTML page from runs and hand-written assets."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FRAME_HEIGHT = 720  # CSS pixels in a notebook
 
 
 def html_page(*recordings: PageTrace) -> str:
-    """One self-contained page that shows one run, or compares two.
+    """A page that shows one run, or compares two.
 
-    The same recordings give the same page, byte for byte.
+    The same runs give the same page, byte for byte.
 
     Raises:
-        UsageError: no recording, or more than `MOST_RUNS`.
+        UsageError: no run, or more than `MOST_RUNS`.
     """
     if not 1 <= len(recordings) <= MOST_RUNS:
         raise UsageError(
@@ -71,7 +71,7 @@ def write_page(path: str | os.PathLike[str], *recordings: PageTrace) -> Path:
 
 
 def notebook_frame(page: str, height: int = FRAME_HEIGHT) -> str:
-    """A page as a frame inside another one: scripts run, but it has no origin and reaches nothing outside."""
+    """A page as a frame: scripts run, without an origin and without access to the outer page."""
     return (
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" title="arbor search trace" '
         f'style="width:100%;height:{height}px;border:0"></iframe>'
@@ -79,10 +79,12 @@ def notebook_frame(page: str, height: int = FRAME_HEIGHT) -> str:
 
 
 def _packed(recording: PageTrace) -> str:
-    """A recording as base64 of gzip of JSON: no byte of it can end the script it stands in."""
+    """A run as base64 of gzip of JSON: no byte of it can end the enclosing script."""
     data = {"name": recording.name, "banner": recording.banner, "records": recording.records}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
-    packer = zlib.compressobj(9, wbits=GZIP)  # writes no time, so the same run gives the same bytes
+    packer = zlib.compressobj(
+        9, wbits=GZIP
+    )  # without a time stamp: the same run gives the same bytes
     return base64.b64encode(packer.compress(text.encode()) + packer.flush()).decode()
 
 

@@ -1,4 +1,4 @@
-"""What a page holds of a run: its records as they were written, types of later versions included."""
+"""PageTrace: the records of a run that a page shows, event types of later versions included."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from arbor.events import Event
 from arbor.trace.read import Reading, lines_of
 from arbor.trace.write import to_record
 
-IDS = "ids"  # token ids are half of a trace's bytes and nothing a page shows; their number stays
+IDS = "ids"  # token ids are half of a trace's bytes and never shown; their number stays
 
 
 @dataclass(frozen=True, slots=True)
 class PageTrace:
-    """A run to show.
+    """A run on a page.
 
     Attributes:
-        name: what to call it, as a file is called.
-        records: its events as JSON objects, in order; a boundary has its number of tokens instead of their ids.
-        banner: what is wrong with it, in one line; empty if nothing is.
+        name: its title, for example a file name.
+        records: its events as JSON objects, in order; a boundary has the number of its tokens
+            instead of their ids.
+        banner: its damage, in one line; empty for a whole trace.
     """
 
     name: str
@@ -31,17 +32,17 @@ class PageTrace:
     banner: str = ""
 
     def count(self, kind: str) -> int:
-        """How many events are of a type."""
+        """Number of events of a type."""
         return sum(record["e"] == kind for record in self.records)
 
     @property
     def ended(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run has an end."""
         return self.count("end") > 0
 
 
 def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
-    """Reads a trace, plain or gzip, whole or cut; events of unknown types are kept, lines that are no events are not.
+    """Reads a trace, plain or gzip, whole or cut; keeps events of unknown types.
 
     Raises:
         TraceError: as `read_trace`.
@@ -58,7 +59,7 @@ def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
 
 
 def page_trace_of(name: str, events: Iterable[tuple[float, Event]]) -> PageTrace:
-    """A recording of (seconds, event) pairs that were never written to a file."""
+    """A page trace from (seconds, event) pairs in memory."""
     records = [
         _shortened({"e": event.name, "i": number, "t": round(seconds, 6)} | to_record(event))
         for number, (seconds, event) in enumerate(events)

@@ -12,6 +12,7 @@ from typing import Any
 from support.fake_run import fake_run
 
 from arbor.budget import Budget, Footprint, Plan
+from arbor.cli.option_records import SolverOptions
 from arbor.errors import InputError
 from arbor.events import Answered, Ended, Event
 from arbor.metrics import Metrics, MetricsFold
@@ -19,7 +20,7 @@ from arbor.tasks.base import Problem
 from arbor.trace import TraceWriter
 
 SOLVERS: list[FakeSolver] = []  # every one that was built, for a test to look at
-STEP_TOKENS, DEPTH, BLOCKS, PROMPT = 8, 3, 30, 20
+STEP_TOKENS, DEPTH, BLOCKS, PROMPT = 8, 3, 60, 20
 
 
 @dataclass
@@ -112,7 +113,7 @@ class FakeStream:
                 while endless and self._stopped is None:
                     time.sleep(0.01)
                 if "stuck" in words:
-                    time.sleep(30)
+                    time.sleep(3600)
                 if "none" in words:
                     event = Answered(None, (), None, 0.0, None)
             if isinstance(event, Ended) and self._stopped:
@@ -193,8 +194,8 @@ def install_light() -> None:
     import arbor.cli.eval
     import arbor.cli.solve
 
-    def build(given: dict[str, Any], problem: str | None = None) -> FakeSolver:
-        return FakeSolver(given["model"], device=given["device"], budget=given["budget"])
+    def build(options: SolverOptions, problem: str | None = None) -> FakeSolver:
+        return FakeSolver(options.model, device=options.device, budget=options.budget)
 
     arbor.cli.solve.build_solver = build
     arbor.cli.eval.build_solver = build

@@ -114,8 +114,8 @@ def run(
     """A whole search against a script.
 
     Args:
-        rooms: what each ask is told fits.
-        shuffle: reorders what is told, to show that the order does not matter.
+        rooms: what each ask is given as room.
+        shuffle: reorders what tell gets, to show that the order does not matter.
         limit: asks before the search counts as endless.
     """
     tree = ThoughtTree([0, 1, 2], "prompt")

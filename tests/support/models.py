@@ -160,7 +160,15 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "persimmon": ("persimmon", {}),
     "nanochat": ("nanochat", {}),
     "vaultgemma": ("vaultgemma", {**_HEAD, **_SLIDING}),
-    "gemma4_text": ("gemma4_text", {**_HEAD, **_SLIDING}),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **_HEAD,
+            **_SLIDING,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
     "ministral": ("ministral", {**_HEAD, **_SLIDING}),
     "minimax_m2": (
         "minimax_m2",

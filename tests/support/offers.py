@@ -13,7 +13,8 @@ from arbor.retention.policy import POLICIES, Policy
 
 SEEDS = st.integers(0, 2**32 - 1)
 
-# Every policy that evicts, and variants of their settings: each test of what a policy may do runs over all of them.
+# Every policy that evicts, and variants of their settings: each test of what a policy may do runs
+# over all of them.
 EVERY: dict[str, Policy] = {name: policy for name, policy in POLICIES.items() if name != "full"}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,3 +58,22 @@ def spawn(*arguments: str, code: str = FAKE, **settings: Any) -> subprocess.Pope
     """``arbor`` in a process of its own, with the fake solver."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()}
     return subprocess.Popen([sys.executable, "-c", code, *arguments], **(streams | settings))
+
+
+def await_line(process: subprocess.Popen[bytes], words: bytes, seconds: float = 60) -> None:
+    """Reads stderr up to a line with these words; fails where the process ends without one.
+
+    A process that takes longer than `seconds` is killed.
+    """
+    assert process.stderr is not None
+    deadline = threading.Timer(seconds, process.kill)
+    deadline.start()
+    try:
+        lines = []
+        while line := process.stderr.readline():
+            lines.append(line)
+            if words in line:
+                return
+    finally:
+        deadline.cancel()
+    raise AssertionError(f"{words!r} is not on stderr: {b''.join(lines).decode()}")

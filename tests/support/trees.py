@@ -9,11 +9,11 @@ import torch
 from support.models import Words, path_logits
 from torch import Tensor
 
-from arbor.engine.engine import Engine, Mode
-from arbor.engine.rehydration import Rehydrate
+from arbor.engine.engine import Engine
+from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
-from arbor.events import Event, Forwarded
+from arbor.engine.token_source import Growth, TokenSource
+from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.runner import ModelRunner
@@ -34,6 +34,10 @@ class Lab(Engine):
 
     Args:
         model: switched to arbor's attention in place.
+
+    Attributes:
+        events: what happened.
+        listener: of the next tree that is opened; by default what keeps the events.
     """
 
     def __init__(
@@ -44,30 +48,36 @@ class Lab(Engine):
         policy: str | Policy = "lru",
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
+        source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
     ) -> None:
         self.events: list[Event] = []
+        self.listener: Listener = self.events.append
         super().__init__(
             ModelRunner(model, backend or TorchCascade()),
             Words(),
             policy=POLICIES[policy] if isinstance(policy, str) else policy,
             mode=mode,
             rehydrate=rehydrate,
-            emit=self.events.append,
+            source=source,
             min_saved_reads=min_saved_reads,
             debug=debug,
         )
+
+    def open(self, tree: ThoughtTree, slots: int, **run: Any) -> None:
+        """`Engine.open` with `listener`."""
+        super().open(tree, slots, **{"emit": self.listener} | run)
 
     def plant(
         self,
         slots: int = 4096,
         prompt: Sequence[int] = PROMPT,
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = bool,
     ) -> ThoughtTree:
         """Open a new tree and run its prompt."""
         tree = ThoughtTree(prompt)
-        self.open(tree, slots, interrupted)
+        self.open(tree, slots, interrupted=interrupted)
         self.extend(tree.root)
         return tree
 

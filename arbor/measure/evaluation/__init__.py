@@ -1,1 +1,1 @@
-"""Many problems in one folder: where they come from, what is finished, and what it adds up to."""
+"""Evaluation of many problems in one folder: samples, progress, results and their page."""

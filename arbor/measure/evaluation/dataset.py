@@ -1,4 +1,4 @@
-"""Samples: the problems of a task's split, or of a file with one problem a row."""
+"""Samples: the problems of a task's split, or of a file with one problem per row."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Sample:
     """One problem of a dataset.
 
     Attributes:
-        id: the dataset's own, or a hash of problem and answer key; never the row number, which changes with the order.
+        id: the dataset's own, or a hash of problem and answer key; never the row number, which
+            changes with the order.
         text: the problem as the dataset has it.
-        expected: the answer key; None where there is none.
-        where: where it stands, for people: ``line 3``.
-        problem: as the task reads it; None where it cannot.
-        error: why it cannot.
+        expected: the answer key; None without one.
+        where: its place, for people: ``line 3``.
+        problem: the problem as the task reads it; None if unreadable.
+        error: the reason if unreadable.
     """
 
     id: str
@@ -44,13 +45,13 @@ class Sample:
 
 
 def window(limit: str) -> tuple[int, int]:
-    """The part of a dataset that ``100`` (the first hundred) or ``101-200`` (both included, from 1) asks for.
+    """The part of a dataset: ``100`` (the first hundred) or ``101-200`` (inclusive, from 1).
 
     Returns:
-        How many are left out first, and how many there are with these.
+        Number of samples skipped, and of the last sample taken.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: neither form.
     """
     if _COUNT.fullmatch(limit):
         return 0, int(limit)
@@ -69,11 +70,11 @@ def of_task(task: Task, split: str, first: int, last: int) -> list[Sample]:
     """Samples of a task's own problems, without repetitions.
 
     Args:
-        split: as the task names it.
-        first, last: left out, and how many with these.
+        split: the task's name for it.
+        first, last: number of samples skipped, and of the last sample taken.
 
     Raises:
-        UsageError, InputError: the task has no problems, or no such split.
+        UsageError, InputError: a task without problems, or an unknown split.
     """
     found: dict[str, Sample] = {}
     for number, problem in enumerate(task.problems(split, last), 1):
@@ -92,14 +93,14 @@ def of_rows(
     input_key: str = INPUT_KEY,
     target_key: str | None = None,
 ) -> list[Sample]:
-    """Samples of a file's rows, as a task reads them; a row that is there twice is one sample.
+    """Samples of a file's rows, as a task reads them; equal rows are one sample.
 
     Args:
         rows: line number and columns.
-        task: reads the problems; its own answer key holds where a row has none.
-        name: of the file, for errors.
+        task: reads the problems; its own answer key counts where a row has none.
+        name: the file's name, for errors.
         input_key: the column of the problem.
-        target_key: the column of the answer key; `TARGET_KEY`, where a row has it, if none is given.
+        target_key: the column of the answer key; by default `TARGET_KEY`, where a row has it.
 
     Raises:
         InputError: a column is missing, holds no text, or one id names two problems.
@@ -127,17 +128,17 @@ def of_rows(
 
 
 def _read(sample: Sample, task: Task, name: str) -> Sample:
-    """The sample with its problem, or with the reason why it has none."""
+    """The sample with its problem, or with its error."""
     try:
         problem = task.parse(sample.text)
     except InputError as error:
-        told = f"{name}, {sample.where}: {error.message}"
-        return replace(sample, error=InputError(error.code, told, error.hint, **error.data))
+        message = f"{name}, {sample.where}: {error.message}"
+        return replace(sample, error=InputError(error.code, message, error.hint, **error.data))
     expected = problem.expected if sample.expected is None else sample.expected
     if expected is None:
         raise InputError(
             "dataset-invalid",
-            f"{name}: {sample.where} has no '{TARGET_KEY}', so nothing can tell who is right.",
+            f"{name}: {sample.where} has no '{TARGET_KEY}', so answers cannot be graded.",
             "Name the column of the answer key: --target-key NAME.",
             path=name,
         )
@@ -146,7 +147,7 @@ def _read(sample: Sample, task: Task, name: str) -> Sample:
 
 
 def _text(row: Mapping[str, Any], key: str, flag: str, name: str, where: str) -> str:
-    """A column's text; a number is its text too."""
+    """A column's text; of a number its JSON form."""
     value = row.get(key)
     if isinstance(value, str):
         return value
@@ -164,10 +165,10 @@ def _text(row: Mapping[str, Any], key: str, flag: str, name: str, where: str) ->
 
 
 def jsonl_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and object of every line that is not blank.
+    """Line number and object of every non-blank line.
 
     Raises:
-        InputError: a line is no JSON object.
+        InputError: a line is not a JSON object.
     """
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028
         if not line.strip():
@@ -176,9 +177,9 @@ def jsonl_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise _no_row(name, number, f"is no JSON ({reason})") from error
+            raise _no_row(name, number, f"is not JSON ({reason})") from error
         if not isinstance(row, dict):
-            raise _no_row(name, number, "is no JSON object")
+            raise _no_row(name, number, "is not a JSON object")
         yield number, row
 
 
@@ -193,10 +194,10 @@ def _no_row(name: str, line: int, what: str) -> InputError:
 
 
 def csv_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and columns of every row; the first line names the columns, and an empty cell is none.
+    """Line number and non-empty cells of every row; the first line names the columns.
 
     Raises:
-        InputError: it is no CSV, or a row has more cells than there are columns.
+        InputError: invalid CSV, or a row with more cells than columns.
     """
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -205,7 +206,7 @@ def csv_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 raise InputError(
                     "dataset-invalid",
                     f"{name}: line {reader.line_num} has more cells than the first line has names.",
-                    'A cell with a comma stands in quotes: "1,000".',
+                    'Put a cell with a comma in quotes: "1,000".',
                     path=name,
                     line=reader.line_num,
                 )
@@ -213,7 +214,7 @@ def csv_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except csv.Error as error:
         raise InputError(
             "dataset-invalid",
-            f"{name}: line {reader.line_num} is no CSV ({error}).",
+            f"{name}: line {reader.line_num} is not CSV ({error}).",
             'The first line names the columns, as in: problem,answer. A quote inside is "".',
             path=name,
             line=reader.line_num,
@@ -221,10 +222,10 @@ def csv_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def chosen(samples: list[Sample], ids: Iterable[str]) -> list[Sample]:
-    """The samples with these ids, in the dataset's order; all if there are no ids.
+    """The samples with these ids, in the dataset's order; all without ids.
 
     Raises:
-        UsageError: an id that no sample has.
+        UsageError: an unknown id.
     """
     wanted = list(ids)
     known = {sample.id for sample in samples}

@@ -1,12 +1,12 @@
-"""RunFolder: what an evaluation has finished, kept so that it can stop at any moment and go on later.
+"""RunFolder: the resumable folder of an evaluation.
 
     run.toml        every setting, resolved; ``arbor eval --config`` reads it
-    samples.jsonl   one line per finished sample, in the order in which they finished
+    samples.jsonl   one line per finished sample, in the order of finishing
     traces/         one trace per sample
-    results.json    what it adds up to
+    results.json    accuracy and costs
     index.html      a list of the samples
 
-The first two are enough: the others are made of them again.
+The last two are derived from the first two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONFIG, SAMPLES, RESULTS, PAGE, TRACES = (
 TRACE_SUFFIX = ".arbor.jsonl.gz"
 SAMPLE_SCHEMA = "arbor.sample/1"
 
-# which samples are solved and what is written of them: a sample's result depends on none of it
+# settings that select and record samples; a sample's result depends on none of them
 SELECTION = ("limit", "sample_id", "on_error", "trace", "trace_level", "trace_text")
 SHOWN = 8  # settings that an error names
 
@@ -44,25 +44,26 @@ _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,79}")
 
 
 def digest(config: Mapping[str, Any]) -> str:
-    """A name for a configuration: runs that have it solve a sample alike."""
+    """A configuration's digest: runs with the same digest solve a sample alike."""
     settings = json.dumps(sorted(_flat(config).items()), default=str)
     return hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
 
 
 class RunFolder:
-    """A run's folder, opened to go on with it; one process at a time.
+    """A run's folder, opened to start or resume it; one process at a time.
 
     Args:
-        path: made if it is not there.
+        path: created if missing.
         config: every setting of the run.
-        fresh: throws away what an earlier run left here.
+        fresh: whether to delete an earlier run in it.
 
     Attributes:
         rows: sample id -> its last line in ``samples.jsonl``.
-        unreadable: lines of it that were none.
+        unreadable: number of unreadable lines in it.
 
     Raises:
-        UsageError: it cannot be written, holds something else, a run with other settings, or one in progress.
+        UsageError: the folder is not writable, holds other files, a run with other settings, or a
+            run in progress.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], fresh: bool = False) -> None:
@@ -97,7 +98,7 @@ class RunFolder:
         self._file.close()
 
     def finished(self, sample: Sample) -> bool:
-        """Whether this very sample has been solved; one that failed is tried again."""
+        """Whether this sample has been solved; failed samples are tried again."""
         row = self.rows.get(sample.id)
         return (
             row is not None
@@ -117,7 +118,7 @@ class RunFolder:
         write_atomically(self.path / name, text)
 
     def trace_path(self, identity: str) -> Path:
-        """Where a sample's trace goes: its id, and a hash where the id is no name for a file."""
+        """Path of a sample's trace: its id, with a hash if the id is not a valid file name."""
         if _PLAIN.fullmatch(identity):
             return self.path / TRACES / f"{identity}{TRACE_SUFFIX}"
         plain = re.sub(r"[^A-Za-z0-9_-]+", "-", identity)[:40].strip("-")
@@ -125,7 +126,7 @@ class RunFolder:
         return self.path / TRACES / f"{plain or 'sample'}~{named.hexdigest()}{TRACE_SUFFIX}"
 
     def _check(self) -> None:
-        """Refuses a folder with something else in it."""
+        """Refuses a folder with other files."""
         if not self.path.is_dir() or (self.path / CONFIG).exists():
             return
         strange = [each.name for each in self.path.iterdir() if each.name not in (SAMPLES, TRACES)]
@@ -133,13 +134,13 @@ class RunFolder:
         if strange:
             raise UsageError(
                 "run-foreign",
-                f"{self.path} holds no run, but {', '.join(strange[:3])}.",
+                f"{self.path} is not a run's folder; it holds {', '.join(strange[:3])}.",
                 "Name a new folder: --output DIR.",
                 path=str(self.path),
             )
 
     def _lock(self) -> None:
-        """Keeps the folder for this process, where the system can."""
+        """Locks the folder for this process, where the system supports it."""
         try:
             import fcntl
         except ImportError:
@@ -164,35 +165,37 @@ class RunFolder:
             trace.unlink()
 
     def _compare(self) -> None:
-        """Refuses other settings than those of the run that is here."""
+        """Refuses settings that differ from those of the run in the folder."""
         there, here = _flat(read_config(self.path / CONFIG)), _flat(self.config)
         keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
         if keys:
-            # another controller has other settings, which says no more than its name
+            # another controller has other settings; its name says enough
             named = {key.rpartition(".")[0] for key in keys if key.endswith(".name")}
             main = [k for k in keys if k.endswith(".name") or k.split(".")[0] not in named]
-            told = [f"{k} ({_said(there, k)} there, {_said(here, k)} here)" for k in main[:SHOWN]]
+            shown = [
+                f"{k} ({_shown(there, k)} there, {_shown(here, k)} here)" for k in main[:SHOWN]
+            ]
             more = f" and {len(main) - SHOWN} more" if len(main) > SHOWN else ""
             raise UsageError(
                 "run-differs",
-                f"{self.path} holds a run with other settings: {', '.join(told)}{more}.",
+                f"{self.path} holds a run with other settings: {', '.join(shown)}{more}.",
                 "Give the same settings, name another folder with --output, or start over with --fresh.",
                 path=str(self.path),
                 keys=keys,
             )
 
     def _cut_torn_line(self) -> None:
-        """A process that was killed may have left half a line, which the next one must not continue."""
+        """Removes half a line that a killed process left."""
         data = (self.path / SAMPLES).read_bytes()
         if data and not data.endswith(b"\n"):
             self._file.truncate(data.rfind(b"\n") + 1)
 
 
 def read_rows(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """The last line of each sample in a run's folder, and how many lines are none.
+    """The last line of each sample in a run's folder, and the number of unreadable lines.
 
     Raises:
-        InputError: there is no run.
+        InputError: not a run's folder.
     """
     try:
         data = (path / SAMPLES).read_bytes()
@@ -217,7 +220,7 @@ def read_rows(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"policy": {"name": "lru"}}`` as ``{"policy.name": "lru"}``, without what a sample's result does not depend on."""
+    """``{"policy": {"name": "lru"}}`` as ``{"policy.name": "lru"}``, without `SELECTION`."""
     return dict(_settings({k: v for k, v in config.items() if k not in SELECTION}, ""))
 
 
@@ -229,5 +232,5 @@ def _settings(table: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]
             yield f"{place}{key}", value
 
 
-def _said(settings: Mapping[str, Any], key: str) -> str:
+def _shown(settings: Mapping[str, Any], key: str) -> str:
     return str(settings[key]) if key in settings else "none"

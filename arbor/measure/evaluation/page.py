@@ -1,4 +1,4 @@
-"""The list of a run's samples as one HTML page: no script, no address, nothing loaded from anywhere."""
+"""The list of a run's samples as one HTML page, without scripts and without requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from arbor.measure.evaluation.results import Row, cost, is_right
 
-LONGEST = 300  # characters of a cell; the whole is in samples.jsonl
+LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -40,7 +40,7 @@ th {{ position: sticky; top: 0; background: Canvas; }}
 <body>
 <h1>{title}</h1>
 {lines}
-<input type="checkbox" id="only"><label for="only">only what is not right</label>
+<input type="checkbox" id="only"><label for="only">hide correct</label>
 <table>
 <thead><tr><th>sample</th><th>problem</th><th>answer</th><th>key</th><th>outcome</th><th class="n">tokens</th><th class="n">recomputed</th><th class="n">peak KV</th><th class="n">CPU s</th><th>trace</th></tr></thead>
 <tbody>
@@ -56,8 +56,8 @@ def index_page(title: str, lines: Sequence[str], rows: Sequence[Row]) -> str:
     """The page.
 
     Args:
-        title, lines: what stands above the list, as text.
-        rows: of ``samples.jsonl``.
+        title, lines: text above the list.
+        rows: rows of ``samples.jsonl``.
     """
     return _PAGE.format(
         title=html.escape(title),

@@ -1,4 +1,4 @@
-"""What samples add up to, and how two runs of the same samples compare."""
+"""Results of an evaluation, and the comparison of two runs of the same samples."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Row = Mapping[str, Any]
 
 
 def is_right(row: Row) -> bool:
-    """Whether a sample counts as solved: a wrong answer, no answer and an error do not."""
+    """Whether a sample counts as solved: not with a wrong answer, no answer or an error."""
     return row.get("correct") is True
 
 
 def cost(row: Row, name: str) -> float:
-    """A number of a sample's metrics; of one that failed, 0."""
+    """A value of a sample's metrics; 0 for a failed sample."""
     return float((row.get("metrics") or {}).get(name, 0))
 
 
 def results(rows: Sequence[Row]) -> dict[str, Any]:
-    """Accuracy with its exact 95 % interval, and what the samples cost.
+    """Accuracy with its exact 95 % interval, and the costs of the samples.
 
     Args:
-        rows: of ``samples.jsonl``; the costs are of those that were solved to an end.
+        rows: rows of ``samples.jsonl``; the costs are those of samples without an error.
     """
     right = sum(map(is_right, rows))
     solved = [row for row in rows if row.get("error") is None]
@@ -62,14 +62,14 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def compare(mine: Mapping[str, Row], theirs: Mapping[str, Row]) -> dict[str, Any]:
-    """Two runs over the samples that both have: outcomes paired, costs side by side.
+    """Compare two runs over their common samples: paired outcomes, costs side by side.
 
     Args:
         mine, theirs: sample id -> row; at least one id is in both.
 
     Returns:
-        The fields of `arbor.measure.statistics.Paired` (the first is `mine`), and for each cost the two means, their difference and
-        its bootstrap 95 % interval.
+        The fields of `arbor.measure.statistics.Paired` (the first is `mine`), and for each cost the
+        two means, their difference and its bootstrap 95 % interval.
     """
     common = [each for each in mine if each in theirs]
     pair = paired([is_right(mine[i]) for i in common], [is_right(theirs[i]) for i in common])

@@ -1,4 +1,4 @@
-"""Full retention: nothing is ever given up."""
+"""Full retention: nothing is ever evicted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Full:
     """Keep everything; the baseline that runs out of memory."""
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        """Every token there is.
+        """All tokens.
 
         Raises:
             BudgetInfeasible: they do not fit.

@@ -1,4 +1,4 @@
-"""Least recently used blocks go first: what a radix cache does."""
+"""Least recently used blocks go first, as in a radix cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from arbor.retention.ordering import order, whole_blocks
 
 @dataclass(frozen=True)
 class LRU:
-    """Keep whole blocks, the most recently used first, ancestors before descendants; at most one is kept in part.
+    """Keep whole blocks, the most recently used first; at most one is kept in part.
 
-    Ties by node id. Source: SGLang's RadixAttention evicts leaf first by last access. Differs: a block may be cut, so
-    that no slot the budget allows stays empty.
+    Ties: ancestors before descendants, then node id.
+    Source: SGLang's RadixAttention evicts leaf first by last access. Differs: a block may be cut,
+    so that no slot of the budget stays empty.
     """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:

@@ -1,4 +1,4 @@
-"""The tokens of all blocks compete in one pool: what flat policies do."""
+"""The tokens of all blocks compete in one pool: the allocator of flat policies."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import numpy as np
 
 from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import order
-from arbor.retention.selection import best, scored, without
+from arbor.retention.selection import best_tokens, checked_scores, select_all_but
 
 _SAMPLE = 2048
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """The best tokens stay wherever they lie: protected ones first, then by score, ties by recency, then by node id.
+    """Keep the best tokens of all blocks: protected ones, then by score, position and node id.
 
-    Source: H2O, TOVA and StreamingLLM rank the tokens of one sequence; here the sequence is the whole tree, each shared
-    token once (ArborKV calls this flattening). Differs: a block never falls below its floor.
+    Of equal scores the later position stays, of equal positions the smaller node id.
+    Source: H2O, TOVA and StreamingLLM rank the tokens of one sequence; here the sequence is the
+    whole tree, each shared token once (ArborKV calls this flattening). Differs: a block never falls
+    below its floor.
     """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        return without(blocks, self.leaving(blocks, room, scorer))[0]
+        return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]
 
     def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         """Indices of the tokens that leave, int64, distinct."""
@@ -30,9 +32,9 @@ class Pooled:
         if excess <= 0:
             return np.empty(0, np.int64)
         floors = int(blocks.floor.sum())
-        assert floors <= room, f"the floors take {floors} tokens, there is room for {room}"
+        assert floors <= room, f"the floors take {floors} of {room} slots"
         tokens = blocks.tokens
-        scores = scored(scorer, tokens)
+        scores = checked_scores(scorer, tokens)
         if floors == 0 and not tokens.protected.any():
             return _oldest_worst(tokens, scores, None, excess)
         free = ~_in_floors(blocks, tokens, scores)
@@ -45,39 +47,40 @@ class Pooled:
 
 
 def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
-    """The tokens that pay the floors, bool [T]: of each block its own best."""
-    if not blocks.floor.any() and not tokens.protected.any():
-        return tokens.protected
-    size = len(blocks)
-    protected = np.bincount(tokens.block[tokens.protected], minlength=size)
-    paid = tokens.protected.copy()  # where the floor is what is protected, nothing needs ranking
-    ranked = np.flatnonzero(protected != blocks.floor)
+    """The tokens that fill the floors, bool [T]: the best ones of each block."""
+    protected = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
+    filled = tokens.protected.copy()
+    # where the protected tokens are the floor, nothing needs ranking
+    unfilled = protected != blocks.floor
+    ranked = np.flatnonzero(unfilled)
     if len(ranked):
-        unpaid = protected != blocks.floor
-        asked = np.flatnonzero(unpaid[tokens.block])
+        asked = np.flatnonzero(unfilled[tokens.block])
         sizes, floor = blocks.resident[ranked], blocks.floor[ranked]
-        paid[asked] = best(tokens.protected[asked], scores[asked], sizes, floor)
-    return paid
+        filled[asked] = best_tokens(tokens.protected[asked], scores[asked], sizes, floor)
+    return filled
 
 
 def _oldest_worst(tokens: Tokens, scores: Floats, asked: Ints | None, count: int) -> Ints:
-    """The `count` of these tokens (None: of all) with the lowest scores; of equals the earlier position, then the later
-    block. O(T)."""
+    """The `count` of these tokens (None: of all) with the lowest scores, O(T).
+
+    Of equal scores the earlier position, of equal positions the later block.
+    """
     score = scores if asked is None else scores[asked]
     low = _low(score, count)
     asked, score = low if asked is None else asked[low], score[low]
     most = np.partition(score, count - 1)[count - 1]
     below = asked[score < most]
     level = asked[score == most][::-1]
-    if len(below) + len(level) > count:  # places are looked up only where they decide
+    # positions are read only where they decide
+    if len(below) + len(level) > count:
         level = level[order(tokens.position[level])[: count - len(below)]]
     return np.concatenate([below, level])
 
 
 def _low(score: Floats, count: int) -> Ints:
-    """Indices of the lowest scores, at least `count`, all that are equal to the highest of them included.
+    """Indices of the lowest scores, at least `count`, with all equals of the highest of them.
 
-    A sample says where about the limit lies, so that few have to be told apart: a third of the time.
+    A sample estimates the limit, so that few scores remain to be compared: a third of the time.
     """
     stride = len(score) // _SAMPLE
     if stride > 1:

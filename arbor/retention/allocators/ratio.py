@@ -1,4 +1,4 @@
-"""ArborKV's tree-aware eviction: a ratio for each block from its score and its place in the tree."""
+"""ArborKV's tree-aware eviction: a ratio for each block, from its score and place in the tree."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbor.errors import UsageError
-from arbor.retention.allocators.kkt import check_decay, log_weight
 from arbor.retention.allocators.waterfill import rounded, waterfill
+from arbor.retention.allocators.weights import check_decay, log_weights
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 
 
@@ -20,13 +20,14 @@ class Ratio:
         r = clip(alpha eta^[off path] s^gamma e^(-lambda_d d) e^(-lambda_Delta Delta), ratio_min, 1)
         k = min(n, max(floor, r n)), at most what is resident
 
-    Differs from the paper: Algorithm 1 leaves out eta, this follows Eq. 2; alpha is no knob but solved, so that the
-    counts meet the room in one pass (Pressure is the same call with less room); instead of rounding every block down,
-    integers go by largest remainder, ties by node id; where `ratio_min` asks for more than there is room for, every block
-    is granted the same part of what it asks above its floor.
+    Differs from the paper: Algorithm 1 leaves out eta, this follows Eq. 2; alpha is solved, not
+    set, so that the counts meet the room in one pass (Pressure is the same call with less room);
+    integers go by largest remainder, ties by node id, where the paper rounds every block down;
+    where `ratio_min` needs more than the room, every block gets the same part of its need above its
+    floor.
 
     Attributes:
-        eta: what a block off the running paths counts, in (0, 1]; 1 = no sibling coordination.
+        eta: factor of a block off the running paths, in (0, 1]; 1 = no sibling coordination.
         gamma: weight of the score, > 0.
         lambda_depth: decay per edge from the root; any sign.
         lambda_distance: decay per edge from the nearest running leaf, >= 0.
@@ -51,7 +52,7 @@ class Ratio:
             )
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        level = log_weight(blocks, self.gamma, self.lambda_depth, self.lambda_distance)
+        level = log_weights(blocks, self.gamma, self.lambda_depth, self.lambda_distance)
         level = np.where(blocks.active, level, level + math.log(self.eta))
         level += np.log(np.maximum(blocks.length, 1))
         least = self._least(blocks, room)
@@ -59,7 +60,7 @@ class Ratio:
         return rounded(kept, blocks.floor, blocks.resident, room)
 
     def _least(self, blocks: Blocks, room: int) -> Floats:
-        """max(floor, ratio_min n), or the largest even part of it above the floors that there is room for."""
+        """max(floor, ratio_min n), or the largest even part of it above the floors that fits."""
         floor = blocks.floor.astype(np.float64)
         wanted: Floats = np.minimum(
             np.maximum(self.ratio_min * blocks.length, floor), blocks.resident

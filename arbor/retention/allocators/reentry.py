@@ -1,4 +1,4 @@
-"""What the search is most likely to read again stays: the optimum where nothing is lost."""
+"""The blocks the search is most likely to read again stay: the optimum where nothing is lost."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from arbor.retention.ordering import order, whole_blocks
 
 @dataclass(frozen=True)
 class Reentry:
-    """Keep whole blocks in the order in which they are needed: first the operation in progress, then by probability.
+    """Keep whole blocks in the order of need: the operation in progress, then by probability.
 
-    In lossless mode a block costs P(it is read again) times the tokens it lacks: linear, so the cheapest choice fills
-    blocks completely by descending probability, and which tokens of the last one stay is irrelevant. A transition that
-    lacks anything costs one forward whatever it lacks, because all missing blocks of a path are computed together; that
-    charge is left out, and it is the most the choice can lose.
+    In lossless mode a block costs P(it is read again) times the tokens it lacks: linear, so the
+    cheapest choice fills blocks completely by descending probability, and which tokens of the last
+    one stay is irrelevant. All missing blocks of a path are computed together, so a transition that
+    lacks anything costs one forward; that charge is left out, and it is the most the choice can
+    lose.
 
-    Order: smallest `scheduled` (certain), largest `reentry`, ancestors first, last used, node id; whole blocks, at most
-    one in part. Probability does not grow from the root to a leaf, so leaves go first without a rule that says so.
+    Order: smallest `scheduled` (certain), largest `reentry`, ancestors first, last used, node id;
+    whole blocks, at most one in part. Probability does not grow from the root to a leaf, so leaves
+    go first without a rule of their own.
     Replaces ArborKV's log utility and its decay with distance, which are for lossy mode.
     """
 

@@ -12,10 +12,10 @@ from arbor.retention.base import Blocks, Ints, Scorer
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every block keeps the same part of its length: k = clip(r n, floor, resident) with one r for all.
+    """Every block keeps the same part of its length: k = clip(r n, floor, resident), one r for all.
 
     r is solved so that the sum meets the room; integers by largest remainder, ties by node id.
-    Source: the control of ArborKV's comparison, also what a pool-wide compression ratio does.
+    Source: the control of ArborKV's comparison; the same as a pool-wide compression ratio.
     """
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:

@@ -1,4 +1,4 @@
-"""Water-filling: shares in proportion to weights, between a floor and a cap each, that meet a sum exactly."""
+"""Water-filling: shares in proportion to weights, between floors and caps, that meet a sum."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Floats, Ints
-from arbor.retention.ordering import first as lowest
+from arbor.retention.ordering import lowest
 
-# e^-600: a weight that is less than this part of the largest counts as this, so that no product overflows
+# ln of the least weight, relative to the largest; smaller ones are raised: no product overflows
 _FAINTEST = -600.0
 
 
@@ -17,22 +17,23 @@ def waterfill(
 ) -> Floats:
     """k = clip(t w, floor, cap) with the one t for which the sum is the room.
 
-    The sum rises with t, linearly between the breakpoints floor / w and cap / w. They are sorted, the piece is found by
-    halving, and t follows in closed form from the blocks that are between their bounds there: O(N log N), exact.
-    This is the optimum of: maximise sum(w ln k) subject to sum(k) <= room and floor <= k <= cap; t is 1 / mu.
+    The sum rises with t, linearly between the breakpoints floor / w and cap / w. They are sorted,
+    the piece is found by bisection, and t follows in closed form from the blocks between their
+    bounds: O(N log N), exact.
+    It maximises sum(w ln k) subject to sum(k) <= room and floor <= k <= cap, where t is 1 / mu.
 
     Args:
         log_weight: ln w, [N]; logarithms, because weights fall off exponentially with distance.
         floor: least shares, [N]; their sum is at most `room`.
         cap: largest shares, [N], not below the floors.
-        room: what the shares may sum to.
+        room: largest sum of the shares.
 
     Returns:
         float64 [N], summing to min(room, sum(cap)).
     """
     low, high = floor.astype(np.float64), cap.astype(np.float64)
     least = float(low.sum())
-    assert least <= room + 1e-6, f"the floors take {least:g}, there is room for {room:g}"
+    assert least <= room + 1e-6, f"the floors take {least:g} of {room:g} slots"
     if least >= room:
         return low
     if high.sum() <= room:
@@ -70,18 +71,19 @@ def relative(log_weight: Floats) -> Floats:
 
 
 def rounded(shares: Floats, floor: Ints, cap: Ints, room: int) -> Ints:
-    """Whole tokens by largest remainder; equal remainders by index, the first one up.
+    """Whole tokens by largest remainder; of equal remainders the first index is rounded up.
 
     Args:
         shares: float64 [N], floor <= share <= cap, summing to at most `room`.
 
     Returns:
-        int64 [N], each less than one away from its share, summing to min(room, sum(cap)) where the shares do.
+        int64 [N], each less than one from its share, summing to min(room, sum(cap)) where the
+        shares do.
     """
     counts = np.clip(np.floor(shares + 1e-9).astype(np.int64), floor, cap)
     left = min(room, round(float(shares.sum()))) - int(counts.sum())
     if left > 0:
-        # to a billionth: shares that are equal on paper differ in their last bits
+        # to 1e-9: shares equal on paper differ in their last bits
         remainder = np.where(counts < cap, np.round(shares - counts, 9), -1.0)
         counts[lowest(-remainder, left)] += 1
     return np.minimum(counts, cap)

@@ -1,4 +1,4 @@
-"""Tokens that gathered the most attention win: heavy hitters, H2O."""
+"""Tokens that received the most attention win: heavy hitters, H2O."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class HeavyHitters:
     """A token scores the attention it has received.
 
     Source: H2O (arXiv 2306.14048); ArborKV's A_i(t).
-    Differs: one kept set for all heads, the mean over the observed heads and layers, where H2O keeps one per head; and
-    where ArborKV counts only queries after the block, a token's own query and those of its block count too.
+    Differs: one kept set for all heads, the mean over the observed heads and layers, where H2O
+    keeps one per head; a token's own query and those of its block count, where ArborKV counts only
+    queries after the block.
 
     Attributes:
-        normalise: divide by the queries that could see the token; a sum favours tokens that were there for longer.
+        normalise: divide by the queries that could see the token; a sum favours older tokens.
     """
 
     normalise: bool = False

@@ -1,4 +1,4 @@
-"""Tokens win by lot: the control every scorer has to beat."""
+"""Random tokens win: the control every scorer has to beat."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _PIECE = 1 << 13  # tokens
 
 
 @dataclass(frozen=True)
-class Chance:
+class RandomTokens:
     """A token scores a uniform number in [0, 1) that depends on its key and the seed alone.
 
-    The same token has the same score whenever it is asked and whatever lies around it, so a kept set only shrinks.
-    SplitMix64 of the key, shifted by the seed's own.
+    A token has the same score each time and among any others, so a kept set only shrinks.
+    SplitMix64 of the key, combined with that of the seed.
     """
 
     seed: int = 0
@@ -29,7 +29,8 @@ class Chance:
     def scores(self, tokens: Tokens) -> Floats:
         salt = _mixed(np.array([self.seed % (1 << 64)], np.uint64))
         scores = np.empty(len(tokens.key))
-        for begin in range(0, len(scores), _PIECE):  # what fits a cache is mixed at one go
+        # in pieces that fit a processor's cache
+        for begin in range(0, len(scores), _PIECE):
             piece = slice(begin, begin + _PIECE)
             scores[piece] = _mixed(tokens.key[piece] ^ salt) >> np.uint64(11)
         scores *= 2.0**-53

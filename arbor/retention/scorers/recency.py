@@ -11,8 +11,9 @@ from arbor.retention.base import Floats, Tokens
 class Recency:
     """A token scores its position on its path.
 
-    Source: StreamingLLM (arXiv 2309.17453) keeps the first four tokens and a window of the last ones; the first ones are
-    protected by `Protect.sinks`. Within one block this is ArborKV's tail-only selector.
+    Source: StreamingLLM (arXiv 2309.17453) keeps the first four tokens and a window of the last
+    ones; `Protect.sinks` protects the first ones. Within one block this is ArborKV's tail-only
+    selector.
     Differs: keys stay at the position they were computed for, where the original closes the gap.
     """
 

@@ -1,4 +1,4 @@
-"""Tokens that the last query looked at win: TOVA."""
+"""Tokens that the last query attended to win: TOVA."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from arbor.retention.base import Floats, Tokens
 class TOVA:
     """A token scores the attention of the last query that could see it, the mean over heads.
 
-    Source: TOVA (arXiv 2401.06104). Differs: in a tree the last query is the last one below the token, and where one
-    forward has several (a prefill, or leaves that decode together) it is their mean; the mean runs over the observed
-    layers too, since one set is kept for all layers; the last token is protected by `Protect.recent`.
+    Source: TOVA (arXiv 2401.06104). Differs: in a tree the last query is the last one below the
+    token, and where one forward has several (a prefill, or leaves that decode together) it is their
+    mean; the mean runs over the observed layers too, since one set is kept for all layers;
+    `Protect.recent` protects the last token.
     """
 
     @property

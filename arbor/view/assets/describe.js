@@ -1,4 +1,4 @@
-// describe.js: events, blocks and numbers in words. Everything a trace says reaches the page as text, never as markup.
+// describe.js: events, blocks and numbers in words. Every value of a trace reaches the page as text, never as markup.
 
 const count = (value) => (Number.isFinite(value) ? String(value).replace(/\B(?=(\d{3})+(?!\d))/g, ",") : "–"); // only whole numbers come here
 const fixed = (value, digits = 2) => (Number.isFinite(value) ? value.toFixed(digits) : "–");
@@ -31,13 +31,16 @@ function some(ids, most = 4) {
   return ids.length > most ? `${shown} and ${count(ids.length - most)} more` : shown;
 }
 
+/** Words of a trace; null means that there are none, undefined that `--trace-text none` left them out. */
+const wordsOr = (value, none) => value ?? (value === null ? none : "(left out)");
+
 const verdict = (correct) => (correct === true ? ", correct" : correct === false ? ", wrong" : "");
 
 const ids = (rows) => rows.map((row) => row[0]);
 
 const SENTENCES = {
   __proto__: null, // an event of a type called toString is one of an unknown type
-  header: (record) => `${record.task || "run"}: ${record.problem ?? "(no text)"}`,
+  header: (record) => `${record.task || "run"}: ${wordsOr(record.problem, "(no text)")}`,
   node: (record) =>
     record.parent === null
       ? `#${record.node}, the prompt, ${plural(record.tokens, "token")}`
@@ -58,7 +61,7 @@ const SENTENCES = {
   rehydrate: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
   allocate: (record) =>
-    `${record.policy} shares ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} give up ${plural(
+    `${record.policy} divides ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} lose ${plural(
       list(record.nodes).reduce((total, row) => total + (row[1] - row[2] || 0), 0),
       "token",
     )}`,
@@ -70,9 +73,9 @@ const SENTENCES = {
       .slice(0, 4)
       .map((id, i) => `#${id} ${fixed(list(record.values)[i])}`)
       .join(", ")}${list(record.nodes).length > 4 ? " …" : ""}`,
-  prune: (record) => `${some(list(record.nodes))} given up`,
-  terminal: (record) => `#${record.node} ends its path: ${record.answer ?? "no answer"}`,
-  answer: (record) => `${record.text ?? "none"}, score ${fixed(record.score)}${verdict(record.correct)}`,
+  prune: (record) => `${some(list(record.nodes))} pruned`,
+  terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}`,
+  answer: (record) => `${wordsOr(record.text, "no answer")}, score ${fixed(record.score)}${verdict(record.correct)}`,
   end: (record) => `${record.status}, ${plural(record.nodes, "block")}`,
 };
 
@@ -103,8 +106,8 @@ function brief(value, most = 48) {
 }
 
 /**
- * What an event of any type says of one block: its scalars, and from each list that runs along its blocks the
- * entry that belongs to this one.
+ * An event's facts about one block, whatever its type: its scalars, and the block's entry of each list that is
+ * parallel to its blocks.
  */
 function factsAbout(record, id) {
   const facts = [];
@@ -160,7 +163,7 @@ function make(tag, settings = {}, ...inside) {
 
 const find = (id) => document.getElementById(id);
 
-/** Blocks that a filter asks for: `#12`, `v>0.7`, `pruned`, `tier:host`, or words of the text. Null for no filter. */
+/** Blocks that match a filter: `#12`, `v>0.7`, `pruned`, `tier:host`, or words of the text. Null without a filter. */
 function matches(run, state, filter) {
   const words = filter.trim().toLowerCase().split(/\s+/).filter(Boolean);
   if (!words.length) return null;

@@ -84,7 +84,7 @@ class Run {
     this._layout();
     this._axes();
     this.answeredAt = this.answer ? this.records.indexOf(this.answer) : Infinity;
-    this.answers = new Map(); // block -> what its path answers
+    this.answers = new Map(); // block -> answer of its path
     for (const event of this.ofType("terminal")) {
       const { node, answer } = this.records[event];
       if (this.index.has(node) && typeof answer === "string") this.answers.set(this.index.get(node), answer);
@@ -353,7 +353,7 @@ class Run {
     }
   }
 
-  /** Ids of the leaves that are growing at an event, as the trace says. */
+  /** Ids of the leaves that grow at an event, from the trace. */
   running(event) {
     const transition = this.transitionAt[event];
     return transition < 0 ? [] : list(this.records[transition].leaves).filter((id) => this.index.has(id));
@@ -457,7 +457,7 @@ class Run {
     return at.subarray(starts[block], starts[block + 1]);
   }
 
-  /** Tokens that left the device and had to come back: what was lost when, and when it was needed. */
+  /** Tokens that were evicted and returned: block, eviction and need. */
   get regrets() {
     if (!this._regrets) {
       const lost = new Map();

@@ -1,5 +1,5 @@
 // inspector.js: everything about one block at one event, and the small parts that all panels are made of.
-// A panel is built once; `show(scene)` brings it to the scene's event and block.
+// A panel is built once; `show(scene)` updates it to the scene's event and block.
 
 const link = (id, go, label = `#${id}`) =>
   make("button", { type: "button", class: "chip", on: { click: () => go(id) } }, label);
@@ -92,7 +92,7 @@ class BlockPanel {
     return part(
       "KV",
       state.state[block] === OPEN
-        ? make("p", { class: "hint" }, "decoding: its tokens are counted when it closes")
+        ? make("p", { class: "hint" }, "decoding: tokens are counted when the block closes")
         : null,
       row("device", device, state.active[block] ? "active" : "idle"),
       host || this.view.hosted ? row("host", host, "host") : null,
@@ -151,7 +151,7 @@ class BlockPanel {
     const logprob = number(record.logprob);
     return part(
       "Scores",
-      shared("value", state.value[block], "the verifier's opinion, 0 to 1"),
+      shared("value", state.value[block], "the verifier's value, 0 to 1"),
       shared("confidence", number(record.confidence), "1 - entropy / ln vocabulary, mean"),
       shared("top-1", number(record.top1), "mean probability of the likeliest token"),
       make(
@@ -160,7 +160,7 @@ class BlockPanel {
         ...(Number.isFinite(logprob)
           ? fact(
               "log prob.",
-              `${fixed(logprob, 3)}${tokens ? ` (${fixed(logprob / tokens, 3)} a token)` : ""}`,
+              `${fixed(logprob, 3)}${tokens ? ` (${fixed(logprob / tokens, 3)} per token)` : ""}`,
             )
           : []),
         ...(record.stop ? fact("stopped by", String(record.stop)) : []),
@@ -177,7 +177,7 @@ class BlockPanel {
     if (event < 0) return null;
     const record = run.records[event],
       id = run.id[block];
-    const asked = isCount(record.asked) ? `asked about ${record.asked} of ${list(record.nodes).length}` : "";
+    const asked = isCount(record.asked) ? `model judged ${record.asked} of ${list(record.nodes).length}` : "";
     const rest = factsAbout(record, id).filter(
       ([key]) =>
         !["verifier", "values", "asked", "elapsed_s", "entropy", "layers", "exit_layer"].includes(key),
@@ -194,7 +194,7 @@ class BlockPanel {
     );
   }
 
-  /** One cell a layer: how sure the model was there, and where it stopped. */
+  /** One cell per layer: the entropy there, and the exit layer. */
   _exits(record, id) {
     const place = list(record.nodes).indexOf(id);
     const own = (value) => (Array.isArray(value) && Array.isArray(value[place]) ? value[place] : value);
@@ -222,7 +222,7 @@ class BlockPanel {
     );
   }
 
-  /** What events of types that this page does not know say of the block: a retention policy's counts and reasons. */
+  /** The last decision of a retention policy about the block, or facts from an event of an unknown type. */
   _policy(scene, run, block) {
     const event = last(
       run.mentionsOf(block),
@@ -246,9 +246,9 @@ class BlockPanel {
           {},
           ...fact("kept", `${count(own[2])} of ${count(own[1])} tokens`),
           ...Object.entries(record.signals ?? {}).flatMap(([name, column]) =>
-            fact(name.replace("_", " "), signal(list(column)[place])),
+            fact(SIGNALS[name] ?? name.replaceAll("_", " "), signal(list(column)[place])),
           ),
-          ...fact("room", `${count(record.room)} for ${plural(record.offered, "block")}`),
+          ...fact("space left", `${count(record.room)} for ${plural(record.offered, "block")}`),
         ),
       );
     }
@@ -349,9 +349,18 @@ class BlockPanel {
   }
 }
 
-/** A figure that a retention policy looked at; null stands for never. */
+/** Labels of the columns that a retention policy read. */
+const SIGNALS = {
+  __proto__: null,
+  scheduled: "planned read",
+  next_use: "next recorded read",
+  last_used: "last read",
+  reentry: "revisit probability",
+};
+
+/** A value that a retention policy read; null is never. */
 function signal(value) {
-  return value === null ? "never" : Number.isInteger(value) ? count(value) : fixed(value, 3);
+  return value === null ? "none" : Number.isInteger(value) ? count(value) : fixed(value, 3);
 }
 
 /** The last entry of a sorted list of events that passes a test, or -1. */

@@ -53,7 +53,7 @@ function sharp(canvas) {
   return { pen, width, height, ratio };
 }
 
-/** Diagonal lines, so that the host tier is told from the device without its colour. */
+/** Diagonal lines: the host tier differs from the device without colour too. */
 function hatch(pen, colours) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 6;
@@ -127,7 +127,7 @@ class TreeMap {
       bottom = whole ? Math.max(1, run.rows) : run.bottom[block];
     const left = whole ? 0 : this.x0(block);
     const height = Math.max(40, box.height - GUTTER.top - GUTTER.bottom);
-    // rows that are thinner than a block's leave a line for the note that says so
+    // thin rows leave a line for the note about them
     const ky = Math.min(TALLEST, (height < THIN * (bottom - top) ? height - 20 : height) / (bottom - top));
     const room = ky >= TEXT_FROM && box.width > 600 ? ANSWER_ROOM : ky >= TEXT_FROM ? 40 : 0;
     const width = Math.max(60, box.width - GUTTER.left - GUTTER.right - room);
@@ -322,7 +322,7 @@ class TreeMap {
     pen.strokeStyle = colours.edge;
     pen.lineWidth = 1;
     if (state.state[block] === OPEN) {
-      // decoding: how long it gets is not known yet
+      // decoding: its length is not known yet
       pen.setLineDash([4, 3]);
       pen.strokeStyle = colours.active;
     }
@@ -395,7 +395,7 @@ class TreeMap {
     }
   }
 
-  /** What stands behind a leaf: what its path answers, and its value. */
+  /** The text after a leaf: the answer of its path, and its value. */
   _ending(pen, scene, block, right, middle) {
     const { state, colours } = scene,
       { run } = this;
@@ -597,7 +597,7 @@ class TreeMap {
     pen.stroke();
   }
 
-  /** What lies over the tree: the answer's path, what the event is about, what is found, selected and pointed at. */
+  /** Marks over the tree: the answer's path, blocks of the event, found, selected and hovered blocks. */
   _drawMarks({ pen, width }, scene) {
     const { run } = this,
       { colours } = scene;

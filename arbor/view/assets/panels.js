@@ -1,4 +1,4 @@
-// panels.js: what else stands beside the tree: events, regret, answers, the tree as a table, the run, two runs.
+// panels.js: the panels next to the tree: events, regret, answers, the tree as a table, the run, two runs.
 
 const EVENT_TALL = 25; // CSS pixels of one row of the event list
 const PAGE = 200; // rows of the table on one page
@@ -174,7 +174,7 @@ class RegretPanel {
       make(
         "p",
         { class: "hint" },
-        "KV that left the device and had to be made again: what a better policy would have kept.",
+        "KV that was evicted and computed again: a better policy would have kept it.",
       ),
       make("label", { class: "within" }, "needed again within ", this.within, " events"),
       this.summary,
@@ -212,7 +212,7 @@ class RegretPanel {
     const tokens = rows.reduce((total, regret) => total + regret.tokens, 0);
     const share = run.evictedTokens ? (100 * tokens) / run.evictedTokens : 0;
     this.summary.textContent = run.evictedTokens
-      ? `${plural(tokens, "token")} came back within ${Number.isFinite(within) ? plural(within, "event") : "any time"}: ${share.toFixed(share > 0 && share < 10 ? 1 : 0)} % of the ${count(run.evictedTokens)} that were evicted.`
+      ? `${plural(tokens, "token")} returned within ${Number.isFinite(within) ? plural(within, "event") : "any time"}: ${share.toFixed(share > 0 && share < 10 ? 1 : 0)} % of ${count(run.evictedTokens)} evicted.`
       : "Nothing was evicted in this run.";
     const seek = (event) => link(event, () => this.view.seek(event), count(event));
     this.rows.replaceChildren(
@@ -266,10 +266,10 @@ class AnswerPanel {
         ? make(
             "p",
             { class: "big" },
-            run.answer.text ?? "no answer",
+            wordsOr(run.answer.text, "no answer"),
             make("small", {}, ` score ${fixed(run.answer.score, 3)}${verdict(run.answer.correct)}`),
           )
-        : make("p", { class: "hint" }, "No answer has been chosen at this event."),
+        : make("p", { class: "hint" }, "No answer chosen yet at this event."),
       make("p", { class: "hint" }, `${plural(ended.length, "path")} ended so far.`),
       make(
         "table",
@@ -311,7 +311,7 @@ class AnswerPanel {
   }
 }
 
-// The tree as a table, for who does not see canvases
+// The tree as a table, for screen readers
 
 class TablePanel {
   constructor(view) {
@@ -415,10 +415,10 @@ const METRICS = [
   ["policy_s", "retention policy", seconds],
   ["blocks", "blocks", count],
   ["tokens_generated", "tokens generated", count],
-  ["tok_per_s", "tokens a second", (value) => fixed(value, 0)],
+  ["tok_per_s", "tokens per second", (value) => fixed(value, 0)],
   ["budget_tokens", "budget, tokens", count],
   ["peak_tokens", "peak on the device", count],
-  ["peak_unshared_tokens", "peak if no leaf shared its path", count],
+  ["peak_unshared_tokens", "peak without prefix sharing", count],
   ["tree_tokens", "tokens of the tree", count],
   ["evicted_tokens", "tokens evicted", count],
   ["rehydrations", "rehydrations", count],
@@ -426,8 +426,8 @@ const METRICS = [
   ["tokens_fetched", "tokens fetched", count],
   ["pressure_events", "pressure", count],
   ["transitions", "transitions", count],
-  ["asked", "thoughts asked about", count],
-  ["reads_saved", "reads that sharing saved", (value) => `${fixed(100 * value, 0)} %`],
+  ["asked", "thoughts judged by the model", count],
+  ["reads_saved", "reads saved by sharing", (value) => `${fixed(100 * value, 0)} %`],
 ];
 
 class RunPanel {
@@ -454,7 +454,7 @@ class RunPanel {
       ["expected", header.expected],
       ["model", (header.model || {}).id],
       ["device", (header.device || {}).name],
-      ["KV of a token", isCount(run.plan.bytes_per_token) ? bytes(run.plan.bytes_per_token) : null],
+      ["KV per token", isCount(run.plan.bytes_per_token) ? bytes(run.plan.bytes_per_token) : null],
     ];
     this.body.replaceChildren(
       part(
@@ -467,7 +467,7 @@ class RunPanel {
                 fact(label, form(metrics[key])),
               ),
             )
-          : make("p", { class: "hint" }, "The run did not come to its end."),
+          : make("p", { class: "hint" }, "The run did not finish."),
       ),
       part(
         "About",
@@ -495,7 +495,7 @@ function copyButton(text) {
       await navigator.clipboard.writeText(text);
       button.textContent = "copied";
     } catch {
-      getSelection().selectAllChildren(button.nextElementSibling); // a file or a frame may not write: select it instead
+      getSelection().selectAllChildren(button.nextElementSibling); // a file or a frame may not write: select instead
       button.textContent = "selected";
     }
     setTimeout(() => {

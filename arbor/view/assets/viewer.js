@@ -1,4 +1,4 @@
-// viewer.js: one view over one or two runs: where it stands, what moves it, and what is drawn when it moved.
+// viewer.js: one view over one or two runs: its position, what moves it, and the drawing after a move.
 
 const KEYS = [
   ["space", "play, pause"],
@@ -92,7 +92,7 @@ class View {
     return this.panes[this.active];
   }
 
-  /** What a pane looks like now; everything that draws reads this and nothing else. */
+  /** The state of a pane; everything that draws reads only this. */
   scene(pane = this.current) {
     return {
       run: pane.run,
@@ -306,9 +306,9 @@ class View {
     find("facts").replaceChildren(...facts.map((each) => make("span", {}, each)));
     const { answer } = run;
     find("outcome").replaceChildren(
-      ...(answer && answer.text
+      ...(answer && (answer.text || answer.text === undefined)
         ? [
-            make("span", { class: "answer" }, String(answer.text)),
+            make("span", { class: "answer" }, wordsOr(answer.text, "")),
             answer.correct === true
               ? make("span", { class: "verdict" }, "✓ correct")
               : answer.correct === false
@@ -364,13 +364,13 @@ class View {
       make(
         "p",
         { class: "hint" },
-        "The wheel zooms rows, with shift tokens, a pinch both; a drag pans, a click selects, a double click shows one subtree. The address keeps event and block: copy it to share what you see.",
+        "The wheel zooms rows, with shift tokens, a pinch both; a drag pans, a click selects, a double click shows one subtree. The address holds event and block: copy it to share this view.",
       ),
       make("form", { method: "dialog" }, make("button", {}, "close")),
     );
   }
 
-  /** What a run had to spend and spent, in a few words. */
+  /** Budget and cost of a run, in a few words. */
   _cost(run) {
     const metrics = (run.end && run.end.metrics) || {},
       parts = [];
@@ -695,7 +695,7 @@ class View {
     this._writeHash();
   }
 
-  /** Everything a fold of the trace says at the cursor, for tests and for the curious. */
+  /** The folded state at the cursor, for tests and for the console. */
   state(place = this.active) {
     const { run, state, event } = this.panes[place];
     const blocks = [];
@@ -732,7 +732,7 @@ async function open() {
   }
   const runs = [];
   for (const element of document.querySelectorAll("script.run")) runs.push(new Run(await unpack(element)));
-  if (!runs.length || runs.some((run) => !run.events)) return fail("This page holds no event.");
+  if (!runs.length || runs.some((run) => !run.events)) return fail("This page has no events.");
   const view = new View(runs);
   view.draw();
   window.arbor = view;

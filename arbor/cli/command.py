@@ -1,0 +1,203 @@
+"""Click's commands, with options grouped in the help, and groups that import commands on demand."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from arbor.errors import UsageError, did_you_mean
+
+EXIT_CODES = """\b
+Every option is an environment variable too: ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
+Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
+
+\b
+Exit codes (docs/exit-codes.md):
+  0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
+  6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
+
+GENERAL = "General"
+LAST_HEADINGS = ("Output", GENERAL)  # others come in the order of the options
+RENAMED = {"attn": "backend", "depth": "max_depth"}  # former name -> name of an option
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Option(click.Option):
+    """An option with a heading in the help."""
+
+    def __init__(self, *arguments: Any, heading: str = GENERAL, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.heading = heading
+
+
+class Command(click.Command):
+    """A command whose help groups its options and ends with the exit codes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments; refuses the former names of options.
+
+        Raises:
+            UsageError: a former name, on the command line or in the environment.
+        """
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            for former, name in self._renamed():
+                if error.option_name == flag_of(former):
+                    raise _is_now(ctx, flag_of(former), flag_of(name)) from error
+            raise
+        prefix = ctx.auto_envvar_prefix
+        for former, name in self._renamed():
+            if f"{prefix}_{former.upper()}" in os.environ and not ctx.resilient_parsing:
+                raise _is_now(ctx, f"{prefix}_{former.upper()}", f"{prefix}_{name.upper()}")
+        return rest
+
+    def _renamed(self) -> list[tuple[str, str]]:
+        """Former name and name of every option of this command that was renamed."""
+        names = {parameter.name for parameter in self.params}
+        return [(former, name) for former, name in RENAMED.items() if name in names]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options under their headings."""
+        _write_groups(self, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the exit codes."""
+        formatter.write_paragraph()
+        formatter.write_text(EXIT_CODES)
+
+
+class Group(click.Group):
+    """A group of such commands, in the order they were added."""
+
+    command_class = Command
+    group_class = type
+
+    def __init__(
+        self, *arguments: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **settings: Any
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self.lazy = dict(lazy or {})  # name -> (module:command, its first line of help)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands' names, imported or not."""
+        return list(dict.fromkeys([*self.lazy, *self.commands]))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """A command by its name; imports it now."""
+        if cmd_name in self.lazy and cmd_name not in self.commands:
+            module, _, attribute = self.lazy[cmd_name][0].partition(":")
+            self.add_command(getattr(importlib.import_module(module), attribute), cmd_name)
+        return self.commands.get(cmd_name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """A command by its name; an unknown command's error suggests the closest match."""
+        known = self.list_commands(ctx)
+        mistyped = args and not args[0].startswith("-") and args[0] not in known
+        if mistyped and not ctx.resilient_parsing:  # which completion is
+            guess = did_you_mean(args[0], known).strip() or f"Commands: {', '.join(known)}."
+            ctx.fail(f"No such command '{args[0]}'. {guess}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands and their purposes; imports none."""
+        rows = [(name, self._purpose(name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands with this beginning, then options; imports none."""
+        begun = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=self._purpose(name)) for name in begun]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def _purpose(self, name: str) -> str:
+        known = self.lazy.get(name)
+        return known[1] if known else self.commands[name].get_short_help_str(100)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands, then the options under their headings."""
+        self.format_commands(ctx, formatter)
+        _write_groups(self, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the exit codes."""
+        formatter.write_paragraph()
+        formatter.write_text(EXIT_CODES)
+
+
+def option(*names: str, heading: str, **settings: Any) -> Callable[[F], F]:
+    """`click.option` under a heading; its default is shown."""
+    settings.setdefault("show_default", settings.get("default") is not None)
+    return click.option(*names, cls=Option, heading=heading, **settings)
+
+
+def option_group(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Several options as one decorator, in the order given."""
+
+    def decorate(function: F) -> F:
+        for each in reversed(options):
+            function = each(function)
+        return function
+
+    return decorate
+
+
+class Integer(click.IntRange):
+    """A whole number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; the error names the bounds."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} must be a whole number{_bounds(self)}.", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number within bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; the error names the bounds."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} must be a number{_bounds(self)}.", param, ctx)
+
+
+def _bounds(range_: click.IntRange | click.FloatRange) -> str:
+    """`` > 0 and <= 1``."""
+    low = [] if range_.min is None else [f" {'>' if range_.min_open else '>='} {range_.min:g}"]
+    high = [] if range_.max is None else [f" {'<' if range_.max_open else '<='} {range_.max:g}"]
+    return " and".join([*low, *high])
+
+
+def flag_of(name: str) -> str:
+    """``max_depth`` -> ``--max-depth``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _is_now(ctx: click.Context, former: str, name: str) -> UsageError:
+    return UsageError("usage", f"{former} is now {name}.", f"See '{ctx.command_path} --help'.")
+
+
+def _write_groups(
+    command: click.Command, ctx: click.Context, formatter: click.HelpFormatter
+) -> None:
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for parameter in command.get_params(ctx):
+        row = parameter.get_help_record(ctx)
+        if row is not None and isinstance(parameter, click.Option):
+            groups.setdefault(getattr(parameter, "heading", GENERAL), []).append(row)
+    last = [heading for heading in LAST_HEADINGS if heading in groups]
+    for heading in [*(each for each in groups if each not in last), *last]:
+        with formatter.section(heading):
+            formatter.write_dl(groups[heading])

@@ -1,0 +1,150 @@
+"""Options of ``arbor eval``, as click's table and as a record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from arbor.cli.command import Number, option, option_group
+from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions
+from arbor.cli.options import (
+    config_option,
+    limit_options,
+    loading_options,
+    model_option,
+    output_options,
+    sampling_options,
+    search_options,
+    trace_detail_options,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    """Which samples are solved.
+
+    Attributes:
+        dataset: a task with problems of its own, a file, or ``-`` for stdin.
+        split: of a task's problems.
+        input_key, target_key: columns of a file; None for the default answer column.
+        encoding: of the file or of stdin.
+        limit: the first N samples, or A-B; None for the default number.
+        sample_id: ids to select; none for all.
+    """
+
+    dataset: str
+    split: str
+    input_key: str
+    target_key: str | None
+    encoding: str
+    limit: str | None
+    sample_id: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Options of ``arbor eval``, named as on the command line."""
+
+    samples: DatasetOptions
+    solver: SolverOptions
+    run: RunOptions
+    output: Path | None
+    fresh: bool
+    on_error: Literal["stop", "continue"]
+    fail_under: float | None
+    compare: Path | None
+    trace: Literal["on", "off"]
+    trace_detail: TraceOptions
+
+
+eval_options = option_group(
+    option(
+        "--split",
+        default="test",
+        metavar="NAME",
+        heading="Dataset",
+        help="Split of a task's problems: train, validation or test.",
+    ),
+    option(
+        "--input-key",
+        default="problem",
+        metavar="NAME",
+        heading="Dataset",
+        help="Column of the problem, in a file.",
+    ),
+    option(
+        "--target-key",
+        metavar="NAME",
+        heading="Dataset",
+        help="Column of the answer key; default: answer, where the file has it.",
+    ),
+    option(
+        "--encoding",
+        default="utf-8",
+        metavar="NAME",
+        heading="Dataset",
+        help="Encoding of the file or of stdin.",
+    ),
+    option(
+        "--limit",
+        metavar="N|A-B",
+        heading="Dataset",
+        help="The first N samples, or samples A to B; default: 100 of a task, all of a file.",
+    ),
+    option(
+        "--sample-id",
+        multiple=True,
+        metavar="ID",
+        heading="Dataset",
+        help="Solve only this sample; may be repeated.",
+    ),
+    search_options,
+    model_option,
+    loading_options,
+    sampling_options,
+    limit_options,
+    option(
+        "--output",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        heading="Output",
+        help="Folder of the run, new or to resume; default: runs/{time}_{dataset}_{id}.",
+    ),
+    option(
+        "--fresh", is_flag=True, heading="Output", help="Start over in a folder that has a run."
+    ),
+    option(
+        "--on-error",
+        type=click.Choice(["stop", "continue"]),
+        default="stop",
+        heading="Output",
+        help="At a sample that cannot be solved; continue counts it as wrong.",
+    ),
+    option(
+        "--fail-under",
+        type=Number(0, 1),
+        metavar="X",
+        heading="Output",
+        help="Exit code 7 if the accuracy is lower, as in 0.70.",
+    ),
+    option(
+        "--compare",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        heading="Output",
+        help="Compare with another run, sample by sample.",
+    ),
+    option(
+        "--trace",
+        type=click.Choice(["on", "off"]),
+        default="on",
+        heading="Output",
+        help="Write a trace per sample, in DIR/traces.",
+    ),
+    trace_detail_options,
+    config_option,
+    output_options,
+)

@@ -1,0 +1,132 @@
+"""Results of ``arbor eval``: written to the folder, and as lines of text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbor._version import __version__
+from arbor.cli.eval_dataset import name_of
+from arbor.errors import UsageError
+from arbor.measure.evaluation.dataset import Sample
+from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
+from arbor.measure.evaluation.page import index_page
+from arbor.measure.evaluation.results import compare, results
+from arbor.support.units import human_bytes
+from arbor.trace.write import finite
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRun:
+    """A run to compare with.
+
+    Attributes:
+        path: its folder.
+        rows: lines of ``samples.jsonl`` by sample id.
+    """
+
+    path: Path
+    rows: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path, samples: list[Sample]) -> OtherRun:
+        """The finished samples of a folder.
+
+        Raises:
+            UsageError: none of `samples` is among them.
+        """
+        rows, _ = read_rows(path)
+        if not any(sample.id in rows for sample in samples):
+            raise UsageError(
+                "run-disjoint",
+                f"{path} has none of these {len(samples):,} samples.",
+                "Compare runs of the same dataset, split and --limit.",
+                path=str(path),
+            )
+        return cls(path, rows)
+
+
+def write_results(
+    folder: RunFolder, dataset: str, samples: list[Sample], other: OtherRun | None
+) -> dict[str, Any]:
+    """Writes results and page of every sample in the folder.
+
+    Args:
+        folder: of the run.
+        dataset: as on the command line.
+        samples: selected; those not finished are counted.
+        other: a run to compare with.
+
+    Returns:
+        The results, as in ``results.json``.
+    """
+    rows = list(folder.rows.values())
+    found = results(rows) | {
+        "arbor": __version__,
+        "dataset": dataset,
+        "digest": digest(folder.config),
+        "folder": str(folder.path),
+        "missing": sum(not folder.finished(sample) for sample in samples),
+    }
+    if other is not None and any(each in other.rows for each in folder.rows):
+        found["comparison"] = {"with": str(other.path), **compare(folder.rows, other.rows)}
+    folder.write(RESULTS, json.dumps(finite(found), allow_nan=False, indent=1) + "\n")
+    folder.write(PAGE, index_page(f"arbor eval {name_of(dataset)}", result_lines(found), rows))
+    return found
+
+
+def result_lines(found: Mapping[str, Any]) -> list[str]:
+    """The results as lines of text."""
+    n, (low, high) = found["n"], found["interval"]
+    facts = {"accuracy": "none: no sample is finished"}
+    if n:
+        facts["accuracy"] = (
+            f"{100 * found['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}), "
+            f"{found['right']:,} of {n:,} right"
+        )
+    for key, name in (("missing", "not run"), ("no_answer", "no answer")):
+        if found[key]:
+            facts[name] = f"{found[key]:,}"
+    if found["errors"]:
+        codes, first = found["error_codes"], found["first_error"]
+        counts = ", ".join(f"{count:,} {code}" for code, count in codes.items())
+        facts["errors"] = f"{counts}; the first: {first['message']} {first['hint']}".rstrip()
+    generated, recomputed = found["tokens_generated"], found["tokens_recomputed"]
+    facts["tokens"] = (
+        f"mean per sample: {generated['mean']:,.0f} generated, {recomputed['mean']:,.0f} recomputed"
+    )
+    peak, size = found["peak_tokens"], human_bytes(found["peak_bytes"]["max"])
+    facts["peak KV"] = (
+        f"mean per sample: {peak['mean']:,.0f} tokens; largest: {peak['max']:,.0f}, {size}"
+    )
+    cpu = found["cpu_s"]
+    facts["CPU time"] = f"mean per sample: {cpu['mean']:.2f} s; total: {cpu['total']:,.1f} s"
+    facts["folder"] = str(found["folder"])
+    lines = [f"{name:<12}{text}" for name, text in facts.items()]
+    return lines + (_comparison(found["comparison"]) if "comparison" in found else [])
+
+
+def _comparison(pair: Mapping[str, Any]) -> list[str]:
+    low, high = pair["interval"]
+    lines = [
+        f"{'compared':<12}{100 * pair['difference']:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}) "
+        f"against {pair['with']}, {pair['n']:,} samples in both",
+        f"{'':<12}right: only this run {pair['only_first']:,}, only the other {pair['only_second']:,}; "
+        f"McNemar p = {pair['p']:.3g}",
+    ]
+    for name, what in (
+        ("tokens_recomputed", "recomputed"),
+        ("peak_tokens", "peak KV"),
+        ("cpu_s", "CPU s"),
+    ):
+        one = pair[name]
+        low, high = one["interval"]
+        digits = 2 if name == "cpu_s" else 0
+        lines.append(
+            f"{'':<12}{what}: {one['here']:,.{digits}f} against {one['there']:,.{digits}f}, "
+            f"{one['difference']:+,.{digits}f} ({low:+,.{digits}f} to {high:+,.{digits}f})"
+        )
+    return lines

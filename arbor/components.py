@@ -1,0 +1,389 @@
+"""Components from names and settings, and back: texts of the command line, JSON of traces.
+
+Settings are the fields of a frozen dataclass; their types say how texts are read. The conversion is
+our own: of the readable settings of `tests/test_registry.py` msgspec's ``convert(strict=False)``
+and pydantic's lax mode each read 19 of 27. Both refuse ``none`` for an optional number and every
+list as text (``1,2``), take ``5`` for text where a field is ``str | int``, ignore unknown settings
+of a part, and build nothing for a field typed by a protocol; pydantic also takes true for a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from arbor import registry
+from arbor.errors import UsageError, unknown_setting
+
+NO_SETTING = {"setting": False}  # metadata of a field that neither texts nor specs hold
+
+
+def build(kind: str, spec: Any, /, **fields: Any) -> Any:
+    """A component from its name and settings.
+
+    Args:
+        kind: one of `registry.KINDS`.
+        spec: a name, also with settings (`split_spec`), a result of `spec_of`, a class, or a ready
+            component.
+        fields: settings that replace the defaults, or those of a ready component. Texts are read by
+            the field's type: numbers, ``true``/``false``, ``none``, one of a fixed set of words,
+            and ``1,2`` or JSON ``["a", "b"]`` for tuples. A setting of a part goes by its own name:
+            a policy's ``eta`` is its allocator's.
+
+    Raises:
+        UnknownName: unknown name.
+        UsageError: an unknown or unreadable setting, or one that the component refuses.
+    """
+    if isinstance(spec, Mapping):
+        settings = dict(spec)
+        name = settings.pop("name", None)
+        if not isinstance(name, str):
+            raise UsageError(
+                f"{kind}-unnamed",
+                f"a {kind} as a table needs a 'name'.",
+                "",
+                known=registry.names(kind),
+            )
+        return build(kind, name, **{**settings, **fields})
+    if isinstance(spec, str):
+        name, own = split_spec(spec)
+        return _changed(registry.resolve(kind, name), name, {**fields, **own})
+    registry.builtin(kind)
+    label = spec.__name__ if isinstance(spec, type) else registry.name_of(spec)
+    return _changed(spec, label, fields)
+
+
+def split_spec(text: str) -> tuple[str, dict[str, str]]:
+    """``arborkv,scorer=recency,tail=16`` as a name and its settings.
+
+    A part without ``=`` belongs to the value before it, as in ``pair=1,2``.
+
+    Raises:
+        UsageError: a part that is not KEY=VALUE, or a setting named twice.
+    """
+    name, *rest = (part.strip() for part in text.split(","))
+    settings: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = (each.strip() for each in part.partition("="))
+        if not equals and settings:
+            last = next(reversed(settings))
+            settings[last] += f",{part}"
+        elif not equals or not key or key in settings:
+            wrong = "names a setting twice" if key in settings else f"'{part}' is not KEY=VALUE"
+            raise UsageError("setting", f"{text}: {wrong}.", f"As in {name},tail=16.", setting=part)
+        else:
+            settings[key] = value
+    return name, settings
+
+
+def settings_of(component: Any) -> tuple[str, ...]:
+    """Settings of a class or a ready component: its own fields, then those of its parts.
+
+    Parts are fields that are dataclasses.
+    """
+    parts = _parts(component).values()
+    return (*_fields(component), *(name for part in parts for name in _fields(part)))
+
+
+def defaults_of(component: Any) -> dict[str, Any]:
+    """A value for each own setting of a class or a ready component; '?' for a required one."""
+    found = {name: _default(component, name) for name in _fields(component)}
+    return {name: "?" if each is dataclasses.MISSING else each for name, each in found.items()}
+
+
+def summary_of(component: Any) -> str:
+    """One line on a class or a ready component: its `summary`, or its docstring's first line."""
+    documented = (component.__doc__ or "").strip().partition("\n")[0]
+    return documented if isinstance(component, type) else getattr(component, "summary", documented)
+
+
+def spec_of(component: Any) -> dict[str, Any]:
+    """Name and settings of a component, JSON-able: ``build(kind, spec_of(c)) == c``.
+
+    A class without a name goes by ``package.module:Class``. A part has a name of its own where it
+    is not of the class it has by default; a component that is not a dataclass has nothing but its
+    name.
+    """
+    spec: dict[str, Any] = {"name": registry.name_of(component)}
+    named = getattr(component, "registered_as", "")
+    usually = registry.resolve(component.kind, named) if named else type(component)
+    for name in _fields(component):
+        value = getattr(component, name)
+        usual = dataclasses.is_dataclass(value) and type(value) is type(_default(usually, name))
+        is_part = name in registry.KINDS and type(value).__module__ != "builtins" and not usual
+        spec[name] = spec_of(value) if is_part else _jsonable(value)
+    return spec
+
+
+def _fields(component: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass, or of its class, that are settings; none of another class."""
+    if not dataclasses.is_dataclass(component):
+        return {}
+    return {
+        field.name: field
+        for field in dataclasses.fields(component)
+        if field.init and field.metadata.get("setting", True)
+    }
+
+
+def _default(component: Any, name: str) -> Any:
+    """A setting of a ready component, or its default in a class; MISSING without one."""
+    if not isinstance(component, type):
+        return getattr(component, name)
+    field = _fields(component)[name]
+    factory = field.default_factory
+    return field.default if factory is dataclasses.MISSING else factory()
+
+
+def _hints(component: Any) -> dict[str, Any]:
+    """The type of each setting; a part typed by a protocol has the class it has by default."""
+    cls = component if isinstance(component, type) else type(component)
+    hints = typing.get_type_hints(cls)
+    found = {}
+    for name in _fields(component):
+        default = _default(component, name)
+        protocol = getattr(hints[name], "_is_protocol", False)
+        is_part = protocol and dataclasses.is_dataclass(default)
+        found[name] = type(default) if is_part else hints[name]
+    return found
+
+
+def _parts(component: Any) -> dict[str, type[Any]]:
+    """The classes of the settings that are dataclasses themselves."""
+    if not dataclasses.is_dataclass(component):
+        return {}
+    return {
+        name: hint
+        for name, hint in _hints(component).items()
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    }
+
+
+def _changed(component: Any, label: str, fields: Mapping[str, Any]) -> Any:
+    """A class built with some settings, or a ready component with some of them replaced.
+
+    Args:
+        label: its name in errors.
+    """
+    if not fields and not isinstance(component, type):
+        return component
+    values = _converted(component, label, _with_parts(component, label, fields))
+    if not isinstance(component, type):
+        return dataclasses.replace(component, **values)
+    for name in _fields(component):
+        if name not in values and _default(component, name) is dataclasses.MISSING:
+            raise UsageError(
+                "setting-missing",
+                f"'{label}' needs a value for '{name}'.",
+                "",
+                name=label,
+                setting=name,
+            )
+    return component(**values)
+
+
+def _with_parts(component: Any, label: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Own settings for those of parts: ``eta=1`` becomes ``allocator=`` the allocator with eta 1.
+
+    An unknown setting stays as it is.
+    """
+    own = _fields(component)
+    result: dict[str, Any] = {key: value for key, value in fields.items() if key in own}
+    others = {key: value for key, value in fields.items() if key not in own}
+    if not others:
+        return result
+    ready: dict[str, Any] = {}
+    for name, cls in _parts(component).items():
+        default = _default(component, name)
+        ready[name] = cls() if default is dataclasses.MISSING else default
+    ready |= _converted(component, label, result)
+    for key, value in others.items():
+        owners = [name for name, part in ready.items() if key in _fields(part)]
+        if len(owners) == 1:
+            part = ready[owners[0]]
+            values = _converted(part, owners[0], {key: value})
+            ready[owners[0]] = result[owners[0]] = dataclasses.replace(part, **values)
+        else:
+            result[key] = value
+    return result
+
+
+def _converted(component: Any, label: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a class or a ready component, each as its field's type.
+
+    Raises:
+        UsageError: an unknown or unreadable setting, or a component with a setting called 'name'.
+    """
+    own = _fields(component)
+    if "name" in own:
+        raise UsageError(
+            "setting-reserved",
+            f"'{label}' has a setting called 'name', which names the component.",
+            "",
+        )
+    for key in fields:
+        if key not in own:
+            # its own name is known where the part that has it was replaced by another
+            known = [name for name in settings_of(component) if name != key]
+            raise unknown_setting(f"'{label}' has", key, known, name=label)
+    hints = _hints(component) if fields else {}
+    return {
+        key: build(key, value)
+        if _names_a_component(key, value)
+        else _convert(value, hints[key], f"{label}.{key}")
+        for key, value in fields.items()
+    }
+
+
+def _names_a_component(key: str, value: Any) -> bool:
+    """Whether a part is given by name: ``scorer=recency``, or a table with a name."""
+    if key not in registry.KINDS:
+        return False
+    named = isinstance(value, str) and not value.lstrip().startswith("{")
+    return named or (isinstance(value, Mapping) and "name" in value)
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """A text, or a value read from JSON, as the type of a field.
+
+    Raises:
+        UsageError: unreadable as that type; `where` is the setting's name.
+    """
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _first_that_fits(value, options, where)
+    if origin is typing.Literal:
+        return _one_of({option: (option,) for option in options}, value, where)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _one_of({each: (each.value, each.name, each) for each in hint}, value, where)
+    if isinstance(hint, type) and hint in _READERS:
+        read, wanted = _READERS[hint]
+        try:
+            return read(value)
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            raise _unreadable(value, wanted, where) from error
+    if (origin or hint) in (tuple, list):
+        return _convert_sequence(value, origin or hint, options, where)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping | str):
+        table = _table(value, where) if isinstance(value, str) else value
+        return _changed(hint, where, table)
+    return value
+
+
+def _none(value: Any) -> None:
+    if value is not None and str(value).lower() != "none":
+        raise ValueError(value)
+
+
+def _whole_number(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError(value)
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(value)
+    return value
+
+
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True, True: True}
+_SWITCH |= {"false": False, "no": False, "off": False, "0": False, False: False}
+# how each plain type is read, and its name in errors
+_READERS: Mapping[type[Any], tuple[Callable[[Any], Any], str]] = {
+    types.NoneType: (_none, "none"),
+    bool: (
+        lambda value: _SWITCH[value.lower() if isinstance(value, str) else value],
+        "true or false",
+    ),
+    int: (_whole_number, "a whole number"),
+    float: (_number, "a number"),
+    str: (_text, "text"),
+}
+
+
+def _one_of(choices: Mapping[Any, tuple[Any, ...]], value: Any, where: str) -> Any:
+    """The choice that a value is one of the names of."""
+    for choice, names in choices.items():
+        if value in names or (isinstance(value, str) and value == str(names[0])):
+            return choice
+    known = ", ".join(str(names[0]) for names in choices.values())
+    raise _unreadable(value, f"one of {known}", where)
+
+
+def _table(text: str, where: str) -> Mapping[str, Any]:
+    """The settings of a part, from a JSON object."""
+    try:
+        table = json.loads(text)
+    except ValueError:
+        table = None
+    if not isinstance(table, Mapping):
+        raise _unreadable(text, 'a table, as in {"width": 4}', where)
+    return table
+
+
+def _convert_sequence(value: Any, kind: Any, options: tuple[Any, ...], where: str) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.lstrip().startswith("[") else value.split(",")
+        except ValueError as error:
+            raise _unreadable(value, "a JSON list", where) from error
+        if value == [""]:
+            value = []
+    if not isinstance(value, tuple | list):
+        raise _unreadable(value, "a list", where)
+    if not options:
+        return kind(value)
+    if kind is list or (len(options) == 2 and options[1] is Ellipsis):
+        return kind(_convert(item, options[0], where) for item in value)
+    if len(options) != len(value):
+        raise _unreadable(value, f"{len(options)} values", where)
+    return tuple(_convert(item, hint, where) for item, hint in zip(value, options, strict=True))
+
+
+def _first_that_fits(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    """None first, text last: ``none`` and ``3`` are what they look like."""
+    order = sorted(options, key=lambda option: (option is not types.NoneType, option is str))
+    for option in order:
+        try:
+            return _convert(value, option, where)
+        except UsageError:
+            continue
+    readable = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise _unreadable(value, readable.replace("NoneType", "none"), where)
+
+
+def _unreadable(value: Any, wanted: str, where: str) -> UsageError:
+    return UsageError(
+        "setting-type",
+        f"{where}={value}: it must be {wanted}.",
+        "",
+        setting=where,
+        value=str(value),
+    )
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _jsonable(getattr(value, name)) for name in _fields(value)}
+    return value

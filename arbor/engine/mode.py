@@ -1,0 +1,238 @@
+"""The two modes: what must fit, what comes back, what stays, and what decodes together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.engine.residency import PathsLose, Residency
+from arbor.engine.scheduler import DecodeScheduler, Row, WaveScheduler
+from arbor.engine.tree_state import TreeState
+from arbor.engine.waves import fitting, halves
+from arbor.retention.policy import Policy
+from arbor.tree import NO_SLOT, Node
+
+Mode = Literal["lossless", "lossy"]
+Rehydrate = Literal["selective", "span", "off"]
+Holes = dict[int, NDArray[np.int64]]  # by node id, offsets of the tokens to compute, increasing
+
+PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
+
+
+class Rules(Protocol):
+    """What a mode decides for one tree.
+
+    Attributes:
+        must_fit: what `required` counts, in words.
+        paths_lose: when running paths lose tokens.
+    """
+
+    must_fit: str
+    paths_lose: PathsLose
+
+    def required(self, node: Node) -> int:
+        """Tokens of the path to a block that have to be on the device while it grows."""
+        ...
+
+    def room(self, leaf_tokens: int) -> int:
+        """Blocks of up to `leaf_tokens` tokens that may decode at once, at least 1."""
+        ...
+
+    def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
+        """Cut work into waves that fit.
+
+        Args:
+            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
+                it can.
+            extra: tokens each needs beyond its path.
+
+        Returns:
+            indices into `nodes`.
+        """
+        ...
+
+    def scheduler(self, longest: int, rows: deque[Row]) -> DecodeScheduler:
+        """Who decodes together; the rows wait, none is longer than `longest`."""
+        ...
+
+    def pinned(self, nodes: Sequence[Node]) -> list[Node]:
+        """The blocks that lose nothing while these decode."""
+        ...
+
+    def is_outdated(self, leaf: Node) -> bool:
+        """Whether logits known after a block may be improved by computing it again."""
+        ...
+
+    def pieces(self, root: Node, room: int) -> list[range]:
+        """The pieces in which a prompt that was never computed goes in; none: at once, with what
+        else a path misses."""
+        ...
+
+    def holes(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
+    ) -> Holes:
+        """Tokens of each block of the running paths that the next forward computes.
+
+        Where the paths do not stay whole, what the policy gives up of them has left when this
+        returns.
+
+        Args:
+            path: the blocks of the paths, each once.
+            leaves: ends of the paths.
+            reserve: slots that must be free afterwards.
+            residency: frees room.
+        """
+        ...
+
+
+class Lossless:
+    """Every running path is complete and exact before anything is computed after it.
+
+    Args:
+        state: of the tree.
+        policy: of the engine.
+        rehydrate: see `Engine`.
+    """
+
+    must_fit = "the longest path"
+    paths_lose: PathsLose = "never"
+
+    def __init__(self, state: TreeState, policy: Policy, rehydrate: Rehydrate) -> None:
+        assert rehydrate != "off", "lossless needs what it evicted back"
+        self._state = state
+        self._memory = state.memory
+        self._keeps_all = policy.keeps_all
+        self._rehydrate = rehydrate
+
+    def required(self, node: Node) -> int:
+        """The whole path."""
+        return node.end
+
+    def room(self, leaf_tokens: int) -> int:
+        """What fits next to the longest path."""
+        return max(1, (self._memory.slots - self._state.longest) // max(1, leaf_tokens))
+
+    def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
+        """The union of a wave's paths fits; where the policy gives up nothing, only free slots are
+        used."""
+        if self._keeps_all:
+            return list(halves(extra, 2 * self._memory.free))
+        return list(fitting(nodes, extra, self._memory.slots))
+
+    def scheduler(self, longest: int, rows: deque[Row]) -> DecodeScheduler:
+        """A block joins as soon as it is expected to fit."""
+        return DecodeScheduler(self._memory.slots, longest, rows)
+
+    def pinned(self, nodes: Sequence[Node]) -> list[Node]:
+        """Whole paths."""
+        return self._state.tree.paths(nodes)
+
+    def is_outdated(self, leaf: Node) -> bool:
+        """Never: they were computed over a whole path."""
+        return False
+
+    def pieces(self, root: Node, room: int) -> list[range]:
+        """None: a prompt fits."""
+        return []
+
+    def holes(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
+    ) -> Holes:
+        """Everything that is missing or inexact."""
+        return _incomplete(self._state, path, self._rehydrate)
+
+
+class Lossy:
+    """Tokens of running paths may leave as well, as the policy says; what is computed then is
+    computed over the gaps.
+
+    Args:
+        state: of the tree.
+        policy: of the engine.
+        rehydrate: see `Engine`.
+    """
+
+    must_fit = "what is protected of a path"
+    paths_lose: PathsLose
+
+    def __init__(self, state: TreeState, policy: Policy, rehydrate: Rehydrate) -> None:
+        self.paths_lose = "last" if policy.spares_paths else "equally"
+        self._state = state
+        self._memory = state.memory
+        self._protected = policy.protect.sinks + policy.protect.recent
+        self._rehydrate = rehydrate
+
+    def required(self, node: Node) -> int:
+        """What the policy protects of a path."""
+        return min(node.end, self._protected)
+
+    def room(self, leaf_tokens: int) -> int:
+        """What fits into half of the budget."""
+        return max(1, self._memory.slots // 2 // max(1, leaf_tokens))
+
+    def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
+        """A wave takes at most half of the budget."""
+        return list(halves(extra, self._memory.slots))
+
+    def scheduler(self, longest: int, rows: deque[Row]) -> DecodeScheduler:
+        """Blocks join in waves, as any token may leave for good."""
+        return WaveScheduler(self._memory.slots, longest, rows)
+
+    def pinned(self, nodes: Sequence[Node]) -> list[Node]:
+        """The open blocks themselves."""
+        return list(nodes)
+
+    def is_outdated(self, leaf: Node) -> bool:
+        """If the block was computed over a gap, or is not all there, and what is missing can come
+        back."""
+        return self._rehydrate != "off" and not leaf.span.exact.all()
+
+    def pieces(self, root: Node, room: int) -> list[range]:
+        """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there
+        is."""
+        if root.id in self._state.computed or root.end <= room:
+            return []
+        piece = max(1, min(PIECE, self._memory.slots // 4))
+        return [range(at, min(root.end, at + piece)) for at in range(0, root.end, piece)]
+
+    def holes(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
+    ) -> Holes:
+        """What was never computed, where nothing comes back; all that is missing, where the paths
+        fit; else what the policy chooses."""
+        if self._rehydrate == "off":
+            return self._never_computed(path, leaves, reserve, residency)
+        if sum(len(node.tokens) for node in path) + reserve <= self._memory.slots:
+            return _incomplete(self._state, path, self._rehydrate)
+        chosen = residency.choose(path, leaves, self._memory.slots - reserve)
+        holes = {}
+        for node in path:
+            offsets = chosen[node.id]
+            missing = offsets[node.span.slot[offsets] == NO_SLOT]
+            all_anew = self._rehydrate == "span" and len(missing)
+            holes[node.id] = offsets if all_anew else missing
+        return holes
+
+    def _never_computed(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
+    ) -> Holes:
+        never = [node for node in path if node.id not in self._state.computed]
+        new = sum(int((~node.span.resident).sum()) for node in never)
+        residency.fit(new + reserve, leaves, "transition")
+        holes: Holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
+        return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
+
+
+def _incomplete(state: TreeState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
+    """What is missing or inexact; all tokens of a block that lacks one, where whole spans come
+    back."""
+    holes = {node.id: state.missing(node) for node in path}
+    if rehydrate == "span":
+        for node in path:
+            if len(holes[node.id]):
+                holes[node.id] = np.arange(len(node.tokens))
+    return holes

@@ -1,0 +1,235 @@
+"""PolicyView: the blocks a policy is shown, and the figures it decides by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.engine.tree_state import TreeState
+from arbor.retention.base import NEVER, Blocks, Tokens
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy, Protect
+from arbor.tree import Node
+
+Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
+
+
+class PolicyView:
+    """Shows a policy the blocks of one tree, as columns that are made when they are read.
+
+    Args:
+        state: of the tree.
+        policy: whose protection applies.
+        msve: block values for the policies that read them.
+    """
+
+    def __init__(self, state: TreeState, policy: Policy, msve: MSVE) -> None:
+        self._state = state
+        self._table = state.table
+        self._policy = policy
+        self._msve = msve
+        self._names = np.zeros(0, np.uint64)  # by node id; 0 = not made yet
+
+    def offered(
+        self,
+        leaves: Sequence[Node],
+        ids: NDArray[np.int64] | None = None,
+        *,
+        where: Where = "off",
+        whole: bool = False,
+        protect: Protect | None = None,
+    ) -> Blocks:
+        """The blocks the policy may take tokens from.
+
+        Args:
+            leaves: ends of the running paths.
+            ids: these blocks only, instead of all that may leave.
+            where: which blocks these are.
+            whole: all tokens of a block are offered, on the device or not (to choose what should
+                come back).
+            protect: what stays in any case; by default what the policy says.
+        """
+        protect = protect or self._policy.protect
+        table = self._table
+        table.refresh()
+        running = [leaf.id for leaf in leaves]
+        active = table.on_paths(running)
+        if ids is None:
+            able = (table.resident > 0) & ~table.open
+            if where != "anywhere":
+                able &= active if where == "on" else ~active
+            ids = np.flatnonzero(able)
+        resident = table.length[ids] if whole else table.resident[ids]
+
+        def see(indices: NDArray[np.int64]) -> Tokens:
+            return self._tokens(ids, indices, leaves, whole, protect)
+
+        def score(blocks: Blocks) -> NDArray[np.float64]:
+            return self._msve.scores(blocks.value, blocks.confidence, blocks.attention)
+
+        # most policies read a few of these only
+        return Blocks.when_read(
+            {
+                "length": lambda _: table.length[ids],
+                "depth": lambda _: table.depth[ids],
+                "distance": lambda _: table.distances(running)[ids],
+                "active": lambda _: active[ids],
+                "value": lambda _: table.expected()[ids],
+                "confidence": lambda _: table.confidence[ids],
+                "attention": lambda _: self._attention(ids),
+                "score": score,
+                "last_used": lambda _: table.last_used[ids],
+                "scheduled": lambda _: self._scheduled(ids),
+                "reentry": lambda _: self._reentry(ids),
+                "next_use": lambda _: self._next_use(ids),
+            },
+            ids=ids,
+            resident=resident,
+            floor=self._floor(ids, resident, see, leaves, where, whole, protect),
+            see=see,
+        )
+
+    # Columns of blocks
+
+    def _floor(
+        self,
+        ids: NDArray[np.int64],
+        resident: NDArray[np.int64],
+        see: Callable[[NDArray[np.int64]], Tokens],
+        leaves: Sequence[Node],
+        where: Where,
+        whole: bool,
+        protect: Protect,
+    ) -> NDArray[np.int64]:
+        """What each block keeps in any case: its protected tokens, and K_min.
+
+        Sinks and recent tokens lie in few blocks, and only there tokens are looked at; tails are
+        counted in the table.
+        """
+        floor = np.minimum(resident, protect.floor)
+        if protect.tail:
+            tail = resident if whole else self._table.tail[ids]
+            floor = np.maximum(floor, np.minimum(tail, protect.tail))
+        if protect.tail or where != "off":
+            start = self._table.start[ids]
+            ends = start + self._table.length[ids]
+            recent = self._oldest(leaves, protect)[ids]
+            few = np.flatnonzero((start < protect.sinks) | (ends > recent))
+            if len(few):
+                tokens = see(few)
+                guarded = np.bincount(tokens.block[tokens.protected], minlength=len(ids))
+                floor = np.maximum(floor, guarded)
+        return floor
+
+    def _oldest(self, leaves: Sequence[Node], protect: Protect) -> NDArray[np.int64]:
+        """Where in each block the window of recent tokens begins, int64 by node id; `NEVER` where
+        it does not reach."""
+        oldest = np.full(len(self._table), NEVER)
+        for leaf in leaves if protect.recent else ():
+            # the window of a block several leaves share begins where the shortest one's does
+            begin = leaf.end - protect.recent
+            for node in reversed(leaf.path):
+                oldest[node.id] = min(oldest[node.id], begin)
+                if node.start <= begin:
+                    break
+        return oldest
+
+    def _attention(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        if not self._policy.observes:
+            return np.zeros(len(ids))
+        return self._state.statistics.block_attention(ids)
+
+    def _next_use(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        reads = self._state.reads
+        if reads is None:
+            return np.full(len(ids), NEVER)
+        return reads.after(self._state.operation, ids)
+
+    def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        upcoming = self._state.upcoming
+        if not upcoming:
+            return np.full(len(ids), NEVER)
+        waits = [(node.id, at) for at, wave in enumerate(upcoming, 1) for node in wave]
+        return self._table.soonest(*zip(*waits, strict=True))[ids]
+
+    def _reentry(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+        likely = self._state.run.outlook()
+        if not likely:
+            return np.zeros(len(ids))
+        leaves = np.fromiter(likely, np.int64, len(likely))
+        chance = np.fromiter(likely.values(), np.float64, len(likely))
+        return np.minimum(1.0, self._table.reentry(leaves, chance)[ids])
+
+    # Tokens
+
+    def _tokens(
+        self,
+        ids: NDArray[np.int64],
+        indices: NDArray[np.int64],
+        leaves: Sequence[Node],
+        whole: bool,
+        protect: Protect,
+    ) -> Tokens:
+        nodes = ids[indices]
+        table = self._table
+        if whole:
+            sizes = table.length[nodes]
+            offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        else:
+            sizes, offset = table.held.of(nodes)
+
+        def protected(tokens: Tokens) -> NDArray[np.bool_]:
+            # places in the path from which tokens are protected, by block
+            since = self._oldest(leaves, protect)[nodes]
+            if protect.tail:
+                since = np.minimum(since, table.start[nodes] + table.length[nodes] - protect.tail)
+            sinks = table.start[nodes] < protect.sinks
+            result = np.zeros(len(offset), np.bool_)
+            if (since < NEVER).any():
+                result = tokens.position >= np.repeat(since, sizes)
+            if sinks.any():
+                result |= tokens.position < protect.sinks
+            return result
+
+        def key(_: Tokens) -> NDArray[np.uint64]:
+            with np.errstate(over="ignore"):
+                return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN
+
+        nothing = {
+            "mass": lambda _: np.zeros(len(offset)),
+            "latest": lambda _: np.zeros(len(offset)),
+            "queries": lambda _: np.zeros(len(offset), np.int64),
+            "activated": lambda _: np.zeros(len(offset), np.int64),
+        }
+        statistics = self._state.statistics
+        observed = self._policy.observes
+        return Tokens.when_read(
+            {
+                "block": lambda _: np.repeat(indices, sizes),
+                "position": lambda _: np.repeat(table.start[nodes], sizes) + offset,
+                "key": key,
+                "protected": protected,
+                **(statistics.makers(nodes, sizes, offset) if observed else nothing),
+            },
+            offset=offset,
+        )
+
+    def _named(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Names of blocks, which do not depend on the order of the search."""
+        if len(self._names) < len(self._table):
+            more = max(len(self._table), 2 * len(self._names)) - len(self._names)
+            self._names = np.concatenate([self._names, np.zeros(more, np.uint64)])
+        for node_id in ids[self._names[ids] == 0].tolist():
+            self._names[node_id] = _name(self._state.tree[node_id])
+        return self._names[ids]
+
+
+def _name(node: Node) -> int:
+    """A number for a block that does not depend on the order of the search."""
+    text = ".".join(map(str, node.key)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,0 +1,78 @@
+"""Planning: a prompt as token ids, and what a budget buys for it; reads no weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arbor.budget import Budget, Footprint, Plan
+from arbor.errors import InputError, ModelError
+from arbor.run.limits import check_count
+from arbor.run.setup import Setup
+from arbor.tasks.base import BoundedQuestions, Problem
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a prompt: one user message where the tokenizer has a chat template."""
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_dict=True
+        )
+        return list(encoded["input_ids"])
+    return list(tokenizer.encode(prompt))
+
+
+def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budget) -> Plan:
+    """What a budget buys for one problem.
+
+    Args:
+        setup: how it is searched.
+        problem: parsed.
+        prompt_tokens: length of its prompt.
+        budget: what may be kept.
+
+    Raises:
+        ModelError: the model is not supported.
+        InputError: the longest path would not fit the model's context.
+        BudgetInfeasible: the budget is too small; names the smallest that works.
+    """
+    files, boundary, protect = setup.checkpoint.read(), setup.boundary, setup.policy.protect
+    info = files.info
+    if not info.supported:
+        raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+    shape = Footprint(
+        prompt_tokens,
+        boundary.max_tokens,
+        boundary.max_depth,
+        setup.controller.max_blocks(boundary.max_depth),
+        question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0,
+        protect.sinks + protect.recent if setup.mode == "lossy" else None,
+    )
+    if shape.path_tokens > info.context:
+        levers = ["Shorten the problem", *shape.levers(info.context)]
+        raise InputError(
+            "problem-too-long",
+            f"{prompt_tokens:,} tokens; the model's context is {info.context:,} and the search needs "
+            f"{shape.path_tokens - prompt_tokens:,} more.",
+            f"{', or '.join(levers)}.",
+            tokens=prompt_tokens,
+            context=info.context,
+        )
+    return budget.plan(shape, info.kv_bytes_per_token)
+
+
+def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
+    """Tokens of a question to the model that the plan counts.
+
+    They are those of the question at no thoughts, and at least `max_question_tokens` of a task that
+    declares it.
+
+    Raises:
+        UsageError: the declared number is not a whole number of at least 1.
+    """
+    task = setup.task
+    text = task.question(problem, ()).text
+    declared = None
+    if isinstance(task, BoundedQuestions):
+        declared = check_count("max_question_tokens", task.max_question_tokens)
+    return max(declared or 0, len(tokenizer.encode(text, add_special_tokens=False)))

@@ -1,0 +1,236 @@
+"""Run: one search of one problem, from its prompt to its solution."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from arbor._version import __version__
+from arbor.budget import Budget, Plan
+from arbor.engine.engine import Engine
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
+from arbor.errors import UsageError
+from arbor.events import Ended, Header, Listener
+from arbor.metrics import Metrics, MetricsFold
+from arbor.retention.future_reads import FutureReads
+from arbor.run.callbacks import Broadcast
+from arbor.run.limits import TokenLimit
+from arbor.run.planning import encode_prompt, plan_search
+from arbor.run.questions import PlannedQuestions
+from arbor.run.request import Request
+from arbor.run.session import Limits, Outcome, Session, Status
+from arbor.run.setup import Setup
+from arbor.run.solution import Candidate, Solution, Step
+from arbor.tasks.base import Problem
+from arbor.trace.write import SCHEMA, TraceWriter
+from arbor.tree import Node
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """One search of one problem: its prompt, plan, header, listeners, trace and session.
+
+    The problem goes down once, through `solve` to the session, and its solution comes back once.
+
+    Args:
+        setup: parts and settings, those of the solver.
+        problem: parsed.
+        request: what this run asks for.
+    """
+
+    def __init__(self, setup: Setup, problem: Problem, request: Request) -> None:
+        expected = request.expected
+        self.setup = setup
+        self.problem = (
+            problem if expected is None else dataclasses.replace(problem, expected=expected)
+        )
+        self.request = request
+        self.seed = setup.seed if request.seed is None else request.seed
+        self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
+        self.session: Session | None = None  # while the engine searches
+
+    def solve(
+        self, lend: Callable[[Run], AbstractContextManager[Engine]], *listeners: Listener
+    ) -> Solution:
+        """Plan, search, and describe what was found.
+
+        Args:
+            lend: the engine, loaded, for as long as the search takes; entered after planning.
+            listeners: called with every event, after those of the setup.
+
+        Raises:
+            see `Solver.solve`.
+        """
+        plan, reads = self.plan, self._reads()
+        logger.info(
+            "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
+            self.setup.task.name,
+            len(self.prompt),
+            self.seed,
+            plan.budget_tokens,
+            plan.full_tokens,
+            self.config["policy"]["name"],
+            self.setup.mode,
+        )
+        with lend(self) as engine:
+            metrics, writer = MetricsFold(), self.request.writer()
+            try:
+                outcome = self._search(engine, reads, metrics, writer, listeners)
+            finally:
+                self.session = None
+                if writer is not None:
+                    writer.close()
+            return self._solution(outcome, metrics.metrics(), writer)
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End the search after its current forward, if it is running.
+
+        Safe from a signal handler or another thread.
+        """
+        session = self.session  # read once: the search may end meanwhile
+        if session is not None:
+            session.stop(status)
+
+    # Before the search; reads no weights
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """Token ids of the root."""
+        text = self.setup.task.prompt(self.problem)
+        return encode_prompt(self.setup.checkpoint.read().tokenizer, text)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the budget buys."""
+        return plan_search(self.setup, self.problem, len(self.prompt), self.budget)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Every setting of the solver, with the budget and the limits of this run."""
+        return self.setup.config | {"budget": str(self.budget), **self.request.limits}
+
+    def _reads(self) -> FutureReads | None:
+        """When each block is read, if a recorded run was given."""
+        reads = self.request.reads(self.problem.text, self.seed)
+        policy = self.setup.policy
+        if reads is None and policy.needs_recording:
+            raise UsageError(
+                "belady-blind",
+                f"the policy '{policy.name}' needs a recorded run of the same search.",
+                f"Solve once with a trace, then solve(…, recorded=TRACE), or: arbor replay TRACE --policy {policy.name}.",
+            )
+        return reads
+
+    # The search
+
+    def _search(
+        self,
+        engine: Engine,
+        reads: FutureReads | None,
+        metrics: MetricsFold,
+        writer: TraceWriter | None,
+        listeners: tuple[Listener, ...],
+    ) -> Outcome:
+        """The session between the header and the end."""
+        setup, request = self.setup, self.request
+        heard: list[Listener] = [metrics, *([writer] if writer else [])]
+        heard += (*setup.listeners, *listeners)
+        if request.max_tokens is not None:
+            heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit")))
+        emit = Broadcast(heard, self.stop)
+        eos = setup.checkpoint.load().eos
+        self.session = Session(
+            engine,
+            setup.task,
+            self.problem,
+            setup.controller,
+            setup.verifier,
+            Growth(self.seed, setup.sampling, StopRule(engine.tokenizer, setup.boundary, eos)),
+            Limits(setup.boundary.max_depth, setup.max_expansions, request.timeout),
+            self.plan.budget_tokens,
+            emit,
+            detail=request.trace_level,
+            reads=reads,
+            asker=PlannedQuestions(
+                engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
+            ),
+        )
+        emit(self._header())
+        try:
+            outcome = self.session.run(self.prompt, setup.task.prompt(self.problem))
+        except BaseException:
+            cost = metrics.metrics()
+            emit.fail(Ended("error", cost.nodes, cost.to_dict()))
+            raise
+        emit(Ended(outcome.status, len(outcome.tree), metrics.metrics().to_dict()))
+        cost = metrics.metrics()
+        logger.info(
+            "%s: %d tokens in %.2f s, %d recomputed, at most %d tokens of KV",
+            outcome.status,
+            cost.tokens_generated,
+            cost.wall_s,
+            cost.tokens_recomputed,
+            cost.peak_tokens,
+        )
+        return outcome
+
+    def _header(self) -> Header:
+        checkpoint, problem = self.setup.checkpoint, self.problem
+        info = checkpoint.read().info
+        created = datetime.now(UTC)
+        content = f"{created.isoformat()} {os.getpid()} {problem.id}"
+        return Header(
+            schema=SCHEMA,
+            run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
+            created=created.isoformat(timespec="seconds"),
+            arbor=__version__,
+            task=self.setup.task.name,
+            problem=problem.text,
+            seed=self.seed,
+            expected=problem.expected,
+            model=info.to_dict(),
+            device={
+                "name": str(checkpoint.device),
+                "torch": torch.__version__,
+                "backend": checkpoint.backend_name(info),
+            },
+            config=self.config,
+            kv=self.plan.to_dict(),
+        )
+
+    # After the search
+
+    def _solution(self, outcome: Outcome, metrics: Metrics, writer: TraceWriter | None) -> Solution:
+        best, task, problem = outcome.best, self.setup.task, self.problem
+        path: list[Node] = [] if best is None else best.path
+        return Solution(
+            id=problem.id,
+            task=task.name,
+            problem=problem.text,
+            answer=outcome.answer,
+            text="".join(node.text for node in path[1:]),
+            score=0.0 if best is None else best.value,
+            correct=outcome.correct,
+            finish_reason=outcome.status,
+            path=tuple(node.id for node in path),
+            steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
+            candidates=tuple(
+                Candidate(leaf.id, task.answer(problem, leaf.thoughts), leaf.value, leaf.logprob)
+                for leaf in outcome.finished
+            ),
+            metrics=metrics,
+            seed=self.seed,
+            config=self.config,
+            trace_path=None if writer is None else os.fspath(writer.path),
+        )

@@ -1,0 +1,529 @@
+"""Tables and plots of EXPERIMENTS.md, rendered from the CSV files in docs/experiments.
+
+    python scripts/report.py            writes the tables into the page and the plots as SVG
+    python scripts/report.py --check    writes nothing; exit code 1 if a table or a plot differs
+    python scripts/report.py --tables   leaves out the plots, which depend on matplotlib's version
+
+A table stands in the page between ``<!-- table: NAME -->`` and ``<!-- end -->``. CSV files are
+append-only, oldest row first: a cell of a table or a point of a plot shows the last row of the file
+that fits, so a measurement that is repeated and appended replaces the older one on the page and
+leaves it in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "EXPERIMENTS.md"
+DATA = ROOT / "docs" / "experiments"
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Row = Mapping[str, str]
+Where = Mapping[str, str | tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: a value, with its interval where the CSV has one."""
+
+    title: str
+    value: str  # name of the CSV column
+    low: str = ""  # CSV columns of the interval
+    high: str = ""
+    half: str = ""  # CSV column of half the width of the interval, where it has that instead
+    unit: str = ""  # written after the value
+    unit_from: str = ""  # CSV column of the unit, where rows have different ones
+    where: Where = field(
+        default_factory=dict
+    )  # filters of this column, added to those of the table
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table shows: which rows of which CSV file, and which columns."""
+
+    source: str  # name of the CSV file, without its ending
+    by: Mapping[str, str]  # CSV column: title; each combination of their values is one row
+    columns: tuple[Column, ...]
+    where: Where = field(
+        default_factory=dict
+    )  # a tuple allows several values, and gives their order
+
+
+def share(title: str, where: Where | None = None) -> Column:
+    """A share of solved problems with its interval."""
+    low, high = "solved_low_percent", "solved_high_percent"
+    return Column(title, "solved_percent", low, high, unit=" %", where=where or {})
+
+
+def ratio(title: str, where: Where) -> Column:
+    """A ratio with its interval."""
+    return Column(title, "ratio", "ratio_low", "ratio_high", where=where)
+
+
+def recomputed(title: str, search: str) -> Column:
+    """Recomputed tokens per generated one, in one kind of search."""
+    half = "interval_half_width"
+    return Column(title, "recomputed_per_generated", half=half, where={"search": search})
+
+
+def cost(fraction: str) -> Column:
+    """CPU time under a part of the peak, against full retention."""
+    where = {"budget_fraction": fraction}
+    title = f"time at {fraction} of the peak (full retention: 1)"
+    return Column(title, "ratio_to_full", "ratio_low", "ratio_high", where=where)
+
+
+def microseconds(title: str, name: str) -> Column:
+    """A time with its quartiles."""
+    return Column(title, f"{name}_us", f"{name}_q1_us", f"{name}_q3_us")
+
+
+def lost(rehydrate: str, fraction: str) -> Column:
+    """Problems solved with a part of the KV, which comes back or does not."""
+    kind = "comes back" if rehydrate == "selective" else "is lost"
+    where = {"rehydrate": rehydrate, "budget_fraction": fraction}
+    return share(f"{fraction} held, the rest {kind}", where)
+
+
+REPLAYED: Where = {"n": "60", "rehydrate": "selective", "budget_fraction": "0.25"}
+DETERMINISTIC: Where = {"deterministic": "yes"}
+SAMPLED: Where = {"deterministic": "no"}
+
+TABLES: dict[str, Table] = {
+    "budget_answers": Table(
+        "budget_answers",
+        {"task": "task", "controller": "search", "budget_fraction": "budget, part of the peak"},
+        (
+            Column("n", "n"),
+            Column("same trees", "same_trees", where=SAMPLED),
+            Column("same answers", "same_answers", where=SAMPLED),
+            Column("same trees, `--deterministic`", "same_trees", where=DETERMINISTIC),
+            Column("recomputed tokens, mean", "recomputed_tokens_mean"),
+        ),
+        {
+            "n": "500",
+            "temperature": ("", "2"),
+            "task": ("game24, test", "chains of 2 and 3 steps, test"),
+            "controller": ("tot (beam 5, width 10, to the end)", "beam (5, width 4)"),
+            "budget_fraction": ("0.5", "0.25"),
+        },
+    ),
+    "budget_cost": Table(
+        "budget_cost",
+        {"controller": "search", "machine": "machine"},
+        (Column("n", "n"), cost("0.5"), cost("0.25"), cost("0.125")),
+        {"n": "20", "budget_of": "measured peak"},
+    ),
+    "solved": Table(
+        "solved",
+        {"controller": "search", "verifier": "verifier", "sampling": "siblings"},
+        (
+            Column("n", "n"),
+            share("solved"),
+            Column(
+                "against greedy, points",
+                "difference_points",
+                "difference_low_points",
+                "difference_high_points",
+            ),
+            Column("tokens per problem", "tokens_per_problem"),
+        ),
+        {
+            "model": "Sapling (21a844e)",
+            "verifier": ("", "self"),
+        },
+    ),
+    "lossy_word_problems": Table(
+        "lossy_word_problems",
+        {"policy": "policy"},
+        (lost("off", "0.9"), lost("off", "0.75"), lost("selective", "0.75"), lost("off", "0.6")),
+        {
+            "n": "500",
+            "task": "chains of 4 to 6 steps, test",
+            "policy": ("lru", "random", "arborkv"),
+        },
+    ),
+    "lossy_trees": Table(
+        "lossy_trees",
+        {"policy": "policy"},
+        (lost("off", "0.75"), lost("off", "0.5"), lost("selective", "0.5"), lost("off", "0.35")),
+        {"n": "500", "policy": ("uniform", "lru", "arborkv")},
+    ),
+    "step_speed": Table(
+        "step_speed",
+        {"machine": "machine", "dtype": "dtype"},
+        tuple(ratio(tree, {"tree": tree}) for tree in ("F8", "T4", "F32", "F32x48")),
+        {
+            "model": "100M Llama",
+            "against": "generate, batched, copied caches",
+            "machine": ("epyc", "xeon"),
+            "dtype": ("float32", "bfloat16"),
+        },
+    ),
+    "fork_cost": Table(
+        "fork_cost",
+        {"what": "what", "setting": "setting", "machine": "machine"},
+        (
+            Column("n", "n"),
+            Column("result", "value", unit_from="unit"),
+        ),
+        {
+            "what": (
+                "a fork of 8 branches at 512 tokens",
+                "part of a decode step outside the model's layers, plans included",
+                "claiming 100 slots",
+            ),
+            "setting": (
+                "5M Llama",
+                "5M Llama, 32 leaves, 512-token prefix",
+                "pool of 600000 slots, half full pool",
+            ),
+            "metric": ("time", "share"),
+        },
+    ),
+    "recomputed": Table(
+        "recomputed",
+        {"policy": "policy"},
+        (
+            Column("n", "n"),
+            recomputed("breadth-first, at 0.25", "breadth-first tot"),
+            recomputed("depth-first, at 0.25", "depth-first tot"),
+            recomputed("beam, at 0.25", "beam"),
+        ),
+        {**REPLAYED, "policy": ("lru", "reentry", "belady")},
+    ),
+    "block_values": Table(
+        "block_values",
+        {"signal": "signal", "blocks_judged": "blocks"},
+        (Column("rank correlation with a lost answer", "value", "value_low", "value_high"),),
+        {
+            "quantity": "Spearman's rank correlation with whether the loss cost the answer",
+            "signal": ("the fit", "the default weights, a guess", "value alone"),
+        },
+    ),
+    "largest_search": Table(
+        "largest_search",
+        {"cap_kv_tokens": "cap (tokens of KV)"},
+        tuple(
+            Column(title, "rounds_mean", "rounds_low", "rounds_high", where={"arm": arm})
+            for title, arm in (
+                ("a path for every leaf", "unshared: every leaf with its own path"),
+                ("the tree shared", "the tree shared"),
+                ("within the cap", "within the cap by recomputing (`reentry`, replayed)"),
+            )
+        ),
+    ),
+    "policy_cost": Table(
+        "policy_cost",
+        {"policy": "policy", "machine": "machine"},
+        (
+            Column("n", "n"),
+            microseconds("decision (µs)", "event"),
+            microseconds("carried out (µs)", "carried_out"),
+        ),
+        {
+            "blocks": "10000",
+            "machine": "epyc",
+            "policy": ("lru", "arborkv", "h2o"),
+        },
+    ),
+    "trace_cost": Table(
+        "trace_cost",
+        {"what": "what", "metric": "metric", "setting": "setting", "machine": "machine"},
+        (Column("n", "n"), Column("result", "value", unit_from="unit")),
+        {
+            "what": (
+                "writing a trace, part of the CPU time of the search",
+                "starting: `arbor --version`",
+                "one frame of the live view",
+            ),
+            "setting": (
+                "Sapling, game24 validation, tot, self, full budget; compressed",
+                "",
+                "110 blocks, 100 columns",
+            ),
+            "metric": ("median, run 1", "median, run 2", "CPU time", "time"),
+        },
+    ),
+    "view_speed": Table(
+        "view_speed",
+        {"blocks": "blocks", "events": "events", "machine": "machine"},
+        (
+            Column("loads", "n"),
+            Column("ready, median", "ready_s", unit=" s"),
+            Column("ready, largest", "ready_largest_s", unit=" s"),
+            Column("seek p95", "seek_p95_ms", unit=" ms"),
+            Column("heap", "heap_mb", unit=" MB"),
+        ),
+    ),
+}
+
+
+def read(source: str) -> list[dict[str, str]]:
+    """The rows of a CSV file, oldest first."""
+    with (DATA / f"{source}.csv").open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines, strict=True))
+
+
+def fits(row: Row, where: Where) -> bool:
+    """Whether a row has the values asked for."""
+    return all(
+        row[name] in (wanted if isinstance(wanted, tuple) else (wanted,))
+        for name, wanted in where.items()
+    )
+
+
+def newest(rows: Sequence[Row], where: Where, value: str) -> Row | None:
+    """The last row that fits and has the value; None if no row does."""
+    return next((row for row in reversed(rows) if fits(row, where) and row[value]), None)
+
+
+def grouped(number: str) -> str:
+    """A number with commas between thousands; other text as it is."""
+    return f"{int(number):,}" if re.fullmatch(r"-?\d{4,}", number) else number
+
+
+def cell(row: Row | None, column: Column) -> str:
+    """A cell as the page shows it; empty where nothing was measured."""
+    if row is None:
+        return ""
+    unit = f" {row[column.unit_from]}" if column.unit_from else column.unit
+    text = grouped(row[column.value]) + unit
+    if column.low and row[column.low]:
+        text += f" ({grouped(row[column.low])} to {grouped(row[column.high])})"
+    if column.half and row[column.half]:
+        text += f" ± {row[column.half]}"
+    return text
+
+
+def keys(rows: Sequence[Row], table: Table) -> list[tuple[str, ...]]:
+    """The values that identify the rows of a table, in the order of its filters or the file."""
+    found = dict.fromkeys(tuple(row[name] for name in table.by) for row in rows)
+
+    def place(key: tuple[str, ...]) -> tuple[int, ...]:
+        wanted = [table.where.get(name, "") for name in table.by]
+        return tuple(
+            values.index(value) if isinstance(values, tuple) else 0
+            for value, values in zip(key, wanted, strict=True)
+        )
+
+    return sorted(found, key=place)
+
+
+def rendered(table: Table) -> str:
+    """A table as Markdown, with a line break at its end."""
+    rows = [row for row in read(table.source) if fits(row, table.where)]
+    lines = []
+    for key in keys(rows, table):
+        identity = dict(zip(table.by, key, strict=True))
+        shown = [
+            cell(newest(rows, {**identity, **column.where}, column.value), column)
+            for column in table.columns
+        ]
+        if any(shown):
+            lines.append([grouped(value) for value in key] + shown)
+    titles = [*table.by.values(), *(column.title for column in table.columns)]
+    marks = ["---"] * len(table.by) + ["--:"] * len(table.columns)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (titles, marks, *lines))
+
+
+def filled(page: str) -> str:
+    """The page with every table rendered anew."""
+    return MARKED.sub(lambda found: found[1] + rendered(TABLES[found[2]]) + found[3], page)
+
+
+# Plots
+
+GREY, BLUE, ORANGE = "#808080", "#2b7bba", "#d9822b"  # seen on light and on dark
+COLOURS = {
+    "streaming": "#b07aa1",
+    "uniform": "#9c755f",
+    "arborkv": ORANGE,
+    "lru": "#59a14f",
+    "reentry": BLUE,
+    "belady": "#e15759",
+}
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "arbor",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": GREY,
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": GREY,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def panels(count: int, height: float) -> tuple[Figure, list[Axes]]:
+    """A transparent figure with panels side by side that share their vertical axis."""
+    figure = Figure(figsize=(8.4, height), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    for each in axes:
+        each.patch.set_alpha(0)
+        each.grid(True)
+        each.set_axisbelow(True)
+    return figure, list(axes)
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels, below them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+
+
+def solved_by_policy(
+    source: str, where: Where, fractions: Sequence[str], policies: Sequence[str]
+) -> Figure:
+    """Shares solved by policy, one panel for each part of the KV, lost or coming back."""
+    rows = read(source)
+    figure, axes = panels(len(fractions), 2.9)
+    arms = (("off", "what left is lost", ORANGE, 0.15), ("selective", "it comes back", BLUE, -0.15))
+    for panel, fraction in zip(axes, fractions, strict=True):
+        for rehydrate, label, colour, shift in arms:
+            places, values, below, above = [], [], [], []
+            for place, policy in enumerate(reversed(policies)):
+                asked = {"policy": policy, "rehydrate": rehydrate, "budget_fraction": fraction}
+                row = newest(rows, {**where, **asked}, "solved_percent")
+                if row is None:
+                    continue
+                value = float(row["solved_percent"])
+                places.append(place + shift)
+                values.append(value)
+                below.append(value - float(row["solved_low_percent"]))
+                above.append(float(row["solved_high_percent"]) - value)
+            spread = [below, above]
+            panel.errorbar(values, places, xerr=spread, fmt="o", ms=4, color=colour, label=label)
+        panel.set_title(f"{fraction} of the peak held")
+        panel.set_xlabel("solved (%)")
+        panel.set_xlim(-3, 103)
+    axes[0].set_yticks(range(len(policies)), list(reversed(policies)))
+    legend(figure, axes[0])
+    return figure
+
+
+def recomputed_by_budget() -> Figure:
+    """Recomputed tokens per generated one against the budget, one panel per search."""
+    rows = read("recomputed")
+    searches = ("breadth-first tot", "depth-first tot", "beam")
+    fractions = ("0.125", "0.25", "0.5")
+    figure, axes = panels(len(searches), 2.9)
+    for panel, search in zip(axes, searches, strict=True):
+        for policy, colour in COLOURS.items():
+            points = []
+            for fraction in fractions:
+                asked = {"search": search, "policy": policy, "budget_fraction": fraction}
+                where = {"n": "60", "rehydrate": "selective", **asked}
+                row = newest(rows, where, "recomputed_per_generated")
+                assert row is not None, f"recomputed.csv has no row for {asked}"
+                points.append(row)
+            values = [float(row["recomputed_per_generated"]) for row in points]
+            spread = [float(row["interval_half_width"]) for row in points]
+            style = "--" if policy == "belady" else "-"
+            panel.errorbar(
+                fractions, values, spread, ls=style, marker=".", color=colour, label=policy
+            )
+        panel.set_title(search)
+        panel.set_xlabel("budget, part of the peak")
+    axes[0].set_ylabel("recomputed per generated token")
+    legend(figure, axes[0])
+    return figure
+
+
+def time_by_policy() -> Figure:
+    """Time of a decision and of carrying it out, by policy, at 10,000 blocks."""
+    rows = [row for row in read("policy_cost") if row["blocks"] == "10000"]
+    figure, (panel,) = panels(1, 3.2)
+    measured = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        row = newest(rows, {"policy": policy}, "event_us")
+        if row is not None:
+            measured.append(row)
+    measured.sort(key=lambda row: -float(row["event_us"]))
+    arms = (("event", "decision", BLUE, 0.2), ("carried_out", "carrying it out", ORANGE, -0.2))
+    for name, label, colour, shift in arms:
+        places = [place + shift for place in range(len(measured))]
+        times = [float(row[f"{name}_us"]) / 1000 for row in measured]
+        panel.barh(places, times, height=0.36, color=colour, label=label)
+    panel.set_yticks(range(len(measured)), [row["policy"] for row in measured])
+    panel.set_xscale("log")
+    panel.set_xticks((0.3, 1, 3, 10), ("0.3", "1", "3", "10"))
+    panel.minorticks_off()
+    panel.set_xlabel("ms an event, 10,000 blocks (median)")
+    legend(figure, panel)
+    return figure
+
+
+PLOTS: dict[str, Callable[[], Figure]] = {
+    "lossy_word_problems": lambda: solved_by_policy(
+        "lossy_word_problems",
+        {"n": "500", "task": "chains of 4 to 6 steps, test"},
+        ("0.9", "0.75", "0.6"),
+        ("lru", "random", "tova", "uniform", "kkt", "arborkv", "h2o", "streaming"),
+    ),
+    "lossy_trees": lambda: solved_by_policy(
+        "lossy_trees",
+        {"n": "500"},
+        ("0.75", "0.5", "0.35"),
+        ("uniform", "streaming", "tova", "lru", "random", "arborkv", "kkt", "h2o"),
+    ),
+    "recomputed": recomputed_by_budget,
+    "policy_cost": time_by_policy,
+}
+
+
+def drawn(name: str) -> str:
+    """A plot as SVG, the same text every time."""
+    out = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        PLOTS[name]().savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def main() -> int:
+    """Writes what has changed, or says what is out of date."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--tables", action="store_true", help="tables only")
+    args = parser.parse_args()
+    check = args.check
+    wanted = {PAGE: filled(PAGE.read_text(encoding="utf-8"))}
+    if not args.tables:
+        wanted |= {DATA / f"{name}.svg": drawn(name) for name in PLOTS}
+    stale = False
+    for path, text in wanted.items():
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale = True
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        print(f"{path.name}: {'out of date: run python scripts/report.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""A task whose questions grow with the thoughts keeps the promise of the plan, or is named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from arbor import InputError, Solver, UsageError, read_trace
+from arbor.budget import Budget, Footprint
+from arbor.errors import BudgetInfeasible
+from arbor.events import Answered
+from arbor.run.questions import PlannedQuestions
+from arbor.tasks.base import BlockLimits, Problem, Question
+from arbor.tasks.game24 import Game24
+from arbor.tree import ThoughtTree
+
+PUZZLE = "4 5 6 10"
+EACH = 40  # words more in a question for each thought of its path
+
+
+@dataclass(frozen=True)
+class Growing(Game24):
+    """The Game of 24 with questions that grow by the thought."""
+
+    max_question_tokens: int | None = None
+
+    @property
+    def boundary(self) -> BlockLimits:
+        return replace(super().boundary, max_tokens=16)
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        asked = super().question(problem, thoughts)
+        return replace(asked, text=" 4" * EACH * len(thoughts) + asked.text)
+
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "chain": {"controller": "chain"},
+    "bfs": {"controller": {"name": "tot", "beam": 2, "width": 3}},
+    "full": {"controller": {"name": "tot", "beam": 2, "width": 3}, "policy": "full"},
+    "lossy": {"controller": "chain", "mode": "lossy", "policy": "streaming"},
+}
+PLAIN = Solver(task=Game24())
+LONGEST = len(PLAIN.tokenizer.encode(" 4" * EACH * 3 + "Reachable?", add_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_declared_bound_keeps_every_budget_that_the_plan_accepts(name: str) -> None:
+    with Solver(task=Growing(max_question_tokens=LONGEST), **SEARCHES[name]) as solver:
+        plan = solver.plan(PUZZLE)
+        slots = plan.full_tokens if name == "full" else plan.smallest_tokens
+        solution = solver.solve(PUZZLE, budget=f"{slots}tok")
+        with pytest.raises(BudgetInfeasible) as caught:
+            solver.plan(PUZZLE, budget=f"{plan.smallest_tokens - 1}tok")
+
+    assert plan.question_tokens == LONGEST
+    assert solution.metrics.asked > 0
+    assert caught.value.needed == plan.smallest_tokens
+
+
+@pytest.mark.parametrize("name", ["chain", "bfs", "lossy"])
+def test_a_question_longer_than_planned_names_its_task_and_what_works(
+    name: str, tmp_path: Any
+) -> None:
+    """Each time the number named is declared, the search gets further, and in the end it is done."""
+    task, path = Growing(), tmp_path / "run.arbor.jsonl"
+    budget, named = f"{Solver(task=task, **SEARCHES[name]).plan(PUZZLE).smallest_tokens}tok", []
+    while True:
+        with Solver(task=task, budget=budget, debug=True, **SEARCHES[name]) as solver:
+            try:
+                solution = solver.solve(PUZZLE, trace=path)
+                break
+            except BudgetInfeasible as error:
+                known = solver.plan(PUZZLE)
+                asked = error.data["question_tokens"]
+                assert asked > known.question_tokens and error.needed > known.budget_tokens
+                assert f"question of {asked} tokens by the task 'game24'" in error.message
+                assert f"max_question_tokens = {asked}" in error.hint
+                assert f"{error.needed}tok works" in error.hint
+                assert "answer" in error.data
+                answers = [e for e in read_trace(path).events if isinstance(e, Answered)]
+                assert [answer.text for answer in answers] == [error.data["answer"]]
+                named.append(asked)
+                task, budget = Growing(max_question_tokens=asked), f"{error.needed}tok"
+
+    assert named == sorted(set(named)) and 1 <= len(named) <= 3
+    assert solution.metrics.asked > 0
+    with Solver(task=Growing(max_question_tokens=LONGEST), **SEARCHES[name]) as solver:
+        assert solver.solve(PUZZLE).text == solution.text or name == "lossy"
+
+
+def test_a_longer_question_is_asked_while_there_is_room() -> None:
+    with Solver(task=Growing(), **SEARCHES["bfs"]) as solver:
+        assert solver.plan(PUZZLE).question_tokens < LONGEST
+        assert solver.solve(PUZZLE).metrics.asked > 0
+
+
+def test_a_question_beyond_the_models_context_is_refused() -> None:
+    with Solver(task=Growing(), **SEARCHES["bfs"]) as solver:
+        context = solver.plan(PUZZLE).prompt_tokens + 100
+        files = solver.checkpoint.read()
+        solver.checkpoint._files = replace(files, info=replace(files.info, context=context))
+        with pytest.raises(InputError, match="question of") as caught:
+            solver.solve(PUZZLE)
+        with pytest.raises(InputError, match="problem-too-long"):
+            replan = Solver(task=Growing(max_question_tokens=caught.value.data["question_tokens"]))
+            replan.checkpoint._files = solver.checkpoint._files
+            replan.plan(PUZZLE)
+
+    assert caught.value.data["tokens"] > context
+    assert "answer" in caught.value.data
+
+
+@pytest.mark.parametrize("declared", [0, -1, 2.5])
+def test_a_declared_bound_is_a_whole_number(declared: Any) -> None:
+    with pytest.raises(UsageError, match="max_question_tokens"):
+        Solver(task=Growing(max_question_tokens=declared)).plan(PUZZLE)
+
+
+class NoRoom:
+    """An engine without room for a question."""
+
+    def encode(self, text: str) -> list[int]:
+        return [0]
+
+    def ask(self, nodes: Any, questions: Any) -> Any:
+        raise BudgetInfeasible(101, 100, "the policy 'full', at this point of the search,")
+
+
+@pytest.mark.parametrize(("budget", "needed"), [(60, 78), (100, 508)])
+def test_the_budget_named_has_room_for_everything_if_the_policy_gives_up_too_little(
+    budget: int, needed: int
+) -> None:
+    footprint = Footprint(20, 10, 3, 46, question_tokens=2)
+    plan = Budget.parse(f"{budget}tok").plan(footprint, 64)
+    asker = PlannedQuestions(NoRoom(), "growing", plan, context=1000)
+    root = ThoughtTree([0] * 20).root
+
+    with pytest.raises(BudgetInfeasible, match="the policy 'full'"):
+        asker.ask([root], [[0] * 2])
+    with pytest.raises(BudgetInfeasible, match="by the task 'growing', planned for 2") as caught:
+        asker.ask([root], [[0] * 28])
+
+    assert (plan.smallest_tokens, plan.full_tokens) == (52, 482)
+    assert caught.value.needed == needed

@@ -1,0 +1,162 @@
+"""The project's prose is plain: phrases of a private dialect do not occur."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("arbor", "kernels", "controllers", "verifiers", "tests", "scripts", "docs", ".ci")
+SUFFIXES = {".py", ".md", ".js", ".html", ".css", ".toml", ""}
+
+# Files that are checked later: those of a result's raw record, and this list of phrases.
+UNCHECKED = ("CHANGELOG.md", "docs/experiments/", "tests/golden/", "tests/test_words.py")
+
+# Files and folders (ending in /) that are not swept yet.
+EXEMPT: tuple[str, ...] = (
+    "EXPERIMENTS.md",
+    "Makefile",
+    "arbor/__init__.py",
+    "arbor/__main__.py",
+    "arbor/cli/",
+    "arbor/config.py",
+    "arbor/engine/",
+    "arbor/measure/__init__.py",
+    "arbor/measure/calibrate.py",
+    "arbor/measure/replay.py",
+    "arbor/measure/statistics.py",
+    "arbor/measure/timing.py",
+    "arbor/memory/",
+    "arbor/model/",
+    "arbor/registry.py",
+    "arbor/retention/",
+    "arbor/run/",
+    "arbor/sapling/",
+    "arbor/solver.py",
+    "arbor/tasks/",
+    "arbor/tree.py",
+    "controllers/",
+    "docs/eval.md",
+    "docs/exit-codes.md",
+    "docs/policy.md",
+    "docs/retention.md",
+    "kernels/",
+    "pyproject.toml",
+    "scripts/",
+    "tests/",
+    "verifiers/",
+)
+
+# Each phrase with its plain form.
+PHRASES = {
+    r"cannot be meant": "invalid",
+    r"that there (?:is|are) not\b(?! (?:an?|any|enough|room|space)\b)": "unknown, missing",
+    r"(?<!there )\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer|worse|better)\b)": (
+        "is not a, has no, unknown"
+    ),
+    r"(?<!there )\b(?:is|are|was|were) (?-i:none)\b(?! of\b)": "is not one, is missing",
+    r"\b_?told\b": "reported, emitted, given",
+    r"\btell(?:s|ing)\b": "reports, emits, shows",
+    r"\b_tell\b|\b_?tell_\w+": "emit, report (`tell` alone is the controller's)",
+    r"(?<![a-z])beside(?![a-z])": "next to, besides, in addition to",
+    r"\bwhoever\b": "the reader, the user, whichever",
+    r"\bby lot\b": "at random",
+    r"\breckon\w*": "expect, estimate",
+    r"\bstands? among\b": "is one of",
+    r"\bto and fro\b": "in alternating direction",
+    r"\b(?:was|were|been) run before\b": "computed at least once",
+    r"\b(?:says?|said|saying) of\b": "describes, reports about",
+}
+
+
+def files() -> list[Path]:
+    """Text files of the project in a fixed order; links are not followed."""
+    found = [path for path in ROOT.iterdir() if path.is_file()]
+    for folder in FOLDERS:
+        for place, _, names in os.walk(ROOT / folder):
+            found += [Path(place) / name for name in names]
+    return sorted(
+        path
+        for path in found
+        if path.suffix in SUFFIXES
+        and "__pycache__" not in path.parts
+        and path.name not in (".git", "LICENSE")
+        and not label(path).startswith(UNCHECKED)
+    )
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def is_exempt(name: str) -> bool:
+    return any(name.startswith(each) if each.endswith("/") else name == each for each in EXEMPT)
+
+
+def prose(text: str) -> str:
+    """A file on one line, without the signs that begin comment lines, so that wrapped phrases match."""
+    lines = [re.sub(r"^\s*(?:#+|//+|/?\*+|>)?\s*", "", line) for line in text.splitlines()]
+    return " ".join(lines)
+
+
+def found_in(text: str) -> list[str]:
+    """The phrases in a text, each with its surroundings and its plain form."""
+    line = prose(text)
+    return [
+        f"'{line[max(0, match.start() - 30) : match.end() + 30]}': better {plain}"
+        for phrase, plain in PHRASES.items()
+        for match in re.finditer(phrase, line, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in files() if not is_exempt(label(path))], ids=label
+)
+def test_the_prose_is_plain(path: Path) -> None:
+    found = found_in(path.read_text(encoding="utf-8"))
+
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A setting that cannot be meant.",
+        "A setting that there is not.",
+        "'x' is no known controller.",
+        "Numbers that are none.",
+        "# what it is told of\n# decoding",
+        "self._tell(event)",
+        "tell_steps()",
+        "the KV beside\n    the paths",
+        "    // whoever reads it",
+        "tokens by lot",
+        "tokens to reckon with",
+        "ids stand among the roots",
+        "goes to and fro",
+        "blocks that were run before",
+        "what a trace says of it",
+    ],
+)
+def test_a_planted_phrase_is_found(text: str) -> None:
+    assert found_in(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "There is no room; there are none left.",
+        "It is no longer than that.",
+        "So that there is not enough room.",
+        "controllers ask and tell: search.tell(children)",
+        "Besides, it must be run before the weights load.",
+        "if value is None and not other:",
+        "It is none of your names.",
+        "x.is_note and y.are_nodes",
+    ],
+)
+def test_plain_prose_passes(text: str) -> None:
+    assert not found_in(text)
