@@ -4,15 +4,15 @@
     python scripts/mutate.py --folder arbor/memory --n 20 --seed 1
     python scripts/mutate.py --folder arbor/engine --list
 
-Mutants are sampled with a seed from all changes of these kinds: a comparison flipped or moved by one,
-an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a number or
+Mutants are sampled with a seed from all changes of these kinds: a comparison flipped or its bound
+moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a number or
 a truth value changed, a statement removed, a return value dropped. Each runs in a copy of the tree
 against the tests of its module, quick ones first, until one fails. Docstrings, annotations,
 decorators, assertions, error and log texts are not mutated, nor are the changes in `EQUIVALENT`.
 
-Every mutant is a row of the CSV: file, line, kind, change, killed by, seconds. `killed by` is a test
-(one that takes too long fails), `timeout` for all of them, or empty where the mutant survived. The
-summary gives the share killed and its interval.
+Every mutant is a row of the CSV: file, line, kind, change, killed by, seconds. `killed by` is a
+test (one that takes too long fails), `timeout` for all of them, or empty where the mutant survived.
+The summary gives the share killed and its interval.
 
 The script is ours because mutmut 3 loses the linked folders of the package and leaves out decorated
 functions, and cosmic-ray has neither removed statements, nor samples, nor tests by module; it has
@@ -46,8 +46,8 @@ FOLDERS = ("arbor/memory", "arbor/engine", "arbor/retention")
 TEST_LIMIT_S = 60  # per test; a mutant that loops forever is killed by it
 MUTANT_LIMIT_S = 900
 
-# Module below arbor/ -> its test files in tests/, the quickest first. A module that is not listed has
-# the tests that import it, then those of its folder. Files that do not exist are ignored.
+# Module below arbor/ -> its test files in tests/, the quickest first; those of its folder follow. A
+# module that is not listed has the tests that import it instead. Missing files are ignored.
 TESTS: dict[str, tuple[str, ...]] = {
     "engine/engine": ("test_engine", "test_sampling", "test_scheduler", "test_engine_faults"),
     "engine/nvtx": ("test_nvtx",),
@@ -61,11 +61,12 @@ FOLDER_TESTS: dict[str, tuple[str, ...]] = {
     "engine": (
         *("test_text", "test_scheduler", "test_sampling", "test_floors", "test_engine"),
         *("test_rehydration", "test_engine_faults", "test_residency", "test_residency_machine"),
+        *("test_engine_answers", "test_engine_runs", "test_engine_transactions"),
         *("test_trace_engine", "test_golden", "test_solver"),
     ),
     "memory": (
         *("test_memory", "test_out_of_memory", "test_engine", "test_plan", "test_residency"),
-        "test_residency_machine",
+        *("test_residency_machine", "test_engine_transactions"),
     ),
     "retention": (
         *("test_retention_allocators", "test_retention_block_table", "test_retention_msve"),
@@ -480,14 +481,14 @@ def run_tests(tree: Path, files: Sequence[str], limit_s: float = MUTANT_LIMIT_S)
     seconds = time.perf_counter() - began
     if done.returncode == 0:
         return Outcome("", seconds)
-    # 1: a test failed; 2, 3: the mutant broke an import or pytest itself; 4, 5: not the mutant's doing
+    # 1: a test failed; 2, 3: an import or pytest itself did; 4, 5: this script is at fault
     assert done.returncode in (1, 2, 3) or done.returncode < 0, done.stdout + done.stderr
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     return Outcome(failed[1] if failed else f"exit code {done.returncode}", seconds)
 
 
 def judged(trees: Sequence[Path], mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Outcome]]:
-    """Apply each mutant to a copied tree, run its tests and restore the file; one thread per tree."""
+    """Apply each mutant to a copied tree, run its tests, restore the file; one thread per tree."""
     idle: SimpleQueue[Path] = SimpleQueue()
     for tree in trees:
         idle.put(tree)

@@ -95,7 +95,7 @@ def difference(kept: Any, made: Any, where: str = "") -> str | None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
-    """``golden(name, trace)`` compares a trace's canonical form with ``tests/golden``, event by event."""
+    """``golden(name, trace)`` compares a trace's canonical form with ``tests/golden``."""
     from arbor.trace import canonical, read_trace
 
     def compare(name: str, trace: Path) -> None:
