@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from arbor.registry import register
 
@@ -31,6 +31,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("dev", deadline=None, max_examples=300)
+# scripts/mutate.py needs no smallest example
+settings.register_profile(
+    "mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -91,7 +95,7 @@ def difference(kept: Any, made: Any, where: str = "") -> str | None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
-    """``golden(name, trace)`` compares a trace's canonical form with ``tests/golden``, event by event."""
+    """``golden(name, trace)`` compares a trace's canonical form with ``tests/golden``."""
     from arbor.trace import canonical, read_trace
 
     def compare(name: str, trace: Path) -> None:

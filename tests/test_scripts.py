@@ -29,6 +29,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "docs": ("--check",),
+    "mutate": ("--folder arbor/memory --n 3 --list",),
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
     ),

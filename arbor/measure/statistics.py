@@ -107,7 +107,7 @@ def _percentile_interval(
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Exact two-sided p-value of paired outcomes: a binomial test with probability 1/2 on the pairs that differ.
+    """Exact two-sided p-value of paired outcomes: a fair coin for the pairs that differ.
 
     Args:
         only_first, only_second: pairs in which only that one succeeded.

@@ -1,4 +1,4 @@
-"""The system's Chromium, headless, driven by Playwright; Playwright's own browsers are not needed."""
+"""The system's Chromium, headless, driven by Playwright (without its own browsers)."""
 
 from __future__ import annotations
 

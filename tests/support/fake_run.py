@@ -1,4 +1,4 @@
-"""Runs that never ran: random, consistent sequences of events for the tests of trace and metrics."""
+"""Fake runs: random, consistent sequences of events for the tests of trace and metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BUDGET = 200
 
 
 def header(**changes: object) -> Header:
-    """A header with the fields that most tests do not care about."""
+    """A header with defaults."""
     fields: dict[str, object] = {
         "schema": "arbor.trace/1",
         "run": "01J",
@@ -53,13 +53,13 @@ def header(**changes: object) -> Header:
 
 
 def tick() -> Callable[[], float]:
-    """A clock that moves a millisecond whenever it is read."""
+    """A clock that advances by a millisecond at each reading."""
     now = iter(range(10**9))
     return lambda: next(now) / 1000
 
 
 def fake_run(seed: int, rounds: int = 6) -> Iterator[Event]:
-    """The events of a search that keeps its budget; its end carries the metrics folded on the way."""
+    """The events of a search within its budget; the last one carries the metrics of the others."""
     fold = MetricsFold(clock=tick())
     for event in _events(random.Random(seed), rounds):
         fold(event)

@@ -1,4 +1,4 @@
-"""A solver that solves nothing, for the tests of the command line: `install` puts it where the real one is imported from."""
+"""A fake solver for the tests of the command line; `install` makes imports yield it."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class FakeSolution:
 
 
 class FakeStream:
-    """Emits a fake run; problems in words steer it: ``endless`` until it is stopped, ``none`` without an answer.
+    """The events of a fake run.
 
-    A `Problem` is solved if its key is the answer; one with the word ``unsolvable`` in it cannot be, and one with
-    ``endless`` takes until it is stopped.
+    Words of the problem choose its course: ``endless`` runs until it is stopped, ``none`` ends
+    without an answer. A `Problem` is solved if its key is the answer, never with ``unsolvable``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FakeStream:
 
 
 class FakeSolver:
-    """Takes what the real one takes. `words`, a comma-separated ``--device``, steers it."""
+    """A solver with the real one's arguments; words in ``--device`` choose its behaviour."""
 
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
         self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
@@ -182,14 +182,14 @@ class FakeSolver:
 
 
 def install() -> None:
-    """Makes ``from arbor.solver import Solver`` give the fake."""
+    """Make ``from arbor.solver import Solver`` yield the fake."""
     module = types.ModuleType("arbor.solver")
     module.Solver = FakeSolver
     sys.modules["arbor.solver"] = module
 
 
 def install_light() -> None:
-    """Makes commands use the fake without importing anything the real one needs."""
+    """Make commands use the fake without the imports of the real one."""
     import arbor.cli.bench
     import arbor.cli.eval
     import arbor.cli.solve

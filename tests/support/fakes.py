@@ -1,6 +1,6 @@
-"""A task, an engine and a way to grow trees that need no model: searches and verifiers run in milliseconds.
+"""A task, an engine and tree growth without a model: searches run in milliseconds.
 
-Children are scripted: a script says for the key of a block (its child indices from the root) what its thought is.
+Children are scripted: a script maps a block's key (its child indices from the root) to its thought.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Thought:
-    """One scripted thought: what the model says, what the verifier thinks of it, whether the path ends with it."""
+    """One scripted thought: its text, its value, and whether the path ends with it."""
 
     text: str
     value: float = 0.5
@@ -36,7 +36,7 @@ Script = Callable[[Key], Thought]
 
 
 def scripted(thoughts: Mapping[Key, Thought], otherwise: Thought | None = None) -> Script:
-    """A script from a table; a block that is not in it says its own key, or `otherwise`."""
+    """A script from a table; other blocks have their key as text, or `otherwise`."""
 
     def script(key: Key) -> Thought:
         return thoughts.get(key) or otherwise or Thought(f"thought {key}")
@@ -45,7 +45,7 @@ def scripted(thoughts: Mapping[Key, Thought], otherwise: Thought | None = None) 
 
 
 def hashed(seed: int, *, words: int = 1000, terminal: float = 0.1, values: int = 8) -> Script:
-    """A script by hashing: few `words` make repeats, few `values` make ties; `terminal` is the share of path ends."""
+    """A script by hashing: few `words` repeat, few `values` tie; `terminal`: share of path ends."""
 
     def script(key: Key) -> Thought:
         digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
@@ -131,7 +131,7 @@ def run(
 
 @dataclass(frozen=True)
 class FakeTask:
-    """Thoughts are words; ``!`` ends a path; the value is the digit after ``v`` in the last thought, in ninths."""
+    """Thoughts are words; ``!`` ends a path; ``v`` and a digit give the value, in ninths."""
 
     ask_about: str = " ok?"
     verdicts: Mapping[str, float] = field(default_factory=lambda: {" yes": 1.0, " no": 0.0})

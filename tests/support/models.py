@@ -1,7 +1,7 @@
-"""Small random decoders, one entry per architecture, and the logits Hugging Face's own attention gives for a path.
+"""Small random decoders, one per architecture, and Hugging Face's own logits for a path.
 
-Windows are shorter than the paths tests build and logits are of order 1 to 8, so that a wrong mask, window, scale or
-position shows.
+Windows are shorter than the tests' paths and logits are of order 1 to 8, so that a wrong mask,
+window, scale or position shows.
 """
 
 from __future__ import annotations

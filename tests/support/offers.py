@@ -1,4 +1,4 @@
-"""What a policy is offered, made up: blocks with their tokens, by a seed."""
+"""Random offers to a policy: blocks with their tokens, by a seed."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def held(blocks: Blocks, index: int) -> np.ndarray:
 
 
 def evict(blocks: Blocks, chosen: list[np.ndarray]) -> Blocks:
-    """What is offered next time, after only the chosen tokens stayed."""
+    """The next offer, after only the chosen tokens stayed."""
     tokens = blocks.tokens
     stays = np.zeros(len(tokens.block), np.bool_)
     for index, offsets in enumerate(chosen):

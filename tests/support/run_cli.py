@@ -1,4 +1,4 @@
-"""Runs the command line for the tests: in this process, or in one of its own."""
+"""Running the command line in tests: in this process, or in one of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAKE = "import sys; from support import fake_solver; fake_solver.install_light()
 
 
 class Ran:
-    """How a command ended and what it said."""
+    """A command's exit code and output."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -37,7 +37,7 @@ Arbor = Callable[..., Ran]
 
 
 def in_process(capsys: pytest.CaptureFixture[str]) -> Arbor:
-    """Runs ``arbor`` in this process."""
+    """A function that runs ``arbor`` in this process."""
 
     def run(*arguments: str) -> Ran:
         code = main(arguments)
@@ -48,7 +48,7 @@ def in_process(capsys: pytest.CaptureFixture[str]) -> Arbor:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's environment without what would steer the command."""
+    """This process's environment without variables that change the command's behaviour."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ARBOR_", "NO_COLOR"))}
     path = os.pathsep.join((str(TESTS), str(ROOT)))
     return kept | {"PYTHONPATH": path, "COLUMNS": "200"} | more

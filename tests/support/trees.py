@@ -98,9 +98,10 @@ class Lab(Engine):
 
 
 def grown(lab: Lab, slots: int = 4096) -> tuple[ThoughtTree, Tensor]:
-    """A tree of 10 blocks, 3 levels deep, sampled and greedy, and its leaves' answers to two questions, [2 n, V].
+    """A tree of 10 blocks, 3 levels deep, sampled and greedy, and its leaves' answers, [2 n, V].
 
-    The branches are visited out of order, so that under a small budget every path is dropped and comes back.
+    Each leaf answers two questions. The branches are visited out of order, so that under a small
+    budget every path is dropped and comes back.
     """
     tree = lab.plant(slots)
     first, second, third = lab.sprout([(tree.root, 3)])
@@ -147,8 +148,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def own_logits(model: Any, tree: ThoughtTree) -> dict[int, Tensor]:
-    """By Hugging Face's own forward of each whole path: block -> logits that chose its tokens and the one after it,
-    [len + 1, V] (the root: all of its positions)."""
+    """Block -> logits of its tokens and the next one, [len + 1, V]; all positions of the root.
+
+    By Hugging Face's own forward of each whole path.
+    """
     logits: dict[int, Tensor] = {}
     for leaf in leaves_of(tree):
         whole = path_logits(model, path_ids(leaf))
