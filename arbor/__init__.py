@@ -1,6 +1,7 @@
 """arbor: a tree-search reasoning engine for language models that owns its KV cache.
 
-The public names, loaded when they are first asked for: importing `arbor` imports neither torch nor transformers.
+The public names, loaded when they are first asked for: importing `arbor` imports neither torch nor
+transformers.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class NodeState(StrEnum):
 
 
 class Spans:
-    """Residency of the tokens of many blocks, a growable struct of arrays; each block's `Span` is a stretch of it.
+    """Residency of the tokens of many blocks, a growable struct of arrays; each block's `Span` is a
+    stretch of it.
 
     Only `KVMemory` writes it.
 

@@ -2,13 +2,15 @@
 
     python scripts/bench_budget.py --n 30 --json out.json
 
-Budgets are parts of the full-retention peak of the same problem and search. Every problem is solved at every budget in
-turn, with the same seed, each problem beginning with another budget. Thread CPU time, one thread; the ratio is per
-problem against full retention, its median with a bootstrap 95 % interval.
+Budgets are parts of the full-retention peak of the same problem and search. Every problem is solved
+at every budget in turn, with the same seed, each problem beginning with another budget. Thread CPU
+time, one thread; the ratio is per problem against full retention, its median with a bootstrap 95 %
+interval.
 
-The time above full retention is split by nvtx_range of the engine, each without the phases inside it: `rehydrate` (forward
-passes that recompute), `policy` (deciding and evicting), `lost_width` (decoding and asking in more and narrower forward
-passes), and `rest` (prefill and everything outside the engine). The parts are of sums over problems.
+The time above full retention is split by nvtx_range of the engine, each without the phases inside
+it: `rehydrate` (forward passes that recompute), `policy` (deciding and evicting), `lost_width`
+(decoding and asking in more and narrower forward passes), and `rest` (prefill and everything
+outside the engine). The parts are of sums over problems.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PHASES = ("prefill", "decode", "verify", "rehydrate", "policy")
 
 
 class Phases:
-    """CPU seconds of the thread in each nvtx_range of the engine, without those of phases inside it."""
+    """CPU seconds of the thread in each nvtx_range of the engine, without those of phases inside
+    it."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)

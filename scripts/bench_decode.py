@@ -1,11 +1,13 @@
 """Tree decode against Hugging Face: batched copies of the cache, and one deep copy per branch.
 
-    python scripts/bench_decode.py --size 100m --dtype float32 --shapes F8 F32 T4 --rounds 5 --json out.json
+    python scripts/bench_decode.py --size 100m --dtype float32 --shapes F8 F32 T4 --rounds 5 --json
+    out.json
 
-Every contestant decodes the same tree on the same random weights: child i of a fork starts with token 5 + i, then
-greedily; token counts are fixed; the prefill of the prefix is not timed. One thread, thread CPU time, contestants in turn
-within each round; reported are the median of the per-round ratios and its bootstrap 95 % interval. KV bytes are what each
-contestant holds at its peak, computed from its own tensors.
+Every contestant decodes the same tree on the same random weights: child i of a fork starts with
+token 5 + i, then greedily; token counts are fixed; the prefill of the prefix is not timed. One
+thread, thread CPU time, contestants in turn within each round; reported are the median of the
+per-round ratios and its bootstrap 95 % interval. KV bytes are what each contestant holds at its
+peak, computed from its own tensors.
 """
 
 from __future__ import annotations
@@ -130,7 +132,8 @@ class Batched:
 
 
 class DeepCopied(Batched):
-    """One deep copy of the cache per branch, decoded one by one: the usual tree-of-thoughts code."""
+    """One deep copy of the cache per branch, decoded one by one: the usual tree-of-thoughts
+    code."""
 
     def run(self) -> None:
         level = [(self.prompt, self.cache)]

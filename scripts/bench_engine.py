@@ -1,9 +1,10 @@
-"""What the engine costs in addition to the model: forks, slots, host work per decode step, and what sharing a prefix saves.
+"""What the engine costs in addition to the model: forks, slots, host work per decode step, and what
+sharing a prefix saves.
 
     python scripts/bench_engine.py --json out.json
 
-One thread, thread CPU time, medians. Host work of a step is everything that is not inside the model's layers: the step's
-plan (layout and the backend's own), slots, sampling, boundaries, events.
+One thread, thread CPU time, medians. Host work of a step is everything that is not inside the
+model's layers: the step's plan (layout and the backend's own), slots, sampling, boundaries, events.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def host_share(size: str, leaves: int, rounds: int, tokens: int = 32) -> dict[st
 
 
 def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
-    """A shared prefix against one independent prefill per branch: same tokens and logits, and what was run and read."""
+    """A shared prefix against one independent prefill per branch: same tokens and logits, and what
+    was run and read."""
     engine, vocabulary = make_engine(size)
     growth = Growth(0, Sampling(temperature=0.8, top_p=1.0), fixed_length(24))
     seen: list[Event] = []
@@ -152,7 +154,8 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
 
 
 def slot_cost(slots: int, rounds: int) -> dict[str, float]:
-    """Claiming slots in a pool that is half full, and in one that is full but for every fiftieth: microseconds."""
+    """Claiming slots in a pool that is half full, and in one that is full but for every fiftieth:
+    microseconds."""
     found: dict[str, float] = {"n": rounds, "slots": slots}
     for name in ("half", "scattered"):
         table = SlotTable(slots)

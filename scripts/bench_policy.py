@@ -1,23 +1,26 @@
-"""What a retention policy costs: microseconds per Pressure event, against the paper's loop that takes token by token.
+"""What a retention policy costs: microseconds per Pressure event, against the paper's loop that
+takes token by token.
 
     python scripts/bench_policy.py --json out.json
 
-A tree of blocks of 128 tokens (200 and 1,280 blocks are ArborKV's Config-S and Config-L) holds a quarter of its KV, as the
-policy shared it out while other leaves ran. Then the search moves on, and an expansion needs room: one event. Timed alone:
+A tree of blocks of 128 tokens (200 and 1,280 blocks are ArborKV's Config-S and Config-L) holds a
+quarter of its KV, as the policy shared it out while other leaves ran. Then the search moves on, and
+an expansion needs room: one event. Timed alone:
 
-    view     read the blocks that changed, paths, distances, re-entry, MSVE: everything the allocator is given
-    counts   the allocator
+    view     read the blocks that changed, paths, distances, re-entry, MSVE: everything the
+    allocator is given counts   the allocator
     kept     which tokens of each block stay, the token view of the blocks that lose some included
     tokens   the token view of all blocks, for allocators that rank all tokens; counts is given it
-    engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots that the policy brought
-             down to its quarter itself: offer and decision, the blocks of the running paths read again before; without
-             moving anything
-    carried  carrying it out, one event after another: tokens evicted, reported, and the blocks that lost some read again
-    loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token less, again
+    engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots
+             that the policy brought down to its quarter itself: offer and decision, the blocks of
+             the running paths read again before; without moving anything
+    carried  carrying it out, one event after another: tokens evicted, reported, and the blocks that
+    lost some read again loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over
+    all blocks, one token less, again
 
-The loop is given what it lacks in the paper: a priority (the utility a block loses with the token, w ln(k / (k - 1))), an
-end (blocks at K_min are passed over), and numpy for its argmin, kept up to date. It must arrive at the counts of `kkt`.
-Thread CPU time of one thread; median and quartiles.
+The loop is given what it lacks in the paper: a priority (the utility a block loses with the token,
+w ln(k / (k - 1))), an end (blocks at K_min are passed over), and numpy for its argmin, kept up to
+date. It must arrive at the counts of `kkt`. Thread CPU time of one thread; median and quartiles.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from arbor.engine.residency import Residency
-from arbor.engine.tree_state import Run, TreeState
+from arbor.engine.tree_state import RunHooks, TreeState
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.retention.allocators.kkt import KKT
@@ -198,7 +201,7 @@ def engine_event(
         node.span.grow(len(node.tokens))
     memory.attach(tree)
     likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
-    state = TreeState(tree, memory, policy.protect, Run(outlook=lambda: likely))
+    state = TreeState(tree, memory, policy.protect, RunHooks(outlook=lambda: likely))
     state.statistics = search.statistics
     residency = Residency(state, policy, MSVE())
     for node in tree:

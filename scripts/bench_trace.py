@@ -1,9 +1,11 @@
-"""What a trace costs: its share of a search, its size, reading it back; and how long the command takes to start.
+"""What a trace costs: its share of a search, its size, reading it back; and how long the command
+takes to start.
 
     python scripts/bench_trace.py
     python scripts/bench_trace.py --problems 20 --nodes 200 1281 10001 --starts 20
 
-One JSON document on stdout. Costs are CPU time of the thread, so that a busy machine does not count.
+One JSON document on stdout. Costs are CPU time of the thread, so that a busy machine does not
+count.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def share_of_a_search(problems: int, suffix: str, **settings: Any) -> dict[str, 
 
 
 def made_up_run(nodes: int, seed: int = 0) -> Iterator[Event]:
-    """A search of `nodes` blocks as the engine would tell it: five children an expansion, 128 tokens a block."""
+    """A search of `nodes` blocks as the engine would tell it: five children an expansion, 128
+    tokens a block."""
     draw = random.Random(seed)
     fold = MetricsFold()
     for event in _events(nodes, draw):

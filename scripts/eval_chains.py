@@ -1,10 +1,13 @@
-"""Word problems: greedy accuracy by number of steps and by recall distance, as figures and as a picture.
+"""Word problems: greedy accuracy by number of steps and by recall distance, as figures and as a
+picture.
 
-    python scripts/eval_chains.py --model arbor/sapling --n 170 --json chains.json --svg docs/experiments/chains.svg
+    python scripts/eval_chains.py --model arbor/sapling --n 170 --json chains.json --svg
+    docs/experiments/chains.svg
 
-The recall distance of a problem is the largest number of lines between a line and the one whose result it needs as its
-second number (``as many as X and Y together``); 0 where no line needs one. Problems are of the test split, one stream per
-number of steps; the model decodes greedily, batched, by Hugging Face. Intervals: Clopper-Pearson, 95 %.
+The recall distance of a problem is the largest number of lines between a line and the one whose
+result it needs as its second number (``as many as X and Y together``); 0 where no line needs one.
+Problems are of the test split, one stream per number of steps; the model decodes greedily, batched,
+by Hugging Face. Intervals: Clopper-Pearson, 95 %.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """What retention policies cost where nothing is lost, and what they lose where it is.
 
-    python scripts/eval_policies.py lossless --n 100 --json lossless.json     # recorded once, replayed for every policy
-    python scripts/eval_policies.py lossy --task chains --n 500 --json lossy.json
-    python scripts/eval_policies.py largest --n 20 --json largest.json        # how far a cap reaches
-    python scripts/eval_policies.py share --n 20                              # of wall time, for deciding and evicting
-    python scripts/eval_policies.py same --n 500 --json same.json             # tokens and answers equal at every budget
+    python scripts/eval_policies.py lossless --n 100 --json lossless.json     # recorded once,
+    replayed for every policy python scripts/eval_policies.py lossy --task chains --n 500 --json
+    lossy.json python scripts/eval_policies.py largest --n 20 --json largest.json        # how far a
+    cap reaches python scripts/eval_policies.py share --n 20                              # of wall
+    time, for deciding and evicting python scripts/eval_policies.py same --n 500 --json same.json
+    # tokens and answers equal at every budget
 
-Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over problems: recomputed
-tokens per generated token (of sums), the ratio to the clairvoyant policy, peak over budget (must be at most 1).
-`lossy` runs one greedy chain per problem (chains: `--steps`, as 6 16) and reports the share of right answers, paired with full
-retention and, with `--baseline`, with that policy's arm of the same budget and rehydration.
-Intervals are 95 %: bootstrap over problems for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
+Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over
+problems: recomputed tokens per generated token (of sums), the ratio to the clairvoyant policy, peak
+over budget (must be at most 1). `lossy` runs one greedy chain per problem (chains: `--steps`, as 6
+16) and reports the share of right answers, paired with full retention and, with `--baseline`, with
+that policy's arm of the same budget and rehydration. Intervals are 95 %: bootstrap over problems
+for ratios, Clopper-Pearson for shares, bootstrap for paired differences.
 """
 
 from __future__ import annotations
@@ -195,8 +197,8 @@ def replayed(
 
 
 def largest(args: argparse.Namespace) -> dict[str, Any]:
-    """Leaves a depth-first search grows, one a round, before a cap is reached: unshared, shared, and within the cap by
-    rehydration."""
+    """Leaves a depth-first search grows, one a round, before a cap is reached: unshared, shared,
+    and within the cap by rehydration."""
     rows: list[dict[str, Any]] = []
     search = {"name": "tot", "strategy": "dfs", "width": 8, "max_per_state": 8, "max_visited": 200}
     events: list[Event] = []
@@ -242,7 +244,8 @@ def largest(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shares(args: argparse.Namespace) -> dict[str, Any]:
-    """What part of a search's wall time deciding and evicting takes, in trees of three sizes, live."""
+    """What part of a search's wall time deciding and evicting takes, in trees of three sizes,
+    live."""
     rows: list[dict[str, Any]] = []
     sizes = [SIZES[blocks] for blocks in args.blocks]
     for policy, (beam, width, fewer) in itertools.product(args.policies or LOSSY, sizes):
@@ -372,7 +375,8 @@ def paired(got: np.ndarray, other: np.ndarray) -> dict[str, float]:
 
 
 def costs(runs: Sequence[Any]) -> dict[str, Any]:
-    """What the runs of one arm cost; None stands for a budget that was too small, whose answer counts as wrong."""
+    """What the runs of one arm cost; None stands for a budget that was too small, whose answer
+    counts as wrong."""
     held = [run.metrics for run in runs if run is not None]
     generated = sum(m.tokens_generated for m in held)
     return {
@@ -425,7 +429,8 @@ def same(args: argparse.Namespace) -> dict[str, Any]:
 def compared(
     solver: Solver, blocks: Blocks, full: Sequence[tuple[Any, Any, Any]], ratio: float
 ) -> dict[str, Any]:
-    """Searches within a part of their own peak, or the smallest budget that works, against those of full retention.
+    """Searches within a part of their own peak, or the smallest budget that works, against those of
+    full retention.
 
     Args:
         blocks: hears the solver.

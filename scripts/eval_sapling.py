@@ -1,16 +1,19 @@
-"""Evaluates a model on held-out problems with plain Hugging Face generation: no search engine of ours involved.
+"""Evaluates a model on held-out problems with plain Hugging Face generation: no search engine of
+ours involved.
 
-    python scripts/eval_sapling.py --model arbor/sapling                 # the numbers of the model card (minutes)
-    python scripts/eval_sapling.py --model arbor/sapling --quick         # few problems, one JSON line (a minute)
+    python scripts/eval_sapling.py --model arbor/sapling                 # the numbers of the model
+    card (minutes) python scripts/eval_sapling.py --model arbor/sapling --quick         # few
+    problems, one JSON line (a minute)
 
 What is measured, on Game of 24 (`--split`, hands never trained on), unless said otherwise:
 
     greedy      the most likely token each time; graded by the composed answer
-    sampled     one sample at temperature 1, any of eight samples; legal_steps is the share of sampled lines that are legal
-    tree        breadth-first Tree of Thoughts: every state proposes `--proposals` lines, the model's own verdict keeps
-                the best `--beam`; `first` grades the best judged leaf, `any` all that were kept
-    judge       area under the ROC curve of P(yes) against the exact label, on states after random legal steps
-                (`random`) and on the states the tree search proposed (`proposed`)
+    sampled     one sample at temperature 1, any of eight samples; legal_steps is the share of
+    sampled lines that are legal tree        breadth-first Tree of Thoughts: every state proposes
+                `--proposals` lines, the model's own verdict keeps the best `--beam`; `first` grades
+                the best judged leaf, `any` all that were kept
+    judge       area under the ROC curve of P(yes) against the exact label, on states after random
+                legal steps (`random`) and on the states the tree search proposed (`proposed`)
     chains      greedy accuracy by number of steps;   recall: greedy accuracy
 
 Intervals are 95 %: Clopper-Pearson for shares, bootstrap over problems for areas.
@@ -49,7 +52,8 @@ def share(results: Sequence[bool]) -> dict[str, Any]:
 
 
 def area(scores: Sequence[float], labels: Sequence[bool]) -> float:
-    """Area under the ROC curve: P(score of a positive > of a negative), ties count half; 0.5 with one class only."""
+    """Area under the ROC curve: P(score of a positive > of a negative), ties count half; 0.5 with
+    one class only."""
     order = sorted(range(len(scores)), key=lambda i: scores[i])
     ranks = [0.0] * len(scores)
     at = 0
@@ -150,7 +154,8 @@ class Reasoner:
     def complete(
         self, texts: Sequence[str], lines: int, most: int, heat: float = 0.0, seed: int = 0
     ) -> list[list[str]]:
-        """Continues each text by so many lines (each ends in a newline) or at most so many tokens."""
+        """Continues each text by so many lines (each ends in a newline) or at most so many
+        tokens."""
         noise = torch.Generator().manual_seed(seed)
         done: list[str] = []
         for at in range(0, len(texts), self.batch):
@@ -159,7 +164,8 @@ class Reasoner:
 
     @torch.inference_mode()
     def verdicts(self, texts: Sequence[str], values: dict[str, float]) -> list[float]:
-        """The value of each text that ends in a question: verdict values weighted by their probabilities."""
+        """The value of each text that ends in a question: verdict values weighted by their
+        probabilities."""
         words = [self.tokenizer(word, add_special_tokens=False).input_ids for word in values]
         if any(len(word) != 1 for word in words):
             raise ValueError("a verdict is not one token")
@@ -202,7 +208,8 @@ def tree_search(
     """Breadth-first Tree of Thoughts with the model's own verdicts.
 
     Returns:
-        whether the best judged leaf is right, whether any kept leaf is, per problem; (value, label) of all states.
+        whether the best judged leaf is right, whether any kept leaf is, per problem; (value, label)
+        of all states.
     """
     kept: list[list[tuple[float, list[str]]]] = [[(1.0, [])] for _ in problems]
     judged: list[list[tuple[float, bool]]] = [[] for _ in problems]

@@ -2,10 +2,10 @@
 
     python scripts/eval_search.py --n 500 --json out.json
 
-Arms: a greedy chain, ToT (BFS, beam 5) with the model's own judge, ToT with the exact verifier, both also with siblings
-drawn independently of each other. Reported per arm: share solved with a Clopper-Pearson 95 % interval; against the first
-arm: the paired difference with a bootstrap 95 % interval and the exact McNemar p-value; tokens generated and peak KV per
-problem.
+Arms: a greedy chain, ToT (BFS, beam 5) with the model's own judge, ToT with the exact verifier,
+both also with siblings drawn independently of each other. Reported per arm: share solved with a
+Clopper-Pearson 95 % interval; against the first arm: the paired difference with a bootstrap 95 %
+interval and the exact McNemar p-value; tokens generated and peak KV per problem.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
     python scripts/mutate.py --folder arbor/engine --list
 
 Mutants are sampled with a seed from all changes of these kinds: a comparison flipped or its bound
-moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a number or
-a truth value changed, a statement removed, a return value dropped. Each runs in a copy of the tree
-against the tests of its module, quick ones first, until one fails. Docstrings, annotations,
-decorators, assertions, error and log texts are not mutated, nor are the changes in `EQUIVALENT`.
+moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a
+number or a truth value changed, a statement removed, a return value dropped. Each runs in a copy of
+the tree against the tests of its module, quick ones first, until one fails. Docstrings,
+annotations, decorators, assertions, error and log texts are not mutated, nor are the changes in
+`EQUIVALENT`.
 
 Every mutant is a row of the CSV: file, line, kind, change, killed by, seconds. `killed by` is a
 test (one that takes too long fails), `timeout` for all of them, or empty where the mutant survived.

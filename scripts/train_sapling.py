@@ -1,22 +1,27 @@
-"""Trains Sapling, the embedded model: data, tokenizer, training, export; one command from nothing to the files.
+"""Trains Sapling, the embedded model: data, tokenizer, training, export; one command from nothing
+to the files.
 
     python scripts/train_sapling.py --minutes 80 --work build/sapling --out arbor/sapling
-    python scripts/train_sapling.py --resume --minutes 80 --work build/sapling      # go on after an interruption
-    python scripts/train_sapling.py --init arbor/sapling --minutes 30              # warm start from saved weights
-    python scripts/train_sapling.py --export-only --work build/sapling              # the last checkpoint as files
+    python scripts/train_sapling.py --resume --minutes 80 --work build/sapling      # go on after an
+    interruption python scripts/train_sapling.py --init arbor/sapling --minutes 30              #
+    warm start from saved weights python scripts/train_sapling.py --export-only --work build/sapling
+    # the last checkpoint as files
 
-One training document is a *tree*: a prompt, several thoughts per state, and after each state the verifier's question
-with its exact verdict, exactly as a search sees them. A token attends to its ancestors only, and its position is its
-depth in tokens, so one forward pass trains the policy and the judge on many branches of one problem.
+One training document is a *tree*: a prompt, several thoughts per state, and after each state the
+verifier's question with its exact verdict, exactly as a search sees them. A token attends to its
+ancestors only, and its position is its depth in tokens, so one forward pass trains the policy and
+the judge on many branches of one problem.
 
     segment     a run of tokens with a parent segment; children may share a parent
-    target      (position whose hidden state predicts, token, weight); the first token of every child is predicted
-                from the last token of its parent, so one position can have several targets
+    target      (position whose hidden state predicts, token, weight); the first token of every
+                child is predicted from the last token of its parent, so one position can have
+                several targets
     row         documents packed into [T] tokens; mask[i, j] says whether token i sees token j
 
-Optimiser: Muon (K. Jordan, 2024: orthogonalised momentum) for the matrices of the layers, AdamW for embedding and norms.
-The learning rate follows the share of the time budget that is used up, so the run ends when it should. Word problems start
-with two steps and grow by one tenth of the way to 16 whenever the share of right tokens passes `MASTERED`.
+Optimiser: Muon (K. Jordan, 2024: orthogonalised momentum) for the matrices of the layers, AdamW for
+embedding and norms. The learning rate follows the share of the time budget that is used up, so the
+run ends when it should. Word problems start with two steps and grow by one tenth of the way to 16
+whenever the share of right tokens passes `MASTERED`.
 """
 
 from __future__ import annotations
@@ -56,7 +61,8 @@ EMBEDDING = 0.1  # standard deviation; as large as what a head of the first laye
 TREE = 256  # tokens in a row of countdown trees
 SHORT, MIDDLE, LONG = 128, 256, 640  # tokens in a row of word problems, as they grow
 
-# Every alternative ends at a newline or before it: a text that ends in a newline is a prefix in tokens as well.
+# Every alternative ends at a newline or before it: a text that ends in a newline is a prefix in
+# tokens as well.
 PIECES = "|".join(
     (
         r"\)\n",
@@ -79,9 +85,10 @@ PIECES = "|".join(
 def build_tokenizer(out: Path) -> None:
     """Trains the byte-level BPE tokenizer on generated text and writes its two files.
 
-    Digits are single tokens, the first of a number with its space; so are frequent pieces (`` (left:``, ``)\\n``, words).
-    The person or room a fact is about is one token with its verb (`` Tom has``), other mentions (`` Tom``) are another:
-    what follows a subject is then found by looking for one token. Any text round-trips.
+    Digits are single tokens, the first of a number with its space; so are frequent pieces (``
+    (left:``, ``)\\n``, words). The person or room a fact is about is one token with its verb (``
+    Tom has``), other mentions (`` Tom``) are another: what follows a subject is then found by
+    looking for one token. Any text round-trips.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -127,7 +134,8 @@ def build_tokenizer(out: Path) -> None:
 
 
 def extend_tokenizer(file: Path) -> None:
-    """Lets an older tokenizer read today's `PIECES`: a subject with its verb that is two tokens becomes one more token."""
+    """Lets an older tokenizer read today's `PIECES`: a subject with its verb that is two tokens
+    becomes one more token."""
     from tokenizers import Tokenizer
 
     document = json.loads(file.read_text())
@@ -144,7 +152,8 @@ def extend_tokenizer(file: Path) -> None:
 
 @dataclass
 class Segment:
-    """A run of tokens: `parent` is an index into the document (-1: root), `weights` the loss weight of each token."""
+    """A run of tokens: `parent` is an index into the document (-1: root), `weights` the loss weight
+    of each token."""
 
     parent: int
     tokens: list[int]
@@ -201,7 +210,8 @@ class Trees:
         weights = [0.0] * (len(ids) - 1) + [weight]
         document.add(parent, ids, weights, [KINDS.index(kind)] * len(ids))
 
-    # --- countdown -------------------------------------------------------------------------------------------------
+    # --- countdown
+    # ------------------------------------------------------------------------------------------
 
     def _hand(self, rng: random.Random) -> tuple[tuple[int, ...], int]:
         """A set of numbers and a target that may be trained on."""
@@ -267,7 +277,8 @@ class Trees:
         policy: bool,
         width: int,
     ) -> None:
-        """Adds children: `width` the policy should take (one below depth 1), and some it is only judged on."""
+        """Adds children: `width` the policy should take (one below depth 1), and some it is only
+        judged on."""
         steps = [
             step
             for step in legal_steps(state)
@@ -340,10 +351,12 @@ class Trees:
             step.a, step.sign, step.b, step.result, tuple(sorted([*left, step.result]))
         ).text
 
-    # --- chains and recall -----------------------------------------------------------------------------------------
+    # --- chains and recall
+    # -----------------------------------------------------------------------------------------
 
     def chains(self, rng: random.Random, most: int) -> Document:
-        """A word problem with at most so many steps; some states are asked about, some lines spoiled for that."""
+        """A word problem with at most so many steps; some states are asked about, some lines
+        spoiled for that."""
         few = Chains(distractors=min(4, most))
         while True:
             problem = few.draw(rng, 2 + int((most - 1) * rng.random()))
@@ -352,9 +365,11 @@ class Trees:
         return self._path(self.words, problem, self.words.solution(problem), rng, "chains")
 
     def facts(self, rng: random.Random, most: int) -> Document:
-        """Facts, stated and then restated in another order: nothing but looking up what was stated of a name.
+        """Facts, stated and then restated in another order: nothing but looking up what was stated
+        of a name.
 
-        Chains are mostly lines that follow from the line before; without these documents the look-up is learned late.
+        Chains are mostly lines that follow from the line before; without these documents the
+        look-up is learned late.
         """
         facts, asked = generate(rng, rng.randint(2, most), rng.randint(1, most), 1)
         document = Document()
@@ -481,10 +496,11 @@ def pack(documents: Sequence[Document], rows: int, length: int) -> tuple[Batch, 
 
 @dataclass(frozen=True)
 class Mix:
-    """What one optimiser step sees: rows of `TREE` tokens of countdown, and as many tokens as in so many rows of words.
+    """What one optimiser step sees: rows of `TREE` tokens of countdown, and as many tokens as in so
+    many rows of words.
 
-    Word problems come first, since looking facts up takes the longest to learn; once they have their full length,
-    countdown takes most of the rows.
+    Word problems come first, since looking facts up takes the longest to learn; once they have
+    their full length, countdown takes most of the rows.
     """
 
     growing: tuple[int, int] = (3, 7)  # countdown, words
@@ -495,7 +511,8 @@ class Mix:
 
 
 def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterator[list[Batch]]:
-    """The micro-batches of each optimiser step from `first` on; step i depends on (seed, i) and the curriculum.
+    """The micro-batches of each optimiser step from `first` on; step i depends on (seed, i) and the
+    curriculum.
 
     Args:
         level: object with `.value` in [0, 1]; word problems grow from two steps to 16 with it.
@@ -551,7 +568,8 @@ def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue:
                 continue
 
 
-# --- model ------------------------------------------------------------------------------------------------------------
+# --- model
+# ------------------------------------------------------------------------------------------
 
 import torch  # noqa: E402  (the data process does not need the parts below)
 from torch import Tensor, nn  # noqa: E402
@@ -574,7 +592,8 @@ class Shape:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention by plain matrix products: on a CPU in bfloat16, rows this short, 2.5 times as fast as torch's fused one.
+    """Attention by plain matrix products: on a CPU in bfloat16, rows this short, 2.5 times as fast
+    as torch's fused one.
 
     Args:
         q: [R, H, T, D].
@@ -644,7 +663,8 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Llama with tied embeddings, no cache: the lean forward for training. `export` gives the same logits."""
+    """Llama with tied embeddings, no cache: the lean forward for training. `export` gives the same
+    logits."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -663,18 +683,21 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def _look_up(self) -> None:
-        """Start with heads that look back, and one that finds what followed a token the last time it stood there.
+        """Start with heads that look back, and one that finds what followed a token the last time
+        it stood there.
 
-        Looking up a fact needs a head that finds a token by what stood before it, on top of one that looks back: an
-        induction head (Olsson et al., 2022). A small model takes long to find the pair (Singh et al., 2024), but it can
-        be written down, and training starts from there:
+        Looking up a fact needs a head that finds a token by what stood before it, on top of one
+        that looks back: an induction head (Olsson et al., 2022). A small model takes long to find
+        the pair (Singh et al., 2024), but it can be written down, and training starts from there:
 
-            layer 0   heads 0 to 3 look 1, 2, 1 and 3 tokens back. All embeddings share one component, so queries and keys
-                      can have a part that is the same for every token; rotated by position, their product is largest
-                      `back` tokens apart: sum_f cos(w_f (p - t - back)), w_f the six fastest rotary frequencies.
-                      Head 0 writes what it saw, V e, into directions U of its own.
-            layer 1   head 0 compares V e of the token at hand with what lies in U of the others, in the rotary
-                      dimensions too slow to notice the distance, and copies the token it finds.
+            layer 0   heads 0 to 3 look 1, 2, 1 and 3 tokens back. All embeddings share one
+                      component, so queries and keys can have a part that is the same for every
+                      token; rotated by position, their product is largest `back` tokens apart:
+                      sum_f cos(w_f (p - t - back)), w_f the six fastest rotary frequencies. Head 0
+                      writes what it saw, V e, into directions U of its own.
+            layer 1   head 0 compares V e of the token at hand with what lies in U of the others, in
+                      the rotary dimensions too slow to notice the distance, and copies the token it
+                      finds.
         """
         layers: Any = self.layers
         shape, first, second = self.shape, layers[0].self_attn, layers[1].self_attn
@@ -723,7 +746,8 @@ class Model(nn.Module):
 class Muon(torch.optim.Optimizer):
     """Momentum, made orthogonal by Newton-Schulz iterations, matrices of one shape together.
 
-    Source: K. Jordan et al., Muon, 2024; coefficients from Polar Express (Amsel et al., arXiv 2505.16932).
+    Source: K. Jordan et al., Muon, 2024; coefficients from Polar Express (Amsel et al., arXiv
+    2505.16932).
     """
 
     COEFFICIENTS = (
@@ -769,7 +793,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def export(model: Model, tokens: Path, out: Path) -> None:
-    """Writes the model as Hugging Face files, each by rename, weights last; numbers are rounded to bfloat16.
+    """Writes the model as Hugging Face files, each by rename, weights last; numbers are rounded to
+    bfloat16.
 
     Args:
         tokens: directory with the tokenizer's files.
@@ -836,7 +861,8 @@ def load_weights(model: Model, directory: Path) -> None:
 
 
 def rate(share: float, hold: float = 0.35, floor: float = 0.01) -> float:
-    """Factor on the learning rate: warm-up over 1 %, constant until `hold`, then a cosine to `floor`."""
+    """Factor on the learning rate: warm-up over 1 %, constant until `hold`, then a cosine to
+    `floor`."""
     if share < 0.01:
         return 0.1 + 0.9 * share / 0.01
     if share < hold:
@@ -849,7 +875,8 @@ def rate(share: float, hold: float = 0.35, floor: float = 0.01) -> float:
 def loss_of(
     model: Any, weight: Tensor, batch: Batch, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of cross entropies, cross entropy of each target [M], and whether each was the most likely."""
+    """Weighted sum of cross entropies, cross entropy of each target [M], and whether each was the
+    most likely."""
     ids, positions, mask, at, target, w = (
         torch.from_numpy(a).to(device)
         for a in (batch.ids, batch.positions, batch.mask, batch.at, batch.target, batch.weight)

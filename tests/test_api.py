@@ -1,4 +1,5 @@
-"""The Python interface around a search: callbacks, many problems, event loops, plans, configurations."""
+"""The Python interface around a search: callbacks, many problems, event loops, plans,
+configurations."""
 
 from __future__ import annotations
 
@@ -424,7 +425,8 @@ def test_a_search_can_be_awaited(solver: Solver) -> None:
 
 
 def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second search, if it reads for itself, begins before the first has read and ends while that loads."""
+    """The second search, if it reads for itself, begins before the first has read and ends while
+    that loads."""
     reads, loads = [], []
     second, loading = threading.Event(), threading.Event()
 

@@ -19,7 +19,8 @@ NAMED_WITHOUT_A_TYPE = ("self", "cls")
 
 
 def functions(thing: Any) -> Iterator[tuple[str, Any]]:
-    """A function itself, or those of a class that arbor wrote: public methods, properties and what operators call."""
+    """A function itself, or those of a class that arbor wrote: public methods, properties and what
+    operators call."""
     if inspect.isfunction(thing):
         yield thing.__name__, thing
         return

@@ -182,7 +182,8 @@ def violations(path: Path, text: str) -> list[str]:
 
 
 def rooms() -> set[str]:
-    """The modules and folders of ``arbor/``; not the package's own ``__init__.py`` and ``py.typed``."""
+    """The modules and folders of ``arbor/``; not the package's own ``__init__.py`` and
+    ``py.typed``."""
     entries = [path for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"]
     return {path.stem for path in entries} - {"__init__", "__pycache__"}
 

@@ -1,4 +1,5 @@
-"""What a user writes as a budget, what it is in slots, and the errors that name a value that works."""
+"""What a user writes as a budget, what it is in slots, and the errors that name a value that
+works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where arbor keeps what outlives a run: the environment decides, and no two models share a file."""
+"""Where arbor keeps what outlives a run: the environment decides, and no two models share a
+file."""
 
 from __future__ import annotations
 

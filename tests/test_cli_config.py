@@ -479,7 +479,8 @@ STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browse
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A home with the files and programs that help pages name, and an `arbor` with a fake solver."""
+    """A home with the files and programs that help pages name, and an `arbor` with a fake
+    solver."""
     folder = tmp_path_factory.mktemp("examples")
     for name in ("run", "full", "small", "tenth", "a", "b"):
         for suffix in ("", ".gz"):
@@ -527,7 +528,8 @@ def test_every_example_of_a_help_page_runs(
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
-    """A folder with a real run, the models that help pages name, and a Hub cache with one more; the run's solution."""
+    """A folder with a real run, the models that help pages name, and a Hub cache with one more; the
+    run's solution."""
     folder = tmp_path_factory.mktemp("desk")
     hub = folder / "hub" / "models--Qwen--Qwen2.5-7B-Instruct"
     for place in (folder / "model", folder / "my-model", hub / "snapshots" / "abc"):

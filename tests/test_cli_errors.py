@@ -1,4 +1,5 @@
-"""Every row of the table of errors: the text holds the value that works, the exit code is right, stdout is empty."""
+"""Every row of the table of errors: the text holds the value that works, the exit code is right,
+stdout is empty."""
 
 from __future__ import annotations
 

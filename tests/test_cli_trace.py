@@ -23,7 +23,8 @@ from arbor.trace.schema import trace_schema
 def command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Arbor:
-    """``arbor`` in a folder with the traces of one run, whole and without words, and of another one."""
+    """``arbor`` in a folder with the traces of one run, whole and without words, and of another
+    one."""
     monkeypatch.chdir(tmp_path)
     run = list(fake_run(seed=1))
     write("run.arbor.jsonl", run)

@@ -102,7 +102,8 @@ def test_the_generated_parts_are_those_of_the_code() -> None:
 
 
 def raised(source: str) -> set[tuple[str, str]]:
-    """(code, class) of every deliberate error that a module makes; what is filled in later stands in capitals."""
+    """(code, class) of every deliberate error that a module makes; what is filled in later stands
+    in capitals."""
     kinds = {name for name, each in vars(arbor.errors).items() if _is_error(each)}
     found = set()
     for node in ast.walk(ast.parse(source)):

@@ -1,4 +1,5 @@
-"""Engine: within any feasible budget the same tree, and nothing is paid for that is there already."""
+"""Engine: within any feasible budget the same tree, and nothing is paid for that is there
+already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What policies and token sources answer is checked before anything is done with it, with and without ``-O``."""
+"""What policies and token sources answer is checked before anything is done with it, with and
+without ``-O``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is left behind when a forward fails, a search is interrupted, or the budget runs out in its middle."""
+"""What is left behind when a forward fails, a search is interrupted, or the budget runs out in its
+middle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An operation that is cut off anywhere leaves no token that claims KV it never got; the search goes on after it."""
+"""An operation that is cut off anywhere leaves no token that claims KV it never got; the search
+goes on after it."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ class Search:
 
     @property
     def paths(self) -> list[list[int]]:
-        """Tokens of each whole block with those before it; once, where a finished block was grown again."""
+        """Tokens of each whole block with those before it; once, where a finished block was grown
+        again."""
         whole = {tuple(path_ids(node)) for node in self.tree if node.state is NodeState.CLOSED}
         return sorted(list(path) for path in whole)
 

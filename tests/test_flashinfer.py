@@ -1,4 +1,5 @@
-"""The FlashInfer backend against a stand-in for the package and the planner's arithmetic (no GPU)."""
+"""The FlashInfer backend against a stand-in for the package and the planner's arithmetic (no
+GPU)."""
 
 from __future__ import annotations
 
@@ -650,7 +651,9 @@ def test_weights_for_a_gpu_go_there_directly(
     monkeypatch.setattr(loading, "is_accelerate_available", lambda: accelerate)
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
 
-    loading.load_model(loading.locate_model("builtin:sapling"), torch.bfloat16, torch.device(device))
+    loading.load_model(
+        loading.locate_model("builtin:sapling"), torch.bfloat16, torch.device(device)
+    )
 
     assert {name: given[name] for name in given if name == "device_map"} == placement
     assert moved == [torch.device(device)]
@@ -668,4 +671,6 @@ def test_weights_too_large_name_the_memory_they_did_not_fit(
     monkeypatch.setattr("arbor.memory.out_of_memory.free_bytes", lambda device: 1 << 20)
 
     with pytest.raises(OutOfMemory, match=rf"\[oom\] {where}: the weights"):
-        loading.load_model(loading.locate_model("builtin:sapling"), torch.bfloat16, torch.device("cuda"))
+        loading.load_model(
+            loading.locate_model("builtin:sapling"), torch.bfloat16, torch.device("cuda")
+        )

@@ -1,4 +1,5 @@
-"""Whatever must stay, and whatever the budget: a search fits, or is refused; it never goes round in circles."""
+"""Whatever must stay, and whatever the budget: a search fits, or is refused; it never goes round in
+circles."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Event, Forwarded, Pressure
 from arbor.retention.policy import POLICIES, Protect
 
-# ten blocks of five tokens, a prompt and twelve questions, one after the other and each path computed anew
+# ten blocks of five tokens, a prompt and twelve questions, one after the other and each path
+# computed anew
 MOST = {"forwards": 120, "fits": 240}
 
 

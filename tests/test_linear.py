@@ -1,4 +1,5 @@
-"""Packed linears equal `F.linear`, keep no second copy, and can make rows independent of the batch."""
+"""Packed linears equal `F.linear`, keep no second copy, and can make rows independent of the
+batch."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ EVERY = [
 
 @functools.cache
 def full(name: str, backend: type[AttentionBackend]) -> tuple[ThoughtTree, Tensor, Tensor]:
-    """The architecture's tree at full retention, the leaves' answers, and the logits at every block's end."""
+    """The architecture's tree at full retention, the leaves' answers, and the logits at every
+    block's end."""
     lab = Lab(build(name), backend())
     tree, answers = grown(lab)
     nodes = list(tree)[1:]

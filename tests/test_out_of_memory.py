@@ -1,4 +1,5 @@
-"""What is said where a device has no more memory: what was asked for, what holds the rest, and what would fit."""
+"""What is said where a device has no more memory: what was asked for, what holds the rest, and what
+would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The page in a real browser: what it shows, how it is moved, and that text of a trace stays inert."""
+"""The page in a real browser: what it shows, how it is moved, and that text of a trace stays
+inert."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ def test_a_declared_bound_keeps_every_budget_that_the_plan_accepts(name: str) ->
 def test_a_question_longer_than_planned_names_its_task_and_what_works(
     name: str, tmp_path: Any
 ) -> None:
-    """Each time the number named is declared, the search gets further, and in the end it is done."""
+    """Each time the number named is declared, the search gets further, and in the end it is
+    done."""
     task, path = Growing(), tmp_path / "run.arbor.jsonl"
     budget, named = f"{Solver(task=task, **SEARCHES[name]).plan(PUZZLE).smallest_tokens}tok", []
     while True:

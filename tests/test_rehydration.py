@@ -49,7 +49,8 @@ def whole(lab: Lab) -> Lab:
 
 
 def prefilled(lab: Lab, ids: Sequence[int], positions: Sequence[int] | None = None) -> list[Tensor]:
-    """K and V of every layer for tokens run as one segment without context, in a pool of their own, each [n, H, D]."""
+    """K and V of every layer for tokens run as one segment without context, in a pool of their own,
+    each [n, H, D]."""
     pool = KVPool(lab.runner.layer_kv, len(ids), lab.runner.dtype, lab.runner.device)
     slots = np.arange(len(ids), dtype=np.int32)
     places = slots.astype(np.int64) if positions is None else np.array(positions)
@@ -180,8 +181,8 @@ def test_a_token_that_stays_while_its_ancestors_go_is_not_recomputed(lab: Lab) -
 
 
 def over_a_gap(lab: Lab, leaf: Node, tokens: Sequence[int]) -> Node:
-    """A child of `leaf` whose tokens are decoded while the tokens before them are partly missing, as a lossy decode
-    would."""
+    """A child of `leaf` whose tokens are decoded while the tokens before them are partly missing,
+    as a lossy decode would."""
     child = lab.tree.fork(leaf)
     for token in tokens:
         lab.tree.append(child, token)
@@ -268,7 +269,8 @@ def test_greedy_growth_after_scattered_holes_follows_the_models_own_argmax(lab: 
 
 
 def hidden_search(slots: int) -> tuple[Lab, list[Tensor], list[list[int]]]:
-    """What a search that loses a block says and grows, in a budget; the block comes back and goes on at the end."""
+    """What a search that loses a block says and grows, in a budget; the block comes back and goes
+    on at the end."""
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant(slots)
     (lost,) = lab.sprout([(tree.root, 1)], GREEDY)

@@ -1,4 +1,5 @@
-"""Policies inside the engine: every one of them, reversible and irreversible, lossless and lossy."""
+"""Policies inside the engine: every one of them, reversible and irreversible, lossless and
+lossy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random searches under every policy, step by step, against the model's own forward over whole paths."""
+"""Random searches under every policy, step by step, against the model's own forward over whole
+paths."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ def logits_of(seed: int, rows: int, vocabulary: int, scale: float = 2.0) -> torc
 
 
 def allowed(logits: torch.Tensor, sampling: Sampling) -> dict[int, float]:
-    """By definition: the tokens that may be drawn from one row, with their probabilities, most probable first."""
+    """By definition: the tokens that may be drawn from one row, with their probabilities, most
+    probable first."""
     probability = torch.softmax(logits.double() / sampling.temperature, -1).tolist()
     order = sorted(range(len(probability)), key=lambda token: -probability[token])
     if sampling.top_k:
@@ -373,7 +374,8 @@ def test_a_child_alone_follows_the_models_distribution(index: int) -> None:
 
 
 def test_a_long_text_goes_on_with_numbers_of_its_own() -> None:
-    """Once five bits of a point are used, every token has a fresh number, which no rounding was stretched into."""
+    """Once five bits of a point are used, every token has a fresh number, which no rounding was
+    stretched into."""
     tree = ThoughtTree([1])
     child = tree.fork(tree.root)
     code, own = ArithmeticCode(3, child, EVERYTHING), stream(3, child)

@@ -1,4 +1,5 @@
-"""The Solver, with the embedded model: same tree at any budget, valid traces whatever happens, clear refusals."""
+"""The Solver, with the embedded model: same tree at any budget, valid traces whatever happens,
+clear refusals."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ CHARACTERS = ("€", "é", "😀", "\n")
 
 
 def pieces() -> PreTrainedTokenizerFast:
-    """A tokenizer with the decoder of Llama 2 and Mistral: words carry their space, other characters are bytes."""
+    """A tokenizer with the decoder of Llama 2 and Mistral: words carry their space, other
+    characters are bytes."""
     names = ["<unk>", "</s>", *WORDS]
     names += sorted({f"<0x{byte:02X}>" for text in CHARACTERS for byte in text.encode()})
     model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>")

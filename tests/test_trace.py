@@ -1,4 +1,5 @@
-"""Traces: what is written comes back, damage is survived and said, and replay agrees with the run."""
+"""Traces: what is written comes back, damage is survived and said, and replay agrees with the
+run."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ assert arbor.solver, "imported before the fork, for all children"
 
 
 def interrupt(path: Path, number: int, draw: random.Random) -> tuple[int, str]:
-    """The command in a child that gets a signal once its trace has a random size; exit status, and stdout with stderr."""
+    """The command in a child that gets a signal once its trace has a random size; exit status, and
+    stdout with stderr."""
     moment = draw.randrange(1, BYTES[path.suffix if path.suffix == ".gz" else ""])
     said = path.with_suffix(".txt")
     child = os.fork()

@@ -46,7 +46,8 @@ def run() -> list[Event]:
 
 
 def violations(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> Iterator[str]:
-    """Where a value breaks a schema; knows the keywords that `trace_schema` uses and refuses others."""
+    """Where a value breaks a schema; knows the keywords that `trace_schema` uses and refuses
+    others."""
     known = {"$schema", "$id", "$ref", "$defs", "title", "description", "type", "required", "allOf"}
     known |= {"properties", "if", "then", "enum", "const", "anyOf", "items", "prefixItems"}
     known |= {"minItems", "maxItems", "minimum"}

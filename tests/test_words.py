@@ -97,7 +97,8 @@ def is_exempt(name: str) -> bool:
 
 
 def prose(text: str) -> str:
-    """A file on one line, without the signs that begin comment lines, so that wrapped phrases match."""
+    """A file on one line, without the signs that begin comment lines, so that wrapped phrases
+    match."""
     lines = [re.sub(r"^\s*(?:#+|//+|/?\*+|>)?\s*", "", line) for line in text.splitlines()]
     return " ".join(lines)
 

@@ -21,7 +21,7 @@ from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Row
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
-from arbor.engine.tree_state import Run, TreeState, ignore
+from arbor.engine.tree_state import RunHooks, TreeState, ignore
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import KV, Detail, Evicted, ForwardKind, Listener, Opened
 from arbor.memory import KVMemory
@@ -143,7 +143,7 @@ class Engine:
                 debug=self._debug,
             )
         self._memory.attach(tree)
-        run = Run(emit, detail, outlook, interrupted)
+        run = RunHooks(emit, detail, outlook, interrupted)
         state = TreeState(tree, self._memory, self.policy.protect, run, reads)
         rules = self._mode(state, self.policy, self.rehydrate)
         residency = Residency(state, self.policy, self.msve, rules.paths_lose)

@@ -27,7 +27,7 @@ def ignore(event: Event) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunHooks:
     """What one run gives the engine.
 
     Attributes:
@@ -71,7 +71,7 @@ class TreeState:
         tree: ThoughtTree,
         memory: KVMemory,
         protect: Protect,
-        run: Run,
+        run: RunHooks,
         reads: FutureReads | None = None,
     ) -> None:
         self.tree = tree
@@ -102,7 +102,7 @@ class TreeState:
     def finish(self) -> None:
         """End of the run: its listener, outlook and interruption are let go; the tree stays
         usable."""
-        self.run = Run()
+        self.run = RunHooks()
 
     @property
     def kv(self) -> KV:

@@ -233,7 +233,8 @@ class _Recorded(ModelSampler):
 
 
 class _Judge:
-    """The recorded verdicts; asks the verifier's questions, and calls `end` after the last round."""
+    """The recorded verdicts; asks the verifier's questions, and calls `end` after the last
+    round."""
 
     def __init__(self, verifier: Verifier, record: Recording) -> None:
         self.verifier = verifier

@@ -1,4 +1,5 @@
-"""Whether a model under arbor's attention still computes what it computed by itself: one small forward of each."""
+"""Whether a model under arbor's attention still computes what it computed by itself: one small
+forward of each."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def paths(config: Any) -> list[list[int]]:
 
 @torch.inference_mode()
 def own_logits(model: Any) -> Tensor | None:
-    """What a model gives by itself, [2 LENGTH, V] float32; None if its attention is arbor's already."""
+    """What a model gives by itself, [2 LENGTH, V] float32; None if its attention is arbor's
+    already."""
     if model.config._attn_implementation == IMPLEMENTATION:
         return None
     model.eval()
@@ -39,8 +41,9 @@ def own_logits(model: Any) -> Tensor | None:
 
 
 def arbor_logits(runner: ModelRunner) -> Tensor:
-    """The same from arbor's forward, [2 LENGTH, V]: the first path in two parts, its second one together with the other
-    path, so that a row's place in the batch is hardly ever its place on the path."""
+    """The same from arbor's forward, [2 LENGTH, V]: the first path in two parts, its second one
+    together with the other path, so that a row's place in the batch is hardly ever its place on the
+    path."""
     first, second = paths(runner.config)
     pool = KVPool(runner.layer_kv, 2 * LENGTH, runner.dtype, runner.device)
     slots = np.arange(2 * LENGTH, dtype=np.int32)
@@ -55,7 +58,8 @@ def arbor_logits(runner: ModelRunner) -> Tensor:
 
 
 def check_agreement(runner: ModelRunner, own: Tensor) -> None:
-    """Refuse a model that computes something else under arbor, for example by a row's place in the batch.
+    """Refuse a model that computes something else under arbor, for example by a row's place in the
+    batch.
 
     Args:
         own: `own_logits` of the model before it was taken over.

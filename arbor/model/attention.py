@@ -1,4 +1,5 @@
-"""Our attention under unmodified Hugging Face decoders: one registered function, and what each layer asks of it."""
+"""Our attention under unmodified Hugging Face decoders: one registered function, and what each
+layer asks of it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ _ATTEND: ContextVar[Attend | None] = ContextVar("arbor_attend", default=None)
 
 @contextmanager
 def answered_by(attend: Attend) -> Iterator[None]:
-    """Within this block, `attend` answers every attention call of models with our implementation."""
+    """Within this block, `attend` answers every attention call of models with our
+    implementation."""
     token = _ATTEND.set(attend)
     try:
         yield

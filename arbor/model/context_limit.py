@@ -9,7 +9,8 @@ DEFAULT_CONTEXT = 2048  # for configs that name no length
 
 
 def context_limit(config: Any) -> int:
-    """Tokens a path may have so that no K/V written earlier is rotated otherwise than K/V written later.
+    """Tokens a path may have so that no K/V written earlier is rotated otherwise than K/V written
+    later.
 
     Dynamic NTK and longrope choose the rotation by the largest position in the batch, so a path
     that outgrows the length they begin to rescale at would be attended with keys of two scales. Up

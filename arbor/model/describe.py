@@ -80,7 +80,8 @@ def describe(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelInfo:
-    """Everything a plan needs, from the config: the decoder is built without weights and probed with one token.
+    """Everything a plan needs, from the config: the decoder is built without weights and probed
+    with one token.
 
     Args:
         model, revision, trust_remote_code: as in `locate_model`.

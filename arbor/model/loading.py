@@ -1,4 +1,5 @@
-"""From what a user writes (a directory, a Hub id, `builtin:sapling`) to a model and its tokenizer."""
+"""From what a user writes (a directory, a Hub id, `builtin:sapling`) to a model and its
+tokenizer."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ class ModelLocation:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What every loader of transformers is told beside the path. Trust is always told: asked for nothing,
-        transformers asks the terminal."""
+        """What every loader of transformers is told beside the path. Trust is always told: asked
+        for nothing, transformers asks the terminal."""
         version = {} if self.revision is None else {"revision": self.revision}
         return {**version, "trust_remote_code": self.trust_remote_code}
 
@@ -156,7 +157,8 @@ def load_config(source: ModelLocation) -> Any:
 
 
 def cached_commit(source: ModelLocation) -> str | None:
-    """The commit that a Hub model's config was read from; None for a directory, and for a config not read yet."""
+    """The commit that a Hub model's config was read from; None for a directory, and for a config
+    not read yet."""
     if Path(source.path).is_dir():
         return None
     found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
@@ -294,7 +296,8 @@ def load_generation_config(source: ModelLocation) -> Any:
 
 
 def sampling_defaults(generation: Any) -> Sampling:
-    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says nothing.
+    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says
+    nothing.
 
     Raises:
         ModelError: what it says cannot be meant.

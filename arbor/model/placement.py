@@ -1,4 +1,5 @@
-"""Where and how a model runs: device, dtype and attention backend, checked before anything loads."""
+"""Where and how a model runs: device, dtype and attention backend, checked before anything
+loads."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
 
 
 def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> str:
-    """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends on the model.
+    """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends
+    on the model.
 
     Raises:
         UnknownName: no such backend.

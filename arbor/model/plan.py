@@ -41,8 +41,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request of a forward: new tokens after a context. Bottom-right causal: row j reads the context, the tail up
-    to the rows, and the segment's rows up to j.
+    """One request of a forward: new tokens after a context. Bottom-right causal: row j reads the
+    context, the tail up to the rows, and the segment's rows up to j.
 
         path    |---- context ----|------- tail -------|
         rows                            |-- tokens ----|
@@ -213,7 +213,8 @@ class SharedPrefix:
     unique_tokens: int
 
     def layout(self, tails: Sequence[Slots]) -> CascadeLayout:
-        """Full-attention layout: the shared levels, then each segment's private context and own tokens.
+        """Full-attention layout: the shared levels, then each segment's private context and own
+        tokens.
 
         Args:
             tails: int32 [*] per segment, see `Segment.tail`.
@@ -337,7 +338,8 @@ def windowed_layout(segments: Sequence[Segment], window: int) -> CascadeLayout:
 
 
 def select_rows(layout: CascadeLayout, rows: Tensor, window: int | None) -> CascadeLayout:
-    """The layout of some rows of a batch, as single-row requests (rows that left the batch drop out).
+    """The layout of some rows of a batch, as single-row requests (rows that left the batch drop
+    out).
 
     Args:
         layout: of the whole batch.

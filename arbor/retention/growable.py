@@ -14,8 +14,8 @@ _FIRST = 64  # entries
 def grown(values: NDArray[Number], size: int, fill: Any = 0) -> NDArray[Number]:
     """An array with room for at least `size` entries along its last axis.
 
-    It is the array itself if that is long enough, and otherwise a copy of at least twice its length,
-    so that growing entry by entry copies each entry a constant number of times.
+    It is the array itself if that is long enough, and otherwise a copy of at least twice its
+    length, so that growing entry by entry copies each entry a constant number of times.
 
     Args:
         values: [..., N].

@@ -137,7 +137,8 @@ class Reading:
     words: bool = True
 
     def add(self, line: bytes, whole: bool) -> bool:
-        """Adds one line; returns whether it is an event. `whole` is False where the file ends early.
+        """Adds one line; returns whether it is an event. `whole` is False where the file ends
+        early.
 
         Raises:
             TraceError: ``trace-version``.

@@ -174,8 +174,10 @@ class FakeAsker:
     """An engine whose tokenizer cuts words and whose logits are scripted.
 
     Args:
-        judge: the logits of some tokens, by text, for a block and its question; every other token has -2.
-        pieces: what one token may be, as a regular expression; a word with the space before it, or one other character.
+        judge: the logits of some tokens, by text, for a block and its question; every other token
+            has -2.
+        pieces: what one token may be, as a regular expression; a word with the space before it, or
+            one other character.
     """
 
     def __init__(
