@@ -37,8 +37,7 @@ class NodeState(StrEnum):
 
 
 class Spans:
-    """Residency of the tokens of many blocks, a growable struct of arrays; each block's `Span` is a
-    stretch of it.
+    """Residency of the tokens of many blocks: growable arrays with a stretch per `Span`.
 
     Only `KVMemory` writes it.
 

@@ -14,8 +14,7 @@ from .ranking import finished, give_up, repeats
 
 @dataclass(frozen=True)
 class Beam:
-    """Beam search over thoughts (Snell et al., arXiv 2408.03314, section 5.2; search-and-learn
-    `beam_search.py`).
+    """Beam search over thoughts (Snell et al., arXiv 2408.03314, section 5.2; search-and-learn).
 
         step 1    beam_size x width thoughts of the root
         step t    rank the new thoughts together with the finished paths by value, ties by id;

@@ -14,8 +14,7 @@ from .ranking import finished, give_up
 
 @dataclass(frozen=True)
 class Chain:
-    """Sample whole chains of thought and take the best: best-of-N (Snell et al., arXiv 2408.03314,
-    section 5).
+    """Best-of-N over whole chains of thought (Snell et al., arXiv 2408.03314, section 5).
 
     All chains grow in one batch, one thought each per step, and share only the prompt. The best
     finished chain is the one with the highest value of its last thought, then the highest mean log

@@ -8,8 +8,7 @@ from arbor.tree import Node, NodeState, ThoughtTree
 
 
 def mean_logprob(leaf: Node) -> float:
-    """Mean log probability of the tokens on a path, the prompt excluded; -inf where there are
-    none."""
+    """Mean log probability of a path's tokens, without the prompt; -inf without tokens."""
     blocks = leaf.path[1:]
     tokens = sum(len(block.tokens) for block in blocks)
     return sum(block.logprob for block in blocks) / tokens if tokens else float("-inf")

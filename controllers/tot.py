@@ -16,12 +16,14 @@ from .ranking import finished, give_up, repeats
 
 @dataclass(frozen=True)
 class ToT:
-    """Tree of Thoughts (Yao et al., arXiv 2305.10601, Algorithms 1 and 2;
-    princeton-nlp/tree-of-thought-llm).
+    """Tree of Thoughts (Yao et al., arXiv 2305.10601, Algorithms 1 and 2).
 
         bfs    every state of the level grows width thoughts (one ask); the best `beam` are the next
-        level dfs    the newest state grows width thoughts; the best max_per_state above the
-               threshold are visited in order of value, each with its whole subtree before the next
+               level
+        dfs    the newest state grows width thoughts; the best max_per_state above the threshold are
+               visited in order of value, each with its whole subtree before the next
+
+    The released code is princeton-nlp/tree-of-thought-llm.
 
     The defaults are those of Game of 24 (section 4.1: BFS, b = 5), `max_per_state` and
     `max_visited` those of the crosswords notebook.
@@ -94,9 +96,10 @@ class ToT:
     def max_blocks(self, max_depth: int) -> int:
         """The largest number of blocks of a search; some searches reach it.
 
-        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or width
-        beam for ``sample`` dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)), c
-        = min(width, max_per_state)
+        bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or
+               width beam for ``sample``
+        dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)),
+               c = min(width, max_per_state)
         """
         if self.strategy == "bfs":
             total = level = self.width
@@ -132,8 +135,7 @@ class _TotSearch:
         )
 
     def _worth_growing(self, level: Sequence[Node]) -> list[tuple[float, Node]]:
-        """The states that may grow, each with its value, 0 for repeats, in the order of the
-        level."""
+        """The states that may grow, with their values (0 for repeats), in order of the level."""
         worth = [
             (0.0 if again else child.value, child)
             for child, again in zip(level, repeats(level), strict=True)

@@ -1,5 +1,4 @@
-"""Tree attention on the CPU: `TorchCascade` against the designs one would write first, one layer,
-one decode step.
+"""Tree attention on the CPU: `TorchCascade` against simpler designs, one layer and decode step.
 
     python scripts/bench_attention.py --json attention.json
 
@@ -9,13 +8,13 @@ so many layers in rotation that it is cold in the caches. A ratio is the median 
 contestant / cascade, with a 95 % bootstrap interval; a round's times are medians over its steps.
 
 Contestants:
-    cascade       TorchCascade, planned once per step; `plan_us` is that planning (one per step, not
-    per layer) copies        every leaf keeps its own contiguous copy of its path, one batched SDPA,
-    group folded into rows ("a1b") gather        the same from the shared pool: the paths are
-    gathered at each step ("a2") union         all keys of the tree, one masked SDPA ("b")
+    cascade       TorchCascade, planned once per step; `plan_us` is that planning, of all layers
+    copies        a contiguous copy of its path per leaf, one batched SDPA, group in rows ("a1b")
+    gather        the same from the shared pool: the paths are gathered at each step ("a2")
+    union         all keys of the tree, one masked SDPA ("b")
     union_bmm     the same as two batched matmuls and a softmax ("bm")
-    two_level     root by one flash call, everything else per leaf from private copies ("c2",
-    Hydragen) levels        one flash call per node, merged by logsumexp ("c")
+    two_level     root by one flash call, the rest per leaf from private copies ("c2", Hydragen)
+    levels        one flash call per node, merged by logsumexp ("c")
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""One call that checks arbor on a CUDA machine: agreement with the reference, losslessness, decode
-speed.
+"""Check arbor on a CUDA machine: agreement with the reference, losslessness, decode speed.
 
     python scripts/gpu_check.py --json gpu.json
-    python scripts/gpu_check.py --device cpu    # small: shows that the checks run, and nothing of a
-    GPU
+    python scripts/gpu_check.py --device cpu    # small: shows only that the checks run
 
 Prints one JSON line per check as it ends, so that a run cut short still reports what it saw. Exit
 code 1 if any check failed. Checks: attention of every CUDA backend against the float64 reference on
@@ -122,8 +120,7 @@ def check_attention(backend: AttentionBackend, device: torch.device) -> dict[str
 
 
 def llama(layers: int, device: torch.device) -> Any:
-    """Llama-3.1-8B's shapes with fewer layers, random weights, bfloat16; on a CPU the 5M model of
-    the benchmarks."""
+    """Llama-3.1-8B with fewer layers, random bfloat16 weights; on a CPU the 5M model."""
     if device.type == "cpu":
         return random_llama("5m", torch.bfloat16)
     torch.manual_seed(0)
@@ -150,8 +147,7 @@ def leaves_of(tree: ThoughtTree) -> list[Node]:
 
 
 def first_differences(first: ThoughtTree, second: ThoughtTree) -> list[tuple[list[int], int, int]]:
-    """Where two trees grown alike go apart: the tokens after the prompt up to there, and the two
-    that differ."""
+    """Per differing block of two trees: common tokens after the prompt, and the two tokens."""
     found = []
     for one, other in zip(first, second, strict=True):
         paths = [
@@ -165,8 +161,7 @@ def first_differences(first: ThoughtTree, second: ThoughtTree) -> list[tuple[lis
 
 
 def engine_agrees(seen: dict[str, Any]) -> bool:
-    """Whether every difference that `check_engine` measured is rounding: 5 % of the largest
-    logit."""
+    """Whether every difference of `check_engine` is rounding: 5 % of the largest logit."""
     most = 0.05 * max(1.0, seen["logit_scale"])
     return all(seen[name] < most for name in ("logit_error", "tie_gap", "budget_logit_error"))
 
@@ -223,8 +218,10 @@ def check_engine(backend: AttentionBackend, device: torch.device) -> dict[str, A
 
 
 def check_search(name: str, device: torch.device) -> dict[str, Any]:
-    """Problems of game24 solved by the built-in model, at full retention and at a quarter of their
-    peak; in float32 where the backend has it."""
+    """Problems of game24 solved by the built-in model, at full retention and a quarter of its peak.
+
+    In float32 where the backend has it.
+    """
     blocks, dtype = Blocks(), "bfloat16" if name == "flashinfer" else "float32"
     with Solver(device=str(device), dtype=dtype, backend=name, listeners=(blocks.hear,)) as solver:
         chosen = problems_of(solver.task, "test", SEARCHES[device.type])
@@ -252,8 +249,7 @@ def timed_ms(run: Callable[[], None], device: torch.device) -> float:
 def check_speed(
     backend: AttentionBackend, device: torch.device, size: str, rounds: int
 ) -> dict[str, Any]:
-    """Decode of F8, F32 and T4 against `generate` with a batched cache, milliseconds by CUDA
-    events; on a CPU F8 alone."""
+    """Decode of F8, F32 and T4 (on a CPU F8) against `generate` with a batched cache."""
     result: dict[str, Any] = {"ok": True}
     for shape in ("F8", "F32", "T4") if device.type == "cuda" else ("F8",):
         ours: Any = random_llama(size, torch.bfloat16)

@@ -25,8 +25,7 @@ RESCALING = {
 
 
 def grown_error(config: Any, length: int) -> float:
-    """Error of the logits at the end of a path of `length` tokens that grew from a prompt in two
-    blocks."""
+    """Error of the logits at the end of a path of `length` tokens: a prompt and two blocks."""
     # fresh: a rotary embedding remembers the longest batch it saw
     own = copy_of(random_model(config))
     lab = Lab(copy_of(own))

@@ -1,5 +1,4 @@
-"""Whole traces of the built-in model: a refactoring gives the same events, or shows where they
-part.
+"""Whole traces of the built-in model: a refactoring keeps the events, or shows where they part.
 
 ``make golden`` rewrites ``tests/golden``; the diff is reviewed like code.
 """

@@ -54,8 +54,7 @@ def block_rows() -> dict[int, np.ndarray]:
 
 
 def batch(runner: ModelRunner) -> tuple[ForwardPlan, KVPool]:
-    """The whole tree as one batch, a row's slot being its number; the pool holds NaN wherever
-    nothing is written."""
+    """The whole tree as one batch, row i in slot i; the pool holds NaN until it is written."""
     tree, rows = sample_tree(), block_rows()
     segments = []
     order = [tree[node_id] for node_id in rows]
@@ -86,8 +85,7 @@ def truncated(name: str, layers: int) -> Any:
 
 @torch.inference_mode()
 def by_rows(model: Any, read: Any, **settings: Any) -> Tensor:
-    """What `read` takes from Hugging Face's output for every leaf's whole path ([n, ...]), put at
-    the batch's rows."""
+    """`read` of Hugging Face's output for each leaf's path ([n, ...]), in the batch's rows."""
     blocks: dict[int, Tensor] = {}
     for leaf in leaves_of(sample_tree()):
         values = read(model(torch.tensor([path_ids(leaf)]), use_cache=False, **settings))
@@ -165,8 +163,7 @@ def test_hidden_states_may_be_asked_with_a_stop(name: str) -> None:
 
 
 def leaving(rows_after: dict[int, Tensor], count: int) -> tuple[Any, list[tuple[int, int]]]:
-    """A `leave` that lets these rows go after these layers, and what it was asked: (layer, rows
-    running)."""
+    """A `leave` of these rows after these layers, and its calls: (layer, rows running)."""
     asked: list[tuple[int, int]] = []
     alive = torch.arange(count)
 

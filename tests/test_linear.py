@@ -1,5 +1,4 @@
-"""Packed linears equal `F.linear`, keep no second copy, and can make rows independent of the
-batch."""
+"""Packed linears equal `F.linear`, keep no second copy, and can ignore the rest of the batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which version of a model is loaded, whose code may run for it, and what computes its
-attention."""
+"""Loading: the version of a model, permission for its code, and the attention backend."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def command(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache with the built-in model as ``Some/Model``: its tag v1 has a shorter context than its
-    main branch."""
+    """A cache with the built-in model as ``Some/Model``; its tag v1 has a shorter context."""
     cache = tmp_path / "hub"
     model = cache / "models--Some--Model"
     for commit, context in ((OLD, 512), (NEW, 1024)):
@@ -67,8 +65,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """The built-in model as one whose config and model are code that lies beside it, and leaves a
-    file when it runs."""
+    """The built-in model with remote code for config and model, which writes a file when run."""
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     path = copy_of_sapling(tmp_path / "own", model_type="own", auto_map=names)
     # transformers runs the same text once per process
@@ -170,8 +167,7 @@ def test_a_replay_trusts_the_code_it_is_told_to(command: Arbor, own: Path) -> No
 
 @pytest.fixture
 def fitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Solver]:
-    """``arbor calibrate`` fits made-up losses and keeps its solvers here; what it keeps lies in
-    ``kept``."""
+    """``arbor calibrate`` with made-up losses; lists its solvers here, writes ``kept``."""
     import arbor.measure.calibrate
     from arbor.measure.calibrate import Example
 

@@ -50,8 +50,7 @@ EVERY = [
 
 @functools.cache
 def full(name: str, backend: type[AttentionBackend]) -> tuple[ThoughtTree, Tensor, Tensor]:
-    """The architecture's tree at full retention, the leaves' answers, and the logits at every
-    block's end."""
+    """The tree at full retention, its leaves' answers, and the logits at every block's end."""
     lab = Lab(build(name), backend())
     tree, answers = grown(lab)
     nodes = list(tree)[1:]

@@ -66,8 +66,7 @@ def by_hand(segments: Sequence[Segment], window: int | None) -> list[list[int]]:
 
 @dataclass
 class Block:
-    """A block of a random tree: its parent, the position it begins at, a slot per token (-1: not
-    resident)."""
+    """A block of a random tree: parent, first position, a slot per token (-1: not resident)."""
 
     number: int
     parent: Block | None
@@ -90,8 +89,7 @@ class Block:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Segment]:
-    """Segments over a random tree, depth first: new tokens of blocks, holes inside blocks,
-    questions after blocks."""
+    """Segments over a random tree, depth first: new tokens, holes in blocks, questions."""
     count = draw(st.integers(1, 8))
     order = iter(np.random.default_rng(draw(st.integers(0, 99))).permutation(200).astype(np.int32))
     blocks: list[Block] = []
@@ -308,8 +306,7 @@ def test_sharing_leaves_nothing_to_the_garbage_collector() -> None:
 
 
 def test_a_path_may_fork_as_often_as_it_likes() -> None:
-    """Each segment leaves the path of the next one a block later: no depth of recursion is
-    enough."""
+    """Each segment leaves the path of the next one a block later; recursion would overflow."""
     path = chain(*[1] * 1500)
 
     prefix = share([path[: i + 1] for i in range(0, 1500)], [1] * 1500)

@@ -1,5 +1,4 @@
-"""Whether a model under arbor's attention still computes what it computed by itself: one small
-forward of each."""
+"""Self-check of a loaded model: arbor's logits against the model's own, one small forward each."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 
 LENGTH = 10
-BEFORE = 4  # tokens of the first path that are run before the rest
+HEAD = 4  # tokens of the first path in the first of two forwards
 TOLERANCE = 1e-3  # seen: 1e-6
 HALF_TOLERANCE = 0.2  # of bfloat16 and float16; seen: 0.02 in three random layers
 
@@ -30,8 +29,7 @@ def paths(config: Any) -> list[list[int]]:
 
 @torch.inference_mode()
 def own_logits(model: Any) -> Tensor | None:
-    """What a model gives by itself, [2 LENGTH, V] float32; None if its attention is arbor's
-    already."""
+    """The model's own logits, [2 LENGTH, V] float32; None if its attention is arbor's already."""
     if model.config._attn_implementation == IMPLEMENTATION:
         return None
     model.eval()
@@ -41,9 +39,11 @@ def own_logits(model: Any) -> Tensor | None:
 
 
 def arbor_logits(runner: ModelRunner) -> Tensor:
-    """The same from arbor's forward, [2 LENGTH, V]: the first path in two parts, its second one
-    together with the other path, so that a row's place in the batch is hardly ever its place on the
-    path."""
+    """The logits of arbor's forward for the same paths, [2 LENGTH, V].
+
+    The first path runs in two parts, the second part together with the other path, so that the
+    place of most rows in the batch is not their place on the path.
+    """
     first, second = paths(runner.config)
     pool = KVPool(runner.layer_kv, 2 * LENGTH, runner.dtype, runner.device)
     slots = np.arange(2 * LENGTH, dtype=np.int32)
@@ -52,20 +52,19 @@ def arbor_logits(runner: ModelRunner) -> Tensor:
         own = slots[at : at + end]
         return Segment((), ids[start:end], np.arange(start, end), own, own[start:], end - start)
 
-    head = runner.forward(plan_forward([part(first, 0, BEFORE, 0)]), pool).logits
-    rest = [part(first, BEFORE, LENGTH, 0), part(second, 0, LENGTH, LENGTH)]
+    head = runner.forward(plan_forward([part(first, 0, HEAD, 0)]), pool).logits
+    rest = [part(first, HEAD, LENGTH, 0), part(second, 0, LENGTH, LENGTH)]
     return torch.cat([head, runner.forward(plan_forward(rest), pool).logits])
 
 
 def check_agreement(runner: ModelRunner, own: Tensor) -> None:
-    """Refuse a model that computes something else under arbor, for example by a row's place in the
-    batch.
+    """Refuse a model with other logits under arbor, for example by a row's place in the batch.
 
     Args:
-        own: `own_logits` of the model before it was taken over.
+        own: `own_logits` of the model before arbor's attention.
 
     Raises:
-        ModelError: their difference is more than rounding; says how much.
+        ModelError: the difference is more than rounding.
     """
     # the median token: rounding alone sends some tokens to other experts
     error = float(((arbor_logits(runner) - own).norm(dim=-1) / own.norm(dim=-1)).median())

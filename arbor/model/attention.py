@@ -1,5 +1,4 @@
-"""Our attention under unmodified Hugging Face decoders: one registered function, and what each
-layer asks of it."""
+"""Arbor's attention under unmodified Hugging Face decoders, and a probe of each layer's calls."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ _ATTEND: ContextVar[Attend | None] = ContextVar("arbor_attend", default=None)
 
 @contextmanager
 def answered_by(attend: Attend) -> Iterator[None]:
-    """Within this block, `attend` answers every attention call of models with our
-    implementation."""
+    """Within, `attend` answers every attention call of models with our implementation."""
     token = _ATTEND.set(attend)
     try:
         yield
@@ -112,13 +110,13 @@ AttentionInterface.register(IMPLEMENTATION, arbor_paged)
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What one layer asks of attention, as probed.
+    """The attention of one layer, as probed.
 
     Attributes:
         shape: heads, scaling, window, softcap.
         sinks: whether it has attention sinks.
         causal: see `AttentionCall`.
-        calls: how often it attends in one forward.
+        calls: attention calls in one forward.
     """
 
     shape: AttentionShape
@@ -129,7 +127,7 @@ class LayerSpec:
 
 @torch.inference_mode()
 def probe(model: nn.Module, layers: int) -> tuple[LayerSpec | None, ...]:
-    """Run one token and record what each layer asks.
+    """Run one token and record each layer's attention call.
 
     Flags and configs are not trusted: a config may name KV heads the model does not use, and some
     models accept our implementation without ever calling it. A layer that never called is None.

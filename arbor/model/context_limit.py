@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-DEFAULT_CONTEXT = 2048  # for configs that name no length
+DEFAULT_CONTEXT = 2048  # of configs without a length
 
 
 def context_limit(config: Any) -> int:
-    """Tokens a path may have so that no K/V written earlier is rotated otherwise than K/V written
-    later.
+    """The longest path, in tokens, on which all K/V are rotated alike.
 
     Dynamic NTK and longrope choose the rotation by the largest position in the batch, so a path
     that outgrows the length they begin to rescale at would be attended with keys of two scales. Up

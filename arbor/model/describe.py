@@ -1,4 +1,4 @@
-"""What a model needs, from its config alone: no weights are read."""
+"""A model's sizes and whether arbor runs it, from its config alone: no weights are read."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in eve
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a budget needs to know of a model.
+    """A model's sizes, and whether arbor runs it.
 
     Attributes:
-        id: what the user wrote.
+        id: as the user wrote it.
         revision: commit of a model of the Hub; None for others.
         architecture: class name, e.g. ``LlamaForCausalLM``.
         model_type: as in the config.
@@ -80,16 +80,15 @@ def describe(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelInfo:
-    """Everything a plan needs, from the config: the decoder is built without weights and probed
-    with one token.
+    """A model's sizes from its config: the decoder is built without weights and probed.
 
     Args:
         model, revision, trust_remote_code: as in `locate_model`.
         dtype: as in `resolve_dtype`.
 
     Raises:
-        ModelError: the model is not there, or needs code of its own. An unsupported one is
-            described, not refused.
+        ModelError: the model does not exist, or needs remote code. An unsupported one is described,
+            not refused.
     """
     source = locate_model(model, revision, trust_remote_code)
     config = load_config(source)
@@ -167,7 +166,7 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
     text.pad_token_id = model.config.pad_token_id = None
     try:
         specs = probe(model, int(text.num_hidden_layers))
-    except Exception as error:  # a model's own code may fail in any way where there are no weights
+    except Exception as error:  # remote code may fail in any way without weights
         raise _unbuilt(config, "it does not run without weights", error) from error
     return check_specs(specs, text), parameters
 
@@ -185,7 +184,7 @@ def resolve_dtype(dtype: str, config: Any) -> torch.dtype:
     """`auto` is the dtype the weights were saved in; otherwise a torch dtype by name.
 
     Raises:
-        ModelError: no such floating-point dtype.
+        ModelError: not a floating-point dtype.
     """
     if dtype == "auto":
         saved = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
@@ -193,6 +192,6 @@ def resolve_dtype(dtype: str, config: Any) -> torch.dtype:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ModelError(
-            "dtype", f"--dtype {dtype} is no floating-point dtype.", "Use float32 or bfloat16."
+            "dtype", f"--dtype {dtype} is not a floating-point dtype.", "Use float32 or bfloat16."
         )
     return found

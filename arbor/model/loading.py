@@ -1,5 +1,4 @@
-"""From what a user writes (a directory, a Hub id, `builtin:sapling`) to a model and its
-tokenizer."""
+"""Loading a model and its tokenizer by directory, Hub id or built-in name (`builtin:sapling`)."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """Where a model lies.
+    """The place a model is loaded from.
 
     Attributes:
         name: as the user wrote it.
-        path: what transformers loads from.
+        path: the path or Hub id for transformers.
         revision: branch, tag or commit on the Hub; None = its main branch, and always None for a
             directory.
-        trust_remote_code: whether Python files that lie beside the weights may run.
+        trust_remote_code: whether Python files that come with the weights may run.
     """
 
     name: str
@@ -46,13 +45,15 @@ class ModelLocation:
 
     @property
     def label(self) -> str:
-        """Name and revision, for people."""
+        """Name and revision, for messages."""
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What every loader of transformers is told beside the path. Trust is always told: asked
-        for nothing, transformers asks the terminal."""
+        """Arguments of transformers' loaders after the path.
+
+        Trust is always passed: without it, transformers asks on the terminal.
+        """
         version = {} if self.revision is None else {"revision": self.revision}
         return {**version, "trust_remote_code": self.trust_remote_code}
 
@@ -66,9 +67,9 @@ def locate_model(
         model, revision, trust_remote_code: as in `ModelLocation`.
 
     Raises:
-        ModelError: no such directory, or a directory without config or weights.
+        ModelError: the directory does not exist, or has no config or weights.
         UnknownName: an unknown ``builtin:`` model.
-        UsageError: a revision of what has none.
+        UsageError: a revision of a directory.
     """
     found = _locate(os.fspath(model))
     if revision is not None and Path(found.path).is_dir():
@@ -77,7 +78,7 @@ def locate_model(
 
 
 def revision_error(revision: str, what: str) -> UsageError:
-    """Why a revision cannot be meant."""
+    """The error for a revision where only one version exists."""
     return UsageError(
         "revision",
         f"--revision {revision}: {what}, and only a model of the Hub has revisions.",
@@ -136,7 +137,7 @@ def _directory(name: str, path: Path) -> ModelLocation:
 
 
 def _nearby(path: Path) -> list[str]:
-    """Model directories beside where the user looked."""
+    """Model directories next to a path."""
     parent = path.parent if path.parent.is_dir() else Path()
     try:
         return sorted(str(p.parent) for p in parent.glob("*/config.json"))[:5]
@@ -148,7 +149,7 @@ def load_config(source: ModelLocation) -> Any:
     """The model's config.
 
     Raises:
-        ModelError: unreadable, or a model_type transformers does not know.
+        ModelError: unreadable, or a model_type unknown to transformers.
     """
     try:
         return AutoConfig.from_pretrained(source.path, **source.loading)
@@ -157,8 +158,7 @@ def load_config(source: ModelLocation) -> Any:
 
 
 def cached_commit(source: ModelLocation) -> str | None:
-    """The commit that a Hub model's config was read from; None for a directory, and for a config
-    not read yet."""
+    """The commit of a Hub model's cached config; None for a directory, or before it is read."""
     if Path(source.path).is_dir():
         return None
     found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
@@ -169,7 +169,7 @@ def load_tokenizer(source: ModelLocation) -> Any:
     """The model's tokenizer.
 
     Raises:
-        ModelError: there is none.
+        ModelError: no readable tokenizer.
     """
     try:
         return AutoTokenizer.from_pretrained(source.path, **source.loading)
@@ -229,7 +229,7 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Loading is announced by whoever shows progress, not by transformers."""
+    """Hide transformers' bar; the command line shows the progress of loading."""
     shown = loading_bars.is_progress_bar_enabled()
     loading_bars.disable_progress_bar()
     try:
@@ -240,15 +240,15 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def needs_remote_code(error: Exception) -> bool:
-    """Whether transformers refused to run a model's own code."""
+    """Whether transformers refused to run remote code."""
     return isinstance(error, ValueError) and "trust_remote_code=True" in str(error)
 
 
 def remote_code_error(name: str) -> ModelError:
-    """A model that runs only with code of its own, which nobody has allowed."""
+    """The error for a model that needs remote code without permission."""
     return ModelError(
         "remote-code",
-        f"{name} needs Python code that lies beside its weights, and that code may do anything.",
+        f"{name} needs Python code that comes with its weights, and that code may do anything.",
         "Read it; if you trust it, add --trust-remote-code.",
         model=name,
     )
@@ -296,29 +296,28 @@ def load_generation_config(source: ModelLocation) -> Any:
 
 
 def sampling_defaults(generation: Any) -> Sampling:
-    """What a model's generation config says of sampling; `Sampling`'s own defaults where it says
-    nothing.
+    """Sampling by a model's generation config; the defaults of `Sampling` without one.
 
     Raises:
-        ModelError: what it says cannot be meant.
+        ModelError: invalid values.
     """
     if generation is None or not getattr(generation, "do_sample", False):
         return Sampling()
 
-    def said(name: str, otherwise: float) -> Any:
+    def configured(name: str, default: float) -> Any:
         value = getattr(generation, name, None)
-        return otherwise if value is None else value
+        return default if value is None else value
 
     try:
         return Sampling(
-            temperature=float(said("temperature", 1.0)),
-            top_p=float(said("top_p", 1.0)),
-            top_k=int(said("top_k", 0)),
+            temperature=float(configured("temperature", 1.0)),
+            top_p=float(configured("top_p", 1.0)),
+            top_k=int(configured("top_k", 0)),
         )
     except (TypeError, ValueError, UsageError) as error:
         raise ModelError(
             "model-incomplete",
-            f"generation_config.json says nothing that can be meant of sampling: {_first_line(error)}",
+            f"generation_config.json has invalid sampling settings: {_first_line(error)}",
             "Correct temperature, top_p and top_k there.",
         ) from error
 

@@ -1,5 +1,4 @@
-"""Where and how a model runs: device, dtype and attention backend, checked before anything
-loads."""
+"""Device, dtype and attention backend of a model, checked before anything loads."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ FLASHINFER = "flashinfer"  # both the backend and its package
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device a user means; ``auto`` is CUDA where there is one.
+    """A device by name; ``auto`` is CUDA where available.
 
     Raises:
-        UsageError: there is no such device here.
+        UsageError: an unknown or unavailable device.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,7 +26,7 @@ def resolve_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise UsageError(
-            "device", f"--device {device} is no device.", "Use auto, cpu or cuda."
+            "device", f"unknown device: --device {device}.", "Use auto, cpu or cuda."
         ) from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
@@ -38,7 +37,8 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
     """The device of a ready model, which stays as it is.
 
     Raises:
-        UsageError: another dtype or device was asked for, or the weights are on several devices.
+        UsageError: the settings name another dtype or device, or the weights are on several
+            devices.
     """
     weight: torch.Tensor = next(model.parameters())
     devices = sorted({str(each.device) for each in model.parameters()})
@@ -67,12 +67,11 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
 
 
 def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> str:
-    """The attention backend a user means, checked; ``auto`` stays ``auto``, for what it is depends
-    on the model.
+    """An attention backend by name, checked; ``auto`` stays, because it depends on the model.
 
     Raises:
-        UnknownName: no such backend.
-        UsageError: one that does not go with the other settings, or that cannot run here.
+        UnknownName: unknown backend.
+        UsageError: it contradicts other settings, or cannot run here.
     """
     special = ("auto", FLASHINFER)
     if backend not in (*special, *registry.names("backend")) and ":" not in backend:
@@ -99,7 +98,7 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
 
 
 def refuse_batch_dependent(model: Any) -> None:
-    """Refuse to call a model deterministic whose layers are not.
+    """Refuse `deterministic` for a model whose layers depend on the batch.
 
     Raises:
         UsageError: names them.

@@ -41,8 +41,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request of a forward: new tokens after a context. Bottom-right causal: row j reads the
-    context, the tail up to the rows, and the segment's rows up to j.
+    """One request of a forward: new tokens after a context.
+
+    Bottom-right causal: row j reads the context, the tail up to the rows, and the segment's rows up
+    to j.
 
         path    |---- context ----|------- tail -------|
         rows                            |-- tokens ----|
@@ -57,7 +59,7 @@ class Segment:
         write: int32 [m], where this forward stores the rows' K/V: their own slots, or the trash
             slot where those already hold them.
         logits: how many rows, counted from the last, the caller wants logits of.
-        again: these tokens were run before; their queries are not counted a second time where
+        again: the tokens were computed earlier; their queries do not count a second time where
             attention is observed.
     """
 
@@ -111,7 +113,7 @@ class ForwardPlan:
 
     @property
     def again(self) -> Tensor:
-        """Rows of tokens that were run before, bool [T]."""
+        """Rows whose tokens were computed earlier, bool [T]."""
         flags = torch.tensor([segment.again for segment in self.segments])
         return flags.repeat_interleave(torch.tensor([s.rows for s in self.segments]))
 
@@ -163,7 +165,7 @@ def visibility(
 
     Args:
         segments: the batch; those that run again count for nothing.
-        trash: slot that is nobody's.
+        trash: the slot of no token.
         window: positions a row looks back, itself included; None: all.
 
     Returns:
@@ -213,8 +215,7 @@ class SharedPrefix:
     unique_tokens: int
 
     def layout(self, tails: Sequence[Slots]) -> CascadeLayout:
-        """Full-attention layout: the shared levels, then each segment's private context and own
-        tokens.
+        """Full-attention layout: shared levels, then private contexts and own tokens.
 
         Args:
             tails: int32 [*] per segment, see `Segment.tail`.
@@ -338,8 +339,7 @@ def windowed_layout(segments: Sequence[Segment], window: int) -> CascadeLayout:
 
 
 def select_rows(layout: CascadeLayout, rows: Tensor, window: int | None) -> CascadeLayout:
-    """The layout of some rows of a batch, as single-row requests (rows that left the batch drop
-    out).
+    """The layout of some rows of a batch, as single-row requests; the others have left.
 
     Args:
         layout: of the whole batch.

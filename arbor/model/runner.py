@@ -1,4 +1,4 @@
-"""ModelRunner: the only place that calls the model."""
+"""The model runner: the only caller of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """What a forward returns.
+    """The outputs of a forward.
 
     Attributes:
         logits: [n, V] float32, of the plan's `logit_rows`.

@@ -129,8 +129,7 @@ def chain_to(facts: Sequence[Fact], asked: str) -> list[Fact]:
 def _new_fact(
     rng: random.Random, who: str, chain: Sequence[str], known: dict[str, int], recall: int
 ) -> Fact:
-    """A fact about a new person that depends on the last of the chain, with a result from 1 to
-    `LARGEST`."""
+    """A fact about a new person after the last of the chain; the result is 1 to `LARGEST`."""
     last = chain[-1]
     while True:
         kind = rng.choices(

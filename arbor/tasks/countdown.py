@@ -209,8 +209,7 @@ def _three(a: int, b: int, c: int, t: int) -> bool:
 
 @lru_cache(maxsize=1 << 19)
 def can_reach(state: State, target: int) -> bool:
-    """Whether a sorted state can reach the target with each number used once; exact, exhaustive,
-    memoised."""
+    """Whether a sorted state can reach the target with each number used once; exact, memoised."""
     if len(state) == 1:
         return state[0] == target
     if len(state) == 2:
@@ -230,8 +229,7 @@ def can_reach(state: State, target: int) -> bool:
 
 @lru_cache(maxsize=1 << 18)
 def solution_paths(state: State, target: int) -> int:
-    """Number of distinct paths (sequences of different lines of `exact_steps`) from a state to the
-    target."""
+    """Number of distinct paths (sequences of `exact_steps` lines) from a state to the target."""
     if len(state) == 1:
         return int(state[0] == target)
     if not can_reach(state, target):
@@ -240,8 +238,7 @@ def solution_paths(state: State, target: int) -> int:
 
 
 def solve(numbers: Sequence[int], target: int) -> list[str] | None:
-    """The thoughts of one solution, the first in the order of `exact_steps`; None if there is
-    none."""
+    """The thoughts of the first solution in the order of `exact_steps`, or None."""
     state: State = tuple(sorted(numbers))
     if not can_reach(state, target):
         return None
@@ -281,8 +278,7 @@ def compose(numbers: Sequence[int], thoughts: Sequence[str]) -> str | None:
 
 
 class _Parser:
-    """Recursive descent over + - * / and parentheses; integers only, no sign in front of a
-    number."""
+    """Recursive descent over + - * / and parentheses; non-negative integers only."""
 
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []

@@ -33,8 +33,7 @@ _ASKS = re.compile(r"Find ([A-Z]) from ([A-Z])")
 
 
 def walk(doors: dict[str, tuple[str, ...]], start: str, goal: str) -> list[str]:
-    """The thoughts of depth-first search, doors in the order given, to the goal; then the
-    answer."""
+    """The thoughts of depth-first search to the goal, doors in the given order, and the answer."""
     lines: list[str] = []
     path: list[str] = []
     untried: dict[str, list[str]] = {}

@@ -9,8 +9,7 @@ TEST_SHARE = 10
 
 
 def content_id(task: str, text: str) -> str:
-    """Stable id of a problem: the first 16 hex digits of sha256 over task name and canonical
-    text."""
+    """Stable id of a problem: 16 hex digits of sha256 over task name and canonical text."""
     return hashlib.sha256(f"{task}\n{text}".encode()).hexdigest()[:16]
 
 

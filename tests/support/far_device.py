@@ -1,5 +1,4 @@
-"""A stand-in for a GPU's tensors on a machine without one: no mixing with tensors of the CPU,
-counted transfers."""
+"""A stand-in for a GPU's tensors: no mixing with tensors of the CPU, counted transfers."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 class FarTensor(Tensor):
-    """A tensor that behaves as one on a GPU: only scalars of the CPU, and indices, may meet it in
-    an operation.
+    """A tensor that only scalars and indices of the CPU may meet in an operation.
 
     Attributes:
         transfers: how often values were brought to the CPU, of all such tensors.
