@@ -1,5 +1,4 @@
-"""The FlashInfer backend against a stand-in for the package and the planner's arithmetic (no
-GPU)."""
+"""The FlashInfer backend against a stand-in for the package and its planner's arithmetic."""
 
 from __future__ import annotations
 
