@@ -21,7 +21,7 @@ from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.selection import select, select_by_count
+from arbor.retention.selection import best_tokens, select, select_by_count
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
@@ -288,6 +288,20 @@ def test_the_first_of_an_order_are_found_without_it(keys: list[float], count: in
     key = np.array(keys)
 
     assert sorted(lowest(key, count)) == sorted(order(key)[:count])
+
+
+def test_where_not_all_protected_tokens_fit_they_compete() -> None:
+    protected = np.array([True, False, True, True, False, True, False])
+    scores = np.array([1.0, 9.0, 2.0, 0.0, 8.0, -5.0, 3.0])
+    sizes = np.array([5, 2])
+
+    def stay(*counts: int) -> list[int]:
+        return np.flatnonzero(best_tokens(protected, scores, sizes, np.array(counts))).tolist()
+
+    assert stay(2, 1) == [0, 2, 5]
+    assert stay(3, 0) == [0, 2, 3]
+    assert stay(4, 2) == [0, 1, 2, 3, 5, 6]
+    assert scores.tolist() == [1.0, 9.0, 2.0, 0.0, 8.0, -5.0, 3.0]
 
 
 @given(seed=SEEDS, share=SHARES)
