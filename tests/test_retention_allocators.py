@@ -182,6 +182,13 @@ def test_shares_that_are_equal_on_paper_are_equal() -> None:
     assert rounded(shares, np.zeros(4, np.int64), np.full(4, 9), 6).tolist() == [2, 2, 1, 1]
 
 
+def test_shares_that_leave_room_are_rounded_to_their_own_sum() -> None:
+    shares, floor = np.array([1.5, 1.5, 1.0]), np.zeros(3, np.int64)
+
+    assert rounded(shares, floor, np.full(3, 9), 10).tolist() == [2, 1, 1]
+    assert rounded(shares, floor, np.full(3, 9), 3).tolist() == [1, 1, 1]
+
+
 @given(seed=SEEDS, share=SHARES)
 def test_largest_remainder_does_not_depend_on_the_order_of_blocks(seed: int, share: float) -> None:
     blocks = offer(seed, ties=False)
@@ -367,6 +374,9 @@ def test_the_least_ratio_holds_where_it_can() -> None:
     assert Ratio(ratio_min=0.2).counts(blocks, 120, ANY).tolist() == [100, 20]
     assert Ratio(ratio_min=0.2).counts(blocks, 30, ANY).tolist() == [15, 15]
     assert Ratio(ratio_min=0.0).counts(blocks, 100, ANY).tolist() == [100, 0]
+    # 10 slots above the floor, for needs of 10 and 20 above it
+    floored = dataclasses.replace(blocks, floor=np.array([10, 0]))
+    assert Ratio(ratio_min=0.2).counts(floored, 20, ANY).tolist() == [13, 7]
 
 
 @given(seed=SEEDS, share=SHARES)

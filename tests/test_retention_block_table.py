@@ -256,6 +256,7 @@ def test_the_clock_of_a_block_is_kept_while_the_table_grows() -> None:
     tree = random_tree(1, 200)
     table = BlockTable()
     table.use([], 1)
+    table.use(tree.nodes, 7)  # more of them than a first table has room for
     for clock, node in enumerate(tree, 1):
         table.touch(node)
         table.use([node], clock)
@@ -275,7 +276,9 @@ def test_unknown_ids_between_known_ones_are_empty() -> None:
 
     assert table.parent[[0, 3]].tolist() == [NO_PARENT, 0]
     assert (table.parent[1:3] < NO_PARENT).all()
-    assert not table.resident[1:3].any() and not table.open[1:3].any()
+    for column in (table.depth, table.start, table.length, table.resident, table.tail):
+        assert not column[1:3].any()
+    assert not table.last_used[1:3].any() and not table.open[1:3].any()
     assert np.isnan(table.value[1:3]).all() and not table.confidence[1:3].any()
 
 

@@ -27,6 +27,7 @@ def test_the_score_is_the_sigmoid_of_the_weighted_signals() -> None:
 def test_the_defaults_are_the_documented_guess() -> None:
     assert MSVE() == MSVE((2.0, 1.0, 1.0), -2.0, 0)
     assert str(MSVE()) == "2.0,1.0,1.0,-2.0"
+    assert hash(MSVE()) == hash(MSVE((2.0, 1.0, 1.0)))
 
 
 def test_a_cost_outside_the_unit_interval_counts_as_its_end() -> None:
@@ -173,6 +174,7 @@ def test_a_fit_is_saved_with_where_it_comes_from(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert document["schema"] == "arbor.msve/1"
     assert document["provenance"]["trajectories"] == 100
+    assert file.read_text() == json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,15 @@ from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 from arbor.components import build, spec_of
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.registry import BUILTIN
+from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.base import Allocator, Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import POLICIES, Policy, Protect
-from arbor.retention.selection import select, select_by_count
+from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.random_tokens import RandomTokens
+from arbor.retention.selection import best_tokens, select, select_by_count
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
@@ -287,6 +290,20 @@ def test_the_first_of_an_order_are_found_without_it(keys: list[float], count: in
     assert sorted(lowest(key, count)) == sorted(order(key)[:count])
 
 
+def test_where_not_all_protected_tokens_fit_they_compete() -> None:
+    protected = np.array([True, False, True, True, False, True, False])
+    scores = np.array([1.0, 9.0, 2.0, 0.0, 8.0, -5.0, 3.0])
+    sizes = np.array([5, 2])
+
+    def stay(*counts: int) -> list[int]:
+        return np.flatnonzero(best_tokens(protected, scores, sizes, np.array(counts))).tolist()
+
+    assert stay(2, 1) == [0, 2, 5]
+    assert stay(3, 0) == [0, 2, 3]
+    assert stay(4, 2) == [0, 1, 2, 3, 5, 6]
+    assert scores.tolist() == [1.0, 9.0, 2.0, 0.0, 8.0, -5.0, 3.0]
+
+
 @given(seed=SEEDS, share=SHARES)
 def test_of_equal_scores_the_newer_token_stays(seed: int, share: float) -> None:
     blocks = offer(seed)
@@ -407,6 +424,16 @@ def test_a_policy_needs_a_recording_where_its_allocator_does() -> None:
 
 def test_a_policy_whose_allocator_keeps_everything_says_so() -> None:
     assert [name for name, policy in POLICIES.items() if policy.keeps_all] == ["full"]
+
+
+def test_policies_and_their_parts_are_values() -> None:
+    for policy in POLICIES.values():
+        assert hash(policy) == hash(dataclasses.replace(policy))
+    assert POLICIES["arborkv"].allocator == Ratio(0.5, 2.0, 0.0, 0.5, 0.0)
+    assert POLICIES["kkt"].allocator == KKT(2.0, 0.0, 0.5)
+    assert POLICIES["h2o"].scorer == HeavyHitters(normalise=False)
+    assert POLICIES["random"].scorer == RandomTokens(seed=0)
+    assert not Policy(KKT()).spares_paths and not Policy(KKT()).summary
 
 
 def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() -> None:

@@ -201,8 +201,7 @@ class BlockTable:
         worth[levels.place] = self.value
         unknown = np.isnan(worth)
         best = float(known.max()) if len(known) else 1.0
-        roots = levels.below_root[0][0] if levels.below_root else self._size
-        worth[:roots][unknown[:roots]] = best
+        worth[unknown] = best
         for begin, end in levels.below_root:
             above = worth[levels.parent[begin:end]]
             worth[begin:end] = np.where(unknown[begin:end], above, worth[begin:end])
