@@ -8,15 +8,17 @@ quarter of its KV, as the policy shared it out while other leaves ran. Then the 
 an expansion needs room: one event. Timed alone:
 
     view     read the blocks that changed, paths, distances, re-entry, MSVE: everything the
-    allocator is given counts   the allocator
+             allocator is given
+    counts   the allocator
     kept     which tokens of each block stay, the token view of the blocks that lose some included
     tokens   the token view of all blocks, for allocators that rank all tokens; counts is given it
     engine   the whole event as `Residency` runs it, on a tree whose tokens lie in a pool of slots
              that the policy brought down to its quarter itself: offer and decision, the blocks of
              the running paths read again before; without moving anything
     carried  carrying it out, one event after another: tokens evicted, reported, and the blocks that
-    lost some read again loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over
-    all blocks, one token less, again
+             lost some read again
+    loop     the paper's Pressure loop (Algorithm 2, lines 28-32): argmin over all blocks, one token
+             less, again
 
 The loop is given what it lacks in the paper: a priority (the utility a block loses with the token,
 w ln(k / (k - 1))), an end (blocks at K_min are passed over), and numpy for its argmin, kept up to

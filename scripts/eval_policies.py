@@ -1,11 +1,12 @@
 """What retention policies cost where nothing is lost, and what they lose where it is.
 
-    python scripts/eval_policies.py lossless --n 100 --json lossless.json     # recorded once,
-    replayed for every policy python scripts/eval_policies.py lossy --task chains --n 500 --json
-    lossy.json python scripts/eval_policies.py largest --n 20 --json largest.json        # how far a
-    cap reaches python scripts/eval_policies.py share --n 20                              # of wall
-    time, for deciding and evicting python scripts/eval_policies.py same --n 500 --json same.json
+    # recorded once, replayed for every policy
+    python scripts/eval_policies.py lossless --n 100 --json lossless.json
+    python scripts/eval_policies.py lossy --task chains --n 500 --json lossy.json
+    python scripts/eval_policies.py largest --n 20 --json largest.json  # how far a cap reaches
+    python scripts/eval_policies.py share --n 20  # of wall time, for deciding and evicting
     # tokens and answers equal at every budget
+    python scripts/eval_policies.py same --n 500 --json same.json
 
 Budgets are parts of the measured full-retention peak of the same problem. `lossless` reports, over
 problems: recomputed tokens per generated token (of sums), the ratio to the clairvoyant policy, peak

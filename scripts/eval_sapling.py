@@ -1,17 +1,18 @@
 """Evaluates a model on held-out problems with plain Hugging Face generation: no search engine of
 ours involved.
 
-    python scripts/eval_sapling.py --model arbor/sapling                 # the numbers of the model
-    card (minutes) python scripts/eval_sapling.py --model arbor/sapling --quick         # few
-    problems, one JSON line (a minute)
+    python scripts/eval_sapling.py --model arbor/sapling  # the numbers of the model card (minutes)
+    # few problems, one JSON line (a minute)
+    python scripts/eval_sapling.py --model arbor/sapling --quick
 
 What is measured, on Game of 24 (`--split`, hands never trained on), unless said otherwise:
 
     greedy      the most likely token each time; graded by the composed answer
     sampled     one sample at temperature 1, any of eight samples; legal_steps is the share of
-    sampled lines that are legal tree        breadth-first Tree of Thoughts: every state proposes
-                `--proposals` lines, the model's own verdict keeps the best `--beam`; `first` grades
-                the best judged leaf, `any` all that were kept
+                sampled lines that are legal
+    tree        breadth-first Tree of Thoughts: every state proposes `--proposals` lines, the
+                model's own verdict keeps the best `--beam`; `first` grades the best judged leaf,
+                `any` all that were kept
     judge       area under the ROC curve of P(yes) against the exact label, on states after random
                 legal steps (`random`) and on the states the tree search proposed (`proposed`)
     chains      greedy accuracy by number of steps;   recall: greedy accuracy

@@ -2,10 +2,12 @@
 to the files.
 
     python scripts/train_sapling.py --minutes 80 --work build/sapling --out arbor/sapling
-    python scripts/train_sapling.py --resume --minutes 80 --work build/sapling      # go on after an
-    interruption python scripts/train_sapling.py --init arbor/sapling --minutes 30              #
-    warm start from saved weights python scripts/train_sapling.py --export-only --work build/sapling
+    # go on after an interruption
+    python scripts/train_sapling.py --resume --minutes 80 --work build/sapling
+    # warm start from saved weights
+    python scripts/train_sapling.py --init arbor/sapling --minutes 30
     # the last checkpoint as files
+    python scripts/train_sapling.py --export-only --work build/sapling
 
 One training document is a *tree*: a prompt, several thoughts per state, and after each state the
 verifier's question with its exact verdict, exactly as a search sees them. A token attends to its
