@@ -70,7 +70,7 @@ def test_paths_up_to_the_limit_are_exact_and_longer_ones_are_not(name: str) -> N
             512,
         ),
     ],
-    ids=["plain", "learned positions", "by layer type", "plain beside an original length", "yarn"],
+    ids=["plain", "learned positions", "by layer type", "plain with an original length", "yarn"],
 )
 def test_rotations_that_never_change_reach_the_models_own_length(
     model_type: str, settings: dict[str, Any], limit: int

@@ -394,11 +394,13 @@ def test_sampling_makes_max_blocks_whatever_is_drawn(
 def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Controller) -> None:
     equal = scripted({})
 
-    told = run(controller, equal, max_depth=3)
+    search = run(controller, equal, max_depth=3)
     reversely_told = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
 
-    assert told.asked == reversely_told.asked
-    assert all([key for key, _ in level] == sorted(key for key, _ in level) for level in told.asked)
+    assert search.asked == reversely_told.asked
+    assert all(
+        [key for key, _ in level] == sorted(key for key, _ in level) for level in search.asked
+    )
 
 
 def test_a_state_that_grew_nothing_is_given_up() -> None:

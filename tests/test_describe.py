@@ -1,4 +1,4 @@
-"""What is told of a model from its config alone."""
+"""A model described from its config alone."""
 
 from __future__ import annotations
 

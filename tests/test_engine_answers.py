@@ -128,7 +128,7 @@ GONE: dict[str, Callable[[Any, Any], Any]] = {
 }
 SCORES: dict[str, Callable[[Any, Any], Any]] = {
     "no number": lambda right, tokens: right * np.nan,
-    "one that is no number": lambda right, tokens: np.where(np.arange(len(right)), right, np.nan),
+    "NaN": lambda right, tokens: np.where(np.arange(len(right)), right, np.nan),
     "infinity": lambda right, tokens: right + np.inf,
     "too few": lambda right, tokens: right[:-1],
     "too many": lambda right, tokens: one_more(right),

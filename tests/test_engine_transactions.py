@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -238,7 +239,7 @@ def test_tokens_written_over_a_gap_are_rewritten_after_an_interruption(
 ) -> None:
     policy = POLICIES["random"]
     lab = Lab(build("llama"), policy=policy, mode="lossy", debug=True)
-    lab.policy = type(policy)(protect=Protect(sinks=4, recent=0, tail=0, floor=0))
+    lab.policy = replace(policy, protect=Protect(sinks=4, recent=0, tail=0, floor=0))
     tree = lab.plant(4096)
     (first,) = lab.sprout([(tree.root, 1)], GREEDY)
     lab.memory.evict(tree.root, np.array([5]))

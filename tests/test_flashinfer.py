@@ -524,7 +524,9 @@ def on_cuda(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Solvers believe in a GPU and in FlashInfer; what they compute is on the CPU."""
     monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
     monkeypatch.setattr("arbor.model.checkpoint.find_spec", lambda name: object())
-    monkeypatch.setattr("arbor.model.checkpoint.device_of", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(
+        "arbor.model.checkpoint.resolve_device", lambda device: torch.device("cuda")
+    )
     load = loading.load_model
     monkeypatch.setattr(
         "arbor.model.checkpoint.load_model", lambda source, dtype, device: load(source, dtype, CPU)

@@ -100,8 +100,8 @@ def test_a_run_of_a_revision_is_repeated_with_it(command: Arbor, hub: Path) -> N
 
     assert command("solve", "--config", "run.toml", "--print-config").out == text
     assert 'revision = "v1"' in text
-    told = command("info", "Some/Model", "--revision", "v1", "--json").document["model"]
-    assert told["revision"] == OLD
+    document = command("info", "Some/Model", "--revision", "v1", "--json").document["model"]
+    assert document["revision"] == OLD
 
 
 def test_a_revision_that_is_not_cached_is_named(command: Arbor, hub: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_ready_model_has_no_revision() -> None:
 # Code of a model's own
 
 
-def test_code_beside_the_weights_runs_only_if_it_is_trusted(command: Arbor, own: Path) -> None:
+def test_code_next_to_the_weights_runs_only_if_it_is_trusted(command: Arbor, own: Path) -> None:
     asked = ("solve", "4 5 6 10", "--model", str(own), "--max-expansions", "1")
 
     refused = command(*asked)

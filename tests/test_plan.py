@@ -26,7 +26,7 @@ from arbor.model.plan import (
 
 
 def keys_of_rows(layout: CascadeLayout, window: int | None) -> list[list[int]]:
-    """The slots every row reads, by what `CascadeLevel` says of itself."""
+    """The slots every row reads, by what `CascadeLevel` documents."""
     keys: list[list[int]] = [[] for _ in range(layout.rows)]
     for level in layout.levels:
         qo, kv = level.qo_indptr.tolist(), level.kv_indptr.tolist()
@@ -237,7 +237,7 @@ def test_blocks_that_the_same_leaves_share_are_one_span() -> None:
     assert (plan.read_tokens, plan.unique_read_tokens) == (38, 20)
 
 
-def test_a_leaf_beside_a_shared_span_reads_nothing_on_that_level() -> None:
+def test_a_leaf_outside_a_shared_span_reads_nothing_on_that_level() -> None:
     root, left = chain(10, 5)
 
     plan = plan_forward([leaf((root,), 50), leaf((root, left), 51), leaf((root, left), 52)])

@@ -163,7 +163,7 @@ class Searches(RuleBasedStateMachine):
 
 
 class LosslessSearches(Searches):
-    """In a budget that holds a path: what the model says is what it says of whole paths."""
+    """In a budget that holds a path: the logits are those of whole paths."""
 
     @initialize(
         policy=st.sampled_from(WORKING),

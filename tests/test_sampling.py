@@ -139,7 +139,7 @@ def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform:
     ids=["top-p", "top-k", "both", "wide"],
 )
 @given(seed=st.integers(0, 10_000), uniform=st.floats(0, 1, exclude_max=True))
-def test_equally_probable_tokens_are_drawn_alike_whatever_stands_beside_them(
+def test_equally_probable_tokens_are_drawn_alike_in_any_batch(
     sampling: Sampling, seed: int, uniform: float
 ) -> None:
     """Logits of 16 bits lie on a grid, where many are equal."""
@@ -148,10 +148,10 @@ def test_equally_probable_tokens_are_drawn_alike_whatever_stands_beside_them(
     row = row.to(torch.bfloat16).float()
 
     alone = sample(row[None], [uniform], sampling)
-    beside = sample(torch.stack([row, torch.zeros(4096)]), [uniform, uniform], sampling)
+    batched = sample(torch.stack([row, torch.zeros(4096)]), [uniform, uniform], sampling)
 
-    assert beside.tokens[0] == alone.tokens[0]
-    assert (beside.left[0], beside.share[0]) == (alone.left[0], alone.share[0])
+    assert batched.tokens[0] == alone.tokens[0]
+    assert (batched.left[0], batched.share[0]) == (alone.left[0], alone.share[0])
     want = allowed(row, sampling)
     reached = np.cumsum(list(want.values()))
     place = list(want).index(alone.tokens[0])
@@ -399,7 +399,7 @@ def test_a_point_does_not_depend_on_how_many_siblings_there_are() -> None:
     assert len({*cousins, *(code.number for code in few)}) == 5
 
 
-def test_what_decodes_beside_a_block_does_not_change_it() -> None:
+def test_other_blocks_of_the_batch_do_not_change_a_block() -> None:
     lab = Lab(build("llama"))
     tree = lab.plant()
     together = [node.tokens for node in lab.sprout([(tree.root, 4)])]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.loading import BUILTIN
 from arbor.model.plan import least_saved_reads
 from arbor.retention.allocators.belady import Belady
+from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.trace import TraceWriter, read_trace
@@ -601,13 +602,16 @@ def test_the_clairvoyant_knows_the_future_of_its_own_search_only(tmp_path: Path)
 
 def test_a_policy_says_itself_that_it_needs_a_recorded_run(tmp_path: Path) -> None:
     @dataclass(frozen=True)
-    class Prophet(Policy):
-        needs_recording: bool = field(default=True, init=False)
+    class Prophet:
+        needs_recording: ClassVar[bool] = True
+
+        def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+            return Belady().counts(blocks, room, scorer)
 
     path = tmp_path / "run.arbor.jsonl"
     Solver(controller=SMALL).solve(PUZZLE, trace=path)
-    with Solver(controller=SMALL, policy=Prophet("prophet", Belady())) as solver:
-        with pytest.raises(UsageError, match="the policy 'prophet' needs a recorded run"):
+    with Solver(controller=SMALL, policy=Policy(Prophet())) as solver:
+        with pytest.raises(UsageError, match="the policy 'Prophet' needs a recorded run"):
             solver.solve(PUZZLE)
         assert solver.solve(PUZZLE, recorded=path).answer is not None
 

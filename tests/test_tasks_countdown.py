@@ -65,7 +65,9 @@ def test_a_path_composes_to_its_expression() -> None:
     other = GAME.parse("1 2 4 7")
     steps = ["7 - 1 = 6 (left: 2 4 6)\n", "4 * 6 = 24 (left: 2 24)\n", "24 / 2 = 12 (left: 12)\n"]
     assert compose(other.data["numbers"], steps) == "4 * (7 - 1) / 2"
-    assert GAME.answer(other, steps) is None, "an expression that misses the target is no answer"
+    assert GAME.answer(other, steps) is None, (
+        "an expression that misses the target is not an answer"
+    )
     assert not correct(other, GAME.answer(other, steps))
 
 

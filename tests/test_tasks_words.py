@@ -115,7 +115,7 @@ def test_recall_distance_is_the_number_of_lines_back() -> None:
 @pytest.mark.parametrize(
     "thoughts",
     [
-        ["Then Amy has 4: Amy = 4\n"],  # not what was told
+        ["Then Amy has 4: Amy = 4\n"],  # not the fact
         ["Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 7, Tom = 7\n"],  # Amy is not known yet
         [AMY, "Then Tom has 4 more than Amy: Amy = 3, 3 + 4 = 8, Tom = 8\n"],
         [AMY, "Then Tom has 4 more than Amy: Amy = 2, 2 + 5 = 7, Tom = 7\n"],

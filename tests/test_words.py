@@ -15,41 +15,6 @@ SUFFIXES = {".py", ".md", ".js", ".html", ".css", ".toml", ""}
 # Files that are checked later: those of a result's raw record, and this list of phrases.
 UNCHECKED = ("CHANGELOG.md", "docs/experiments/", "tests/golden/", "tests/test_words.py")
 
-# Files and folders (ending in /) that are not swept yet.
-EXEMPT: tuple[str, ...] = (
-    "EXPERIMENTS.md",
-    "Makefile",
-    "arbor/__init__.py",
-    "arbor/__main__.py",
-    "arbor/cli/",
-    "arbor/config.py",
-    "arbor/engine/",
-    "arbor/measure/__init__.py",
-    "arbor/measure/calibrate.py",
-    "arbor/measure/replay.py",
-    "arbor/measure/statistics.py",
-    "arbor/measure/timing.py",
-    "arbor/memory/",
-    "arbor/model/",
-    "arbor/registry.py",
-    "arbor/retention/",
-    "arbor/run/",
-    "arbor/sapling/",
-    "arbor/solver.py",
-    "arbor/tasks/",
-    "arbor/tree.py",
-    "controllers/",
-    "docs/eval.md",
-    "docs/exit-codes.md",
-    "docs/policy.md",
-    "docs/retention.md",
-    "kernels/",
-    "pyproject.toml",
-    "scripts/",
-    "tests/",
-    "verifiers/",
-)
-
 # Each phrase with its plain form.
 PHRASES = {
     r"cannot be meant": "invalid",
@@ -92,10 +57,6 @@ def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def is_exempt(name: str) -> bool:
-    return any(name.startswith(each) if each.endswith("/") else name == each for each in EXEMPT)
-
-
 def prose(text: str) -> str:
     """A file on one line, without the signs that begin comment lines, so that wrapped phrases
     match."""
@@ -113,9 +74,7 @@ def found_in(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in files() if not is_exempt(label(path))], ids=label
-)
+@pytest.mark.parametrize("path", files(), ids=label)
 def test_the_prose_is_plain(path: Path) -> None:
     found = found_in(path.read_text(encoding="utf-8"))
 
