@@ -281,9 +281,9 @@ class Solver:
             InputError: an unreadable, empty or over-long problem.
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
-        parsed = self._parse(self.task.example if problem is None else problem)
+        chosen = self.task.example if problem is None else problem
         boundary = resolve_boundary(self.boundary, max_depth, step_tokens)
-        return Run(replace(self._setup, boundary=boundary), parsed, Request(budget=budget)).plan
+        return Run(replace(self._setup, boundary=boundary), chosen, Request(budget=budget)).plan
 
     @property
     def config(self) -> dict[str, Any]:
@@ -308,12 +308,12 @@ class Solver:
                 memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
-        return self._solve(self._prepare(problem, options))
+        return Run(self._setup, problem, Request(**options)).solve(self._lend)
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
-        run = self._prepare(problem, options)
-        return SearchStream(lambda listener: self._solve(run, listener), run.stop)
+        run = Run(self._setup, problem, Request(**options))
+        return SearchStream(lambda listener: run.solve(self._lend, listener), run.stop)
 
     async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
         """`solve` without blocking the event loop; cancelling it stops the search."""
@@ -400,24 +400,21 @@ class Solver:
             listeners=tuple(self.listeners),
         )
 
-    def _parse(self, problem: str | Problem) -> Problem:
-        return problem if isinstance(problem, Problem) else self.task.parse(problem)
+    @contextmanager
+    def _lend(self, run: Run) -> Iterator[Engine]:
+        """The engine, for one run at a time.
 
-    def _prepare(self, problem: str | Problem, options: Options) -> Run:
-        return Run(self._setup, self._parse(problem), Request(**options))
-
-    def _solve(self, run: Run, *listeners: Listener) -> Solution:
+        Raises:
+            UsageError: this thread is in the middle of a run already.
+        """
         if self._thread == threading.get_ident():
             raise UsageError(
                 "solver-busy",
-                "a listener, task, verifier or controller of this search asked its own solver to solve another problem.",
-                "One solver runs one search at a time: use another Solver there, or solve after the search.",
+                "a listener, task, verifier or controller of this search asked its own solver to "
+                "solve another problem.",
+                "One solver runs one search at a time: use another Solver there, or solve after "
+                "the search.",
             )
-        return run.solve(self._lend, *listeners)
-
-    @contextmanager
-    def _lend(self, run: Run) -> Iterator[Engine]:
-        """The engine, for one run at a time."""
         with self._busy:
             self._thread = threading.get_ident()
             self._run = run

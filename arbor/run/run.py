@@ -45,16 +45,16 @@ class Run:
 
     Args:
         setup: parts and settings, those of the solver.
-        problem: parsed.
+        problem: as a user types it, or parsed.
         request: what this run asks for.
     """
 
-    def __init__(self, setup: Setup, problem: Problem, request: Request) -> None:
-        expected = request.expected
+    def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
+        parsed = problem if isinstance(problem, Problem) else setup.task.parse(problem)
+        if request.expected is not None:
+            parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
-        self.problem = (
-            problem if expected is None else dataclasses.replace(problem, expected=expected)
-        )
+        self.problem = parsed
         self.request = request
         self.seed = setup.seed if request.seed is None else request.seed
         self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
