@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +77,17 @@ def await_line(process: subprocess.Popen[bytes], words: bytes, seconds: float = 
     finally:
         deadline.cancel()
     raise AssertionError(f"{words!r} is not on stderr: {b''.join(lines).decode()}")
+
+
+def run_and_record(command: Sequence[str], path: Path) -> None:
+    """Run ``arbor`` in this process, stdout and stderr written to a file, and exit with its code.
+
+    Args:
+        command: arguments of ``arbor``.
+        path: of the file; the descriptor of stderr too, which a signal's handler writes to.
+    """
+    with path.open("w", encoding="utf-8", buffering=1) as sys.stdout:
+        sys.stderr = sys.stdout
+        os.dup2(sys.stdout.fileno(), 2)
+        code = main(list(command))
+    os._exit(code)
