@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -111,7 +112,7 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def is_typing_block(node: ast.AST) -> bool:
+def is_typing_block(node: ast.AST) -> TypeGuard[ast.If]:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
@@ -121,7 +122,6 @@ def imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
         elif is_typing_block(node):
-            assert isinstance(node, ast.If)
             for other in node.orelse:
                 yield from imports(ast.Module([other], []))
         else:
