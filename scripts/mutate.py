@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
+import json
 import os
 import random
 import re
@@ -450,62 +451,72 @@ def copied_tree(root: Path, to: Path) -> Path:
     return to
 
 
-def run_tests(tree: Path, files: Sequence[str], limit_s: float = MUTANT_LIMIT_S) -> Outcome:
-    """Run test files in a tree until one test fails."""
-    began = time.perf_counter()
-    options = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        str(TEST_LIMIT_S),
-        "--tb=no",
-        "-rfE",
-    ]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *files],
+class TestServer:
+    """A process per tree that forks for every run of its tests; see `scripts/mutate_server.py`."""
+
+    __test__ = False  # not a class of tests, whatever its name
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self._process = subprocess.Popen(
+            [sys.executable, str(ROOT / "scripts/mutate_server.py")],
             cwd=tree,
-            env=os.environ
-            | {
-                "PYTHONPATH": str(tree),
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "HYPOTHESIS_PROFILE": "mutants",
-            },
-            capture_output=True,
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-            timeout=limit_s,
         )
-    except subprocess.TimeoutExpired:
-        return Outcome("timeout", time.perf_counter() - began)
-    seconds = time.perf_counter() - began
-    if done.returncode == 0:
-        return Outcome("", seconds)
-    # 1: a test failed; 2, 3: an import or pytest itself did; 4, 5: this script is at fault
-    assert done.returncode in (1, 2, 3) or done.returncode < 0, done.stdout + done.stderr
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return Outcome(failed[1] if failed else f"exit code {done.returncode}", seconds)
+
+    def run(self, files: Sequence[str], limit_s: float = MUTANT_LIMIT_S) -> Outcome:
+        """Run test files until one test fails."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT_S}"]
+        # the server has imported some of pytest's plugins already, with what it preloads
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        request = {
+            "tree": str(self.tree),
+            "arguments": [*options, "--tb=no", "-rfE", *files],
+            "environment": {"HYPOTHESIS_PROFILE": "mutants"},
+            "limit_s": limit_s,
+        }
+        began = time.perf_counter()
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        done = json.loads(self._process.stdout.readline())
+        code, output = done["code"], done["output"]
+        seconds = time.perf_counter() - began
+        if code is None:
+            return Outcome("timeout", seconds)
+        if code == 0:
+            return Outcome("", seconds)
+        # 1: a test failed; 2, 3: an import or pytest itself did; 4, 5: this script is at fault
+        assert code in (1, 2, 3) or code < 0, output
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+        return Outcome(failed[1] if failed else f"exit code {code}", seconds)
+
+    def close(self) -> None:
+        self._process.communicate()  # closes the pipes, which ends the process
 
 
-def judged(trees: Sequence[Path], mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Outcome]]:
-    """Apply each mutant to a copied tree, run its tests, restore the file; one thread per tree."""
-    idle: SimpleQueue[Path] = SimpleQueue()
-    for tree in trees:
-        idle.put(tree)
+def judged(
+    servers: Sequence[TestServer], mutants: Sequence[Mutant]
+) -> Iterator[tuple[Mutant, Outcome]]:
+    """Apply each mutant to a copied tree, run its tests, restore the file; a thread per server."""
+    idle: SimpleQueue[TestServer] = SimpleQueue()
+    for server in servers:
+        idle.put(server)
 
     def judge(mutant: Mutant) -> tuple[Mutant, Outcome]:
-        tree = idle.get()
-        path = tree / mutant.file
+        server = idle.get()
+        path = server.tree / mutant.file
         source = path.read_bytes()
         path.write_bytes(mutant.apply(source))
         try:
-            return mutant, run_tests(tree, tests_of(tree, mutant.file))
+            return mutant, server.run(tests_of(server.tree, mutant.file))
         finally:
             path.write_bytes(source)
-            idle.put(tree)
+            idle.put(server)
 
-    with ThreadPoolExecutor(len(trees)) as pool:
+    with ThreadPoolExecutor(len(servers)) as pool:
         yield from pool.map(judge, mutants)
 
 
@@ -537,14 +548,15 @@ def main() -> None:
             print(f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.change}")
         return
     with tempfile.TemporaryDirectory() as scratch:
-        trees = [copied_tree(ROOT, Path(scratch, str(k))) for k in range(given.workers)]
-        tree = trees[0]
-        needed = list(dict.fromkeys(file for each in sample for file in tests_of(tree, each.file)))
-        unchanged = run_tests(tree, needed, limit_s=4 * MUTANT_LIMIT_S)
+        servers = [
+            TestServer(copied_tree(ROOT, Path(scratch, str(k)))) for k in range(given.workers)
+        ]
+        needed = list(dict.fromkeys(file for each in sample for file in tests_of(ROOT, each.file)))
+        unchanged = servers[0].run(needed, limit_s=4 * MUTANT_LIMIT_S)
         assert not unchanged.killed_by, f"fails without a mutant: {unchanged.killed_by}"
         print(f"{len(needed)} test files pass unchanged, {unchanged.seconds:.0f} s", flush=True)
         rows = []
-        for mutant, outcome in judged(trees, sample):
+        for mutant, outcome in judged(servers, sample):
             rows.append((mutant, outcome))
             verdict = f"killed by {outcome.killed_by}" if outcome.killed_by else "SURVIVED"
             print(
@@ -554,6 +566,8 @@ def main() -> None:
             )
             if given.csv:
                 _write(given.csv, rows)
+        for server in servers:
+            server.close()
     print(summary([outcome for _, outcome in rows]))
 
 

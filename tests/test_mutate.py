@@ -159,9 +159,11 @@ def test_a_mutant_is_killed_by_a_test_or_the_time_limit_or_survives(
         if each.change in ("< -> <=", "i += 1 -> pass", "0 -> 1")
     ]
 
+    server = mutate.TestServer(tmp_path)
     verdicts = {
-        mutant.change: outcome.killed_by for mutant, outcome in mutate.judged([tmp_path], chosen)
+        mutant.change: outcome.killed_by for mutant, outcome in mutate.judged([server], chosen)
     }
+    server.close()
 
     assert verdicts == {
         "0 -> 1": "",
