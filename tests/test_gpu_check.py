@@ -38,8 +38,6 @@ from gpu_stages import (  # noqa: E402  # noqa: E402
 from arbor.engine.engine import Engine  # noqa: E402
 from arbor.kernels.reference import ReferenceAttention  # noqa: E402
 from arbor.kernels.torch_cascade import TorchCascade  # noqa: E402
-from arbor.model.runner import ModelRunner  # noqa: E402
-from arbor.retention.policy import POLICIES  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -130,18 +128,15 @@ def exact() -> Any:
 @pytest.fixture
 def engine(exact: Any) -> Engine:
     model = engines.random_model(floors.TINY, CPU)
-    return Engine(
-        ModelRunner(model, TorchCascade()), engines.NoText(), policy=POLICIES["lru"], debug=True
-    )
+    return engines.make_engine(model, engines.Variant("on"), "torch", policy="lru", debug=True)
 
 
 SMALL_SLOTS = agreement.PROMPT + 4 * agreement.BLOCK
 
 
 def test_an_engine_that_agrees_passes(engine: Engine, exact: Any) -> None:
-    with torch.inference_mode():
-        full = agreement.agreement(engine, exact, 4096)
-        small = agreement.agreement(engine, exact, SMALL_SLOTS)
+    full = agreement.agreement(engine, exact, 4096)
+    small = agreement.agreement(engine, exact, SMALL_SLOTS)
 
     assert full["ok"] and small["ok"]
     assert full["recomputed"] == 0 < small["recomputed"]
@@ -154,8 +149,7 @@ def test_an_engine_with_other_logits_fails(
     ask = Engine.ask
     monkeypatch.setattr(Engine, "ask", lambda *given: wrong(ask(*given)))
 
-    with torch.inference_mode():
-        assert agreement.agreement(engine, exact, 4096)["ok"] is False
+    assert agreement.agreement(engine, exact, 4096)["ok"] is False
 
 
 def test_an_engine_that_chooses_other_tokens_fails(
@@ -169,8 +163,7 @@ def test_an_engine_that_chooses_other_tokens_fails(
 
     monkeypatch.setattr(engine.runner, "forward", reversed_logits)
 
-    with torch.inference_mode():
-        assert agreement.agreement(engine, exact, 4096)["gap"] > 10 * agreement.GAP
+    assert agreement.agreement(engine, exact, 4096)["gap"] > 10 * agreement.GAP
 
 
 # Processes
@@ -482,8 +475,7 @@ def test_every_part_of_a_step_on_the_host_is_found() -> None:
     shipped = decode.Cell("tiny", "small", 4, engines.Variant())
     before = host.planning()
 
-    with torch.inference_mode():
-        found = host.host_parts(shipped, model, decode.Steps(2, 3, 0), CPU)
+    found = host.host_parts(shipped, model, decode.Steps(2, 3, 0), CPU)
 
     for name in ("plan", "backend_plan", "model", "attention", "sampling", "waiting"):
         assert 0 < found[f"{name}_ms"] < found["wall_ms"], name
@@ -512,6 +504,33 @@ def test_graphs_are_switched_by_the_solver(monkeypatch: pytest.MonkeyPatch, grap
     engines.make_engine(None, engines.Variant(graphs=graphs))
 
     assert given["cuda_graphs"] is graphs
+
+
+@pytest.mark.parametrize("number", [None, 0, 2])
+def test_a_cell_that_asks_for_graphs_is_measured_only_if_there_are_some(
+    engine: Engine, number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "captured", lambda engine: number)
+    monkeypatch.setattr(decode, "make_engine", lambda model, variant: engine)
+    wanted = decode.Cell("tiny", "small", 2, engines.Variant(graphs=True))
+    steps = decode.Steps(1, 2, 0)
+
+    if number == 0:
+        with pytest.raises(rows.NotAvailable, match="captured"):
+            decode.measure(wanted, None, steps, CPU)
+    else:
+        assert decode.measure(wanted, None, steps, CPU)["graphs"] == number
+
+
+@pytest.mark.parametrize(
+    ("graphs", "number"),
+    [(None, None), (SimpleNamespace(buckets=()), 0), (SimpleNamespace(buckets=(1, 2)), 2)],
+)
+def test_captured_graphs_are_counted(graphs: Any, number: int | None) -> None:
+    runner = SimpleNamespace(graphs=graphs)
+    stand_in: Any = SimpleNamespace(runner=runner)
+
+    assert engines.captured(stand_in) == number
 
 
 # Predictions and tables

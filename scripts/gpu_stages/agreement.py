@@ -13,19 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_stages.attention import backend_of
-from gpu_stages.engines import random_model, token
+from gpu_stages.engines import Variant, captured, make_engine, random_model, token
 from gpu_stages.floors import LLAMA_8B, TINY
-from gpu_stages.rows import Job
-from random_llama import NoText, fixed_length
+from gpu_stages.rows import Job, NotAvailable
+from random_llama import fixed_length
 from torch import Tensor
 
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
 from arbor.events import Event, Forwarded, Rehydrated
-from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
-from arbor.retention.policy import POLICIES
 from arbor.tree import Node, ThoughtTree
 
 LAYERS = 4
@@ -37,28 +34,38 @@ QUESTION = (5, 6)
 
 
 def run(job: Job) -> None:
-    """Check every backend of the device, each with a full and a small budget."""
+    """Check every backend of the device, and graphs, each with a full and a small budget."""
     device = torch.device(job.device)
-    names = ["torch"] if job.small else ["flashinfer", "torch"]
+    ways = [("torch", False)] if job.small else [("flashinfer", False), ("flashinfer", True)]
+    if not job.small:
+        ways.append(("torch", False))
     shape = TINY if job.small else LLAMA_8B
-    todo = [(name, budget) for name in names for budget in ("full", "small")]
-    engines: dict[str, Engine] = {}
-    exact: Any = None
+    todo = [(name, graphs, budget) for name, graphs in ways for budget in ("full", "small")]
+    exact = model = engine = None
+    made: tuple[str, bool] | None = None
     while todo and job.left_s > 0:
-        name, budget = todo.pop(0)
-        about: dict[str, Any] = {"backend": name, "budget": budget}
-        with job.checking(f"{name}, {budget} budget", **about), torch.inference_mode():
+        name, graphs, budget = todo.pop(0)
+        about: dict[str, Any] = {"backend": name, "graphs": graphs, "budget": budget}
+        with job.checking(label(name, graphs, budget), **about):
             if exact is None:
                 model = random_model(shape, device, layers=min(LAYERS, shape.layers))
                 exact = copy.deepcopy(model).float()
-            if name not in engines:
-                engines.clear()
-                runner = ModelRunner(copy.deepcopy(model), backend_of(name, device))
-                engines[name] = Engine(runner, NoText(), policy=POLICIES["lru"], debug=True)
+            if engine is None or made != (name, graphs):
+                engine = None
+                variant = Variant("on", graphs=graphs)
+                engine = make_engine(copy.deepcopy(model), variant, name, policy="lru", debug=True)
+                made = (name, graphs)
             slots = PROMPT + 4 * BLOCK if budget == "small" else 4096
-            found = agreement(engines[name], exact, slots)
-            job.row(f"{name}, {budget} budget", **about, **found)
-    job.end([f"{name}, {budget} budget" for name, budget in todo])
+            found = agreement(engine, exact, slots)
+            if graphs and captured(engine) == 0:
+                raise NotAvailable("no step was captured as a graph")
+            job.row(label(name, graphs, budget), **about, **found)
+    job.end([label(*each) for each in todo])
+
+
+def label(name: str, graphs: bool, budget: str) -> str:
+    """``flashinfer, graphs, small budget``."""
+    return f"{name}{', graphs' if graphs else ''}, {budget} budget"
 
 
 def agreement(engine: Engine, exact: Any, slots: int) -> dict[str, Any]:
@@ -94,6 +101,7 @@ def agreement(engine: Engine, exact: Any, slots: int) -> dict[str, Any]:
     return {"error": error, "gap": gap, "recomputed": again, "over": peak > slots, "ok": ok}
 
 
+@torch.inference_mode()
 def own_logits(model: Any, leaf: Node) -> Tensor:
     """The model's logits after the prompt's end, each token of the path, and a question."""
     ids = [token for node in leaf.path for token in node.tokens] + list(QUESTION)

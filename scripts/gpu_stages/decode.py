@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_stages.engines import Variant, backend_name, make_engine, plant, random_model, token
+from gpu_stages.engines import (
+    Variant,
+    backend_name,
+    captured,
+    make_engine,
+    plant,
+    random_model,
+    token,
+)
 from gpu_stages.floors import (
     CONFIG_L,
     CONFIG_S,
@@ -31,7 +39,7 @@ from gpu_stages.floors import (
     tree_floor_ms,
 )
 from gpu_stages.predictions import CELLS
-from gpu_stages.rows import Job, read
+from gpu_stages.rows import Job, NotAvailable, read
 from random_llama import fixed_length
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -186,7 +194,7 @@ def run(job: Job) -> None:
     while todo and job.left_s > 0:
         cell = todo.pop(0)
         fresh = job.small or cell.variant is None or cell.variant.deterministic
-        with job.checking(cell.name), torch.inference_mode():
+        with job.checking(cell.name):
             if model is None or fresh:  # the settings change a model in place
                 model = None
                 model = random_model(MODELS[cell.model], device)
@@ -235,7 +243,9 @@ def measure(cell: Cell, model: Any, steps: Steps, device: torch.device) -> dict[
         )
         growth = Growth(0, Sampling(), fixed_length(steps.total))
         engine.decode(children, growth)
-        about = {"backend": backend_name(engine)}
+        about = {"backend": backend_name(engine), "graphs": captured(engine)}
+        if cell.variant.graphs and about["graphs"] == 0:
+            raise NotAvailable("no step was captured as a graph")
     times = sorted(watch.wall_ms)
     found = {
         "wall_ms": sum(times) / len(times),
@@ -250,6 +260,7 @@ def measure(cell: Cell, model: Any, steps: Steps, device: torch.device) -> dict[
     return found
 
 
+@torch.inference_mode()
 def batched(
     model: Any,
     shape: ModelShape,

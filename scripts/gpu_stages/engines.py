@@ -62,8 +62,19 @@ def random_model(shape: ModelShape, device: torch.device, layers: int | None = N
     return model.eval()
 
 
-def make_engine(model: Any, variant: Variant, backend: str = "auto") -> Engine:
+def make_engine(
+    model: Any,
+    variant: Variant,
+    backend: str = "auto",
+    policy: str = "full",
+    debug: bool = False,
+) -> Engine:
     """An engine as `Solver` makes it, over a ready model, with a variant's settings.
+
+    Args:
+        model: is changed in place.
+        variant: of the engine.
+        backend, policy, debug: see `Solver`; statistics need a policy that reads them.
 
     Raises:
         NotAvailable: the installed code has no such setting, or not on this device.
@@ -80,7 +91,8 @@ def make_engine(model: Any, variant: Variant, backend: str = "auto") -> Engine:
             tokenizer=NoText(),
             backend="auto" if variant.deterministic else backend,
             deterministic=variant.deterministic,
-            policy="h2o" if variant.statistics else "full",
+            policy="h2o" if variant.statistics else policy,
+            debug=debug,
             **settings,
         )
     except UsageError as error:
@@ -96,6 +108,12 @@ def make_engine(model: Any, variant: Variant, backend: str = "auto") -> Engine:
 def accepts(maker: Any, setting: str) -> bool:
     """Whether a class takes a setting."""
     return setting in inspect.signature(maker).parameters
+
+
+def captured(engine: Engine) -> int | None:
+    """Graphs that an engine has captured; None if the installed code does not report it."""
+    buckets = getattr(getattr(engine.runner, "graphs", None), "buckets", None)
+    return None if buckets is None else len(buckets)
 
 
 def backend_name(engine: Engine) -> str:

@@ -121,7 +121,7 @@ def run(job: Job) -> None:
     model: Any = None
     while todo and job.left_s > 0:
         cell = todo.pop(0)
-        with job.checking(cell.name), torch.inference_mode():
+        with job.checking(cell.name):
             if model is None:
                 model = random_model(MODELS[cell.model], device)
             found = host_parts(cell, model, steps, device)
