@@ -163,5 +163,6 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
         (tensor([[[0.5000, 0.5000]]]), tensor([[2.]]))
     """
     sinks = sinks.to(lse.dtype)
-    out = out * torch.sigmoid(lse - sinks).unsqueeze(-1).to(out.dtype)
-    return out, torch.logaddexp(lse, sinks.expand_as(lse))
+    # the factor is common to a head: rounded to 16 bits, it would shift all of its values alike
+    scaled = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+    return scaled.to(out.dtype), torch.logaddexp(lse, sinks.expand_as(lse))
