@@ -44,21 +44,20 @@ def shape_of(heads: int, kv_heads: int, dim: int) -> AttentionShape:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Events:
-    """CUDA's events and the device's size, without CUDA."""
-    events = Events()
-    monkeypatch.setattr(torch.cuda, "Event", events.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(flashinfer_cascade, "multiprocessors", lambda device: MULTIPROCESSORS)
-    return events
+def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Events]:
+    return standin.install(monkeypatch)
 
 
 @pytest.fixture
-def package(events: Events, monkeypatch: pytest.MonkeyPatch) -> Any:
+def package(installed: tuple[Any, Events]) -> Any:
     """The stand-in, installed."""
-    module = standin.package()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    return module
+    return installed[0]
+
+
+@pytest.fixture
+def events(installed: tuple[Any, Events]) -> Events:
+    """What happened to CUDA's events."""
+    return installed[1]
 
 
 @pytest.fixture
