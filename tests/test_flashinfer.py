@@ -549,6 +549,26 @@ def test_flashinfer_is_used_where_its_kernels_work(on_cuda: Any, name: str) -> N
     assert checkpoint.backend_name(checkpoint.read().info) == "flashinfer"
 
 
+def test_decode_steps_are_captured_on_a_gpu_unless_that_is_off(on_cuda: Any) -> None:
+    for setting, captured in ((True, True), (False, False)):
+        checkpoint = Solver(dtype="bfloat16", cuda_graphs=setting).checkpoint
+        assert (checkpoint.load().runner.graphs is not None) == captured
+    other = Solver(dtype="bfloat16", backend="torch").checkpoint
+    assert other.load().runner.graphs is None
+
+
+def test_no_step_is_captured_on_a_cpu() -> None:
+    assert Solver(device="cpu").checkpoint.load().runner.graphs is None
+
+
+def test_a_configuration_names_graphs_only_where_they_are_off() -> None:
+    on, off = Solver(device="cpu"), Solver(device="cpu", cuda_graphs=False)
+
+    assert "cuda_graphs" not in on.config and off.config["cuda_graphs"] is False
+    assert not Solver.from_config(off.config).checkpoint.cuda_graphs
+    assert Solver.from_config(on.config).checkpoint.cuda_graphs
+
+
 def broken_import(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
 
