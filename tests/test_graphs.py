@@ -364,7 +364,13 @@ def twice_the_logits(step: Callable[[], None]) -> None:
     output.mul_(2)
 
 
-@pytest.mark.parametrize("replay", [nothing, twice_the_logits])
+def no_keys_and_values(step: Callable[[], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVPool, "write", lambda *arguments: None)
+        step()
+
+
+@pytest.mark.parametrize("replay", [nothing, twice_the_logits, no_keys_and_values])
 def test_a_graph_that_computes_something_else_is_not_used(
     backend: FlashInferCascade,
     caplog: pytest.LogCaptureFixture,
