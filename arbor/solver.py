@@ -97,6 +97,8 @@ class Solver:
         seed: of every random stream.
         deterministic: linear layers in fixed row chunks and one attention request per row, so that
             results do not depend on the rest of the batch (CPU; slower; no mixtures of experts).
+        cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
+            gives the same logits up to rounding.
         listeners: functions or `Callback`s, called with every event in order. An exception in one
             ends the run; `StopSearch` ends the search with its best so far.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
@@ -129,6 +131,7 @@ class Solver:
         backend: str = "auto",
         seed: int = 0,
         deterministic: bool = False,
+        cuda_graphs: bool = True,
         listeners: Sequence[Listener] = (),
         debug: bool = False,
     ) -> None:
@@ -155,6 +158,7 @@ class Solver:
             device=device,
             backend=backend,
             deterministic=deterministic,
+            cuda_graphs=cuda_graphs,
         )
         self.msve = resolve_msve(msve, self.checkpoint.source)
         self._engine: Engine | None = None

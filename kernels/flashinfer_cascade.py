@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,15 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, CascadeLevel, apply_sinks
+from .fixed import Bucket
+from .flashinfer_fixed import (
+    MOST_WORKSPACE_BYTES,
+    FixedCascade,
+    IndexBuffer,
+    Launch,
+    key_capacity,
+    launch_of,
+)
 from .torch_cascade import TorchCascade
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -20,6 +29,7 @@ HEAD_DIMS = (64, 128, 256)
 SERIES = "0.6."
 BLOCK_THREADS = 1024  # of a CUDA thread block, at most
 MEBIBYTE = 1 << 20
+LENGTHS_BYTES = 4 * 32768  # a buffer of every wrapper, whatever its size
 
 
 class FlashInferUnusable(ImportError):
@@ -47,7 +57,7 @@ class FlashInferPlan:
 
     Attributes:
         shape: of the layers.
-        layout: as given.
+        layout: as given; without levels for buffers at fixed places, which give no attention mass.
         wrappers: one per level, the last level first (the only one in which every row has keys).
         other: output and logsumexp of the level that is merged next; shared by the layers.
         by_hand: the plan of `TorchCascade`, made when attention mass is asked for.
@@ -105,6 +115,9 @@ class FlashInferCascade:
         # buffer of each wrapper.
         self._workspace: Tensor | None = None
         self._wrappers: dict[tuple[AttentionShape, int], PlannedWrapper] = {}
+        self._placed: list[tuple[CascadeLevel, Tensor]] = []
+        self._fixed_workspaces: list[Tensor] = []
+        self._fixed_indices: dict[tuple[AttentionShape, int], IndexBuffer] = {}
         self._torch = TorchCascade()
 
     def probe(self, shapes: Iterable[AttentionShape]) -> None:
@@ -176,9 +189,120 @@ class FlashInferCascade:
         with torch.inference_mode(False):
             for index, level in enumerate(reversed(layout.levels)):
                 planned = self._wrapper(shape, index)
-                self._plan_level(planned, level, shape)
+                if planned.level is not level:  # shared levels stay while leaves decode on
+                    indices = next((there for of, there in self._placed if of is level), None)
+                    if indices is None:
+                        indices = level.kv_indices.to(self.device, non_blocking=True)
+                    self.plan_level(planned, level, shape, indices)
                 wrappers.append(planned.wrapper)
         return FlashInferPlan(shape, layout, tuple(wrappers))
+
+    def unplanned(
+        self, layouts: Iterable[tuple[CascadeLayout, AttentionShape]]
+    ) -> list[CascadeLevel]:
+        """Levels whose key lists `plan` is going to copy to the device for these layouts."""
+        found: list[CascadeLevel] = []
+        for layout, shape in layouts:
+            for index, level in enumerate(reversed(layout.levels)):
+                planned = self._wrappers.get((shape, index))
+                known = planned is not None and planned.level is level
+                if not known and not any(level is other for other in found):
+                    found.append(level)
+        return found
+
+    def place(self, levels: Sequence[CascadeLevel], lists: Sequence[Tensor]) -> None:
+        """Key lists on the device, for the plans of the forward that follows.
+
+        Args:
+            levels: of `unplanned`.
+            lists: their `kv_indices`, int32, on the device.
+        """
+        self._placed = list(zip(levels, lists, strict=True))
+
+    # Buffers at fixed places
+
+    def fixed(self, shape: AttentionShape, bucket: Bucket, slots: int) -> FixedCascade | None:
+        """See `FixedBackend.fixed`.
+
+        None also for a series of FlashInfer whose CUDA graph mode was not read.
+        """
+        _check_head_dims(shape)
+        levels = bucket.levels if shape.window is None else 1
+        requests = [bucket.rows] + [bucket.requests] * (levels - 1)
+        launches = [
+            launch_of(shape, bucket.rows, count, multiprocessors(self.device)) for count in requests
+        ]
+        needed = max(launch.float_bytes for launch in launches)
+        if not self._short_lengths or needed > MOST_WORKSPACE_BYTES:
+            return None
+        with torch.inference_mode(False):
+            workspace = self._fixed_workspace(needed)
+            buffers = [self._index_buffer(shape, index, slots) for index in range(levels)]
+            wrappers, own_bytes = [], 0
+            for launch, count, buffer in zip(launches, requests, buffers, strict=True):
+                planned, size = self._fixed_wrapper(workspace, launch, count, buffer)
+                wrappers.append(planned)
+                own_bytes += size
+        empty = CascadeLayout(bucket.rows, ())
+        plan = FlashInferPlan(shape, empty, tuple(planned.wrapper for planned in wrappers))
+        return FixedCascade(self, shape, bucket, wrappers, buffers, plan, own_bytes)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """See `FixedBackend.fixed_bytes`."""
+        indices = (buffer.slots for buffer in self._fixed_indices.values())
+        return sum(each.nbytes for each in (*self._fixed_workspaces, *indices))
+
+    def release_fixed(self) -> None:
+        """See `FixedBackend.release_fixed`."""
+        self._fixed_workspaces.clear()
+        self._fixed_indices.clear()
+
+    def _fixed_workspace(self, needed: int) -> Tensor:
+        """A workspace of at least this size; graphs hold its address, so that none is replaced.
+
+        Sizes are powers of two: all of them together take less than twice the largest.
+        """
+        for workspace in self._fixed_workspaces:
+            if workspace.numel() >= needed:
+                return workspace
+        size = max(MEBIBYTE, 1 << (needed - 1).bit_length())
+        workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._fixed_workspaces.append(workspace)
+        return workspace
+
+    def _index_buffer(self, shape: AttentionShape, index: int, slots: int) -> IndexBuffer:
+        key = (shape, index)
+        if key not in self._fixed_indices:
+            capacity = key_capacity(shape, slots, last=index == 0)
+            self._fixed_indices[key] = IndexBuffer(
+                torch.zeros(capacity, dtype=torch.int32, device=self.device)
+            )
+        return self._fixed_indices[key]
+
+    def _fixed_wrapper(
+        self, workspace: Tensor, launch: Launch, requests: int, buffer: IndexBuffer
+    ) -> tuple[PlannedWrapper, int]:
+        """A wrapper in CUDA graph mode and the bytes of its own buffers."""
+        sizes = {"qo_indptr": requests + 1, "paged_kv_indptr": requests + 1}
+        sizes["paged_kv_last_page_len"] = requests
+        counts = {
+            f"{name}_buf": torch.zeros(size, dtype=torch.int32, device=self.device)
+            for name, size in sizes.items()
+        }
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            "NHD",
+            use_cuda_graph=True,
+            paged_kv_indices_buf=buffer.slots,
+            backend="fa2",
+            **counts,
+        )
+        # it makes one of 8 MiB, on the device and in host memory, for plans of any size
+        ints = torch.empty(launch.int_bytes, dtype=torch.uint8, device=self.device)
+        wrapper.reset_workspace_buffer(workspace, ints)
+        own = ints.nbytes + LENGTHS_BYTES + sum(count.nbytes for count in counts.values())
+        return PlannedWrapper(wrapper), own
 
     def _needed_bytes(self, shape: AttentionShape) -> int:
         return workspace_bytes(shape, multiprocessors(self.device))
@@ -208,11 +332,17 @@ class FlashInferCascade:
             )
         return self._wrappers[key]
 
-    def _plan_level(
-        self, planned: PlannedWrapper, level: CascadeLevel, shape: AttentionShape
+    def plan_level(
+        self, planned: PlannedWrapper, level: CascadeLevel, shape: AttentionShape, indices: Tensor
     ) -> None:
-        if planned.level is level:  # shared levels stay the same object while leaves decode on
-            return
+        """Plan one wrapper for a level, outside inference mode or in it.
+
+        Args:
+            planned: the wrapper.
+            level: requests; its own key list is not read.
+            shape: of the layers.
+            indices: the level's key list on the device.
+        """
         assert len(level.qo_indptr) > 1, "a level has at least one request"
         lengths = level.kv_indptr[1:] - level.kv_indptr[:-1]
         # FlashInfer takes the largest of these with Python's `max` over a tensor, one element at a
@@ -229,7 +359,7 @@ class FlashInferCascade:
         planned.wrapper.plan(
             level.qo_indptr,
             level.kv_indptr,
-            level.kv_indices.to(self.device, non_blocking=True),
+            indices,
             (lengths > 0).to(torch.int32),  # slots of the last page: 0 where nothing is read
             shape.num_qo_heads,
             shape.num_kv_heads,

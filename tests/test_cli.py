@@ -113,7 +113,7 @@ def test_flags_reach_the_solver(command: Arbor) -> None:
         *("solve", "4 5 6 10", "--json", "--max-depth", "2", "--step-tokens", "9", "--seed", "7"),
         *("--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--max-expansions", "11"),
         *("--timeout", "1.5", "--expected", "24", "--deterministic", "--dtype", "float32"),
-        *("--trace-level", "tokens"),
+        *("--trace-level", "tokens", "--no-cuda-graphs"),
         *("--model", "./m", "--controller", "beam", "--verifier", "exact", "--budget", "0.7"),
     ).document["config"]
 
@@ -128,7 +128,7 @@ def test_flags_reach_the_solver(command: Arbor) -> None:
     }
     assert (config["timeout"], config["expected"], config["model"]) == (1.5, "24", "./m")
     assert (config["deterministic"], config["dtype"]) == ("True", "'float32'")
-    assert config["trace_level"] == "tokens"
+    assert (config["trace_level"], config["cuda_graphs"]) == ("tokens", "False")
 
 
 def test_set_goes_to_the_part_that_has_it(command: Arbor) -> None:

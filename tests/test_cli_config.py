@@ -68,6 +68,7 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
         *(command, "4 5 6 10", "--controller", "beam", "--set", "beam_size=3", "--budget", "0.5"),
         *("--seed", "7", "--max-depth", "3", "--temperature", "0.5", "--verifier", "exact"),
         *("--max-tokens", "99", "--max-expansions", "8", "--deterministic", "--timeout", "5"),
+        "--no-cuda-graphs",
     )
 
     again = command("solve", "--config", "run.toml", "--print-config")
@@ -76,6 +77,7 @@ def test_a_printed_configuration_is_a_configuration(command: Arbor) -> None:
     assert first["controller"]["name"] == "beam" and first["controller"]["beam_size"] == 3
     assert (first["seed"], first["max_depth"], first["max_tokens"]) == (7, 3, 99)
     assert (first["timeout"], first["deterministic"]) == (5.0, True)
+    assert first["cuda_graphs"] is False
     assert first["sampling"]["temperature"] == 0.5
 
 

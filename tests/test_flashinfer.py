@@ -44,21 +44,20 @@ def shape_of(heads: int, kv_heads: int, dim: int) -> AttentionShape:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Events:
-    """CUDA's events and the device's size, without CUDA."""
-    events = Events()
-    monkeypatch.setattr(torch.cuda, "Event", events.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(flashinfer_cascade, "multiprocessors", lambda device: MULTIPROCESSORS)
-    return events
+def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Events]:
+    return standin.install(monkeypatch)
 
 
 @pytest.fixture
-def package(events: Events, monkeypatch: pytest.MonkeyPatch) -> Any:
+def package(installed: tuple[Any, Events]) -> Any:
     """The stand-in, installed."""
-    module = standin.package()
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    return module
+    return installed[0]
+
+
+@pytest.fixture
+def events(installed: tuple[Any, Events]) -> Events:
+    """What happened to CUDA's events."""
+    return installed[1]
 
 
 @pytest.fixture
@@ -548,6 +547,26 @@ def test_flashinfer_is_used_where_its_kernels_work(on_cuda: Any, name: str) -> N
 
     assert chosen(checkpoint) is FlashInferCascade
     assert checkpoint.backend_name(checkpoint.read().info) == "flashinfer"
+
+
+def test_decode_steps_are_captured_on_a_gpu_unless_that_is_off(on_cuda: Any) -> None:
+    for setting, captured in ((True, True), (False, False)):
+        checkpoint = Solver(dtype="bfloat16", cuda_graphs=setting).checkpoint
+        assert (checkpoint.load().runner.graphs is not None) == captured
+    other = Solver(dtype="bfloat16", backend="torch").checkpoint
+    assert other.load().runner.graphs is None
+
+
+def test_no_step_is_captured_on_a_cpu() -> None:
+    assert Solver(device="cpu").checkpoint.load().runner.graphs is None
+
+
+def test_a_configuration_names_graphs_only_where_they_are_off() -> None:
+    on, off = Solver(device="cpu"), Solver(device="cpu", cuda_graphs=False)
+
+    assert "cuda_graphs" not in on.config and off.config["cuda_graphs"] is False
+    assert not Solver.from_config(off.config).checkpoint.cuda_graphs
+    assert Solver.from_config(on.config).checkpoint.cuda_graphs
 
 
 def broken_import(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:

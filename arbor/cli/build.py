@@ -56,6 +56,7 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
         backend=options.backend,
         seed=options.seed,
         deterministic=options.deterministic,
+        cuda_graphs=options.cuda_graphs,
     )
 
 

@@ -53,6 +53,7 @@ class SolverOptions:
     top_k: int | None = None
     seed: int = 0
     deterministic: bool = False
+    cuda_graphs: bool = True
 
     @property
     def components(self) -> dict[str, str]:

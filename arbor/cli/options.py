@@ -225,6 +225,13 @@ loading_options = option_group(
         shell_complete=names_of("backend"),
         help="Attention kernels: auto, flashinfer, torch, rowwise or reference.",
     ),
+    option(
+        "--cuda-graphs/--no-cuda-graphs",
+        default=True,
+        heading="Model",
+        show_default=False,
+        help="Capture and replay decode steps (CUDA with FlashInfer); default: yes.",
+    ),
     trust_option,
 )
 

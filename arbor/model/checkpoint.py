@@ -18,6 +18,7 @@ from arbor.kernels.linear import pack_linears
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.agreement import check_agreement, own_logits
 from arbor.model.describe import ModelInfo, describe_attention
+from arbor.model.graphs import CudaRecorder
 from arbor.model.loading import (
     ModelLocation,
     eos_ids,
@@ -79,7 +80,8 @@ class Checkpoint:
     Args:
         model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
         tokenizer: for a ready model.
-        revision, trust_remote_code, dtype, device, backend, deterministic: see `Solver`.
+        revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs: see
+            `Solver`.
 
     Raises:
         UsageError: invalid settings; nothing was read.
@@ -97,6 +99,7 @@ class Checkpoint:
         device: str,
         backend: str,
         deterministic: bool,
+        cuda_graphs: bool,
     ) -> None:
         self._given = None if isinstance(model, str | os.PathLike) else model
         self._tokenizer = tokenizer
@@ -105,6 +108,7 @@ class Checkpoint:
             resolve_device(device) if self._given is None else device_of_model(model, dtype, device)
         )
         self.deterministic = deterministic
+        self.cuda_graphs = cuda_graphs
         self.backend = resolve_backend(backend, self.device, deterministic)
         self.source = (
             locate_model(model, revision, trust_remote_code)
@@ -239,7 +243,8 @@ class Checkpoint:
         if self.deterministic:
             refuse_batch_dependent(model)
         own, attention = own_logits(model), model.config._attn_implementation
-        runner = ModelRunner(model, backend)
+        graphs = self.cuda_graphs and self.device.type == "cuda"
+        runner = ModelRunner(model, backend, CudaRecorder(self.device) if graphs else None)
         if runner.device.type == "cpu":
             pack_linears(model, deterministic=self.deterministic)
         if own is not None:

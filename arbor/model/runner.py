@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
-from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.base import AttentionBackend, AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.fixed import FixedBackend
 from arbor.kernels.linear import weight_bytes
+from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.model.attention import IMPLEMENTATION, AttentionCall, LayerSpec, answered_by, probe
+from arbor.model.attention import (
+    IMPLEMENTATION,
+    Attend,
+    AttentionCall,
+    LayerSpec,
+    answered_by,
+    probe,
+)
+from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install
 from arbor.model.plan import ForwardPlan, select_rows
 
@@ -39,18 +49,39 @@ class ForwardResult:
     mass: Tensor | None = None
 
 
+@runtime_checkable
+class StagedBackend(Protocol):
+    """A backend that takes key lists already on the device."""
+
+    def unplanned(
+        self, layouts: Iterable[tuple[CascadeLayout, AttentionShape]]
+    ) -> list[CascadeLevel]:
+        """Levels whose key lists the next plans of these layouts need."""
+        ...
+
+    def place(self, levels: Sequence[CascadeLevel], lists: Sequence[Tensor]) -> None:
+        """Their key lists on the device, until the next call."""
+        ...
+
+
 class ModelRunner:
     """An unmodified Hugging Face decoder whose attention reads our slots.
 
     Args:
         model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
         backend: runs the attention.
+        recorder: captures decode steps; None, or a backend whose buffers move: no CUDA graphs.
+
+    Attributes:
+        graphs: of decode steps; None without.
 
     Raises:
         ModelError: a layer we cannot run exactly, by name.
     """
 
-    def __init__(self, model: nn.Module, backend: AttentionBackend) -> None:
+    def __init__(
+        self, model: nn.Module, backend: AttentionBackend, recorder: Recorder | None = None
+    ) -> None:
         self.model = model.eval()
         self.backend = backend
         config: Any = model.config
@@ -68,6 +99,12 @@ class ModelRunner:
         self.specs = check_specs(probe(model, self.layer_count), self.config)
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
+        self._staging = Staging(self.device)
+        self.graphs: DecodeGraphs | None = None
+        if recorder is not None and isinstance(backend, FixedBackend):
+            staging = Staging(self.device)  # a buffer of its own: both may be in use
+            self.graphs = DecodeGraphs(backend, self._shapes, recorder, staging, self._run)
 
     @property
     def weight_bytes(self) -> int:
@@ -107,19 +144,31 @@ class ModelRunner:
         """
         last = self.layer_count - 1 if stop_after is None else stop_after
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
-        attend = _Attention(plan, pool, self.backend, self.device, mass or {})
+        plain = stop_after is None and not hidden and leave is None and not mass
+        if self.graphs is not None and plain:
+            return ForwardResult(
+                self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
+            )
+        return self._forward(plan, pool, last, hidden, leave, mass)
+
+    def _forward(
+        self,
+        plan: ForwardPlan,
+        pool: KVPool,
+        last: int,
+        hidden: Sequence[int] = (),
+        leave: Leave | None = None,
+        mass: Mapping[int, Tensor | None] | None = None,
+    ) -> ForwardResult:
+        """`forward` without a graph."""
+        ids, positions, write, logit_rows = self._send(plan)
+        attend = _Attention(plan, pool, self.backend, write, mass or {})
         tap = None
         if hidden or leave is not None:
             tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
-        self._layers.stop_after = None if stop_after is None else last
+        self._layers.stop_after = None if last == self.layer_count - 1 else last
         try:
-            with answered_by(attend):
-                output = self.model(
-                    input_ids=plan.ids.unsqueeze(0).to(self.device),
-                    position_ids=plan.positions.unsqueeze(0).to(self.device),
-                    use_cache=False,
-                    logits_to_keep=plan.logit_rows.to(self.device),
-                )
+            logits = self._run(ids, positions, logit_rows, attend)
         finally:
             self._layers.stop_after = None
             if tap is not None:
@@ -127,11 +176,36 @@ class ModelRunner:
         assert attend.deepest >= 0, "the model's attention was changed after arbor took it over"
         assert attend.deepest <= last, f"layer {attend.deepest} ran, {last} was to be the last"
         return ForwardResult(
-            logits=output.logits[0].float(),
+            logits=logits.float(),
             hidden=tap.hidden if tap is not None else {},
             exit_layer=tap.exit_layer if leave is not None and tap is not None else None,
             mass=attend.mass,
         )
+
+    def _send(self, plan: ForwardPlan) -> list[Tensor]:
+        """Ids, positions, write and logit rows on the device, and key lists where they are taken
+        there; all in one copy."""
+        levels: list[CascadeLevel] = []
+        staged = self.backend if isinstance(self.backend, StagedBackend) else None
+        if staged is not None:
+            levels = staged.unplanned((plan.layout(s.window), s) for s in self._shapes)
+        numbers = (plan.ids, plan.positions, plan.write, plan.logit_rows)
+        sent = self._staging.send([*numbers, *(level.kv_indices for level in levels)])
+        if staged is not None:
+            staged.place(levels, sent[len(numbers) :])
+        return sent[: len(numbers)]
+
+    def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend) -> Tensor:
+        """The model over rows on its device: logits of the logit rows, [n, V] in its dtype."""
+        with answered_by(attend):
+            output = self.model(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logit_rows,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
 
 
 class _Attention:
@@ -142,13 +216,13 @@ class _Attention:
         plan: ForwardPlan,
         pool: KVPool,
         backend: AttentionBackend,
-        device: torch.device,
+        write: Tensor,
         mass: Mapping[int, Tensor | None],
     ) -> None:
         self._plan = plan
         self._pool = pool
         self._backend = backend
-        self._write = plan.write.to(device)
+        self._write = write
         self._alive: Tensor | None = None
         self._plans: dict[AttentionShape, Any] = {}
         self._mass_heads = mass

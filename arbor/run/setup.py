@@ -58,7 +58,10 @@ class Setup:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Every setting, resolved; enough to build the solver again."""
+        """Every setting, resolved; enough to build the solver again.
+
+        `cuda_graphs` is named only where it is off.
+        """
         return {
             "model": self.checkpoint.source.name,
             "revision": self.checkpoint.source.revision,
@@ -78,4 +81,5 @@ class Setup:
             "backend": self.checkpoint.backend,
             "seed": self.seed,
             "deterministic": self.checkpoint.deterministic,
+            **({} if self.checkpoint.cuda_graphs else {"cuda_graphs": False}),
         }

@@ -16,6 +16,7 @@ from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.graphs import Recorder
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES, Policy
@@ -51,11 +52,12 @@ class Lab(Engine):
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.listener: Listener = self.events.append
         super().__init__(
-            ModelRunner(model, backend or TorchCascade()),
+            ModelRunner(model, backend or TorchCascade(), recorder),
             Words(),
             policy=POLICIES[policy] if isinstance(policy, str) else policy,
             mode=mode,

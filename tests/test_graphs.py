@@ -1,0 +1,615 @@
+"""Decode steps by CUDA graphs, against a FlashInfer stand-in and a tape of tensor operations."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import flashinfer_standin as standin
+from support.flashinfer_standin import MULTIPROCESSORS, Wrapper, demand
+from support.graph_tape import Tape
+from support.models import build, config_of, copy_of, random_model
+from support.trees import GREEDY, Lab, leaves_of, own_answers, relative_error
+from torch import Tensor
+
+from arbor.kernels import flashinfer_fixed
+from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.fixed import ROWS, Bucket, bucket_of, pad_last, pad_shared
+from arbor.kernels.flashinfer_cascade import FlashInferCascade
+from arbor.kernels.flashinfer_fixed import launch_of
+from arbor.kernels.reference import ReferenceAttention
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool
+from arbor.model import graphs
+from arbor.model.graphs import DecodeGraphs, Recording
+from arbor.model.plan import ForwardPlan, Piece, Segment, SharedPrefix, plan_forward
+from arbor.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+SLOTS = 300
+HEADS: dict[str, Any] = {"hidden_size": 64, "head_dim": 64, "num_hidden_layers": 2}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: random_model(config_of("llama", **HEADS)),
+    "mistral, windows": lambda: random_model(config_of("mistral", **HEADS, sliding_window=9)),
+    "gemma2, windows and soft caps": lambda: random_model(
+        config_of(
+            "gemma2",
+            **HEADS,
+            sliding_window=9,
+            layer_types=["sliding_attention", "full_attention"],
+            query_pre_attn_scalar=12,
+            attn_logit_softcapping=3.0,
+        )
+    ),
+}
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stand-in, installed."""
+    return standin.install(monkeypatch)[0]
+
+
+@pytest.fixture
+def backend(package: Any) -> FlashInferCascade:
+    return FlashInferCascade(CPU)
+
+
+@pytest.fixture
+def tape() -> Tape:
+    return Tape()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is captured when it is first met."""
+    monkeypatch.setattr(graphs, "PATIENCE", 0)
+
+
+def runner_of(model: Any, backend: FlashInferCascade, recorder: Any = None) -> ModelRunner:
+    return ModelRunner(model.to(torch.bfloat16), backend, recorder)
+
+
+def graphs_of(runner: ModelRunner) -> DecodeGraphs:
+    assert runner.graphs is not None
+    return runner.graphs
+
+
+@pytest.fixture
+def runner(backend: FlashInferCascade, tape: Tape) -> ModelRunner:
+    return runner_of(MODELS["llama"](), backend, tape)
+
+
+def pool_of(runner: ModelRunner, slots: int = SLOTS) -> KVPool:
+    """A pool of random K/V, and NaN in the trash slot."""
+    torch.manual_seed(slots)
+    pool = KVPool(runner.layer_kv, slots, runner.dtype, CPU)
+    for part in (*pool.k, *pool.v):
+        part.normal_()
+    pool.poison(np.array([pool.trash], np.int32))
+    return pool
+
+
+def twin_of(pool: KVPool) -> KVPool:
+    twin = KVPool(pool.layers, pool.slots, pool.dtype, CPU)
+    for mine, theirs in zip((*twin.k, *twin.v), (*pool.k, *pool.v), strict=True):
+        mine.copy_(theirs)
+    return twin
+
+
+@torch.inference_mode()
+def eager(runner: ModelRunner, plan: ForwardPlan, pool: KVPool) -> Tensor:
+    """The same runner's logits without a graph."""
+    return runner._forward(plan, pool, runner.layer_count - 1).logits
+
+
+class Tree:
+    """Random decoding leaves over shared blocks of at most three depths, in depth-first order."""
+
+    def __init__(self, rows: int, seed: int, depths: int = 3) -> None:
+        self.random = np.random.default_rng(seed)
+        self.free = list(self.random.permutation(SLOTS))
+        self.contexts: list[tuple[Piece, ...]] = []
+        self._split((), 0, rows, depths)
+        self.tails: list[list[int]] = [[] for _ in self.contexts]
+        self.shared: SharedPrefix | None = None
+
+    def _split(self, context: tuple[Piece, ...], length: int, rows: int, depths: int) -> None:
+        size = int(self.random.integers(1, 6))
+        slots = np.array([self.free.pop() for _ in range(size)], np.int32)
+        positions = np.arange(length, length + size, dtype=np.int32)
+        context = (*context, Piece(len(self.free), slots, positions))
+        if rows == 1 or depths == 1:
+            self.contexts += [context] * rows
+            return
+        first = int(self.random.integers(1, rows))
+        for part in (first, rows - first):
+            if part == 1 and self.random.random() < 0.5:
+                self.contexts.append(context)  # a leaf right here: it reads nothing further down
+            else:
+                self._split(context, length + size, part, depths - 1)
+
+    def step(self) -> ForwardPlan:
+        """The next token of every leaf."""
+        segments = []
+        for context, tail in zip(self.contexts, self.tails, strict=True):
+            tail.append(self.free.pop())
+            own = np.array(tail, np.int32)
+            end = int(context[-1].positions[-1]) + len(tail)
+            token = int(self.random.integers(3, 97))
+            segments.append(Segment(context, [token], np.array([end]), own, own[-1:], logits=1))
+        plan = plan_forward(segments, shared=self.shared)
+        self.shared = plan.shared
+        return plan
+
+
+def changed(before: KVPool, after: KVPool) -> set[int]:
+    """Slots whose K/V differ in any layer."""
+    found: set[int] = set()
+    for a, b in zip((*before.k, *before.v), (*after.k, *after.v), strict=True):
+        same = torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).flatten(1).all(1)
+        found.update((~same).nonzero().flatten().tolist())
+    return found
+
+
+# Steps
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replayed_steps_give_what_the_model_gives(
+    backend: FlashInferCascade, tape: Tape, name: str
+) -> None:
+    model = MODELS[name]()
+    plain = runner_of(copy_of(model), FlashInferCascade(CPU))
+    runner = runner_of(model, backend, tape)
+    pool = pool_of(runner)
+
+    for rows, seed in ((1, 0), (3, 1), (3, 2), (7, 3), (8, 4), (13, 5)):
+        tree = Tree(rows, seed)
+        for _ in range(3):
+            before, plan = twin_of(pool), tree.step()
+            want = plain.forward(plan, before).logits
+            untouched = twin_of(pool)
+
+            got = runner.forward(plan, pool).logits
+
+            assert got.shape == want.shape and got.dtype == torch.float32
+            assert relative_error(got, want) < 0.03
+            own = set(plan.write.tolist())
+            assert own <= changed(untouched, pool) <= own | {pool.trash}
+            for mine, theirs in zip((*pool.k, *pool.v), (*before.k, *before.v), strict=True):
+                assert relative_error(mine[plan.write], theirs[plan.write]) < 0.03
+
+    met = len(graphs_of(runner).buckets)
+    assert tape.recorded == met >= 4
+    assert tape.replays == 18, "every step was replayed, the first of a bucket too"
+
+
+def test_an_engine_decodes_with_graphs(backend: FlashInferCascade, tape: Tape) -> None:
+    model = random_model(config_of("llama", **HEADS))
+    own = copy_of(model).to(torch.bfloat16)
+    lab = Lab(model.to(torch.bfloat16), backend, recorder=tape)
+
+    tree = lab.plant()
+    first, second, _ = lab.sprout([(tree.root, 3)])
+    lab.sprout([(second, 1), (first, 2)], GREEDY)
+    leaves = leaves_of(tree)
+    answers = lab.ask([leaf for leaf in leaves for _ in range(2)], [(7, 8, 9), (11,)] * len(leaves))
+
+    assert tape.replays >= 10 and len(graphs_of(lab.runner).buckets) >= 2
+    assert relative_error(answers, own_answers(own, tree).float()) < 0.05
+
+
+def test_shared_levels_are_planned_once_while_leaves_decode_on(runner: ModelRunner) -> None:
+    pool, tree, other = pool_of(runner), Tree(6, 3), Tree(6, 4, depths=2)
+    steps = graphs_of(runner)
+    runner.forward(tree.step(), pool)
+    (bucket,) = steps.buckets
+    (attention,) = steps._steps[bucket]._attentions.values()
+    wrappers: list[Wrapper] = [planned.wrapper for planned in attention._wrappers]  # type: ignore[attr-defined]
+    assert len(wrappers) >= 2
+
+    runner.forward(tree.step(), pool)
+    assert [wrapper.planned for wrapper in wrappers] == [2] + [1] * (len(wrappers) - 1)
+
+    plan = other.step()  # another bucket takes the buffers of the key lists
+    assert bucket_of([plan.layout(None)]) != bucket
+    runner.forward(plan, pool)
+    before, plan = twin_of(pool), tree.step()
+    got = runner.forward(plan, pool).logits
+    assert wrappers[1].planned == 2
+    assert relative_error(got, eager(runner, plan, before)) < 0.03
+
+
+def test_a_bucket_is_captured_after_some_steps(
+    runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "PATIENCE", 2)
+    pool, tree = pool_of(runner), Tree(3, 0)
+
+    for recorded in (0, 0, 1, 1):
+        runner.forward(tree.step(), pool)
+        assert tape.recorded == recorded
+
+
+def test_the_least_recently_used_graph_leaves(
+    runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    pool = pool_of(runner)
+    one, two, four = (Tree(rows, 0, depths=1) for rows in (1, 2, 4))
+
+    for tree in (one, two, one, four, one):
+        runner.forward(tree.step(), pool)
+    assert [bucket.rows for bucket in graphs_of(runner).buckets] == [4, 1]
+    assert tape.recorded == 3
+
+    runner.forward(two.step(), pool)
+    assert tape.recorded == 4
+
+
+def test_the_memory_of_graphs_is_known(runner: ModelRunner) -> None:
+    pool, steps = pool_of(runner), graphs_of(runner)
+    assert steps.device_bytes == 0
+    sizes = []
+    for rows in (1, 3):
+        runner.forward(Tree(rows, 0, depths=1).step(), pool)
+        sizes.append(steps.device_bytes)
+    assert 1 << 20 < sizes[0] < sizes[1] < 8 << 20
+
+
+# Steps without a graph
+
+
+def test_other_forwards_run_without_a_graph(
+    runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, tree = pool_of(runner), Tree(3, 0)
+    slots = np.arange(4, dtype=np.int32)
+    prompt = Segment((), [5, 6, 7, 8], np.arange(4), slots, slots, logits=4)
+    silent = Segment((), [5], np.arange(1), slots[:1], slots[:1], logits=0)
+
+    runner.forward(plan_forward([prompt]), pool)
+    runner.forward(plan_forward([silent]), pool)
+    runner.forward(tree.step(), pool, hidden=[0])
+    runner.forward(tree.step(), pool, stop_after=0)
+    runner.forward(tree.step(), pool, leave=lambda layer, hidden: None)
+    runner.forward(tree.step(), pool, mass={0: None})
+    assert tape.recorded == tape.replays == 0
+
+    runner.forward(tree.step(), pool)
+    assert tape.recorded == tape.replays == 1
+
+
+def test_no_recorder_or_another_backend_means_no_graphs(
+    backend: FlashInferCascade, tape: Tape
+) -> None:
+    assert ModelRunner(build("llama"), TorchCascade(), tape).graphs is None
+    assert runner_of(MODELS["llama"](), backend).graphs is None
+
+
+def test_a_step_of_more_keys_than_the_buffers_hold_runs_without_a_graph(
+    runner: ModelRunner, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_fixed, "REPEATED_KEYS", -SLOTS + 20)  # 20 keys in all
+    pool = pool_of(runner)
+    piece = Piece("root", np.arange(8, dtype=np.int32), np.arange(8, dtype=np.int32))
+    free = iter(range(20, SLOTS))
+
+    def step(repeated: int) -> ForwardPlan:
+        segments = []
+        for row in range(2):
+            context = () if row else (piece,) * repeated
+            own = np.array([next(free)], np.int32)
+            segments.append(Segment(context, [5], np.array([8]), own, own, logits=1))
+        return plan_forward(segments)
+
+    for repeated, replays in ((3, 0), (2, 1), (3, 1), (1, 2)):
+        before, plan = twin_of(pool), step(repeated)
+        got = runner.forward(plan, pool).logits
+        assert tape.replays == replays
+        assert relative_error(got, eager(runner, plan, before)) < 0.03
+
+
+def test_buckets_of_too_large_a_workspace_run_without_a_graph(
+    backend: FlashInferCascade, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arbor.kernels.flashinfer_cascade.MOST_WORKSPACE_BYTES", 1 << 10)
+    runner = runner_of(MODELS["llama"](), backend, tape)
+    pool, tree = pool_of(runner), Tree(3, 0)
+
+    assert all(runner.forward(tree.step(), pool).logits.isfinite().all() for _ in range(2))
+    assert tape.recorded == 0
+
+
+def test_graphs_need_the_series_of_flashinfer_that_was_read(package: Any, tape: Tape) -> None:
+    package.__version__ = "0.7.2"
+    runner = runner_of(MODELS["llama"](), FlashInferCascade(CPU), tape)
+
+    runner.forward(Tree(3, 0).step(), pool_of(runner))
+
+    assert tape.recorded == 0
+
+
+# Checks on first use
+
+
+class Broken:
+    """A recorder whose replays leave something out.
+
+    Args:
+        replay: in place of the step.
+    """
+
+    def __init__(self, replay: Callable[[Callable[[], None]], None]) -> None:
+        self._replay = replay
+
+    def record(self, step: Callable[[], None]) -> Recording:
+        return Recording(lambda: self._replay(step))
+
+
+def nothing(step: Callable[[], None]) -> None:
+    pass
+
+
+def twice_the_logits(step: Callable[[], None]) -> None:
+    step()
+    output: Tensor = step.__closure__[-1].cell_contents._output  # type: ignore[attr-defined]
+    output.mul_(2)
+
+
+def no_keys_and_values(step: Callable[[], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVPool, "write", lambda *arguments: None)
+        step()
+
+
+@pytest.mark.parametrize("replay", [nothing, twice_the_logits, no_keys_and_values])
+def test_a_graph_that_computes_something_else_is_not_used(
+    backend: FlashInferCascade,
+    caplog: pytest.LogCaptureFixture,
+    replay: Callable[[Callable[[], None]], None],
+) -> None:
+    runner = runner_of(MODELS["llama"](), backend, Broken(replay))
+    pool, tree = pool_of(runner), Tree(3, 0)
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            before, plan = twin_of(pool), tree.step()
+            want = eager(runner, plan, before)
+
+            got = runner.forward(plan, pool).logits
+
+            assert torch.equal(got, want)
+            assert changed(before, pool) <= {pool.trash}
+
+    (warning,) = caplog.messages
+    assert "4 rows" in warning and "replayed" in warning
+    assert graphs_of(runner).buckets == ()
+
+
+def test_padding_that_changes_logits_is_not_used(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shifted(level: CascadeLevel, bucket: Bucket, trash: int) -> CascadeLevel:
+        padded = pad_last(level, bucket, trash)
+        return CascadeLevel(
+            padded.qo_indptr, padded.kv_indptr, (padded.kv_indices + 7) % trash, padded.causal
+        )
+
+    monkeypatch.setattr(flashinfer_fixed, "pad_last", shifted)
+    pool, tree = pool_of(runner), Tree(3, 0)
+    before, plan = twin_of(pool), tree.step()
+
+    got = runner.forward(plan, pool).logits
+
+    assert torch.equal(got, eager(runner, plan, before))
+    (warning,) = caplog.messages
+    assert "4 rows" in warning and "of their size" in warning
+
+
+def test_a_capture_that_fails_ends_the_use_of_graphs(
+    backend: FlashInferCascade, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing:
+        tried = 0
+
+        def record(self, step: Callable[[], None]) -> Recording:
+            self.tried += 1
+            raise RuntimeError("CUDA error: operation not permitted\nmore")
+
+    recorder = Refusing()
+    runner = runner_of(MODELS["llama"](), backend, recorder)
+    pool = pool_of(runner)
+
+    for rows in (3, 3, 1):
+        before, plan = twin_of(pool), Tree(rows, rows).step()
+        got = runner.forward(plan, pool).logits
+        assert torch.equal(got, eager(runner, plan, before))
+
+    (warning,) = caplog.messages
+    assert warning.endswith("operation not permitted") and recorder.tried == 1
+    assert graphs_of(runner).device_bytes == 0
+
+
+def test_a_model_that_waits_for_the_device_is_not_captured(
+    backend: FlashInferCascade, tape: Tape, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS["llama"]()
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda module, args, output: print(float(output[0].sum())))
+    runner = runner_of(model, backend, tape)
+
+    runner.forward(Tree(3, 0).step(), pool_of(runner))
+
+    assert tape.recorded == 0 and "capturing" in caplog.text
+
+
+def test_a_plan_that_fails_later_ends_the_use_of_graphs(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, tree = pool_of(runner), Tree(3, 0)
+    runner.forward(tree.step(), pool)
+    plan = Wrapper.plan
+
+    def planned(self: Wrapper, *args: Any, **settings: Any) -> None:
+        if self.buffers is not None:
+            raise ValueError("The length of paged_kv_indices exceeds")
+        plan(self, *args, **settings)
+
+    monkeypatch.setattr(Wrapper, "plan", planned)
+    for _ in range(2):
+        assert runner.forward(tree.step(), pool).logits.isfinite().all()
+
+    assert len(caplog.messages) == 1 and "exceeds" in caplog.text
+    assert graphs_of(runner).buckets == ()
+
+
+# Pools
+
+
+def test_graphs_belong_to_the_place_of_a_pool(runner: ModelRunner, tape: Tape) -> None:
+    pool, tree = pool_of(runner), Tree(3, 0)
+    runner.forward(tree.step(), pool)
+    elsewhere = twin_of(pool)
+
+    plan = tree.step()
+    got = runner.forward(plan, elsewhere).logits
+
+    assert tape.recorded == 2
+    assert set(plan.write.tolist()) <= changed(pool, elsewhere)
+    assert torch.equal(got, runner.forward(plan, elsewhere).logits)
+
+
+def test_graphs_keep_no_pool_alive(backend: FlashInferCascade, tape: Tape) -> None:
+    runner = runner_of(MODELS["llama"](), backend, tape)
+    pool = pool_of(runner)
+    runner.forward(Tree(3, 0).step(), pool)
+    assert tape.recorded == 1
+    gone = weakref.ref(pool)
+
+    del pool
+    gc.collect()
+
+    assert gone() is None
+
+
+# Buckets and padding
+
+
+def level(requests: list[tuple[int, list[int]]], *, causal: bool) -> CascadeLevel:
+    """A level from (rows, slots) per request."""
+    rows = np.cumsum([0, *(count for count, _ in requests)]).astype(np.int32)
+    ends = np.cumsum([0, *(len(slots) for _, slots in requests)]).astype(np.int32)
+    slots = np.array([slot for _, several in requests for slot in several], np.int32)
+    return CascadeLevel(*map(torch.from_numpy, (rows, ends, slots)), causal)
+
+
+def last_level(rows: int) -> CascadeLevel:
+    return level([(1, [row]) for row in range(rows)], causal=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared", "bucket"),
+    [
+        (1, [], Bucket(1, 1, 0)),
+        (5, [], Bucket(8, 1, 0)),
+        (256, [], Bucket(256, 1, 0)),
+        (257, [], None),
+        (2, [1], Bucket(2, 2, 2)),
+        (3, [1], Bucket(4, 2, 4)),
+        (8, [4, 2], Bucket(8, 3, 4)),
+        (7, [4, 2], Bucket(8, 3, 8)),  # the rows added are a request
+        (64, [16], Bucket(64, 2, 16)),
+        (63, [16], Bucket(64, 2, 64)),
+        (255, [64], None),
+        (8, [2] * 5, Bucket(8, 6, 4)),
+        (8, [2] * 6, None),
+    ],
+)
+def test_the_bucket_of_a_step(rows: int, shared: list[int], bucket: Bucket | None) -> None:
+    levels = []
+    for requests in shared:
+        sizes = [rows // requests] * (requests - 1)
+        sizes.append(rows - sum(sizes))
+        levels.append(level([(size, [0]) for size in sizes], causal=False))
+
+    assert bucket_of([CascadeLayout(rows, (*levels, last_level(rows)))]) == bucket
+
+
+def test_segments_of_several_rows_have_no_bucket() -> None:
+    layout = CascadeLayout(3, (level([(2, [0, 1]), (1, [2])], causal=True),))
+
+    assert bucket_of([layout]) is None
+    assert bucket_of([CascadeLayout(3, (last_level(3),)), layout]) is None
+
+
+def test_a_padded_layout_gives_the_same_attention() -> None:
+    """Requests without rows among them; the rows added read the trash slot alone."""
+    layout = CascadeLayout(
+        5,
+        (
+            level([(2, [3, 4]), (3, [])], causal=False),
+            level([(1, []), (3, [5, 6, 7]), (1, [8])], causal=False),
+            last_level(5),
+        ),
+    )
+    bucket, trash = Bucket(8, 3, 6), 20
+    *shared, last = layout.levels
+    padded = CascadeLayout(
+        8, (*(pad_shared(each, bucket) for each in shared), pad_last(last, bucket, trash))
+    )
+    assert [len(each.qo_indptr) - 1 for each in padded.levels] == [6, 6, 8]
+    assert padded.levels[0].qo_indptr.tolist() == [0, 2, 5, 8, 8, 8, 8]
+    assert padded.levels[2].kv_indices[5:].tolist() == [trash] * 3
+
+    shape = AttentionShape(4, 2, 8, 8, 0.3)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(8, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
+    reference = ReferenceAttention()
+    wanted = reference.run(reference.plan(layout, shape), q[:5], k, v)
+    got = reference.run(reference.plan(padded, shape), q, k, v)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine[:5], theirs)
+    torch.testing.assert_close(got[0][5:], v[trash].repeat_interleave(2, 0).expand(3, 4, 8))
+
+
+def test_a_launch_is_what_flashinfer_plans_for_any_rows_and_keys() -> None:
+    random = np.random.default_rng(0)
+    splits = 0
+    for _ in range(2000):
+        kv_heads, group = int(random.integers(1, 33)), int(random.integers(1, 17))
+        dim = int(random.choice([64, 128, 256]))
+        shape = AttentionShape(kv_heads * group, kv_heads, dim, dim, 1.0)
+        rows = int(random.choice(ROWS))
+        requests = int(random.integers(1, rows + 1))
+        cuts = np.sort(random.integers(0, rows + 1, requests - 1))
+        keys = random.integers(0, random.choice([2, 300, 30_000]), requests)
+        needed = demand(
+            [0, *cuts.tolist(), rows],
+            [0, *np.cumsum(keys).tolist()],
+            shape.num_qo_heads,
+            kv_heads,
+            dim,
+            graph_rows=rows,
+        )
+        launch = launch_of(shape, rows, requests, MULTIPROCESSORS)
+
+        assert (launch.tile, launch.pieces) == (needed.tile, needed.pieces)
+        assert launch.float_bytes == needed.float_bytes
+        assert needed.int_bytes <= launch.int_bytes < needed.int_bytes + 512
+        splits += needed.split
+    assert splits == 2000
+
+
+def test_the_workspace_of_256_rows_is_known() -> None:
+    llama, large = AttentionShape(32, 8, 128, 128, 1.0), AttentionShape(64, 8, 128, 128, 1.0)
+    assert [
+        launch_of(shape, 256, 256, MULTIPROCESSORS).float_bytes >> 20 for shape in (llama, large)
+    ] == [80, 192]
