@@ -398,12 +398,13 @@ class Engine:
         placed = rehydration.place(nodes, reserve=sum(len(question) for question in questions))
         segments = []
         borrowed = []
-        for node, question in zip(nodes, questions, strict=True):
+        contexts = self.state.contexts(nodes)
+        for node, question, context in zip(nodes, questions, contexts, strict=True):
             slots = memory.borrow(question, node.end)
             borrowed.append(slots)
             segments.append(
                 Segment(
-                    context=self.state.context(node),
+                    context=context,
                     tokens=question,
                     positions=np.arange(node.end, node.end + len(question)),
                     tail=slots,

@@ -71,6 +71,8 @@ class ModelSampler:
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
         """By the rule of the operation."""
+        if growth.stop.goes_on(node.tokens):
+            return None
         return growth.stop.after(node.tokens, before(node))
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.last_logits import LastLogits
-from arbor.engine.pieces import context_of
+from arbor.engine.pieces import contexts_of
 from arbor.events import KV, Detail, Event, Listener
 from arbor.memory import KVMemory
-from arbor.model.plan import Piece
+from arbor.model.sharing import Context
 from arbor.retention.block_table import BlockTable
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.policy import Protect
@@ -167,9 +167,9 @@ class TreeState:
 
     # What forwards read
 
-    def context(self, node: Node) -> tuple[Piece, ...]:
-        """What a token after this block attends to."""
-        return tuple(context_of(node, self.hidden))
+    def contexts(self, nodes: Sequence[Node]) -> list[Context]:
+        """What a token after each of these blocks attends to."""
+        return contexts_of(nodes, self.hidden)
 
     def missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are not as full retention would hold them, increasing."""
@@ -182,13 +182,15 @@ class TreeState:
             return True
         return not any(above.id in self.hidden for above in node.path[:-1])
 
-    def is_exact_after(self, node: Node) -> bool:
-        """Whether a token after this block is exact: every token before it is, and it attends to
-        all of them."""
-        path = node.path
-        return all(bool(each.span.exact.all()) for each in path) and not any(
-            each.id in self.hidden for each in path
-        )
+    def are_exact_after(self, nodes: Sequence[Node]) -> list[bool]:
+        """Whether a token after each of these blocks is exact: every token before it is, and it
+        attends to all of them."""
+        known: dict[int, bool] = {}
+        for each in self.tree.paths(nodes):
+            above = each.parent is None or known[each.parent.id]
+            own = above and each.id not in self.hidden
+            known[each.id] = own and bool(each.span.exact.all())
+        return [known[node.id] for node in nodes]
 
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
