@@ -29,7 +29,7 @@ class Decoding:
         state: of the tree.
         residency: frees room.
         forwards: run the steps.
-        rehydration: completes what a block reads before it begins.
+        rehydration: completes the path of a block before it begins.
         source: where tokens come from.
         rules: of the mode.
     """
@@ -54,7 +54,7 @@ class Decoding:
         self._lengths = Lengths()
 
     def run(self, scheduler: DecodeScheduler, growth: Growth) -> None:
-        """Every block decodes until its own boundary; all that fit together do so in one batch.
+        """Decode every block until its own boundary, all that fit together in one batch.
 
         A block's last token is run too: its K/V complete the block, and its logits are where
         children begin. After an interruption the unfinished blocks are PRUNED.
@@ -91,7 +91,7 @@ class Decoding:
         forwards.report_steps()
 
     def cut(self, nodes: Sequence[Node]) -> None:
-        """Unfinished blocks are given up as they are."""
+        """Give up unfinished blocks as they are."""
         for node in nodes:
             node.state = NodeState.PRUNED
             self._source.finish(node)
@@ -106,7 +106,7 @@ class Decoding:
                 self._tree.take_back(row.node)
 
     def _join(self, scheduler: DecodeScheduler, growth: Growth) -> bool:
-        """Let waiting rows join that fit next to those that run; whether there were any."""
+        """Let waiting rows join that fit next to the running ones; returns whether any did."""
         running = scheduler.nodes
         joined = scheduler.admit(self._lengths.expected(scheduler.longest))
         if not joined:
@@ -130,7 +130,7 @@ class Decoding:
         return True
 
     def _look_back(self, rows: Sequence[Row]) -> None:
-        """What each row reads before its own block, and whether that is whole and exact."""
+        """Set the context of each row, and whether that is whole and exact."""
         leaves = list(dict.fromkeys(row.leaf for row in rows))
         contexts = dict(zip(leaves, self._state.contexts(leaves), strict=True))
         exact = dict(zip(leaves, self._state.are_exact_after(leaves), strict=True))
@@ -145,7 +145,7 @@ class Decoding:
         Rows wait again where what is pinned leaves no room for all; one always fits.
 
         Returns:
-            whether the rows, or what they read, have changed.
+            whether the rows or their contexts have changed.
         """
         preempted = False
         while self._pinned(scheduler) + len(scheduler.rows) > self._memory.slots:
@@ -162,7 +162,7 @@ class Decoding:
         return preempted or lost
 
     def _pinned(self, scheduler: DecodeScheduler) -> int:
-        """Slots of what stays while these rows run."""
+        """Slots of the tokens that stay while these rows run."""
         pinned = self._rules.pinned(scheduler.nodes)
         return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
 
@@ -180,7 +180,7 @@ class Decoding:
             self._state.emit(Evicted(cause="pressure", nodes=lost, kv=self._state.kv))
 
     def _choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> None:
-        """One more token per row, and whether it ends the block."""
+        """Append one token to each row's block, and decide whether it ends the block."""
         with self._forwards.timing():
             tokens = self._source.choose(rows, logits, growth)
             for row, token in zip(rows, tokens, strict=True):
@@ -192,7 +192,7 @@ class Decoding:
             self._state.emit(Sampled(nodes, tuple(tokens), logprobs))
 
     def _end(self, scheduler: DecodeScheduler, done: Sequence[Row], logits: Tensor) -> None:
-        """These blocks are whole."""
+        """Close blocks that have reached their boundary."""
         scheduler.finish(done)
         nodes = [row.node for row in done]
         self._state.logits.remember([node.id for node in nodes], logits)

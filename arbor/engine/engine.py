@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def state(self) -> TreeState:
-        """What is known of the open tree."""
+        """The state of the open tree."""
         assert self._state is not None, "no tree is open"
         return self._state
 
@@ -307,7 +307,7 @@ class Engine:
         return torch.stack(answers) if answers else torch.empty(0, 0)
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """The search will not come back to these blocks: free what they hold."""
+        """Free the KV of blocks that the search has given up."""
         counts = []
         for node in nodes:
             self.state.logits.pop(node.id, None)

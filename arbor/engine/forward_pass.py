@@ -60,8 +60,8 @@ class ForwardPasses:
         """One forward of its own, reported at once.
 
         Args:
-            kind: what it is for.
-            segments: what it computes.
+            kind: its purpose.
+            segments: the tokens to compute.
             computed: blocks that count as computed from now on.
 
         Returns:
@@ -135,8 +135,8 @@ class ForwardPasses:
 
     @contextmanager
     def explaining_out_of_memory(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:
-        """If the machine runs out of memory within, say what held it and what budget would leave
-        room."""
+        """Turn an out-of-memory error within into one that names what holds the memory, and a
+        budget that leaves room."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:

@@ -27,9 +27,9 @@ class Row:
         code: where its next token comes from.
         pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
         first_slot: where the K/V of its first token would best lie; a hint.
-        context: what it reads before itself.
-        context_length: tokens of that.
-        exact: whether that is whole and exact.
+        context: resident tokens of the path before the block.
+        context_length: how many these are.
+        exact: whether that path is whole and exact.
         stop: why it ends with its last token; None while it goes on.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
@@ -55,14 +55,14 @@ class Row:
 
 @dataclass(slots=True)
 class Lengths:
-    """How long the blocks of one tree became."""
+    """Lengths of the finished blocks of one tree."""
 
     count: int = 0
     total: int = 0
     squares: int = 0
 
     def add(self, tokens: int) -> None:
-        """A block has ended."""
+        """Count a block that has ended."""
         self.count += 1
         self.total += tokens
         self.squares += tokens * tokens
@@ -122,7 +122,7 @@ class DecodeScheduler:
         return joined
 
     def finish(self, done: Iterable[Row]) -> None:
-        """These rows decode no more."""
+        """Remove rows that have ended."""
         gone = {row.node.id for row in done}
         for row in self.rows:
             if row.node.id in gone:

@@ -12,7 +12,7 @@ StopReason = Literal["step", "eos", "length", "limit"]
 
 
 class StopRule:
-    """Says after each token whether the block ends with it.
+    """Decides after each token whether it ends the block.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -88,7 +88,7 @@ class StopRule:
                 break
         if BROKEN not in text:
             return text
-        # parts of characters: only together do they say what they are
+        # bytes of characters, which decode only together
         begin = max(0, len(tokens) - most)
         earlier = [*before, *tokens[max(0, begin - LOOK_BACK) : begin]]
         return added(self._decode, earlier[-LOOK_BACK:], tokens[begin:])

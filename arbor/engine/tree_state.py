@@ -1,4 +1,4 @@
-"""TreeState: what the engine knows of the open tree; its parts read it and report to it."""
+"""TreeState: the engine's knowledge of the open tree, read and reported to by its parts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from arbor.tree import Node, NodeState, ThoughtTree
 
 
 def ignore(event: Event) -> None:
-    """The listener of nobody."""
+    """Discard an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunHooks:
-    """What one run gives the engine.
+    """The hooks of one run.
 
     Attributes:
         emit: listener for everything that happens.
@@ -50,7 +50,7 @@ class TreeState:
         tree: holds only its root.
         memory: attached to the tree.
         protect: the policy's; says which tokens the figures of blocks count.
-        run: what the run gives.
+        run: the hooks of the run.
         reads: future reads of a recorded run, for the clairvoyant policy.
 
     Attributes:
@@ -112,18 +112,18 @@ class TreeState:
     # What the parts report
 
     def changed(self, nodes: Iterable[Node]) -> None:
-        """These blocks grew, closed, were valued, or gained or lost tokens."""
+        """Record that these blocks grew, closed, were valued, or gained or lost tokens."""
         for node in nodes:
             self.table.touch(node)
 
     def used(self, path: Sequence[Node]) -> None:
-        """A forward read these blocks."""
+        """Record that a forward read these blocks."""
         self._clock += 1
         self.changed(path)
         self.table.use(path, self._clock)
 
     def mark_computed(self, nodes: Iterable[Node]) -> None:
-        """The tokens of these blocks have been run through the model."""
+        """Record that the tokens of these blocks were run through the model."""
         for node in nodes:
             self.computed.add(node.id)
             if node.end > self._reached.get(node.id, 0):
@@ -168,7 +168,7 @@ class TreeState:
     # What forwards read
 
     def contexts(self, nodes: Sequence[Node]) -> list[Context]:
-        """What a token after each of these blocks attends to."""
+        """The context of a token after each of these blocks."""
         return contexts_of(nodes, self.hidden)
 
     def missing(self, node: Node) -> NDArray[np.int64]:

@@ -188,7 +188,7 @@ class KVMemory:
         return pending
 
     def commit(self) -> None:
-        """A forward has written all pending tokens."""
+        """Mark all pending tokens as written by a forward."""
         for node, offsets, exact in self._placed:
             node.span.exact[offsets] = exact
         if self._appended is not None:
@@ -251,7 +251,7 @@ class KVMemory:
         """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no
         copy.
 
-        Raises nothing: callers share only what is equal; `check` would find anything else.
+        Callers share equal tokens only; `check` finds anything else.
         """
         assert source.parent is target.parent, "only siblings hold equal K/V for equal tokens"
         assert source.tokens[:count] == target.tokens[:count], "shared tokens must be equal"

@@ -1,4 +1,4 @@
-"""SlotTable: who owns each slot of the pool, what it holds, and which are free."""
+"""SlotTable: the owner and the token of each slot of the pool, and the free slots."""
 
 from __future__ import annotations
 
