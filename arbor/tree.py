@@ -272,8 +272,10 @@ class ThoughtTree:
         """Path*: the union of the leaves' paths, each block once, parents before children."""
         seen: dict[int, Node] = {}
         for leaf in leaves:
-            for node in leaf.path:
-                seen.setdefault(node.id, node)
+            node: Node | None = leaf
+            while node is not None and node.id not in seen:
+                seen[node.id] = node
+                node = node.parent
         return [seen[node_id] for node_id in sorted(seen)]
 
     def common_ancestor(self, first: Node, second: Node) -> Node:

@@ -2,9 +2,13 @@
 sharing a prefix saves.
 
     python scripts/bench_engine.py --json out.json
+    python scripts/bench_engine.py --only step --json out.json
 
 One thread, thread CPU time, medians. Host work of a step is everything that is not inside the
 model's layers: the step's plan (layout and the backend's own), slots, sampling, boundaries, events.
+The engine's own Python (`--only step`) is what is left of that without sampling and the backend's
+plan. It is measured with a model that computes nothing; to compare two commits, run this script
+with either in PYTHONPATH, alternately.
 """
 
 from __future__ import annotations
@@ -12,23 +16,31 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from random_llama import NoText, fixed_length, prefix, random_llama
 
+from arbor.engine import token_source
 from arbor.engine.engine import Engine
+from arbor.engine.sampling import confidence, sample
+from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.events import Event, Forwarded
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.slots import SlotTable
-from arbor.model.runner import ModelRunner
+from arbor.model.plan import CUDA_SAVED_READS, ForwardPlan
+from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
-from arbor.tree import ThoughtTree
+from arbor.tasks.base import BlockLimits
+from arbor.tree import Node, NodeState, ThoughtTree
 
 PREFIX = 512
 
@@ -109,6 +121,124 @@ def host_share(size: str, leaves: int, rounds: int, tokens: int = 32) -> dict[st
     }
 
 
+class NoModel:
+    """A runner that computes nothing: each row's next token is 7, except where one is to end.
+
+    Attributes:
+        outside: time that is not the engine's.
+        entries: of each forward, the engine's seconds so far, and its rows.
+        ends: whether one row's next token is `EOS`, from `WARM` forwards on.
+    """
+
+    layer_kv = (LayerKV(1, 1, 1),)
+    layer_count = 1
+    dtype = torch.float32
+    device = torch.device("cpu")
+    weight_bytes = 0
+
+    def __init__(self, outside: Stopwatch) -> None:
+        self.outside = outside
+        self.entries: list[tuple[float, int]] = []
+        self.ends = False
+        self._answer = outside.around(self._logits)
+
+    def forward(self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None) -> ForwardResult:
+        """Has the layout made, as a model would."""
+        self.entries.append((time.thread_time() - self.outside.seconds, plan.rows))
+        plan.layout(None)
+        return ForwardResult(self._answer(len(plan.logit_rows)))
+
+    def _logits(self, rows: int) -> torch.Tensor:
+        logits = torch.full((rows, 16), -100.0)
+        logits[:, 7] = 100.0
+        late = len(self.entries) - WARM
+        if self.ends and late > 0:
+            # a row in the middle; the one that was to end before it is still there in this forward
+            at = min(self.entries[0][1] // 2 + (late > 1), rows - 1)
+            logits[at] = logits[at].roll(EOS - 7)
+        return logits
+
+
+WARM, EOS = 16, 3
+
+
+def deep_tree(engine: Engine, leaves: int) -> tuple[ThoughtTree, list[Node]]:
+    """A tree with KV whose leaves, a multiple of 8, have paths of 30 blocks, and these leaves.
+
+    A prompt of 512 tokens, then blocks of 16: 10 that all leaves share, 8 times 10 that an eighth
+    of them shares, and 9 of each leaf's own.
+    """
+    tree = ThoughtTree(prefix(PREFIX, 2048))
+    engine.open(tree, PREFIX + 16 * (10 + 80 + 9 * leaves) + 80 * leaves)
+
+    def chain(node: Node, blocks: int) -> Node:
+        for _ in range(blocks):
+            node = tree.fork(node)
+            for _ in range(16):
+                tree.append(node, 5)
+            node.state = NodeState.CLOSED
+        return node
+
+    trunk = chain(tree.root, 10)
+    branches = [chain(trunk, 10) for _ in range(8)]
+    ends = [chain(branch, 9) for branch in branches for _ in range(leaves // 8)]
+    for leaf in ends:
+        engine.extend(leaf)
+    return tree, ends
+
+
+def engine_step(leaves: int, rounds: int, *, ending: bool, saved: int) -> list[float]:
+    """The engine's own time of each of many decode steps, in milliseconds.
+
+    Args:
+        leaves: rows, each the only child of a leaf of `deep_tree`.
+        rounds: how often they decode, after once to warm up.
+        ending: whether a row ends with each step; steps count until a quarter of the rows has.
+        saved: the engine's `min_saved_reads`.
+    """
+    outside = Stopwatch()
+    runner: Any = NoModel(outside)
+    engine = Engine(runner, NoText(), policy=POLICIES["lru"], min_saved_reads=saved)
+    _, ends = deep_tree(engine, leaves)
+    runner.ends = ending
+    stop = StopRule(NoText(), BlockLimits(("\n",), max_tokens=64, max_depth=64), (EOS,))
+    growth = Growth(0, Sampling(arithmetic=False), stop)
+    found: list[float] = []
+    for index in range(rounds + 1):
+        runner.entries.clear()
+        with (
+            patch.object(token_source, "sample", outside.around(sample)),
+            patch.object(token_source, "confidence", outside.around(confidence)),
+        ):
+            children = engine.grow([(leaf, 1) for leaf in ends], growth)
+        engine.forget(children)
+        seconds, rows = np.array(runner.entries).T
+        steps = 1e3 * np.diff(seconds)
+        if index:
+            found += steps[WARM + 1 :][rows[WARM + 2 :] >= 0.75 * leaves].tolist()
+    return found
+
+
+def step_cost(rounds: int) -> list[dict[str, float]]:
+    """`engine_step` of small and large batches: medians and quartiles."""
+    found = []
+    for leaves, ending, saved in product((64, 256), (False, True), (0, CUDA_SAVED_READS)):
+        times = engine_step(leaves, rounds, ending=ending, saved=saved)
+        low, median, high = (round(float(q), 3) for q in np.percentile(times, (25, 50, 75)))
+        found.append(
+            {
+                "leaves": leaves,
+                "ending": ending,
+                "min_saved_reads": saved,
+                "n": len(times),
+                "step_ms": median,
+                "step_q1_ms": low,
+                "step_q3_ms": high,
+            }
+        )
+    return found
+
+
 def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
     """A shared prefix against one independent prefill per branch: same tokens and logits, and what
     was run and read."""
@@ -176,17 +306,20 @@ def slot_cost(slots: int, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=["step"], help="measure the engine's own Python only")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {
-        "fork": fork_cost(200),
-        "host_5m_32": host_share("5m", 32, args.rounds),
-        "host_5m_8": host_share("5m", 8, args.rounds),
-        "slots_10k": slot_cost(10_000, 200),
-        "slots_600k": slot_cost(600_000, 200),
-        "cold_warm_5m_8": cold_and_warm("5m", 8),
-    }
+    result: dict[str, Any] = {"step": step_cost(args.rounds)}
+    if not args.only:
+        result |= {
+            "fork": fork_cost(200),
+            "host_5m_32": host_share("5m", 32, args.rounds),
+            "host_5m_8": host_share("5m", 8, args.rounds),
+            "slots_10k": slot_cost(10_000, 200),
+            "slots_600k": slot_cost(600_000, 200),
+            "cold_warm_5m_8": cold_and_warm("5m", 8),
+        }
     print(json.dumps(result, indent=1))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))

@@ -92,6 +92,12 @@ def microseconds(title: str, name: str) -> Column:
     return Column(title, f"{name}_us", f"{name}_q1_us", f"{name}_q3_us")
 
 
+def step(title: str, rows_end: str, commit: str = "") -> Column:
+    """The engine's own time of a decode step, with its quartiles."""
+    where: Where = {"rows_end": rows_end} | ({"commit": commit} if commit else {})
+    return Column(title, "step_ms", "step_q1_ms", "step_q3_ms", where=where)
+
+
 def lost(rehydrate: str, fraction: str) -> Column:
     """Problems solved with a part of the KV, which comes back or does not."""
     kind = "comes back" if rehydrate == "selective" else "is lost"
@@ -194,6 +200,17 @@ TABLES: dict[str, Table] = {
             ),
             "metric": ("time", "share"),
         },
+    ),
+    "engine_step": Table(
+        "engine_step",
+        {"rows": "rows", "machine": "machine"},
+        (
+            step("ms", "no"),
+            step("before (bf8af81)", "no", "bf8af81"),
+            step("ms while rows end", "one a step"),
+            step("before (bf8af81)", "one a step", "bf8af81"),
+        ),
+        {"min_saved_reads": "0"},
     ),
     "recomputed": Table(
         "recomputed",

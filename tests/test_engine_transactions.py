@@ -218,7 +218,7 @@ class InterruptedOnce:
         (KVMemory, "borrow"),
         (KVMemory, "evict_from"),
         (SlotTable, "take"),
-        (SlotTable, "take_one"),
+        (SlotTable, "take_each"),
         (ModelRunner, "forward"),
     ],
 )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from arbor.memory import KVMemory
+from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV, bytes_per_token
 from arbor.memory.slots import SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
@@ -36,6 +37,12 @@ def blank(tree: ThoughtTree, parent: Node, tokens: int) -> Node:
     for token in range(tokens):
         tree.append(child, 10 + token)
     return child
+
+
+def append(memory: KVMemory, nodes: list[Node], near: list[int], exact: list[bool]) -> np.ndarray:
+    """`KVMemory.append` of the blocks' last tokens."""
+    last = LastTokens.of(nodes)
+    return memory.append(last, np.array(near), exact=np.array(exact), depth=2)
 
 
 class Oracle(RuleBasedStateMachine):
@@ -97,18 +104,24 @@ class Oracle(RuleBasedStateMachine):
         assert self.memory.used == used
 
     @precondition(lambda self: self.memory.free)
-    @rule(data=st.data(), near=st.integers(-1, SLOTS), exact=st.booleans())
-    def append(self, data: st.DataObject, near: int, exact: bool) -> None:
-        node = self.node(data)
-        if node.children or node is self.tree.root:
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        leaves = [node for node in self.tree.nodes[1:] if not node.children]
+        nodes = leaves[: data.draw(st.integers(0, min(len(leaves), self.memory.free)))]
+        near = [data.draw(st.integers(-1, SLOTS)) for _ in nodes]
+        exact = [data.draw(st.booleans()) for _ in nodes]
+        if not nodes:
             return
-        self.tree.append(node, 50 + len(node.tokens))
-        key = (node.id, len(node.tokens) - 1)
+        for node in nodes:
+            self.tree.append(node, 50 + len(node.tokens))
+        keys = [(node.id, len(node.tokens) - 1) for node in nodes]
 
-        slot = self.memory.append(node, near, exact=exact, depth=2)
+        slots = append(self.memory, nodes, near, exact)
 
-        self.held[key], self.exact[key] = -1, exact
-        (self.held[key],) = self.write(np.array([slot]))
+        assert slots.tolist() == [int(node.span.slot[-1]) for node in nodes]
+        self.held.update({key: -1 - i for i, key in enumerate(keys)})
+        self.held.update(zip(keys, self.write(slots), strict=True))
+        self.exact.update(zip(keys, exact, strict=True))
 
     @rule(data=st.data(), exact=st.booleans(), first=st.integers(-1, SLOTS))
     def place(self, data: st.DataObject, exact: bool, first: int) -> None:
@@ -285,7 +298,7 @@ def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
     child = blank(tree, tree.root, 2)
     memory.place(tree.root, np.array([0, 1]), exact=True, depth=2)
     memory.place(tree.root, np.array([2, 3]), exact=False, depth=2)
-    memory.append(child, NO_SLOT, exact=True, depth=2)
+    append(memory, [child], [NO_SLOT], [True])
     assert tree.root.span.resident.all() and not tree.root.span.exact.any()
     assert child.span.resident[1] and not child.span.exact[1]
 
@@ -294,7 +307,7 @@ def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
     assert tree.root.span.exact.tolist() == [True, True, False, False]
     assert child.span.exact.tolist() == [False, True]
     tree.append(child, 9)
-    memory.append(child, NO_SLOT, exact=True, depth=2)
+    append(memory, [child], [NO_SLOT], [True])
     assert memory.rollback() == {child.id: 1}
     assert child.span.resident.tolist() == [False, True, False]
     assert memory.used == 5
@@ -429,8 +442,9 @@ def test_slots_are_the_first_that_fit_however_large_the_pool(
                 assert len(found) == count or first_fit(rest, length) is None
         elif what == "one" and free:
             near = draw % slots
-            assert table.take_one(near) == (near if near in free else free[0])
-            held.append(near if near in free else free[0])
+            taken = table.take_each(np.array([near])).tolist()
+            assert taken == [near if near in free else free[0]]
+            held += taken
         elif what == "take" and size <= len(free):
             start = first_fit(free, size)
             mine = free[:size] if start is None else list(range(start, start + size))
@@ -439,6 +453,30 @@ def test_slots_are_the_first_that_fit_however_large_the_pool(
         held = sorted(held)
         free = sorted(set(range(slots)) - set(held))
         assert table.free == len(free)
+
+
+@given(
+    taken=st.sets(st.integers(0, 19), max_size=8),
+    near=st.lists(st.integers(-2, 22), min_size=1, max_size=12),
+)
+def test_a_free_slot_goes_to_the_first_that_hints_at_it(taken: set[int], near: list[int]) -> None:
+    table = SlotTable(20)
+    table.take(20)
+    table.release(np.array(sorted(set(range(20)) - taken), np.int32))
+
+    slots = table.take_each(np.array(near)).tolist()
+
+    assert len(set(slots)) == len(slots) == len(near) and not taken & set(slots)
+    hints = [hint for hint in near if 0 <= hint < 20 and hint not in taken]
+    for index, slot in enumerate(slots):
+        if near[index] in hints and near[index] not in near[:index]:
+            assert slot == near[index]
+        else:
+            assert slot not in hints
+    others = [slot for slot in slots if slot not in hints]
+    free = sorted(set(range(20)) - taken - set(hints))
+    assert others == free[: len(others)]
+    assert table.used == len(taken) + len(near)
 
 
 def test_slots_made_without_gradients_are_freed_with_them() -> None:

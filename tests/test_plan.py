@@ -20,9 +20,8 @@ from arbor.model.plan import (
     Segment,
     plan_forward,
     select_rows,
-    share,
-    windowed_layout,
 )
+from arbor.model.sharing import share
 
 
 def keys_of_rows(layout: CascadeLayout, window: int | None) -> list[list[int]]:
@@ -275,9 +274,10 @@ def test_a_window_by_index_is_used_only_where_no_position_is_missing() -> None:
     own = np.array([50, 51, 52], np.int32)
     places = np.arange(8, 11)
 
-    near = windowed_layout([Segment((holed,), [1] * 3, places, own, own)], 3)
-    wide = windowed_layout([Segment((holed,), [1] * 3, places, own, own)], 5)
-    wider = windowed_layout([Segment((holed,), [1] * 3, places, own, own)], 7)
+    segments = [Segment((holed,), [1] * 3, places, own, own)]
+    near = plan_forward(segments).layout(3)
+    wide = plan_forward(segments).layout(5)
+    wider = plan_forward(segments).layout(7)
 
     assert near.levels[0].qo_indptr.tolist() == [0, 3]
     assert near.levels[0].kv_indices.tolist() == [6, 7, 50, 51, 52]

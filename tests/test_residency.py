@@ -28,7 +28,7 @@ from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
-from arbor.model.plan import Piece, Segment, visibility
+from arbor.model.plan import Piece, Segment, plan_forward, visibility
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
@@ -537,7 +537,7 @@ def test_visibility_counts_rows_that_see_a_slot() -> None:
     )
     one = Segment((piece,), [1], np.array([2]), np.array([9], np.int32), np.array([9], np.int32))
 
-    slots, rows = visibility([many, one], trash=20)
+    slots, rows = visibility(plan_forward([many, one]), trash=20)
 
     assert dict(zip(slots.tolist(), rows.tolist(), strict=True)) == {3: 3, 4: 3, 7: 2, 8: 1, 9: 1}
 
@@ -555,7 +555,7 @@ def test_beyond_the_window_nobody_sees(start: int, tail: int, rows: int, window:
     own = np.arange(start, start + tail + rows).astype(np.int32)  # a slot is its position
     segment = Segment((piece,), [1] * rows, positions, own, own[tail:])
 
-    slots, seen = visibility([segment], 99, window)
+    slots, seen = visibility(plan_forward([segment]), 99, window)
 
     expected = {
         key: count

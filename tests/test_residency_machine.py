@@ -53,20 +53,11 @@ class Ledger:
         self.held: Counter[int] = Counter()
         self.most = 0
         claim, retain, release = table._claim, table.retain, table.release
-        take_one = table.take_one
 
         def claimed(slots: NDArray[np.int32]) -> NDArray[np.int32]:
             assert not self.held.keys() & set(slots.tolist()), "a slot in use was claimed"
             self.enter(slots, 1)
             return claim(slots)
-
-        def one_taken(near: int) -> int:
-            before = len(self.held)
-            slot = take_one(near)
-            if len(self.held) == before:  # not by way of a claim
-                assert slot not in self.held, "a slot in use was claimed"
-                self.enter(np.array([slot]), 1)
-            return slot
 
         def retained(slots: NDArray[np.int32]) -> None:
             self.enter(slots, 1)
@@ -77,7 +68,6 @@ class Ledger:
             return release(slots)
 
         table._claim, table.retain, table.release = claimed, retained, released
-        table.take_one = one_taken
 
     def enter(self, slots: NDArray[np.int32], references: int) -> None:
         for slot in slots.tolist():

@@ -131,3 +131,30 @@ def test_a_stop_is_found_where_the_text_has_it(
         assert (found == "step") == complete
         if complete:
             break
+
+
+@pytest.mark.parametrize("stop", [" is", "€", "é\n", " is 42", "\n", "😀 the", "er."])
+@given(texts=mixed, most=st.integers(1, 40))
+def test_a_look_at_two_tokens_finds_every_end_that_a_look_at_the_text_finds(
+    stop: str, texts: list[str], most: int
+) -> None:
+    tokens = ids("▁the", *texts)
+    rule = StopRule(PIECES, BlockLimits((stop,), most, 3), ids("▁42", ".")[1:])
+    unhurried = StopRule(PIECES, BlockLimits((stop,), most, 3), ids("▁42", ".")[1:])
+
+    # the first token may have been given, and is not asked about
+    for end in range(2, len(tokens) + 1):
+        reason = unhurried.after(tokens[:end])
+        if rule.goes_on(tokens[:end]):
+            assert reason is None
+        if reason is not None:
+            break
+
+
+def test_most_tokens_are_not_looked_at_twice() -> None:
+    rule = StopRule(PIECES, BlockLimits(("\n",), 99, 3), ())
+    words = ids("▁the", "▁answer", "▁is", "▁42")
+
+    assert [rule.goes_on(words[:end]) for end in (1, 2, 3, 4)] == [False, False, True, True]
+    assert not rule.goes_on([*words, *ids("\n")])
+    assert not rule.goes_on([*words, *ids("€")[:1]])  # a part of a character

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.mode import Rules
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
-from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row, ended
+from arbor.engine.scheduler import MARGIN, DecodeScheduler, Lengths, Row
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import Growth, TokenSource
 from arbor.engine.tree_state import TreeState
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Evicted, Sampled
-from arbor.model.plan import Piece, SharedPrefix
 from arbor.tree import Node, NodeState
 
 
@@ -30,7 +29,7 @@ class Decoding:
         state: of the tree.
         residency: frees room.
         forwards: run the steps.
-        rehydration: completes what a block reads before it begins.
+        rehydration: completes the path of a block before it begins.
         source: where tokens come from.
         rules: of the mode.
     """
@@ -53,50 +52,46 @@ class Decoding:
         self._source = source
         self._rules = rules
         self._lengths = Lengths()
-        self._layers = forwards.runner.layer_count
 
     def run(self, scheduler: DecodeScheduler, growth: Growth) -> None:
-        """Every block decodes until its own boundary; all that fit together do so in one batch.
+        """Decode every block until its own boundary, all that fit together in one batch.
 
         A block's last token is run too: its K/V complete the block, and its logits are where
         children begin. After an interruption the unfinished blocks are PRUNED.
         """
-        shared: SharedPrefix | None = None
+        forwards, memory = self._forwards, self._memory
+        batch = DecodeBatch(memory, forwards.runner.layer_count, forwards.min_saved_reads)
+        changed = False
         stopped = self._state.run.interrupted()
-        choosing_s = 0.0
         while scheduler and not stopped:
-            if self._join(scheduler, growth):
-                shared = None
-            if self._memory.free < len(scheduler.rows) and self._make_room(scheduler):
-                shared = None
+            changed = self._join(scheduler, growth) or changed
+            if memory.free < len(scheduler.rows):
+                changed = self._make_room(scheduler) or changed
             rows = scheduler.rows
-            self._append(rows)
-            segments = [row.segment() for row in rows]
-            began = time.perf_counter()
-            logits, plan = self._forwards.step(segments, shared)
-            elapsed_s = choosing_s + time.perf_counter() - began
+            if changed:
+                batch.hold(rows)
+            with forwards.timing():
+                logits = forwards.step(batch.plan())
             for row in rows:
                 row.node.logprob += row.logprob
                 row.node.top1 += row.top1
-            self._forwards.count_step(plan, elapsed_s)
-            shared = plan.shared
-            done, going = ended(rows)
+            done = [i for i, row in enumerate(rows) if row.stop is not None]
+            changed = bool(done)
             if done:
+                going = [i for i, row in enumerate(rows) if row.stop is None]
                 self._end(scheduler, [rows[i] for i in done], logits[done])
-                logits, shared = logits[going], None
+                logits = logits[going]
             if self._state.run.detail != "events":
-                self._forwards.report_steps()
+                forwards.report_steps()
             stopped = bool(scheduler) and self._state.run.interrupted()
-            began = time.perf_counter()
-            if not stopped:
+            if scheduler.rows and not stopped:
                 self._choose(scheduler.rows, logits, growth)
-            choosing_s = time.perf_counter() - began
         if stopped:
             self.cut([row.node for row in (*scheduler.rows, *scheduler.waiting)])
-        self._forwards.report_steps()
+        forwards.report_steps()
 
     def cut(self, nodes: Sequence[Node]) -> None:
-        """Unfinished blocks are given up as they are."""
+        """Give up unfinished blocks as they are."""
         for node in nodes:
             node.state = NodeState.PRUNED
             self._source.finish(node)
@@ -111,7 +106,7 @@ class Decoding:
                 self._tree.take_back(row.node)
 
     def _join(self, scheduler: DecodeScheduler, growth: Growth) -> bool:
-        """Let waiting rows join that fit next to those that run; whether there were any."""
+        """Let waiting rows join that fit next to the running ones; returns whether any did."""
         running = scheduler.nodes
         joined = scheduler.admit(self._lengths.expected(scheduler.longest))
         if not joined:
@@ -125,7 +120,7 @@ class Decoding:
         starts = self._memory.starts(scheduler.longest, len(joined))
         for row, start in zip(joined, starts, strict=True):
             slots = row.node.span.slot
-            row.next_slot = int(slots[-1]) + 1 if len(slots) else int(start)
+            row.first_slot = int(slots[-1]) + 1 if len(slots) else int(start)
             if row.pending is not None:
                 self._tree.append(row.node, row.pending)
                 row.pending = None
@@ -135,13 +130,13 @@ class Decoding:
         return True
 
     def _look_back(self, rows: Sequence[Row]) -> None:
-        """What each row reads before its own block, and whether that is whole and exact."""
-        contexts: dict[int, tuple[tuple[Piece, ...], bool]] = {}
+        """Set the context of each row, and whether that is whole and exact."""
+        leaves = list(dict.fromkeys(row.leaf for row in rows))
+        contexts = dict(zip(leaves, self._state.contexts(leaves), strict=True))
+        exact = dict(zip(leaves, self._state.are_exact_after(leaves), strict=True))
         for row in rows:
-            if row.leaf.id not in contexts:
-                exact = self._state.is_exact_after(row.leaf)
-                contexts[row.leaf.id] = (self._state.context(row.leaf), exact)
-            row.context, row.exact = contexts[row.leaf.id]
+            row.context, row.exact = contexts[row.leaf], exact[row.leaf]
+            row.context_length = sum(len(piece.slots) for piece in row.context)
 
     def _make_room(self, scheduler: DecodeScheduler) -> bool:
         """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any
@@ -150,7 +145,7 @@ class Decoding:
         Rows wait again where what is pinned leaves no room for all; one always fits.
 
         Returns:
-            whether the rows, or what they read, have changed.
+            whether the rows or their contexts have changed.
         """
         preempted = False
         while self._pinned(scheduler) + len(scheduler.rows) > self._memory.slots:
@@ -167,7 +162,7 @@ class Decoding:
         return preempted or lost
 
     def _pinned(self, scheduler: DecodeScheduler) -> int:
-        """Slots of what stays while these rows run."""
+        """Slots of the tokens that stay while these rows run."""
         pinned = self._rules.pinned(scheduler.nodes)
         return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
 
@@ -184,28 +179,20 @@ class Decoding:
             lost = ((row.node.id, freed),)
             self._state.emit(Evicted(cause="pressure", nodes=lost, kv=self._state.kv))
 
-    def _append(self, rows: Sequence[Row]) -> None:
-        """A slot for each row's last token."""
-        for row in rows:
-            row.next_slot = 1 + self._memory.append(
-                row.node, row.next_slot, exact=row.exact, depth=self._layers
-            )
-
     def _choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> None:
-        """One more token per row, and whether it ends the block."""
-        if not rows:
-            return
-        tokens = self._source.choose(rows, logits, growth)
-        for row, token in zip(rows, tokens, strict=True):
-            self._tree.append(row.node, token)
-            row.stop = self._source.stop(row.node, growth)
+        """Append one token to each row's block, and decide whether it ends the block."""
+        with self._forwards.timing():
+            tokens = self._source.choose(rows, logits, growth)
+            for row, token in zip(rows, tokens, strict=True):
+                self._tree.append(row.node, token)
+                row.stop = self._source.stop(row.node, growth)
         if self._state.run.detail == "tokens":
             nodes = tuple(row.node.id for row in rows)
             logprobs = tuple(row.logprob for row in rows)
             self._state.emit(Sampled(nodes, tuple(tokens), logprobs))
 
     def _end(self, scheduler: DecodeScheduler, done: Sequence[Row], logits: Tensor) -> None:
-        """These blocks are whole."""
+        """Close blocks that have reached their boundary."""
         scheduler.finish(done)
         nodes = [row.node for row in done]
         self._state.logits.remember([node.id for node in nodes], logits)

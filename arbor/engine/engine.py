@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def state(self) -> TreeState:
-        """What is known of the open tree."""
+        """The state of the open tree."""
         assert self._state is not None, "no tree is open"
         return self._state
 
@@ -307,7 +307,7 @@ class Engine:
         return torch.stack(answers) if answers else torch.empty(0, 0)
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """The search will not come back to these blocks: free what they hold."""
+        """Free the KV of blocks that the search has given up."""
         counts = []
         for node in nodes:
             self.state.logits.pop(node.id, None)
@@ -398,12 +398,13 @@ class Engine:
         placed = rehydration.place(nodes, reserve=sum(len(question) for question in questions))
         segments = []
         borrowed = []
-        for node, question in zip(nodes, questions, strict=True):
+        contexts = self.state.contexts(nodes)
+        for node, question, context in zip(nodes, questions, contexts, strict=True):
             slots = memory.borrow(question, node.end)
             borrowed.append(slots)
             segments.append(
                 Segment(
-                    context=self.state.context(node),
+                    context=context,
                     tokens=question,
                     positions=np.arange(node.end, node.end + len(question)),
                     tail=slots,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from arbor.engine.nvtx import nvtx_range
+from arbor.engine.stopwatch import Stopwatch
 from arbor.engine.tree_state import TreeState
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
-from arbor.model.plan import ForwardPlan, Segment, SharedPrefix, plan_forward, visibility
+from arbor.model.plan import ForwardPlan, Segment, plan_forward, visibility
 from arbor.model.runner import ModelRunner
 from arbor.tree import Node, NodeState
 
@@ -31,7 +31,6 @@ class _Steps:
     read: int = 0
     unique: int = 0
     held: int = 0
-    elapsed_s: float = 0.0
 
 
 class ForwardPasses:
@@ -51,8 +50,9 @@ class ForwardPasses:
         self._state = state
         self._memory = state.memory
         self._observes = observes
-        self._min_saved_reads = min_saved_reads
+        self.min_saved_reads = min_saved_reads
         self._unreported = _Steps()
+        self._stopwatch = Stopwatch(runner.device)  # of the unreported steps
 
     def run(
         self, kind: ForwardKind, segments: Sequence[Segment], computed: Sequence[Node]
@@ -60,62 +60,48 @@ class ForwardPasses:
         """One forward of its own, reported at once.
 
         Args:
-            kind: what it is for.
-            segments: what it computes.
+            kind: its purpose.
+            segments: the tokens to compute.
             computed: blocks that count as computed from now on.
 
         Returns:
             logits [n, V] float32 where the segments ask for them.
         """
         self.report_steps()
-        began = time.perf_counter()
-        plan = plan_forward(segments, min_saved_reads=self._min_saved_reads)
-        with nvtx_range(kind), self.explaining_out_of_memory(kind, plan.rows):
-            logits = self._forward(plan)
+        stopwatch = Stopwatch(self.runner.device)
+        with stopwatch.running():
+            plan = plan_forward(segments, min_saved_reads=self.min_saved_reads)
+            with nvtx_range(kind), self.explaining_out_of_memory(kind, plan.rows):
+                logits = self._forward(plan)
         self._memory.commit()
         self._state.mark_computed(computed)
         once = _Steps(1, plan.rows, plan.read_tokens, plan.unique_read_tokens, self._memory.used)
-        once.elapsed_s = time.perf_counter() - began
-        self._report(kind, once)
+        self._report(kind, once, stopwatch.take())
         return logits
 
-    def step(
-        self, segments: Sequence[Segment], shared: SharedPrefix | None
-    ) -> tuple[Tensor, ForwardPlan]:
-        """One decode step, reported together with those after it: logits [n, V] float32, and what
-        was planned.
+    def timing(self) -> AbstractContextManager[None]:
+        """Count the work within as part of the decode steps that are reported next."""
+        return self._stopwatch.running()
 
-        Args:
-            segments: one token a row.
-            shared: what the plan of the step before it found; None after anything has changed.
-        """
-        plan = plan_forward(segments, min_saved_reads=self._min_saved_reads, shared=shared)
+    def step(self, plan: ForwardPlan) -> Tensor:
+        """One decode step, reported together with those after it; logits [n, V] float32."""
         with self.explaining_out_of_memory("decode", plan.rows):
             logits = self._forward(plan)
         self._memory.commit()
-        return logits, plan
-
-    def count_step(self, plan: ForwardPlan, elapsed_s: float) -> None:
-        """Count a decode step for the next report.
-
-        Args:
-            plan: what it ran.
-            elapsed_s: seconds it took, and choosing the tokens it ran.
-        """
         self._unreported.steps += 1
         self._unreported.rows += plan.rows
         self._unreported.read += plan.read_tokens
         self._unreported.unique += plan.unique_read_tokens
         self._unreported.held += self._memory.used
-        self._unreported.elapsed_s += elapsed_s
+        return logits
 
     def report_steps(self) -> None:
         """Report the decode steps since the last forward of another kind."""
-        steps, self._unreported = self._unreported, _Steps()
-        if steps.steps:
-            self._report("decode", steps)
+        if self._unreported.steps:
+            steps, self._unreported = self._unreported, _Steps()
+            self._report("decode", steps, self._stopwatch.take())
 
-    def _report(self, kind: ForwardKind, what: _Steps) -> None:
+    def _report(self, kind: ForwardKind, what: _Steps, elapsed_s: float) -> None:
         self._state.emit(
             Forwarded(
                 kind=kind,
@@ -125,14 +111,13 @@ class ForwardPasses:
                 unique_read_tokens=what.unique,
                 kv=self._state.kv,
                 peak=self._memory.peak,
-                elapsed_s=what.elapsed_s,
+                elapsed_s=elapsed_s,
                 held=what.held,
             )
         )
 
     def _forward(self, plan: ForwardPlan) -> Tensor:
-        new = any(not segment.again for segment in plan.segments)
-        if not (new and self._observes):
+        if not self._observes or bool(plan.again.all()):
             return self.runner.forward(plan, self._memory.pool).logits
         layers = range(self.runner.layer_count)
         watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]
@@ -142,7 +127,7 @@ class ForwardPasses:
         shapes = [self.runner.specs[i].shape for i in watched]
         windows = [shape.window for shape in shapes if shape.window is not None]
         window = max(windows) if len(windows) == len(shapes) else None
-        slots, queries = visibility(plan.segments, self._memory.pool.trash, window)
+        slots, queries = visibility(plan, self._memory.pool.trash, window)
         heads = sum(shape.num_qo_heads for shape in shapes)
         mass = result.mass[torch.from_numpy(slots).to(result.mass.device)] / heads
         self._state.observe(slots, mass.cpu().numpy(), queries)
@@ -150,8 +135,8 @@ class ForwardPasses:
 
     @contextmanager
     def explaining_out_of_memory(self, kind: ForwardKind, rows: int = 0) -> Iterator[None]:
-        """If the machine runs out of memory within, say what held it and what budget would leave
-        room."""
+        """Turn an out-of-memory error within into one that names what holds the memory, and a
+        budget that leaves room."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:

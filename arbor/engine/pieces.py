@@ -9,16 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.model.plan import Piece, Segment
+from arbor.model.sharing import Context
 from arbor.tree import Node
 
 
-def context_of(node: Node | None, hidden: AbstractSet[int] = frozenset()) -> list[Piece]:
-    """The pieces of the path that ends with `node`: resident tokens of the blocks that are not
-    hidden, by node id."""
-    if node is None:
-        return []
-    seen = [n for n in node.path if n.id not in hidden]
-    return [piece for n in seen for piece in head(n, len(n.tokens))]
+def contexts_of(
+    nodes: Sequence[Node | None], hidden: AbstractSet[int] = frozenset()
+) -> list[Context]:
+    """The context that each of several paths is, by the block it ends with (None: no path).
+
+    It consists of the resident tokens of the blocks that are not hidden, by node id. Paths that
+    share blocks share their pieces.
+    """
+    heads: dict[int, list[Piece]] = {}
+    contexts: list[Context] = []
+    for node in nodes:
+        path = node.path if node is not None else []
+        for each in path:
+            if each.id not in heads:
+                heads[each.id] = [] if each.id in hidden else head(each, len(each.tokens))
+        contexts.append(tuple(piece for each in path for piece in heads[each.id]))
+    return contexts
 
 
 def head(node: Node, end: int) -> list[Piece]:
@@ -71,7 +82,7 @@ def segments_of(
             slots = node.span.slot[begin:end]
             segments.append(
                 Segment(
-                    context=(*context_of(node.parent, masked), *head(node, begin)),
+                    context=(*contexts_of([node.parent], masked)[0], *head(node, begin)),
                     tokens=node.tokens[begin:end],
                     positions=np.arange(node.start + begin, node.start + end),
                     tail=slots,
@@ -83,7 +94,7 @@ def segments_of(
         if again:
             segments.append(
                 Segment(
-                    context=(*context_of(node.parent, hidden), *head(node, last)),
+                    context=(*contexts_of([node.parent], hidden)[0], *head(node, last)),
                     tokens=node.tokens[last:],
                     positions=np.arange(node.start + last, node.end),
                     tail=node.span.slot[last:],

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Placed:
-    """What a path missed, with slots and ready to run.
+    """Missing tokens of paths, with slots and ready to run.
 
     Attributes:
-        segments: what to run.
+        segments: the tokens to run.
         wanted: ids of the blocks whose logits after the last token it gives, in order.
         written: blocks of which it writes tokens.
         again: whether some of these had been computed before.
@@ -45,7 +45,7 @@ class Rehydration:
     Args:
         state: of the tree.
         residency: frees room.
-        forwards: compute what was missing.
+        forwards: compute the missing tokens.
         rules: of the mode.
     """
 
@@ -107,11 +107,11 @@ class Rehydration:
         return [row for leaf in want if (row := known[leaf.id]) is not None]
 
     def compute(self, placed: Placed, kind: ForwardKind, behind: Sequence[Segment] = ()) -> Tensor:
-        """Run what was placed, in one forward.
+        """Run placed tokens, in one forward.
 
         Args:
             placed: by `place`.
-            kind: what it is for.
+            kind: its purpose.
             behind: more segments of the same forward, which write no block.
 
         Returns:
@@ -122,8 +122,8 @@ class Rehydration:
         return logits
 
     def undo(self) -> None:
-        """After a failure: what was placed and never computed is gone, and listeners hear of what
-        they heard was back."""
+        """After a failure: drop tokens that were placed and never computed, and report the eviction
+        of those that were reported as rehydrated."""
         lost = self._memory.rollback()
         announced, self._announced = self._announced, []
         self._state.changed(self._state.tree)
@@ -143,7 +143,7 @@ class Rehydration:
         reserve: int,
         running: Sequence[Node] = (),
     ) -> Placed:
-        """Give slots to what the leaves' paths miss; `compute` fills them.
+        """Give slots to the missing tokens of the leaves' paths; `compute` fills them.
 
         Args:
             leaves: ends of the running paths.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
-from arbor.model.plan import Piece, Segment
+from arbor.model.sharing import Context
 from arbor.tree import NO_SLOT, Node
 
 # tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
@@ -26,20 +26,22 @@ class Row:
         node, leaf: the block, and the one it grows from.
         code: where its next token comes from.
         pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
-        next_slot: where the K/V of its next token would best lie; a hint.
-        context: what it reads before itself.
-        exact: whether that is whole and exact.
+        first_slot: where the K/V of its first token would best lie; a hint.
+        context: resident tokens of the path before the block.
+        context_length: how many these are.
+        exact: whether that path is whole and exact.
         stop: why it ends with its last token; None while it goes on.
-        logprob, top1: of its last token the log probability and the highest there was (0 if the
-            token was given).
+        logprob, top1: the log probability of its last token, and the highest probability there was;
+            0 if the token was given.
     """
 
     node: Node
     leaf: Node
     code: ArithmeticCode
     pending: int | None = None
-    next_slot: int = NO_SLOT
-    context: tuple[Piece, ...] = ()
+    first_slot: int = NO_SLOT
+    context: Context = ()
+    context_length: int = 0
     exact: bool = True
     stop: StopReason | None = None
     logprob: float = 0.0
@@ -50,30 +52,17 @@ class Row:
         """The block that has to be complete before it (re)joins."""
         return self.node if self.node.tokens else self.leaf
 
-    def segment(self) -> Segment:
-        """Its last token, after everything before it."""
-        node = self.node
-        slots = node.span.slot
-        return Segment(
-            context=self.context,
-            tokens=node.tokens[-1:],
-            positions=np.array([node.end - 1]),
-            tail=slots,
-            write=slots[-1:],
-            logits=1,
-        )
-
 
 @dataclass(slots=True)
 class Lengths:
-    """How long the blocks of one tree became."""
+    """Lengths of the finished blocks of one tree."""
 
     count: int = 0
     total: int = 0
     squares: int = 0
 
     def add(self, tokens: int) -> None:
-        """A block has ended."""
+        """Count a block that has ended."""
         self.count += 1
         self.total += tokens
         self.squares += tokens * tokens
@@ -133,7 +122,7 @@ class DecodeScheduler:
         return joined
 
     def finish(self, done: Iterable[Row]) -> None:
-        """These rows decode no more."""
+        """Remove rows that have ended."""
         gone = {row.node.id for row in done}
         for row in self.rows:
             if row.node.id in gone:
@@ -190,17 +179,11 @@ def most_held(rows: Iterable[Row], expected: int) -> int:
     Each is assumed to end at its expected length, or `MARGIN` tokens from now if it has almost
     reached it.
     """
-    lengths = [len(row.node.tokens) for row in rows]
-    left = sorted(((max(expected - each, MARGIN), each) for each in lengths), reverse=True)
-    most = held = 0
+    length = np.array([len(row.node.tokens) for row in rows], np.int64)
+    if not len(length):
+        return 0
+    steps = np.maximum(expected - length, MARGIN)
+    order = np.lexsort((length, steps))[::-1]
     # when a block ends, those before it in this order still run
-    for count, (steps, length) in enumerate(left, 1):
-        held += length
-        most = max(most, held + count * steps)
-    return most
-
-
-def ended(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
-    """Indices of the rows whose blocks have ended, and of the others."""
-    done = [i for i, row in enumerate(rows) if row.stop is not None]
-    return done, [i for i, row in enumerate(rows) if row.stop is None]
+    running = np.arange(1, len(length) + 1)
+    return int((np.cumsum(length[order]) + running * steps[order]).max())

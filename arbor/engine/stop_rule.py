@@ -12,7 +12,7 @@ StopReason = Literal["step", "eos", "length", "limit"]
 
 
 class StopRule:
-    """Says after each token whether the block ends with it.
+    """Decides after each token whether it ends the block.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -25,12 +25,40 @@ class StopRule:
         self._stops = boundary.stop
         self._span = max((len(stop) for stop in boundary.stop), default=0)
         self._eos = frozenset(eos)
+        self._last_characters = frozenset(stop[-1:] for stop in boundary.stop)
         self._pieces: dict[tuple[int, ...], str] = {}
+        self._goes_on: dict[tuple[int, int], bool] = {}
         self.max_tokens = boundary.max_tokens
 
     def is_eos(self, token: int) -> bool:
         """Whether the token ends a sequence."""
         return token in self._eos
+
+    def goes_on(self, tokens: list[int]) -> bool:
+        """Whether the block's last token surely does not end it, by a look at that token and the
+        one before it only.
+
+        It completes no stop if its text does not contain the last character of one. Stops that
+        begin in the first token are left to `after`, since that one may have been given.
+
+        Args:
+            tokens: the block's, all but the first of which were looked at as they came.
+        """
+        count = len(tokens)
+        if count < 3 or count >= self.max_tokens:
+            return False
+        pair = (tokens[-2], tokens[-1])
+        known = self._goes_on.get(pair)
+        if known is None:
+            known = self._goes_on[pair] = self._is_inside(*pair)
+        return known
+
+    def _is_inside(self, previous: int, token: int) -> bool:
+        """Whether a token ends neither a sequence nor a stop, nor is part of a character."""
+        if token in self._eos:
+            return False
+        text = self._piece((previous,), token) if self._stops else ""
+        return BROKEN not in text and self._last_characters.isdisjoint(text)
 
     def after(self, tokens: list[int], before: Sequence[int] = ()) -> StopReason | None:
         """Why the block ends with its last token; None if it goes on. A stop may span several
@@ -60,7 +88,7 @@ class StopRule:
                 break
         if BROKEN not in text:
             return text
-        # parts of characters: only together do they say what they are
+        # bytes of characters, which decode only together
         begin = max(0, len(tokens) - most)
         earlier = [*before, *tokens[max(0, begin - LOOK_BACK) : begin]]
         return added(self._decode, earlier[-LOOK_BACK:], tokens[begin:])

@@ -29,7 +29,7 @@ class Growth:
 
 
 class TokenSource(Protocol):
-    """Chooses tokens, and says where blocks end and how they are reported."""
+    """Chooses tokens, and decides where blocks end and how they are reported."""
 
     def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
         """The next token of each row ([n, V] float32); its `logprob` and `top1` are set."""
@@ -40,7 +40,7 @@ class TokenSource(Protocol):
         ...
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
-        """How sure the model is of what follows these whole blocks (`sampling.confidence`)."""
+        """The model's confidence after these whole blocks (`sampling.confidence`)."""
         ...
 
     def finish(self, node: Node) -> None:
@@ -71,6 +71,8 @@ class ModelSampler:
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
         """By the rule of the operation."""
+        if growth.stop.goes_on(node.tokens):
+            return None
         return growth.stop.after(node.tokens, before(node))
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
@@ -88,7 +90,7 @@ class ModelSampler:
 
 
 class CheckedSource:
-    """A token source whose answers are checked before anything is done with them.
+    """A token source whose answers are checked before they are used.
 
     Args:
         source: one that is not arbor's own.

@@ -1,4 +1,4 @@
-"""TreeState: what the engine knows of the open tree; its parts read it and report to it."""
+"""TreeState: the engine's knowledge of the open tree, read and reported to by its parts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.last_logits import LastLogits
-from arbor.engine.pieces import context_of
+from arbor.engine.pieces import contexts_of
 from arbor.events import KV, Detail, Event, Listener
 from arbor.memory import KVMemory
-from arbor.model.plan import Piece
+from arbor.model.sharing import Context
 from arbor.retention.block_table import BlockTable
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.policy import Protect
@@ -23,12 +23,12 @@ from arbor.tree import Node, NodeState, ThoughtTree
 
 
 def ignore(event: Event) -> None:
-    """The listener of nobody."""
+    """Discard an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunHooks:
-    """What one run gives the engine.
+    """The hooks of one run.
 
     Attributes:
         emit: listener for everything that happens.
@@ -50,7 +50,7 @@ class TreeState:
         tree: holds only its root.
         memory: attached to the tree.
         protect: the policy's; says which tokens the figures of blocks count.
-        run: what the run gives.
+        run: the hooks of the run.
         reads: future reads of a recorded run, for the clairvoyant policy.
 
     Attributes:
@@ -112,18 +112,18 @@ class TreeState:
     # What the parts report
 
     def changed(self, nodes: Iterable[Node]) -> None:
-        """These blocks grew, closed, were valued, or gained or lost tokens."""
+        """Record that these blocks grew, closed, were valued, or gained or lost tokens."""
         for node in nodes:
             self.table.touch(node)
 
     def used(self, path: Sequence[Node]) -> None:
-        """A forward read these blocks."""
+        """Record that a forward read these blocks."""
         self._clock += 1
         self.changed(path)
         self.table.use(path, self._clock)
 
     def mark_computed(self, nodes: Iterable[Node]) -> None:
-        """The tokens of these blocks have been run through the model."""
+        """Record that the tokens of these blocks were run through the model."""
         for node in nodes:
             self.computed.add(node.id)
             if node.end > self._reached.get(node.id, 0):
@@ -167,9 +167,9 @@ class TreeState:
 
     # What forwards read
 
-    def context(self, node: Node) -> tuple[Piece, ...]:
-        """What a token after this block attends to."""
-        return tuple(context_of(node, self.hidden))
+    def contexts(self, nodes: Sequence[Node]) -> list[Context]:
+        """The context of a token after each of these blocks."""
+        return contexts_of(nodes, self.hidden)
 
     def missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are not as full retention would hold them, increasing."""
@@ -182,13 +182,15 @@ class TreeState:
             return True
         return not any(above.id in self.hidden for above in node.path[:-1])
 
-    def is_exact_after(self, node: Node) -> bool:
-        """Whether a token after this block is exact: every token before it is, and it attends to
-        all of them."""
-        path = node.path
-        return all(bool(each.span.exact.all()) for each in path) and not any(
-            each.id in self.hidden for each in path
-        )
+    def are_exact_after(self, nodes: Sequence[Node]) -> list[bool]:
+        """Whether a token after each of these blocks is exact: every token before it is, and it
+        attends to all of them."""
+        known: dict[int, bool] = {}
+        for each in self.tree.paths(nodes):
+            above = each.parent is None or known[each.parent.id]
+            own = above and each.id not in self.hidden
+            known[each.id] = own and bool(each.span.exact.all())
+        return [known[node.id] for node in nodes]
 
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.slots import NO_OWNER, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
@@ -44,7 +45,7 @@ class KVMemory:
         self.tree: ThoughtTree | None = None
         # tokens whose K/V the next forward writes, and whether they will be exact
         self._placed: list[tuple[Node, NDArray[np.int64], bool]] = []
-        self._appended: list[tuple[Node, int, bool]] = []
+        self._appended: tuple[LastTokens, NDArray[np.bool_]] | None = None
 
     # The account
 
@@ -77,7 +78,7 @@ class KVMemory:
             self.release(self.tree.nodes)
         # an interruption may have left slots that nobody gives back
         self.table = SlotTable(self.slots)
-        self._placed, self._appended = [], []
+        self._placed, self._appended = [], None
         self.tree = tree
 
     def release(self, nodes: Sequence[Node]) -> int:
@@ -129,24 +130,37 @@ class KVMemory:
         self._changed()
         return slots
 
-    def append(self, node: Node, near: int, *, exact: bool, depth: int) -> int:
-        """`place` for the last token of a block, the one call a decode step makes per leaf; returns
-        its slot."""
-        table, span = self.table, node.span
-        spans = span.spans
-        offset = len(node.tokens) - 1
-        slot = table.take_one(near)
-        self._appended.append((node, offset, exact))
-        table.owner[slot] = node.id
-        table.token[slot] = node.tokens[offset]
-        table.position[slot] = node.start + offset
-        at = span.begin + offset
-        spans.slot[at] = slot
+    def append(
+        self,
+        last: LastTokens,
+        near: NDArray[np.int64],
+        *,
+        exact: NDArray[np.bool_],
+        depth: int,
+    ) -> NDArray[np.int32]:
+        """`place` for the last tokens of many blocks, the one call a decode step makes.
+
+        Args:
+            last: the tokens; none of them is resident.
+            near: int64 [n], preferred slots, see `SlotTable.take_each`.
+            exact: bool [n], whether each is exact once it is written.
+            depth: layers that will be written.
+
+        Returns:
+            int32 [n] slots.
+        """
+        assert self._appended is None, "the last step was neither committed nor rolled back"
+        table, spans, at = self.table, last.spans, last.at
+        slots = table.take_each(near)
+        self._appended = (last, exact)
+        table.owner[slots] = [node.id for node in last.nodes]
+        table.token[slots] = last.token
+        table.position[slots] = last.position
+        spans.slot[at] = slots
         spans.tier[at] = Tier.DEVICE
         spans.depth[at] = depth
-        if self.debug:
-            self._changed()
-        return slot
+        self._changed()
+        return slots
 
     def rewrite(
         self, node: Node, offsets: NDArray[np.int64], *, exact: bool, depth: int
@@ -163,16 +177,24 @@ class KVMemory:
     @property
     def pending(self) -> bool:
         """Whether tokens have slots that no forward has written yet."""
-        return bool(self._placed or self._appended)
+        return bool(self._placed) or self._appended is not None
+
+    def _pending(self) -> list[tuple[Node, NDArray[np.int64]]]:
+        """Blocks and the offsets of their pending tokens."""
+        pending = [(node, offsets) for node, offsets, _ in self._placed]
+        if self._appended is not None:
+            last, _ = self._appended
+            pending += zip(last.nodes, (last.length - 1).reshape(-1, 1), strict=True)
+        return pending
 
     def commit(self) -> None:
-        """A forward has written all pending tokens."""
+        """Mark all pending tokens as written by a forward."""
         for node, offsets, exact in self._placed:
             node.span.exact[offsets] = exact
-        if self._appended:
-            at = [node.span.begin + offset for node, offset, _ in self._appended]
-            self._appended[0][0].span.spans.exact[at] = [exact for _, _, exact in self._appended]
-        self._placed, self._appended = [], []
+        if self._appended is not None:
+            last, sure = self._appended
+            last.spans.exact[last.at] = sure
+        self._placed, self._appended = [], None
         if self.debug:
             self._changed()
 
@@ -183,14 +205,13 @@ class KVMemory:
         Returns:
             how many pending tokens each block lost, by node id.
         """
-        pending = [(node, offsets) for node, offsets, _ in self._placed]
-        pending += [(node, np.array([offset])) for node, offset, _ in self._appended]
+        pending = self._pending()
         lost: dict[int, int] = {}
         for node, offsets in pending:
             here = offsets[node.span.slot[offsets] != NO_SLOT]
             node.span.spans.drop(node.span.begin + here)
             lost[node.id] = lost.get(node.id, 0) + len(here)
-        self._placed, self._appended = [], []
+        self._placed, self._appended = [], None
         held = np.zeros(self.slots, np.int32)
         for node in self.tree or ():
             np.add.at(held, node.span.slot[node.span.resident], 1)
@@ -230,7 +251,7 @@ class KVMemory:
         """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no
         copy.
 
-        Raises nothing: callers share only what is equal; `check` would find anything else.
+        Callers share equal tokens only; `check` finds anything else.
         """
         assert source.parent is target.parent, "only siblings hold equal K/V for equal tokens"
         assert source.tokens[:count] == target.tokens[:count], "shared tokens must be equal"
@@ -298,9 +319,7 @@ class KVMemory:
             assert (table.position[slots] == positions).all(), (
                 f"block {node.id}: a slot has another position"
             )
-        pending = [(node, offsets) for node, offsets, _ in self._placed]
-        pending += [(node, np.array([offset])) for node, offset, _ in self._appended]
-        for node, offsets in pending:
+        for node, offsets in self._pending():
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
             assert not node.span.exact[offsets].any(), f"block {node.id}: exact before its forward"
         temporary = (table.references > 0) & (table.owner == NO_OWNER)

@@ -1,4 +1,4 @@
-"""SlotTable: who owns each slot of the pool, what it holds, and which are free."""
+"""SlotTable: the owner and the token of each slot of the pool, and the free slots."""
 
 from __future__ import annotations
 
@@ -84,19 +84,40 @@ class SlotTable:
                 return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32))
         return self._claim(self._lowest(count)[:count].astype(np.int32))
 
-    def take_one(self, near: int) -> int:
-        """`take` of one slot, `near` if it is free; without arrays, for decode steps."""
-        if not (0 <= near < self.slots and self.references[near] == 0):
-            return int(self.take(1)[0])
-        self.references[near] = 1
-        self.used += 1
-        self.peak = max(self.peak, self.used)
-        return near
+    def take_each(self, near: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Claim a slot for each hint; the caller has made room.
+
+        It is the one the hint names, if that is free and no earlier hint names it; else one of the
+        lowest free slots.
+
+        Args:
+            near: int64 [n]; `NO_SLOT` or any other number that names no slot: no hint.
+
+        Returns:
+            int32 [n], distinct.
+        """
+        assert len(near) <= self.free, (
+            f"{len(near)} slots wanted, {self.free} free: room was not made first"
+        )
+        inside = near.min(initial=0) >= 0 and near.max(initial=0) < self.slots
+        if inside and not self.references[near].any() and len(set(near.tolist())) == len(near):
+            return self._claim(near.astype(np.int32))  # mostly
+        named = np.flatnonzero((near >= 0) & (near < self.slots))
+        named = named[self.references[near[named]] == 0]
+        wanted, first = np.unique(near[named], return_index=True)
+        slots = np.full(len(near), NO_SLOT, np.int32)
+        slots[named[first]] = self._claim(wanted.astype(np.int32))
+        rest = np.flatnonzero(slots == NO_SLOT)
+        if len(rest):
+            slots[rest] = self._claim(self._lowest(len(rest))[: len(rest)].astype(np.int32))
+        return slots
 
     def _lowest(self, count: int) -> NDArray[np.int64]:
         """The lowest free slots, int64, increasing: `count` or more, all where there are fewer.
-        What is looked at grows from
-        the lowest free slot on until they are found: what lies behind them costs nothing."""
+
+        The search starts at the lowest free slot and widens until they are found, so the rest of
+        the pool costs nothing.
+        """
         width = max(_WINDOW, count)
         while True:
             free = self._low + np.flatnonzero(self.references[self._low : self._low + width] == 0)

@@ -226,7 +226,7 @@ class _Attention:
         self._alive: Tensor | None = None
         self._plans: dict[AttentionShape, Any] = {}
         self._mass_heads = mass
-        self._again = plan.again if mass and any(s.again for s in plan.segments) else None
+        self._again = plan.again if mass and bool(plan.again.any()) else None
         self.deepest = -1
         self.mass: Tensor | None = None
 

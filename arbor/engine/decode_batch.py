@@ -1,0 +1,70 @@
+"""DecodeBatch: the rows that decode together, as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from arbor.engine.scheduler import Row
+from arbor.memory import KVMemory
+from arbor.memory.last_tokens import LastTokens
+from arbor.model.plan import ForwardPlan, SegmentTable, plan_table
+from arbor.model.sharing import SharedPrefix, Sharing
+from arbor.tree import NO_SLOT
+
+
+class DecodeBatch:
+    """Plans decode steps for rows as a whole: one array for each thing a step needs of every row.
+
+    Args:
+        memory: gives the slots.
+        layers: of the model.
+        min_saved_reads: see `plan_forward`.
+    """
+
+    def __init__(self, memory: KVMemory, layers: int, min_saved_reads: int) -> None:
+        self._memory = memory
+        self._layers = layers
+        self._sharing = Sharing(min_saved_reads)
+        self.hold(())
+
+    def hold(self, rows: Sequence[Row]) -> None:
+        """Take these rows from now on.
+
+        To be called after rows have joined or left, and after what one of them reads has changed.
+        """
+        self._nodes = [row.node for row in rows]
+        self._contexts = [row.context for row in rows]
+        self._context_lengths = np.array([row.context_length for row in rows], np.int64)
+        self._exact = np.array([row.exact for row in rows], np.bool_)
+        self._first_slots = np.array([row.first_slot for row in rows], np.int64)
+        self._shared: SharedPrefix | None = None
+
+    def plan(self) -> ForwardPlan:
+        """Plan the step that computes each row's last token.
+
+        Each is given a slot, next to the one of the token before it if that is free.
+        """
+        last = LastTokens.of(self._nodes)
+        before = last.spans.slot[last.at - 1]
+        near = np.where((last.length > 1) & (before != NO_SLOT), before + 1, self._first_slots)
+        slots = self._memory.append(last, near, exact=self._exact, depth=self._layers)
+        count = len(slots)
+        ends = (last.begin + last.length).tolist()
+        held = last.spans.slot
+        table = SegmentTable(
+            contexts=self._contexts,
+            context_lengths=self._context_lengths,
+            tails=[held[a:b] for a, b in zip(last.begin.tolist(), ends, strict=True)],
+            counts=np.ones(count, np.int64),
+            ends=last.position + 1,
+            ids=last.token,
+            positions=last.position,
+            write=slots,
+            logit_rows=np.arange(count),
+            again=np.zeros(count, np.bool_),
+        )
+        if self._shared is None:
+            self._shared = self._sharing.of(table.contexts, [1] * count)
+        return plan_table(table, self._shared)

@@ -1,0 +1,173 @@
+"""Seconds of work on a device: what its queue took, not what queueing it took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.models import build
+from support.trees import LENGTH, Lab
+
+from arbor.engine import forward_pass
+from arbor.engine.stopwatch import Stopwatch
+from arbor.events import Forwarded
+
+CUDA = torch.device("cuda")
+FORWARD_S = 2.0
+SAMPLING_S = 0.5
+
+
+class Device:
+    """A device with a queue of work and a clock of its own; the host's work takes it no time.
+
+    Attributes:
+        clock: seconds it has worked.
+        queue: seconds of each piece of work it has not done, and events between them.
+        waits: how often the host waited for it.
+    """
+
+    def __init__(self) -> None:
+        self.clock = 0.0
+        self.queue: list[float | Event] = []
+        self.waits = 0
+
+    def work(self, until: Event | None = None) -> None:
+        """Do what is queued, up to an event or all of it."""
+        while self.queue:
+            first = self.queue.pop(0)
+            if isinstance(first, Event):
+                first.time = self.clock
+                if first is until:
+                    break
+            else:
+                self.clock += first
+
+
+class Event:
+    """The part of `torch.cuda.Event` that is used."""
+
+    device: Device
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing, "without timing an event has no time"
+        self.time: float | None = None
+
+    def record(self, stream: object) -> None:
+        assert stream == "stream of cuda"
+        self.device.queue.append(self)
+
+    def query(self) -> bool:
+        return self.time is not None
+
+    def synchronize(self) -> None:
+        self.device.waits += self.time is None
+        self.device.work(self)
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds."""
+        assert self.time is not None and end.time is not None, "not ready"
+        return 1e3 * (end.time - self.time)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """A stand-in for the GPU."""
+    device = Device()
+    monkeypatch.setattr(Event, "device", device, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: f"stream of {where}")
+    yield device
+
+
+def test_on_a_gpu_it_counts_what_the_device_took_and_not_the_calls(device: Device) -> None:
+    watch = Stopwatch(CUDA)
+    for seconds in (1.0, 2.0):
+        device.queue.append(10.0)  # not measured
+        with watch.running():
+            device.queue.append(seconds)
+    assert device.clock == 0 and not device.waits
+
+    assert watch.take() == pytest.approx(3.0)
+    assert watch.take() == 0
+    assert device.clock == 23
+
+
+def test_stretches_the_device_has_passed_are_read_without_waiting(device: Device) -> None:
+    watch = Stopwatch(CUDA)
+    for _ in range(100):
+        with watch.running():
+            device.queue.append(1.0)
+        device.work()  # tokens are read after each step
+        assert len(watch._unread) <= 1
+
+    assert watch.take() == pytest.approx(100.0)
+    assert device.waits == 0
+
+
+@pytest.mark.parametrize("where", [CUDA, torch.device("cpu")])
+def test_work_that_fails_is_not_counted(device: Device, where: torch.device) -> None:
+    watch = Stopwatch(where)
+    with pytest.raises(ValueError, match="failed"), watch.running():
+        device.queue.append(1.0)
+        raise ValueError("failed")
+
+    assert watch.take() == 0
+
+
+def test_elsewhere_it_is_the_clock_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 4.0, 10.0, 10.5])
+    monkeypatch.setattr("arbor.engine.stopwatch.time.perf_counter", lambda: next(times))
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(2):
+        with watch.running():
+            pass
+
+    assert watch.take() == 3.5
+
+
+@pytest.fixture
+def lab(device: Device, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """An engine whose forwards and choices also occupy the stand-in; choosing reads the tokens."""
+    monkeypatch.setattr(forward_pass, "Stopwatch", lambda _: Stopwatch(CUDA))
+    lab = Lab(build("llama"))
+
+    def occupying(work: Callable[..., Any], seconds: float, *, reads: bool) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            device.queue.append(seconds)
+            if reads:
+                device.work()
+            return work(*args, **kwargs)
+
+        return called
+
+    monkeypatch.setattr(
+        lab.runner, "forward", occupying(lab.runner.forward, FORWARD_S, reads=False)
+    )
+    monkeypatch.setattr(
+        lab._source, "choose", occupying(lab._source.choose, SAMPLING_S, reads=True)
+    )
+    return lab
+
+
+def test_the_engine_reports_the_device_s_seconds_of_every_kind_of_forward(
+    lab: Lab, device: Device
+) -> None:
+    tree = lab.plant()
+    children = lab.sprout([(tree.root, 2)])
+    lab.memory.evict(tree.root, tree.root.span.resident.nonzero()[0])
+    lab.state.changed([tree.root])
+    lab.extend(children[0])
+    lab.ask(children, [(7,), (8,)])
+
+    found = [(e.kind, e.elapsed_s) for e in lab.events if isinstance(e, Forwarded)]
+    decoded = LENGTH * (FORWARD_S + SAMPLING_S)
+    assert found == [
+        ("prefill", pytest.approx(FORWARD_S)),
+        ("decode", pytest.approx(decoded)),
+        ("rehydrate", pytest.approx(FORWARD_S)),
+        ("verify", pytest.approx(FORWARD_S)),
+    ]
+    # one for each report: no decode step waits for its own end
+    assert device.waits <= len(found)
