@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
 from .logits import attention_logits, matmul_float32
+from .mass_kernel import MassKernel
+from .mass_work import MassWork, mass_work
 from .torch_tasks import JOINED_KEYS, AttentionTask, TaskPiece, fusable, level_tasks
 
 # The fused CPU kernel (q, k, v, dropout, is_causal, mask, scale); private, but the only one that
@@ -30,8 +32,8 @@ class CascadePlan:
 
     Attributes:
         shape: of the layers.
-        rows: T.
-        tasks: level after level.
+        layout: as given.
+        tasks: level after level; none before they are needed where mass alone is planned.
         tiles: groups of tasks that cover every row once, in order; merged with each other at once.
         rest: the other tasks; merged into their rows one after the other.
         masks: the fused kernel's additive masks by (task, dtype, joined).
@@ -41,18 +43,25 @@ class CascadePlan:
         lengths: the tasks' key counts of each request, on the pool's device.
         buffers: gathered keys and values by (task, 0 or 1); a fresh block per layer would cost more
             in page faults than the copy itself.
+        mass_work: of the mass kernel, once it has run.
     """
 
     shape: AttentionShape
-    rows: int
-    tasks: tuple[AttentionTask, ...]
-    tiles: tuple[tuple[int, ...], ...]
-    rest: tuple[int, ...]
+    layout: CascadeLayout
+    tasks: tuple[AttentionTask, ...] = ()
+    tiles: tuple[tuple[int, ...], ...] = ()
+    rest: tuple[int, ...] = ()
     masks: dict[tuple[int, torch.dtype, bool], Tensor | None] = field(default_factory=dict)
     piece_masks: dict[int, Tensor | None] = field(default_factory=dict)
     indices: dict[int, Tensor] = field(default_factory=dict)
     lengths: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    mass_work: MassWork | None = None
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.layout.rows
 
 
 class TorchCascade:
@@ -91,20 +100,18 @@ class TorchCascade:
     def __init__(self, *, fused: bool = True, logit_bytes: int = LOGIT_BYTES) -> None:
         self._may_fuse = fused
         self._logit_bytes = logit_bytes
+        self._mass_kernel = MassKernel()
         self._foreign: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
         """Turns key lists into slices of the pool; see `AttentionTask`."""
-        tasks: list[AttentionTask] = []
-        tiles: list[tuple[int, ...]] = []
-        rest: list[int] = []
-        for level in layout.levels:
-            found = level_tasks(level, shape)
-            level_tiles, level_rest = _tiles(found, len(tasks), layout.rows)
-            tasks += found
-            tiles += level_tiles
-            rest += level_rest
-        return CascadePlan(shape, layout.rows, tuple(tasks), tuple(tiles), tuple(rest))
+        plan = self.plan_mass(layout, shape)
+        _add_calls(plan)
+        return plan
+
+    def plan_mass(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
+        """A plan for `mass` alone, whose calls are only made where no kernel computes it."""
+        return CascadePlan(shape, layout)
 
     def run(
         self,
@@ -153,7 +160,19 @@ class TorchCascade:
         lse: Tensor,
         heads: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
+        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V.
+
+        On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, in float32 and
+        float64, and where torch is asked for deterministic algorithms.
+        """
+        if self._mass_kernel.runs(q):
+            if plan.mass_work is None:
+                plan.mass_work = mass_work(plan.layout, plan.shape, q.device)
+            summed = self._mass_kernel(plan.mass_work, q, k_pool, lse, heads)
+            if summed is not None:
+                return summed
+        if not plan.tasks:
+            _add_calls(plan)
         shape = plan.shape
         group, kv_heads = shape.group, shape.num_kv_heads
         work = torch.promote_types(q.dtype, torch.float32)
@@ -355,6 +374,19 @@ class TorchCascade:
             mask = torch.zeros(foreign.shape, dtype=like.dtype).masked_fill_(foreign, -torch.inf)
             self._foreign[name] = mask.view(1, 1, *mask.shape)
         return self._foreign[name][..., : keys * shape.num_kv_heads]
+
+
+def _add_calls(plan: CascadePlan) -> None:
+    tasks: list[AttentionTask] = []
+    tiles: list[tuple[int, ...]] = []
+    rest: list[int] = []
+    for level in plan.layout.levels:
+        found = level_tasks(level, plan.shape)
+        level_tiles, level_rest = _tiles(found, len(tasks), plan.rows)
+        tasks += found
+        tiles += level_tiles
+        rest += level_rest
+    plan.tasks, plan.tiles, plan.rest = tuple(tasks), tuple(tiles), tuple(rest)
 
 
 def _tiles(
