@@ -425,9 +425,9 @@ class FlashInferCascade:
         lse: Tensor,
         heads: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.mass`; a torch pass over K, as no shipped kernel returns sums."""
+        """See `AttentionBackend.mass`; `TorchCascade`'s, as no shipped kernel returns sums."""
         if plan.by_hand is None:
-            plan.by_hand = self._torch.plan(plan.layout, plan.shape)
+            plan.by_hand = self._torch.plan_mass(plan.layout, plan.shape)
         return self._torch.mass(plan.by_hand, q, k_pool, lse, heads)
 
 

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
 from .logits import attention_logits, matmul_float32
-from .torch_tasks import JOINED_KEYS, AttentionTask, fusable, level_tasks
+from .mass_kernel import MassKernel
+from .mass_work import MassWork, mass_work
+from .torch_tasks import JOINED_KEYS, AttentionTask, TaskPiece, fusable, level_tasks
 
 # The fused CPU kernel (q, k, v, dropout, is_causal, mask, scale); private, but the only one that
 # returns the logsumexp. Keys of length 0 end the process, a fully masked row reports lse 0, and
 # `is_causal` aligns top-left; the plan avoids all three.
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+
+# Logits that exist at once where they are materialised: without the fused kernel, and for mass. At
+# 32 heads and 8,192 keys, 64 rows. Keys or values of a batch, copied by its matmul, keep to it too.
+LOGIT_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -26,24 +32,36 @@ class CascadePlan:
 
     Attributes:
         shape: of the layers.
-        rows: T.
-        tasks: level after level.
+        layout: as given.
+        tasks: level after level; none before they are needed where mass alone is planned.
         tiles: groups of tasks that cover every row once, in order; merged with each other at once.
         rest: the other tasks; merged into their rows one after the other.
-        masks: additive masks by (task, dtype, joined).
-        indices: slots to gather by task, on the pool's device.
+        masks: the fused kernel's additive masks by (task, dtype, joined).
+        piece_masks: the matmuls' additive masks by task, where one piece is the whole task.
+        indices: slots of a task's keys, where they are gathered or mass is added to a batch; on the
+            pool's device.
+        lengths: the tasks' key counts of each request, on the pool's device.
         buffers: gathered keys and values by (task, 0 or 1); a fresh block per layer would cost more
             in page faults than the copy itself.
+        mass_work: of the mass kernel, once it has run.
     """
 
     shape: AttentionShape
-    rows: int
-    tasks: tuple[AttentionTask, ...]
-    tiles: tuple[tuple[int, ...], ...]
-    rest: tuple[int, ...]
+    layout: CascadeLayout
+    tasks: tuple[AttentionTask, ...] = ()
+    tiles: tuple[tuple[int, ...], ...] = ()
+    rest: tuple[int, ...] = ()
     masks: dict[tuple[int, torch.dtype, bool], Tensor | None] = field(default_factory=dict)
+    piece_masks: dict[int, Tensor | None] = field(default_factory=dict)
     indices: dict[int, Tensor] = field(default_factory=dict)
+    lengths: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    mass_work: MassWork | None = None
+
+    @property
+    def rows(self) -> int:
+        """T."""
+        return self.layout.rows
 
 
 class TorchCascade:
@@ -54,6 +72,11 @@ class TorchCascade:
 
     Equal to `ReferenceAttention` up to rounding: the softmax and all merging are in float32
     (float64 for float64 inputs), products of float16 and bfloat16 are summed in float32.
+
+    Args:
+        fused: run the fused CPU kernel where it computes the shape; False = matmuls everywhere, as
+            on other devices.
+        logit_bytes: logits that matmuls make at once, at most; a single row may have more.
 
     Example:
         Two rows share slots 0 .. 2, and each has one key of its own (float32; 1 head, D = 2):
@@ -74,21 +97,21 @@ class TorchCascade:
                 [4.]])
     """
 
-    def __init__(self) -> None:
-        self._foreign: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+    def __init__(self, *, fused: bool = True, logit_bytes: int = LOGIT_BYTES) -> None:
+        self._may_fuse = fused
+        self._logit_bytes = logit_bytes
+        self._mass_kernel = MassKernel()
+        self._foreign: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
         """Turns key lists into slices of the pool; see `AttentionTask`."""
-        tasks: list[AttentionTask] = []
-        tiles: list[tuple[int, ...]] = []
-        rest: list[int] = []
-        for level in layout.levels:
-            found = level_tasks(level, shape)
-            level_tiles, level_rest = _tiles(found, len(tasks), layout.rows)
-            tasks += found
-            tiles += level_tiles
-            rest += level_rest
-        return CascadePlan(shape, layout.rows, tuple(tasks), tuple(tiles), tuple(rest))
+        plan = self.plan_mass(layout, shape)
+        _add_calls(plan)
+        return plan
+
+    def plan_mass(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
+        """A plan for `mass` alone, whose calls are only made where no kernel computes it."""
+        return CascadePlan(shape, layout)
 
     def run(
         self,
@@ -103,11 +126,18 @@ class TorchCascade:
         work = torch.promote_types(q.dtype, torch.float32)
         group, kv_heads = shape.group, shape.num_kv_heads
         folded = q.view(plan.rows, kv_heads, group, shape.head_dim_qk).transpose(1, 2).contiguous()
-        fused = fusable(shape) and q.device.type == "cpu"
-        attend = self._fused if fused else self._matmul
-        parts = [[attend(plan, i, folded, k_pool, v_pool) for i in tile] for tile in plan.tiles]
-        if parts:
-            out, lse = _merge_tiles([_concatenate(tile) for tile in parts], work)
+        may_fuse = self._may_fuse and q.device.type == "cpu"
+        attend = self._fused if may_fuse and fusable(shape) else self._matmul
+        parts = (
+            _concatenate([attend(plan, i, folded, k_pool, v_pool) for i in tile])
+            for tile in plan.tiles
+        )
+        if plan.tiles and may_fuse:
+            out, lse = _merge_tiles(list(parts), work)
+        elif plan.tiles:
+            out, lse = next(parts)
+            for part in parts:  # one after the other: at most two exist at once
+                _merge_into(out, lse, *part)
         else:
             out = q.new_zeros(plan.rows * group, kv_heads, shape.head_dim_vo, dtype=work)
             lse = q.new_full((plan.rows * group, kv_heads), -torch.inf, dtype=work)
@@ -130,13 +160,27 @@ class TorchCascade:
         lse: Tensor,
         heads: Tensor | None = None,
     ) -> Tensor:
-        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
+        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V.
+
+        On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, in float32 and
+        float64, and where torch is asked for deterministic algorithms.
+        """
+        if self._mass_kernel.runs(q):
+            if plan.mass_work is None:
+                plan.mass_work = mass_work(plan.layout, plan.shape, q.device)
+            summed = self._mass_kernel(plan.mass_work, q, k_pool, lse, heads)
+            if summed is not None:
+                return summed
+        if not plan.tasks:
+            _add_calls(plan)
         shape = plan.shape
         group, kv_heads = shape.group, shape.num_kv_heads
         work = torch.promote_types(q.dtype, torch.float32)
         folded = q.view(plan.rows, kv_heads, group, shape.head_dim_qk).transpose(1, 2).contiguous()
         row_lse = lse.view(plan.rows, kv_heads, group).transpose(1, 2).contiguous().to(work)
         mass = torch.zeros(k_pool.shape[0], dtype=work, device=q.device)
+        counted = kv_heads if heads is None else len(heads)
+        most = self._most(counted, group, shape.head_dim_qk, work)
         for number, task in enumerate(plan.tasks):
             queries = _queries(task, folded)
             keys = self._slots(plan, number, 0, k_pool)
@@ -144,12 +188,16 @@ class TorchCascade:
             part_lse = part_lse.view(task.batch, task.rows * group, kv_heads).transpose(1, 2)
             if heads is not None:
                 queries, keys, part_lse = queries[:, heads], keys[:, heads], part_lse[:, heads]
-            logits = _masked_logits(shape, queries, keys, self._mask(plan, number, q))
-            received = logits.sub_(part_lse.unsqueeze(-1)).exp_().sum((1, 2))
-            if task.index is None and task.batch == 1:
-                mass[task.start : task.start + task.keys].add_(received[0])
-            else:
-                mass.index_add_(0, task.slots().to(q.device), received.view(-1))
+            for piece in task.pieces(*most):
+                piece_lse = _rows_of(task, piece, group, part_lse)
+                logits = self._logits(plan, number, piece, queries, keys)
+                received = logits.sub_(piece_lse.unsqueeze(-1)).exp_().sum((1, 2))
+                if task.index is None and task.batch == 1:
+                    first = task.start + piece.first_key
+                    mass[first : first + received.shape[1]].add_(received[0])
+                else:
+                    slots = self._key_slots(plan, number, piece, q.device)
+                    mass.index_add_(0, slots, received.view(-1))
         return mass.float()
 
     def _fused(
@@ -186,19 +234,88 @@ class TorchCascade:
     ) -> tuple[Tensor, Tensor]:
         """The same by two matmuls: for softcaps, unequal head dimensions and other devices."""
         shape, task = plan.shape, plan.tasks[number]
-        rows, kv_heads = task.batch * task.rows * shape.group, shape.num_kv_heads
-        mask = self._mask(plan, number, folded)
+        queries = _queries(task, folded)
         keys = self._slots(plan, number, 0, k_pool)
-        logits = _masked_logits(shape, _queries(task, folded), keys, mask)
-        top = logits.amax(-1, keepdim=True)
-        weights = logits.sub_(top).exp_()
-        total = weights.sum(-1, keepdim=True)
         values = self._slots(plan, number, 1, v_pool)
-        part = matmul_float32(weights, values).div_(total)
-        return (
-            part.transpose(1, 2).reshape(rows, kv_heads, shape.head_dim_vo),
-            total.log_().add_(top).squeeze(-1).transpose(1, 2).reshape(rows, kv_heads),
+        work = torch.promote_types(folded.dtype, torch.float32)
+        parts = []
+        most_dims = max(shape.head_dim_qk, shape.head_dim_vo)
+        most = self._most(shape.num_kv_heads, shape.group, most_dims, work)
+        for piece in task.pieces(*most):
+            logits = self._logits(plan, number, piece, queries, keys)
+            top = logits.amax(-1, keepdim=True)
+            weights = logits.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            part = matmul_float32(weights, _keys_of(task, piece, values)).div_(total)
+            rows = part.shape[0] * part.shape[2]
+            parts.append(
+                (
+                    part.transpose(1, 2).reshape(rows, shape.num_kv_heads, shape.head_dim_vo),
+                    total.log_().add_(top).squeeze(-1).transpose(1, 2).reshape(rows, -1),
+                )
+            )
+        return _concatenate(parts)
+
+    def _most(self, kv_heads: int, group: int, dims: int, work: torch.dtype) -> tuple[int, int]:
+        """Pairs of a row and a key whose logits fit the limit, and keys whose copies do."""
+        limit = self._logit_bytes // (kv_heads * work.itemsize)
+        return limit // group, limit // dims
+
+    def _logits(
+        self, plan: CascadePlan, number: int, piece: TaskPiece, queries: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Logits [B, H_kv, m * G, n] of a piece in at least float32; -inf for hidden keys.
+
+        Args:
+            plan, number: the task.
+            piece: of the task.
+            queries: of the whole task, [B, H_kv, m * G, D_k].
+            keys: of the whole task, [B, H_kv, n, D_k].
+        """
+        task, shape = plan.tasks[number], plan.shape
+        logits = attention_logits(
+            _rows_of(task, piece, shape.group, queries), _keys_of(task, piece, keys), shape
         )
+        mask = self._piece_mask(plan, number, piece, queries.device)
+        if mask is not None:
+            requests, kv_heads, rows, keys_read = logits.shape
+            rows //= shape.group
+            logits.view(requests, kv_heads, rows, shape.group, keys_read).add_(mask)
+        return logits
+
+    def _piece_mask(
+        self, plan: CascadePlan, number: int, piece: TaskPiece, device: torch.device
+    ) -> Tensor | None:
+        """Additive mask [B or 1, 1, m or 1, 1, n] of a piece, made on the device, or None.
+
+        Kept for the other layers where the piece is the whole task.
+        """
+        task = plan.tasks[number]
+        whole = piece == task.whole
+        if whole and number in plan.piece_masks:
+            return plan.piece_masks[number]
+        if task.lengths is not None and number not in plan.lengths:
+            plan.lengths[number] = task.lengths.to(device)
+        hidden = task.hidden(piece, device, plan.lengths.get(number))
+        mask = None
+        if hidden is not None:
+            mask = torch.where(hidden, -torch.inf, 0.0)[:, None, :, None]
+        if whole:
+            plan.piece_masks[number] = mask
+        return mask
+
+    def _key_slots(
+        self, plan: CascadePlan, number: int, piece: TaskPiece, device: torch.device
+    ) -> Tensor:
+        """int64 [B * n] slots of the keys of a piece, on the device."""
+        task = plan.tasks[number]
+        if number not in plan.indices:
+            plan.indices[number] = task.slots(device)
+        slots = plan.indices[number]
+        if piece == task.whole:
+            return slots
+        slots = slots.view(task.batch, task.keys)[piece.first_request : piece.end_request]
+        return slots[:, piece.first_key : piece.end_key].reshape(-1)
 
     def _slots(self, plan: CascadePlan, number: int, which: int, pool: Tensor) -> Tensor:
         """K or V of a task as [B, H_kv, n, D]: a view of the pool, or gathered slots."""
@@ -222,40 +339,54 @@ class TorchCascade:
     def _mask(
         self, plan: CascadePlan, number: int, like: Tensor, joined: bool = False
     ) -> Tensor | None:
-        """The task's additive mask in the dtype of `like`, or None.
+        """The fused kernel's additive mask of a task in the dtype of `like`, on the CPU, or None.
 
         [B or 1, 1, m * G, n]; joined [B or 1, 1, m * G * H_kv, n * H_kv], the head varying fastest
         in both.
         """
         name = (number, like.dtype, joined)
         if name not in plan.masks:
-            hidden, shape = plan.tasks[number].hidden(), plan.shape
+            task, shape = plan.tasks[number], plan.shape
+            hidden = task.hidden(task.whole, torch.device("cpu"), task.lengths)
             if hidden is not None:
                 hidden = hidden.repeat_interleave(shape.group, dim=1)
             if joined:
                 if hidden is None:
-                    plan.masks[name] = self._foreign_heads(shape, plan.tasks[number].keys, like)
+                    plan.masks[name] = self._foreign_heads(shape, task.keys, like)
                     return plan.masks[name]
                 heads = shape.num_kv_heads
-                foreign = self._foreign_heads(shape, plan.tasks[number].keys, like)[0].cpu() < 0
+                foreign = self._foreign_heads(shape, task.keys, like)[0] < 0
                 hidden = hidden.repeat_interleave(heads, 1).repeat_interleave(heads, 2) | foreign
             mask = None
             if hidden is not None:
                 mask = torch.zeros(hidden.shape, dtype=like.dtype)
-                mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1).to(like.device)
+                mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
             plan.masks[name] = mask
         return plan.masks[name]
 
     def _foreign_heads(self, shape: AttentionShape, keys: int, like: Tensor) -> Tensor:
         """Additive mask [1, 1, G * H_kv, n * H_kv] of a row: query heads see their KV head."""
-        name = (shape.group, shape.num_kv_heads, like.dtype, like.device)
+        name = (shape.group, shape.num_kv_heads, like.dtype)
         if name not in self._foreign:
             foreign = ~torch.eye(shape.num_kv_heads, dtype=torch.bool).repeat(
                 shape.group, JOINED_KEYS
             )
             mask = torch.zeros(foreign.shape, dtype=like.dtype).masked_fill_(foreign, -torch.inf)
-            self._foreign[name] = mask.view(1, 1, *mask.shape).to(like.device)
+            self._foreign[name] = mask.view(1, 1, *mask.shape)
         return self._foreign[name][..., : keys * shape.num_kv_heads]
+
+
+def _add_calls(plan: CascadePlan) -> None:
+    tasks: list[AttentionTask] = []
+    tiles: list[tuple[int, ...]] = []
+    rest: list[int] = []
+    for level in plan.layout.levels:
+        found = level_tasks(level, plan.shape)
+        level_tiles, level_rest = _tiles(found, len(tasks), plan.rows)
+        tasks += found
+        tiles += level_tiles
+        rest += level_rest
+    plan.tasks, plan.tiles, plan.rest = tuple(tasks), tuple(tiles), tuple(rest)
 
 
 def _tiles(
@@ -298,17 +429,27 @@ def _queries(task: AttentionTask, folded: Tensor) -> Tensor:
     )
 
 
+def _rows_of(task: AttentionTask, piece: TaskPiece, group: int, x: Tensor) -> Tensor:
+    """A piece's rows of [B, H_kv, m * G, ...], a view."""
+    if piece.end_request - piece.first_request != task.batch:
+        x = x[piece.first_request : piece.end_request]
+    if piece.end_row - piece.first_row != task.rows:
+        x = x[:, :, piece.first_row * group : piece.end_row * group]
+    return x
+
+
+def _keys_of(task: AttentionTask, piece: TaskPiece, x: Tensor) -> Tensor:
+    """A piece's keys of [B, H_kv, n, D], a view."""
+    if piece.end_request - piece.first_request != task.batch:
+        x = x[piece.first_request : piece.end_request]
+    if piece.end_key - piece.first_key != task.keys:
+        x = x[:, :, piece.first_key : piece.end_key]
+    return x
+
+
 def _join(x: Tensor) -> Tensor:
     """[B, H_kv, n, D] -> [B, 1, n * H_kv, D], a view where tokens lie without gaps."""
     return x.transpose(1, 2).flatten(1, 2).unsqueeze(1)
-
-
-def _masked_logits(
-    shape: AttentionShape, queries: Tensor, keys: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Logits [B, H_kv, m * G, n] in at least float32; -inf where the mask hides a key."""
-    logits = attention_logits(queries, keys, shape)
-    return logits if mask is None else logits.add_(mask)
 
 
 def _concatenate(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ Slots = npt.NDArray[np.int64]
 RUN_TOKENS = 48
 # Causal requests of up to this many rows run as one masked call, longer ones as context + own.
 MASKED_ROWS = 16
-# Rows of a masked causal request that run at once; bounds the mask and the logits.
+# Rows of a masked causal request that run at once; bounds the fused kernel's mask.
 CHUNK_ROWS = 256
 # Uniform groups smaller than this rather join a padded gather.
 FEW_REQUESTS = 4
@@ -30,6 +30,26 @@ FEW_REQUESTS = 4
 GATHER_ELEMENTS = 32768
 # Up to this many keys, one call per request for all KV heads beats one per head.
 JOINED_KEYS = 48
+
+
+class TaskPiece(NamedTuple):
+    """Part of a task: some of its requests, or some rows and keys of one.
+
+    Attributes:
+        first_request: requests ``first_request .. end_request`` of the task.
+        end_request: one past the last.
+        first_row: rows ``first_row .. end_row`` of each of these requests.
+        end_row: one past the last.
+        first_key: keys ``first_key .. end_key`` of each of these requests.
+        end_key: one past the last.
+    """
+
+    first_request: int
+    end_request: int
+    first_row: int
+    end_row: int
+    first_key: int
+    end_key: int
 
 
 @dataclass(slots=True)  # never changed, but frozen ones take five times as long to make
@@ -75,25 +95,80 @@ class AttentionTask:
         """Plain causal attention of rows to themselves: the fused kernel needs no mask."""
         return self.batch == 1 and _is_square(self.rows, self.keys, self.causal, self.window)
 
-    def hidden(self) -> Tensor | None:
-        """True where a row must not read a key: bool [B or 1, m, n], or None."""
-        if self.lengths is not None:
-            return (torch.arange(self.keys) >= self.lengths[:, None]).unsqueeze(1)
-        if not self.causal:
+    @property
+    def whole(self) -> TaskPiece:
+        """All rows and keys."""
+        return TaskPiece(0, self.batch, 0, self.rows, 0, self.keys)
+
+    def pieces(self, most_pairs: int, most_keys: int) -> Iterator[TaskPiece]:
+        """Parts that keep within two limits, or of one row or request where that is more.
+
+        In order of their rows; each row is in one piece. Pieces of a causal request leave out keys
+        that none of their rows reads: those after the last row's own, and before the first one's
+        window.
+
+        Args:
+            most_pairs: pairs of a row and a key in a piece.
+            most_keys: keys of a piece with several requests, whose matmuls copy them.
+
+        Example:
+            Six causal rows after a context of two keys, at most 24 pairs at once:
+
+            >>> task = AttentionTask(first_row=0, batch=1, rows=6, keys=8, causal=True)
+            >>> [(piece.first_row, piece.end_row, piece.end_key) for piece in task.pieces(24, 8)]
+            [(0, 3, 5), (3, 6, 8)]
+        """
+        rows = max(1, most_pairs // self.keys)
+        requests = max(1, min(rows // self.rows, most_keys // self.keys))
+        if self.batch <= requests and self.rows <= rows:
+            yield self.whole
+        elif self.rows <= rows:
+            for first in range(0, self.batch, requests):
+                end = min(self.batch, first + requests)
+                yield TaskPiece(first, end, 0, self.rows, 0, self.keys)
+        else:
+            for request in range(self.batch):
+                for first in range(0, self.rows, rows):
+                    end = min(self.rows, first + rows)
+                    begin, keys, before = 0, self.keys, self.keys - self.rows
+                    if self.causal:
+                        keys = before + end
+                    if self.window is not None:
+                        begin = max(0, before + first - self.window + 1)
+                    yield TaskPiece(request, request + 1, first, end, begin, keys)
+
+    def hidden(
+        self, piece: TaskPiece, device: torch.device, lengths: Tensor | None = None
+    ) -> Tensor | None:
+        """True where a row must not read a key, made on the device from row and key numbers.
+
+        Args:
+            piece: of this task.
+            device: where the mask is made.
+            lengths: `self.lengths` on that device.
+
+        Returns:
+            bool [requests or 1, rows or 1, keys] of the piece; None where every row reads every
+            key.
+        """
+        if lengths is None and not self.causal:
             return None
-        own = torch.arange(self.rows).unsqueeze(1) + (self.keys - self.rows)
-        key = torch.arange(self.keys)
+        key = torch.arange(piece.first_key, piece.end_key, device=device)
+        if lengths is not None:
+            return (key >= lengths[piece.first_request : piece.end_request, None]).unsqueeze(1)
+        own = torch.arange(piece.first_row, piece.end_row, device=device).unsqueeze(1)
+        own = own + (self.keys - self.rows)
         hidden = key > own
         if self.window is not None:
             hidden |= key <= own - self.window
         return hidden.unsqueeze(0)
 
-    def slots(self) -> Tensor:
+    def slots(self, device: torch.device) -> Tensor:
         """int64 [B * n] slots of the keys, request after request."""
         if self.index is not None:
-            return self.index
-        first = self.start + self.step * torch.arange(self.batch)
-        return (first[:, None] + torch.arange(self.keys)).view(-1)
+            return self.index.to(device)
+        first = self.start + self.step * torch.arange(self.batch, device=device)
+        return (first[:, None] + torch.arange(self.keys, device=device)).view(-1)
 
 
 def level_tasks(level: CascadeLevel, shape: AttentionShape) -> list[AttentionTask]:

@@ -26,7 +26,7 @@ from arbor.kernels.base import (
 from arbor.kernels.logits import attention_logits, matmul_float32
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.rowwise import RowwiseAttention
-from arbor.kernels.torch_cascade import TorchCascade
+from arbor.kernels.torch_cascade import LOGIT_BYTES, TorchCascade
 
 POOL_SLOTS = 4096
 
@@ -445,6 +445,148 @@ def test_a_gpu_sums_half_precision_products_in_float32_in_one_call(dtype: torch.
     assert products == ["aten.bmm.dtype", "aten.bmm.dtype"]
 
 
+# Pieces: what matmuls make at once
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor that an operation returns, and what is copied from the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.copied: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+            host = any(isinstance(x, Tensor) and x.device.type == "cpu" for x in args)
+            if host and result.device.type != "cpu":
+                self.copied.append(result)
+        return result
+
+
+def attend_elsewhere(shape: AttentionShape, levels: list[CascadeLevel]) -> Largest:
+    """`run` and `mass` in bfloat16 on a device that is not a CPU: one of shapes without values."""
+    backend, rows = TorchCascade(), int(levels[0].qo_indptr[-1])
+    plan = backend.plan(CascadeLayout(rows, tuple(levels)), shape)
+    slots = 1 + max(int(level.kv_indices.max()) for level in levels)
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device="meta")
+
+    q = empty(rows, shape.num_qo_heads, shape.head_dim_qk)
+    k_pool = empty(slots, shape.num_kv_heads, shape.head_dim_qk)
+    v_pool = empty(slots, shape.num_kv_heads, shape.head_dim_vo)
+    with Largest() as largest:
+        out, lse = backend.run(plan, q, k_pool, v_pool)
+        mass = backend.mass(plan, q, k_pool, lse)
+    assert (out.shape, lse.shape, mass.shape) == (q.shape, q.shape[:2], (slots,))
+    assert {x.device.type for x in (out, lse, mass)} == {"meta"}
+    return largest
+
+
+ONE_RUN = list(range(9000))
+SCATTERED = ONE_RUN[::-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "levels"),
+    [
+        pytest.param({}, [make_level([(8192, ONE_RUN[:8192])], True)], id="prompt"),
+        pytest.param({}, [make_level([(8192, ONE_RUN)], True)], id="after a context"),
+        pytest.param({}, [make_level([(8192, SCATTERED)], True)], id="of scattered slots"),
+        pytest.param({"softcap": 50.0}, [make_level([(8192, ONE_RUN)], True)], id="softcap"),
+        pytest.param({"window": 4096}, [make_level([(8192, ONE_RUN)], True)], id="window"),
+        pytest.param(
+            {},
+            [make_level([(256, ONE_RUN[:8192])], False), decode_level([64] * 256, 64, 8192)],
+            id="shared by 256 leaves",
+        ),
+        pytest.param({}, [decode_level([1024] * 256, 1024, 0)], id="256 leaves"),
+    ],
+)
+def test_long_prompts_make_few_logits_at_once(
+    changes: dict[str, object], levels: list[CascadeLevel]
+) -> None:
+    """32 heads over 8 of 128: all logits of the prompt in float32 are 8.6 GB."""
+    heads = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim_qk": 128, "head_dim_vo": 128}
+    shape = make_shape(**{**heads, "scaling": 128**-0.5, **changes})
+
+    largest = attend_elsewhere(shape, levels)
+
+    rows = int(levels[0].qo_indptr[-1])
+    slots = 1 + max(int(level.kv_indices.max()) for level in levels)
+    outputs = rows * 32 * 128 * torch.float32.itemsize
+    keys = slots * 8 * 128 * torch.float32.itemsize
+    assert largest.bytes <= max(LOGIT_BYTES, outputs, keys)
+
+
+def test_no_mask_is_copied_from_the_host() -> None:
+    prompt = make_level([(600, ONE_RUN[:700]), (3, SCATTERED[:9])], True)
+    ragged = decode_level([7, 3, 40, 40, 41, 1], 64)
+    for shape in (make_shape(), make_shape(window=50)):
+        assert not attend_elsewhere(shape, [make_level([(300, ONE_RUN[:900])], True)]).copied
+        for level, listed in ((prompt, 9), (ragged, 6 * 41)):
+            copied = attend_elsewhere(shape, [level]).copied
+            assert all(x.dtype == torch.int64 and x.numel() <= listed for x in copied)
+
+
+@pytest.mark.parametrize("logit_bytes", [1, 2_000, 20_000, LOGIT_BYTES])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"softcap": 2.0},
+        {"window": 5},
+        {"window": 30, "softcap": 2.0},
+        {"num_qo_heads": 6},
+        {"num_qo_heads": 7, "num_kv_heads": 1},
+        {"head_dim_vo": 24},
+    ],
+    ids=lambda changes: " ".join(changes) or "plain",
+)
+@pytest.mark.parametrize("context", [0, 1, 40])
+def test_pieces_agree_with_float64(
+    context: int, changes: dict[str, object], logit_bytes: int
+) -> None:
+    """Pieces of one row, of a few rows that do not divide the prompt, and of everything."""
+    prompt = list(range(7, 44 + context))
+    requests = [(37, prompt), (1, prompt[:20]), (5, prompt[5:0:-1]), *[(1, [300, 301])] * 9]
+    case = make_case([make_level(requests, True)], make_shape(**changes), sinks=True)
+    backend = TorchCascade(fused=False, logit_bytes=logit_bytes)
+
+    assert_agrees(case, backend)
+
+    plan = backend.plan(case.layout, case.shape)
+    assert len(list(plan.tasks[0].pieces(1, 1))) == 37
+
+
+@given(cases(), st.sampled_from([1, 3_000, 100_000]))
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+def test_matmuls_of_any_piece_agree_with_the_reference(case: Case, logit_bytes: int) -> None:
+    assert_agrees(case, TorchCascade(fused=False, logit_bytes=logit_bytes))
+
+
+def test_mass_of_few_heads_in_one_piece_leaves_the_masks_of_smaller_pieces_right() -> None:
+    case = make_case([make_level([(6, list(range(20, 30)))], True)], make_shape(num_kv_heads=4))
+    backend = TorchCascade(fused=False, logit_bytes=6 * 10 * 4)
+    plan = backend.plan(case.layout, case.shape)
+    expected = backend.run(plan, case.q, case.k_pool, case.v_pool)
+    fresh = backend.plan(case.layout, case.shape)
+
+    backend.mass(fresh, case.q, case.k_pool, expected[1], torch.tensor([0]))
+
+    found = backend.run(fresh, case.q, case.k_pool, case.v_pool)
+    assert len(fresh.piece_masks) == 1
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_of_full_precision_keep_their_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -460,6 +602,7 @@ def test_products_of_full_precision_keep_their_bits(dtype: torch.dtype) -> None:
         "hugepages",
         "linear",
         "logits",
+        "mass_work",
         "reference",
         "rowwise",
         "torch_cascade",
