@@ -277,16 +277,12 @@ class TorchCascade:
             _rows_of(task, piece, shape.group, queries), _keys_of(task, piece, keys), shape
         )
         mask = self._piece_mask(plan, number, piece, queries.device)
-        if mask is not None:
-            requests, kv_heads, rows, keys_read = logits.shape
-            rows //= shape.group
-            logits.view(requests, kv_heads, rows, shape.group, keys_read).add_(mask)
-        return logits
+        return logits if mask is None else logits.add_(mask)
 
     def _piece_mask(
         self, plan: CascadePlan, number: int, piece: TaskPiece, device: torch.device
     ) -> Tensor | None:
-        """Additive mask [B or 1, 1, m or 1, 1, n] of a piece, made on the device, or None.
+        """Additive mask [B or 1, 1, m * G, n] of a piece, made on the device, or None.
 
         Kept for the other layers where the piece is the whole task.
         """
@@ -299,7 +295,8 @@ class TorchCascade:
         hidden = task.hidden(piece, device, plan.lengths.get(number))
         mask = None
         if hidden is not None:
-            mask = torch.where(hidden, -torch.inf, 0.0)[:, None, :, None]
+            hidden = hidden.repeat_interleave(plan.shape.group, dim=1)
+            mask = torch.where(hidden, -torch.inf, 0.0).unsqueeze(1)
         if whole:
             plan.piece_masks[number] = mask
         return mask
