@@ -174,6 +174,18 @@ TABLES: dict[str, Table] = {
             "dtype": ("float32", "bfloat16"),
         },
     ),
+    "sampling_cost": Table(
+        "sampling_cost",
+        {"rows": "rows", "vocabulary": "vocabulary"},
+        (
+            Column("n", "n"),
+            ratio("time before / now, float32", {"dtype": "float32"}),
+            ratio("time before / now, bfloat16", {"dtype": "bfloat16"}),
+            Column("memory before", "before_peak_mb", unit=" MB", where={"dtype": "bfloat16"}),
+            Column("memory now", "now_peak_mb", unit=" MB", where={"dtype": "bfloat16"}),
+        ),
+        {"logits": "peaked", "rows": "256", "vocabulary": "128256"},
+    ),
     "fork_cost": Table(
         "fork_cost",
         {"what": "what", "setting": "setting", "machine": "machine"},
