@@ -20,6 +20,7 @@ HELPERS = {"random_llama"}  # imported by other scripts
 QUICK: dict[str, tuple[str, ...]] = {
     "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
+    "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
     "docs": ("--check",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
     "eval_policies": (

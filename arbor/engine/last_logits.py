@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 MOST_BYTES = 256 << 20
 
 
 class LastLogits(dict[int, Tensor]):
-    """Node id -> [V] float32, the oldest dropped beyond `MOST_BYTES` and then
-    computed again from one token."""
+    """Node id -> [V] logits; beyond `MOST_BYTES` the oldest are dropped, and computed again from
+    one token when they are needed."""
 
     def remember(self, nodes: Sequence[int], logits: Tensor) -> None:
-        """Keep these rows ([n, V]) of these blocks, in any case."""
-        for row, node_id in enumerate(nodes):
-            self[node_id] = logits[row].clone()
+        """Keep these rows ([n, V]) of these blocks, in any case.
+
+        One call copies all rows, each into memory of its own: views of one gathered [n, V] would
+        keep every row alive as long as any of them is.
+        """
+        for node_id in nodes:
+            self.pop(node_id, None)  # to the end of the order
+        # torch's stub says that unbind_copy returns nothing
+        rows: Any = torch.unbind_copy(logits)  # type: ignore[func-returns-value]
+        self.update(zip(nodes, rows, strict=True))
         if nodes:
-            most = max(len(nodes), MOST_BYTES // (4 * logits.shape[-1]))
+            row_bytes = logits.shape[-1] * logits.element_size()
+            most = max(len(nodes), MOST_BYTES // row_bytes)
             while len(self) > most:
                 del self[next(iter(self))]

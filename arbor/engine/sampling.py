@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,8 +28,8 @@ def _generator(seed: int, key: tuple[int, ...]) -> np.random.Generator:
 
 
 _GOLDEN = (5**0.5 - 1) / 2
-_SIBLINGS = 2**32 - 1  # in a key: no child, but all children of a block together
-_FINEST = 2.0**-5  # an interval so small holds one of 32 siblings, who need no spreading any more
+_SIBLINGS = 2**32 - 1  # child index in the key of what all children of a block share
+_FINEST = 2.0**-5  # shortest interval that is shared; of 32 siblings about one lies in it
 
 
 class ArithmeticCode:
@@ -79,9 +79,16 @@ class ArithmeticCode:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """tokens: int [n]; logprob: float [n], of the token under the unmodified distribution; top1:
-    float [n], its largest probability; left and share: float [n], see `ArithmeticCode.narrow` (0
-    and 1 for greedy ones)."""
+    """One chosen token per row.
+
+    Attributes:
+        tokens: n ids.
+        logprob: natural logarithm of each token's probability in the model's own distribution,
+            before temperature and cut-offs.
+        top1: largest probability of that distribution.
+        left: place of each row's number within the token's interval, in [0, 1); 0 if greedy.
+        share: length of that interval, in (0, 1]; 1 if greedy. See `ArithmeticCode.narrow`.
+    """
 
     tokens: list[int]
     logprob: list[float]
@@ -90,42 +97,61 @@ class Draws:
     share: list[float]
 
 
-_PREFIX = 256  # tokens a nucleus is looked for in before the whole vocabulary is sorted
+# Rows of the results of `_draw`.
+_TOKEN, _LOGPROB, _TOP1, _LEFT, _SHARE, _SETTLED = range(6)
+# Tokens, left, share and settled of some rows, [n] each; see `Draws` and `_draw`.
+_Choice = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_PREFIX = 256  # most probable tokens examined first for a nucleus
+_TIES = 64  # tokens examined beyond top-k, which show that no tie crosses the cut
+_WIDEN = 16  # factor by which more tokens are examined for rows that need them
+
+# Most elements of a tensor of probabilities; one row of the vocabulary at least. Few enough for the
+# caches of a CPU; enough on a GPU (32 MiB) that launches do not dominate.
+_CPU_SLICE = 2**20
+_GPU_SLICE = 2**22
 
 
 def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Draws:
     """Choose one token per row by inverting the cumulative distribution at its uniform number.
 
+    Probable tokens come first, equally probable ones by id. Probabilities are float64 softmaxes
+    over the whole vocabulary, computed for a few rows at a time (`_CPU_SLICE`, `_GPU_SLICE`); a
+    softmax treats rows separately, so the slices change no bit, and neither do other rows of the
+    batch. Only probabilities of tokens that a cut-off can keep are stored: `topk` of the logits,
+    in their own type, finds these. It leaves open which of several equal logits it takes, which
+    cannot matter while all tokens that the cut-offs keep lie strictly above the least probable
+    token examined. Rows where they do not (a wide nucleus, many ties) are drawn again from more
+    tokens.
+
+    Results reach the CPU in one transfer; each time that some rows need more tokens is one more.
+
     Args:
-        logits: [n, V] float32.
+        logits: [n, V], float32 or a type that float32 contains.
         uniforms: n numbers in [0, 1).
         sampling: temperature and cut-offs, applied in the usual order: temperature, top-k, top-p.
 
     Raises:
         ModelError: logits that are NaN, +inf, or all -inf.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top = logprobs.max(dim=-1)
-    top1 = top.values.exp().tolist()
-    if any(math.isnan(p) for p in top1):  # one such logit makes all of its row NaN
+    vocabulary = logits.shape[1]
+    uniform = _upload(uniforms, logits)
+    width = _first_width(vocabulary, sampling)
+    rows = _slice_rows(logits, width)
+    found = _draw_all(zip(logits.split(rows), uniform.split(rows), strict=True), sampling, width)
+    if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
         raise not_finite()
-    if sampling.temperature == 0:
-        tokens = top.indices
-        left, share = [0.0] * len(uniforms), [1.0] * len(uniforms)
-    else:
-        probability = torch.softmax(logits.double() / sampling.temperature, dim=-1)
-        uniform = torch.tensor(uniforms, dtype=torch.float64, device=logits.device).unsqueeze(1)
-        if sampling.top_k == 0 and sampling.top_p == 1:
-            tokens, place, length = _invert(probability, uniform)
-        else:
-            tokens, place, length = _cut(probability, uniform, sampling)
-        left, share = place.tolist(), length.tolist()
-    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return Draws(tokens.tolist(), chosen.tolist(), top1, left, share)
+    while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):
+        width = min(vocabulary, _WIDEN * width)
+        slices = again.split(_slice_rows(logits, vocabulary))
+        parts = ((logits[part], uniform[part]) for part in slices)
+        found[:, again] = _draw_all(parts, sampling, width)
+    _, logprob, top1, left, share, _ = found.tolist()
+    return Draws(found[_TOKEN].long().tolist(), logprob, top1, left, share)
 
 
 def not_finite() -> ModelError:
-    """What is raised for logits that no token can be chosen by."""
+    """Error for logits that no token can be chosen by."""
     return ModelError(
         "logits-not-finite",
         "the model's logits are not finite: its numbers have overflowed, or its weights are broken.",
@@ -133,60 +159,118 @@ def not_finite() -> ModelError:
     )
 
 
-def _cut(probability: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample from the most probable tokens only; sorts the whole vocabulary only for rows whose
-    nucleus is wide.
+def _upload(uniforms: list[float], logits: Tensor) -> Tensor:
+    """Numbers as [n, 1] float64 on the device of the logits; a GPU's queue is not waited for."""
+    if logits.is_cuda:
+        pinned = torch.tensor(uniforms, dtype=torch.float64, pin_memory=True)
+        return pinned.to(logits.device, non_blocking=True).unsqueeze(1)
+    return logits.new_tensor(uniforms, dtype=torch.float64).unsqueeze(1)
 
-    Every row is decided by itself, so that it does not matter what else is in the batch.
+
+def _first_width(vocabulary: int, sampling: Sampling) -> int:
+    """Number of most probable tokens examined first."""
+    if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
+        return vocabulary
+    if sampling.top_k:
+        return min(vocabulary, sampling.top_k + _TIES)
+    return _PREFIX if vocabulary > 4 * _PREFIX else vocabulary
+
+
+def _slice_rows(logits: Tensor, width: int) -> int:
+    """Rows of `width` elements that are computed at a time."""
+    most = _GPU_SLICE if logits.is_cuda else _CPU_SLICE
+    return max(1, most // width)
+
+
+def _draw_all(parts: Iterable[tuple[Tensor, Tensor]], sampling: Sampling, width: int) -> Tensor:
+    """`_draw` for pairs of logits and numbers: [6, rows of all parts], on the CPU."""
+    return torch.cat([_draw(*part, sampling, width) for part in parts], dim=1).cpu()
+
+
+def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Tensor:
+    """Draws from the `width` most probable tokens: [6, n] float64, indexed by `_TOKEN` to
+    `_SETTLED`.
+
+    Settled is 1, or 0 for a row whose cut may lie among tokens that were not examined; nothing
+    else of such a row is meaningful except top1.
     """
-    vocabulary = probability.shape[1]
-    width = min(vocabulary, sampling.top_k or _PREFIX)
-    if sampling.top_k == 0 and vocabulary <= 4 * _PREFIX:
-        width = vocabulary
-    values, ids = _most_probable(probability, width)
-    drawn = _nucleus(values, ids, uniform, sampling)
-    if sampling.top_k == 0 and width < vocabulary:
-        wide = (values.cumsum(dim=-1)[:, -1] < sampling.top_p).nonzero().squeeze(1)
-        if len(wide):
-            values, ids = _most_probable(probability[wide], vocabulary)
-            for narrow, whole in zip(
-                drawn, _nucleus(values, ids, uniform[wide], sampling), strict=True
-            ):
-                narrow[wide] = whole
-    return drawn
+    if sampling.temperature == 0:
+        highest, tokens = torch.log_softmax(logits, -1, torch.float32).max(dim=-1)
+        chosen = highest
+        settled = share = torch.ones_like(uniform).squeeze(1)
+        left = torch.zeros_like(share)
+    else:
+        if width < logits.shape[1]:
+            tokens, left, share, settled = _from_some(logits, uniform, sampling, width)
+        else:
+            tokens, left, share, settled = _from_all(logits, uniform, sampling)
+        chosen, highest = _logprobs(logits, tokens)
+    return torch.stack(
+        [each.double() for each in (tokens, chosen, highest.exp(), left, share, settled)]
+    )
 
 
-def _most_probable(probability: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The first `width` tokens of each row and their probabilities, [n, width]: probable ones
-    first, equally probable ones by their ids. Logits of 16 bits are often equal, and `topk` says
-    nothing of which of them it takes."""
-    if width == probability.shape[1]:
-        ordered = probability.sort(dim=-1, descending=True, stable=True)
-        return ordered.values, ordered.indices
-    best = probability.topk(width + 1, dim=-1)
-    ids, last = best.indices[:, :width], best.values[:, width - 1 : width]
-    crowded = (best.values[:, width:] == last).squeeze(1).nonzero().squeeze(1)
-    if len(crowded):  # some tokens as probable as the last one are left out
-        some, edge = probability[crowded], last[crowded]
-        tied, above = some == edge, some > edge
-        room = width - above.sum(dim=-1, keepdim=True)
-        chosen = above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= room))
-        ids[crowded] = chosen.nonzero()[:, 1].view(-1, width)
-    ids = ids.sort(dim=-1).values
-    ordered = probability.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return ordered.values, ids.gather(1, ordered.indices)
+def _logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each row's token, and the highest of the row; [n] float32."""
+    rows = _slice_rows(logits, logits.shape[1])
+    chosen, highest = [], []
+    for part, some in zip(logits.split(rows), tokens.split(rows), strict=True):
+        logprobs = torch.log_softmax(part, -1, torch.float32)
+        chosen.append(logprobs.gather(1, some.unsqueeze(1)).squeeze(1))
+        highest.append(logprobs.amax(-1))
+    return torch.cat(chosen), torch.cat(highest)
+
+
+def _probability(logits: Tensor, temperature: float) -> Tensor:
+    """Probabilities of whole rows, float64."""
+    return torch.softmax(logits.to(torch.float64, copy=True).div_(temperature), dim=-1)
+
+
+def _from_some(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> _Choice:
+    """Choice among the `width` most probable tokens."""
+    rows = _slice_rows(logits, logits.shape[1])
+    ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values = [
+        _probability(part, sampling.temperature).gather(1, some)
+        for part, some in zip(logits.split(rows), ids.split(rows), strict=True)
+    ]
+    ordered = torch.cat(values).sort(dim=-1, descending=True, stable=True)
+    lowest = ordered.values[:, -1:]
+    return _nucleus(ordered.values, ids.gather(1, ordered.indices), uniform, sampling, lowest)
+
+
+def _from_all(logits: Tensor, uniform: Tensor, sampling: Sampling) -> _Choice:
+    """Choice among all tokens."""
+    probability = _probability(logits, sampling.temperature)
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        tokens, left, share = _invert(probability, uniform)
+        return tokens, left, share, torch.ones_like(share)
+    ordered = probability.sort(dim=-1, descending=True, stable=True)
+    outside = torch.full_like(uniform, -1.0)
+    return _nucleus(ordered.values, ordered.indices, uniform, sampling, outside)
 
 
 def _nucleus(
-    values: Tensor, ids: Tensor, uniform: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample from the first of these tokens whose mass reaches top-p; see `_invert`."""
+    values: Tensor, ids: Tensor, uniform: Tensor, sampling: Sampling, lowest: Tensor
+) -> _Choice:
+    """Choice among the first of these tokens that top-k and top-p keep.
+
+    Args:
+        values: [n, width] probabilities, descending.
+        ids: [n, width] of their tokens.
+        uniform: [n, 1].
+        sampling: the cut-offs.
+        lowest: [n, 1]; no token outside `ids` is more probable.
+    """
+    if sampling.top_k:
+        values = values[:, : sampling.top_k]
     mass = values.cumsum(dim=-1)
     total = mass[:, -1:] if sampling.top_k else 1.0
     # a token stays if the mass before it has not reached top_p; the first one always does
     kept = (mass - values) < sampling.top_p * total
-    chosen, place, length = _invert(torch.where(kept, values, 0.0), uniform)
-    return ids.gather(1, chosen.unsqueeze(1)).squeeze(1), place, length
+    settled = ~(kept & (values <= lowest)).any(dim=-1)
+    chosen, left, share = _invert(torch.where(kept, values, 0.0), uniform)
+    return ids.gather(1, chosen.unsqueeze(1)).squeeze(1), left, share, settled
 
 
 def _invert(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,11 +297,18 @@ def confidence(logits: Tensor, top: int = 0) -> list[float]:
         top: H of the `top` most probable tokens and of all others as one (the paper's variant),
             which is never above the entropy of all; 0: of all.
     """
+    rows = _slice_rows(logits, logits.shape[1])
+    return torch.cat([_certainty(part, top) for part in logits.split(rows)]).tolist()
+
+
+def _certainty(logits: Tensor, top: int) -> Tensor:
     logprobs = torch.log_softmax(logits, dim=-1)
     if 0 < top < logits.shape[-1]:
         logprobs = logprobs.topk(top, dim=-1).values
         others = (1.0 - logprobs.exp().sum(dim=-1, keepdim=True)).clamp(min=0.0)
         logprobs = torch.cat((logprobs, others.log()), dim=-1)
-    entropy = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(dim=-1)
+    terms = (logprobs.exp() * logprobs).nan_to_num(0.0)
+    # the sum of a single row may be split among threads; that of two rows is not
+    entropy = -terms.expand(max(2, len(terms)), -1).sum(dim=-1)[: len(terms)]
     share = 1.0 - entropy / float(np.log(logits.shape[-1]))
-    return share.clamp(0.0, 1.0).tolist()
+    return share.clamp(0.0, 1.0)

@@ -17,6 +17,8 @@ _READS = {
     Tensor.__int__,
     Tensor.__bool__,
 }
+# What waits for a GPU because the shape of its result depends on values.
+_WAITS = {Tensor.nonzero, torch.nonzero, Tensor.masked_select, torch.masked_select}
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
@@ -24,7 +26,8 @@ class FarTensor(Tensor):
     """A tensor that only scalars and indices of the CPU may meet in an operation.
 
     Attributes:
-        transfers: how often values were brought to the CPU, of all such tensors.
+        transfers: how often values, or a number of them, were brought to the CPU, of all such
+            tensors.
     """
 
     transfers: ClassVar[int] = 0
@@ -49,6 +52,8 @@ class FarTensor(Tensor):
                 return func(args[0].as_subclass(Tensor), *args[1:], **(kwargs or {}))
         if func is Tensor.numpy:
             raise TypeError("can't convert a far tensor to numpy; use Tensor.cpu() first.")
+        if func in _WAITS or (func in _INDEXING and _has_mask(args[1])):
+            FarTensor.transfers += 1
         if func not in _INDEXING:
             for each in _tensors([args, kwargs or {}]):
                 if not isinstance(each, FarTensor) and each.dim():
@@ -66,3 +71,7 @@ def _tensors(thing: Any) -> Iterator[Tensor]:
     elif isinstance(thing, Sequence) and not isinstance(thing, str):
         for part in thing:
             yield from _tensors(part)
+
+
+def _has_mask(index: Any) -> bool:
+    return any(each.dtype == torch.bool for each in _tensors([index]))

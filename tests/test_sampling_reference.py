@@ -1,0 +1,244 @@
+"""Draws against the plain definition of sampling, and what they cost: transfers and memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.far_device import FarTensor
+from support.plain_sampling import plain_sample
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from arbor.engine import sampling as module
+from arbor.engine.sampling import Draws, confidence, sample
+from arbor.errors import ModelError
+from arbor.model.sampling_params import Sampling
+
+ALMOST_ONE = 1 - 2.0**-53
+SAMPLINGS = {
+    "greedy": Sampling(0.0),
+    "all": Sampling(1.0, 1.0),
+    "top-p": Sampling(0.7, 0.9),
+    "top-p, hot": Sampling(2.0, 0.99),
+    "top-k": Sampling(0.7, 1.0, 40),
+    "top-k above the prefix": Sampling(0.7, 1.0, 300),
+    "top-k of most": Sampling(0.7, 1.0, 2500),
+    "one": Sampling(1.0, 1.0, 1),
+    "both": Sampling(0.5, 0.8, 7),
+    "nearly all": Sampling(1.0, ALMOST_ONE),
+    "so hot that probabilities are equal": Sampling(1e18, 0.9),
+}
+NEEDING_ALL = {"nearly all", "so hot that probabilities are equal"}
+each_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+
+
+def random_rows(seed: int, rows: int, vocabulary: int, scale: float) -> Tensor:
+    """Rows with a few probable tokens, which a nucleus of `_PREFIX` tokens nearly always covers."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator) * scale
+    logits[:, :40] += 12 * torch.rand(rows, min(40, vocabulary), generator=generator)
+    return logits
+
+
+def random_numbers(seed: int, rows: int) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, dtype=torch.float64, generator=generator).tolist()
+
+
+ROWS: dict[str, Callable[[int, int], Tensor]] = {
+    "peaked": lambda seed, vocabulary: random_rows(seed, 4, vocabulary, 2.0),
+    "flat": lambda seed, vocabulary: 0.01 * random_rows(seed, 4, vocabulary, 2.0),
+    "many ties": lambda seed, vocabulary: random_rows(seed, 4, vocabulary, 3.0).bfloat16().float(),
+    "two values": lambda seed, vocabulary: (random_rows(seed, 4, vocabulary, 1.0) > 0).float(),
+    "all equal": lambda seed, vocabulary: torch.full((4, vocabulary), 1.5),
+    "mostly -inf": lambda seed, vocabulary: random_rows(seed, 4, vocabulary, 2.0).index_fill(
+        1, torch.arange(1 + vocabulary // 8, vocabulary), -torch.inf
+    ),
+    "one not -inf": lambda seed, vocabulary: torch.full((4, vocabulary), -torch.inf).index_fill(
+        1, torch.tensor([vocabulary // 2]), 3.0
+    ),
+}
+
+
+@each_sampling
+@pytest.mark.parametrize("vocabulary", [2, 50, 1024, 1025, 6000])
+@pytest.mark.parametrize("rows", ROWS)
+def test_draws_are_those_of_the_plain_definition_in_every_bit(
+    rows: str, vocabulary: int, sampling: Sampling
+) -> None:
+    logits = ROWS[rows](vocabulary, vocabulary)
+    for uniforms in ([0.0, ALMOST_ONE, 0.5, 0.25], random_numbers(3, 4)):
+        assert sample(logits, uniforms, sampling) == plain_sample(logits, uniforms, sampling)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    uniform=st.floats(0, 1, exclude_max=True),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0.1, 5.0),
+        top_p=st.floats(0.01, 1.0),
+        top_k=st.integers(0, 400),
+    ),
+)
+@example(seed=0, uniform=0.5, scale=1.0, sampling=Sampling(1.0, 1.0, 256))
+def test_logits_of_16_bits_give_the_plain_draws_with_and_without_conversion(
+    seed: int, uniform: float, scale: float, sampling: Sampling
+) -> None:
+    logits = random_rows(seed, 2, 1500, scale).bfloat16()
+
+    drawn = sample(logits, [uniform, 0.9], sampling)
+
+    assert drawn == plain_sample(logits, [uniform, 0.9], sampling)
+    assert drawn == sample(logits.float(), [uniform, 0.9], sampling)
+
+
+@each_sampling
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_drawn_alike_alone_and_among_others(
+    sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbours decide neither a row's slice nor whether it needs more tokens."""
+    logits = torch.cat([make(5, 3000) for make in ROWS.values()]).to(dtype)
+    uniforms = random_numbers(8, len(logits))
+    alone = [sample(logits[i : i + 1], uniforms[i : i + 1], sampling) for i in range(len(logits))]
+    for elements in (1, 5 * 3000, 2**20):
+        monkeypatch.setattr(module, "_CPU_SLICE", elements)
+
+        together = sample(logits, uniforms, sampling)
+
+        for name, column in columns(together).items():
+            assert column == [columns(each)[name][0] for each in alone], name
+
+
+def columns(drawn: Draws) -> dict[str, list[Any]]:
+    return {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(), Sampling(1.0, 1.0, 5)])
+def test_a_row_without_a_possible_token_is_refused(sampling: Sampling) -> None:
+    logits = random_rows(1, 3, 2000, 1.0)
+    logits[2] = -torch.inf
+
+    with pytest.raises(ModelError, match="logits-not-finite"):
+        sample(logits, [0.1, 0.2, 0.3], sampling)
+
+
+# Transfers
+
+
+@pytest.mark.parametrize("vocabulary", [50, 3000])
+@pytest.mark.parametrize("name", sorted(SAMPLINGS.keys() - NEEDING_ALL))
+def test_all_results_of_a_step_reach_the_cpu_in_one_transfer(name: str, vocabulary: int) -> None:
+    sampling = SAMPLINGS[name]
+    logits = random_rows(2, 6, vocabulary, 0.5).bfloat16().float()
+    logits[:, 0] += 30.0
+    uniforms = random_numbers(2, 6)
+
+    drawn = sample(FarTensor.of(logits), uniforms, sampling)
+
+    assert FarTensor.transfers == 1
+    assert drawn == plain_sample(logits, uniforms, sampling)
+
+
+def test_rows_that_need_more_tokens_share_one_more_transfer() -> None:
+    logits = random_rows(2, 6, 3000, 0.5)
+    logits[1:4] = 0.0
+    uniforms = random_numbers(2, 6)
+
+    drawn = sample(FarTensor.of(logits), uniforms, Sampling(1.0, 0.9))
+
+    assert FarTensor.transfers == 2
+    assert drawn == plain_sample(logits, uniforms, Sampling(1.0, 0.9))
+
+
+def test_confidence_reaches_the_cpu_in_one_transfer() -> None:
+    logits = random_rows(2, 6, 3000, 0.5)
+
+    sure = confidence(FarTensor.of(logits), 20)
+
+    assert FarTensor.transfers == 1
+    assert sure == confidence(logits, 20)
+
+
+# Memory
+
+
+class Largest(TorchDispatchMode):
+    """Most elements of one tensor that an operation created, by type; views of `given` excepted."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self.elements: dict[torch.dtype, int] = {}
+        self._given = given.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() != self._given:
+                seen = self.elements.get(each.dtype, 0)
+                self.elements[each.dtype] = max(seen, each.numel())
+        return made
+
+
+@each_sampling
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_holds_the_vocabulary_of_all_rows(
+    sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, vocabulary = 24, 4000
+    monkeypatch.setattr(module, "_CPU_SLICE", 3 * vocabulary + 1)
+    logits = random_rows(2, rows, vocabulary, 1.0).to(dtype)
+
+    with Largest(logits) as largest:
+        sample(logits, random_numbers(2, rows), sampling)
+
+    assert max(largest.elements.values()) <= module._CPU_SLICE
+    assert torch.float64 in largest.elements
+
+
+def test_confidence_holds_the_vocabulary_of_a_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CPU_SLICE", 3 * 4000 + 1)
+    logits = random_rows(2, 24, 4000, 1.0)
+
+    with Largest(logits) as largest:
+        confidence(logits)
+
+    assert max(largest.elements.values()) <= 3 * 4000
+
+
+def test_a_slice_is_small_at_real_sizes() -> None:
+    logits = torch.empty(1)
+
+    assert 1 <= module._slice_rows(logits, 128_000) <= 8
+    assert module._slice_rows(logits, module._CPU_SLICE + 1) == 1
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_confidence_of_a_row_is_the_same_alone_and_among_others() -> None:
+    """PyTorch splits a sum over one long row among its threads."""
+    logits = torch.randn(5, 131_072, generator=torch.Generator().manual_seed(2))
+
+    with threads(2):
+        together = confidence(logits)
+        alone = [confidence(row[None])[0] for row in logits]
+
+    assert alone == together
