@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .hugepages import on_huge_pages
+from .invariant import ALIGNMENT_BYTES
 
 Packing = Literal["mkl", "onednn", "dense"]
 
@@ -151,7 +152,7 @@ class PackedLinear(nn.Module):
             padding = -count % CHUNK_ROWS
             if padding:
                 rows = torch.cat([rows, rows.new_zeros(padding, self.in_features)])
-            parts = [self._rows(chunk) for chunk in rows.contiguous().split(CHUNK_ROWS)]
+            parts = [self._rows(_aligned(chunk)) for chunk in rows.contiguous().split(CHUNK_ROWS)]
             out = (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
         return out.view(*x.shape[:-1], self.out_features)
 
@@ -164,6 +165,11 @@ class PackedLinear(nn.Module):
         if self._packed is None:
             return F.linear(rows, self.weight, self.bias)
         return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows at an address where every chunk begins alike: libraries choose loops by it."""
+    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -239,7 +239,7 @@ class Checkpoint:
         if self.deterministic:
             refuse_batch_dependent(model)
         own, attention = own_logits(model), model.config._attn_implementation
-        runner = ModelRunner(model, backend)
+        runner = ModelRunner(model, backend, self.deterministic)
         if runner.device.type == "cpu":
             pack_linears(model, deterministic=self.deterministic)
         if own is not None:

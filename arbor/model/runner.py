@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from arbor.errors import ModelError
 from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear import weight_bytes
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.model.attention import IMPLEMENTATION, AttentionCall, LayerSpec, answered_by, probe
@@ -45,14 +47,19 @@ class ModelRunner:
     Args:
         model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
         backend: runs the attention.
+        deterministic: element-wise functions and reductions do not depend on the batch; the
+            attention and the linear layers bring that with them.
 
     Raises:
         ModelError: a layer we cannot run exactly, by name.
     """
 
-    def __init__(self, model: nn.Module, backend: AttentionBackend) -> None:
+    def __init__(
+        self, model: nn.Module, backend: AttentionBackend, deterministic: bool = False
+    ) -> None:
         self.model = model.eval()
         self.backend = backend
+        self.deterministic = deterministic
         config: Any = model.config
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         check_layer_types(self.config)
@@ -81,6 +88,9 @@ class ModelRunner:
             LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo)
             for s in self.specs
         )
+
+    def _layers_context(self) -> AbstractContextManager[None]:
+        return row_invariant(self.device) if self.deterministic else nullcontext()
 
     @torch.inference_mode()
     def forward(
@@ -113,7 +123,7 @@ class ModelRunner:
             tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
         self._layers.stop_after = None if stop_after is None else last
         try:
-            with answered_by(attend):
+            with answered_by(attend), self._layers_context():
                 output = self.model(
                     input_ids=plan.ids.unsqueeze(0).to(self.device),
                     position_ids=plan.positions.unsqueeze(0).to(self.device),
