@@ -6,7 +6,8 @@ is another float than that of the same number among the first 32. Rows of widths
 multiple of the vector thus depend on their place in the batch, and with several threads every
 thread has last elements of its own. `row_invariant` pads: every element is computed in the body.
 
-On CUDA every element is computed alike.
+On CUDA every element is computed alike; there the order of summation in a row's mean depends on the
+number of rows, and `row_invariant` sums in a fixed order (`arbor.kernels.invariant_reductions`).
 """
 
 from __future__ import annotations
@@ -136,7 +137,9 @@ def by_padding(function: Handler, x: Tensor, *settings: Any, **named: Any) -> Te
 def _handlers(kind: str) -> dict[str, Handler]:
     """What replaces each operator of torch, by its name with the overload."""
     if kind == "cuda":
-        return {}
+        from .invariant_reductions import REDUCTIONS
+
+        return REDUCTIONS
     found: dict[str, Handler] = {}
     for name in FUNCTIONS:
         function = _operator(name)
