@@ -130,11 +130,13 @@ def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
         assert any(isinstance(e, Evicted) for e in seen)
 
 
-def test_deterministic_values_are_the_same_bits_at_every_budget() -> None:
-    full, _ = search("builtin:sapling", deterministic=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_values_are_the_same_bits_at_every_budget(dtype: str) -> None:
+    settings = {"deterministic": True, "dtype": dtype}
+    full, _ = search("builtin:sapling", **settings)
     smallest = full.metrics.smallest_tokens
 
-    squeezed, _ = search("builtin:sapling", deterministic=True, budget=f"{smallest}tok")
+    squeezed, _ = search("builtin:sapling", budget=f"{smallest}tok", **settings)
 
     assert squeezed.candidates == full.candidates
     assert squeezed.steps == full.steps
