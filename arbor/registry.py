@@ -90,6 +90,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     "backend": {
         "reference": "arbor.kernels.reference:ReferenceAttention",
         "rowwise": "arbor.kernels.rowwise:RowwiseAttention",
+        "invariant": "arbor.kernels.invariant_cascade:InvariantCascade",
         "torch": "arbor.kernels.torch_cascade:TorchCascade",
     },
 }

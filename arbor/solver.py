@@ -92,11 +92,12 @@ class Solver:
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
         backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``,
-            ``reference``, a plugin. ``auto`` is FlashInfer where it is installed and has kernels
-            for the model, else torch.
+            ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is FlashInfer where it is
+            installed and has kernels for the model, else torch; if `deterministic`, ``invariant``
+            on CUDA and ``rowwise`` on a CPU.
         seed: of every random stream.
-        deterministic: linear layers in fixed row chunks and one attention request per row, so that
-            results do not depend on the rest of the batch (CPU; slower; no mixtures of experts).
+        deterministic: results do not depend on the rest of the batch, to the last bit (slower; no
+            mixtures of experts; see docs/determinism.md).
         cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
             gives the same logits up to rounding.
         listeners: functions or `Callback`s, called with every event in order. An exception in one

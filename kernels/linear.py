@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .hugepages import on_huge_pages
+from .invariant import ALIGNMENT_BYTES
 
 Packing = Literal["mkl", "onednn", "dense"]
 
@@ -91,8 +92,8 @@ class PackedLinear(nn.Module):
     Args:
         linear: the layer to replace; its weight is not kept unless `packing` is "dense".
         packing: see `packing`.
-        deterministic: compute in chunks of exactly `CHUNK_ROWS` rows (zero padded), so that a row's
-            result does not depend on the batch.
+        deterministic: a row's result does not depend on the batch: in chunks of exactly
+            `CHUNK_ROWS` rows (zero padded) on a CPU, by `arbor.kernels.invariant_triton` on CUDA.
         compute: dtype of the matmul, if not the weight's; input and output keep the weight's dtype.
 
     Example:
@@ -147,11 +148,13 @@ class PackedLinear(nn.Module):
             return x.new_empty(*x.shape[:-1], self.out_features)
         if not self.deterministic:
             out = self._rows(rows)
+        elif x.is_cuda:
+            out = _by_triton(rows, self.weight, self.bias)
         else:
             padding = -count % CHUNK_ROWS
             if padding:
                 rows = torch.cat([rows, rows.new_zeros(padding, self.in_features)])
-            parts = [self._rows(chunk) for chunk in rows.contiguous().split(CHUNK_ROWS)]
+            parts = [self._rows(_aligned(chunk)) for chunk in rows.contiguous().split(CHUNK_ROWS)]
             out = (parts[0] if len(parts) == 1 else torch.cat(parts))[:count]
         return out.view(*x.shape[:-1], self.out_features)
 
@@ -164,6 +167,17 @@ class PackedLinear(nn.Module):
         if self._packed is None:
             return F.linear(rows, self.weight, self.bias)
         return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
+
+
+def _by_triton(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from .invariant_triton import linear
+
+    return linear(rows, weight, bias)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows at an address where every chunk begins alike: libraries choose loops by it."""
+    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
+from .invariant import plain
 from .logits import attention_logits, matmul_float32
 
 
@@ -78,14 +79,16 @@ class RowwiseAttention:
         heads, group = shape.num_kv_heads, shape.group
         out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
         lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
-        for row, keys in enumerate(plan.keys):
-            k = k_pool.index_select(0, keys.to(k_pool.device)).transpose(0, 1)  # [H_kv, n, D_k]
-            v = v_pool.index_select(0, keys.to(v_pool.device)).transpose(0, 1)  # [H_kv, n, D_v]
-            logits = attention_logits(q[row].reshape(heads, group, -1), k, shape)
-            total = torch.logsumexp(logits, dim=-1, keepdim=True)
-            weights = torch.exp(logits - total)
-            out[row] = matmul_float32(weights, v).reshape(shape.num_qo_heads, -1)
-            lse[row] = total.reshape(-1)
+        with plain(q.device):
+            for row, keys in enumerate(plan.keys):
+                k = k_pool.index_select(0, keys.to(k_pool.device)).transpose(0, 1)  # [H_kv, n, D_k]
+                v = v_pool.index_select(0, keys.to(v_pool.device)).transpose(0, 1)  # [H_kv, n, D_v]
+                queries = q[row].clone(memory_format=torch.contiguous_format)
+                logits = attention_logits(queries.view(heads, group, -1), k, shape)
+                total = torch.logsumexp(logits, dim=-1, keepdim=True)
+                weights = torch.exp(logits - total)
+                out[row] = matmul_float32(weights, v).reshape(shape.num_qo_heads, -1)
+                lse[row] = total.reshape(-1)
         return apply_sinks(out, lse, sinks) if sinks is not None else (out, lse)
 
     def mass(

@@ -130,11 +130,13 @@ def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
         assert any(isinstance(e, Evicted) for e in seen)
 
 
-def test_deterministic_values_are_the_same_bits_at_every_budget() -> None:
-    full, _ = search("builtin:sapling", deterministic=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_values_are_the_same_bits_at_every_budget(dtype: str) -> None:
+    settings = {"deterministic": True, "dtype": dtype}
+    full, _ = search("builtin:sapling", **settings)
     smallest = full.metrics.smallest_tokens
 
-    squeezed, _ = search("builtin:sapling", deterministic=True, budget=f"{smallest}tok")
+    squeezed, _ = search("builtin:sapling", budget=f"{smallest}tok", **settings)
 
     assert squeezed.candidates == full.candidates
     assert squeezed.steps == full.steps
@@ -151,13 +153,14 @@ def test_deterministic_is_refused_where_experts_depend_on_the_batch(tokenizer: A
     assert "model.layers.0.mlp.experts" in error.value.data["layers"]
 
 
-def test_deterministic_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "arbor.model.checkpoint.resolve_device", lambda device: torch.device("cuda")
-    )
+def test_deterministic_on_a_gpu_attends_by_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr("arbor.model.checkpoint.resolve_device", lambda device: cuda)
+    monkeypatch.setattr("arbor.model.placement.find_spec", lambda name: object())
 
-    with pytest.raises(UsageError, match="the device is cuda"):
-        Solver(deterministic=True)
+    solver = Solver(deterministic=True)
+
+    assert solver.checkpoint.backend_name(solver.describe()) == "invariant"
 
 
 def test_a_ready_model_that_ran_before_becomes_deterministic(tokenizer: Any) -> None:

@@ -223,7 +223,7 @@ loading_options = option_group(
         metavar="NAME",
         heading="Model",
         shell_complete=names_of("backend"),
-        help="Attention kernels: auto, flashinfer, torch, rowwise or reference.",
+        help="Attention kernels: auto, flashinfer, torch, rowwise, invariant or reference.",
     ),
     option(
         "--cuda-graphs/--no-cuda-graphs",
@@ -279,7 +279,7 @@ sampling_options = option_group(
         "--deterministic",
         is_flag=True,
         heading="Sampling",
-        help="Bitwise equal results for any batch (CPU, no mixture of experts; slower).",
+        help="Bitwise equal results for any batch (no mixture of experts; slower).",
     ),
 )
 

@@ -32,6 +32,7 @@ from arbor.model.loading import (
 )
 from arbor.model.placement import (
     FLASHINFER,
+    INVARIANT,
     device_of_model,
     dtype_name,
     refuse_batch_dependent,
@@ -153,7 +154,8 @@ class Checkpoint:
             return self._weights
 
     def backend_name(self, info: ModelInfo) -> str:
-        """The attention backend; ``auto`` is rowwise if deterministic, else FlashInfer or torch.
+        """The attention backend; ``auto`` is rowwise if deterministic (``invariant`` on CUDA), else
+        FlashInfer or torch.
 
         FlashInfer wherever it is installed and has kernels for the model. Once the weights are
         loaded, the one in use.
@@ -164,7 +166,9 @@ class Checkpoint:
         if self._chosen is not None:
             return self._chosen
         if self.deterministic:
-            return "rowwise"
+            return (
+                "rowwise" if self.device.type == "cpu" or self.backend == "rowwise" else INVARIANT
+            )
         if self.backend not in ("auto", FLASHINFER):
             return self.backend
         if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
@@ -241,11 +245,12 @@ class Checkpoint:
         backend = self._backend(files)
         model = self._given or load_model(self.source, getattr(torch, info.dtype), self.device)
         if self.deterministic:
-            refuse_batch_dependent(model)
+            refuse_batch_dependent(model, self.device)
         own, attention = own_logits(model), model.config._attn_implementation
-        graphs = self.cuda_graphs and self.device.type == "cuda"
-        runner = ModelRunner(model, backend, CudaRecorder(self.device) if graphs else None)
-        if runner.device.type == "cpu":
+        graphs = self.cuda_graphs and self.device.type == "cuda" and not self.deterministic
+        recorder = CudaRecorder(self.device) if graphs else None
+        runner = ModelRunner(model, backend, recorder, deterministic=self.deterministic)
+        if runner.device.type == "cpu" or self.deterministic:
             pack_linears(model, deterministic=self.deterministic)
         if own is not None:
             try:

@@ -12,6 +12,7 @@ from arbor.errors import UsageError
 from arbor.kernels.linear import batch_dependent
 
 FLASHINFER = "flashinfer"  # both the backend and its package
+INVARIANT = "invariant"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -76,17 +77,13 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
     special = ("auto", FLASHINFER)
     if backend not in (*special, *registry.names("backend")) and ":" not in backend:
         raise registry.unknown("backend", backend, special)
-    if deterministic and device.type != "cpu":
-        raise UsageError(
-            "deterministic",
-            f"--deterministic runs on a CPU, and the device is {device}.",
-            "Use --device cpu, or leave --deterministic out.",
-        )
-    if deterministic and backend not in ("auto", "rowwise"):
+    if deterministic:
+        _check_deterministic(backend, device)
+    if backend == INVARIANT and (device.type != "cuda" or find_spec("triton") is None):
         raise UsageError(
             "backend",
-            f"--deterministic attends row by row, which --backend {backend} does not.",
-            "Leave one of them out, or use --backend rowwise.",
+            "--backend invariant needs a GPU and the package triton.",
+            "Use --backend rowwise.",
         )
     if backend == FLASHINFER and (device.type != "cuda" or find_spec(FLASHINFER) is None):
         raise UsageError(
@@ -97,19 +94,53 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
     return backend
 
 
-def refuse_batch_dependent(model: Any) -> None:
+def _check_deterministic(backend: str, device: torch.device) -> None:
+    """Refuse `deterministic` with a backend or on a device that has no such kernels.
+
+    Raises:
+        UsageError: names it.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            "deterministic",
+            f"--deterministic runs on a CPU or on CUDA, and the device is {device}.",
+            "Use --device cpu, or leave --deterministic out.",
+        )
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise UsageError(
+            "deterministic",
+            "--deterministic on CUDA needs the package triton.",
+            "Install triton, or use --device cpu.",
+        )
+    allowed = ("auto", "rowwise") if device.type == "cpu" else ("auto", "rowwise", INVARIANT)
+    if backend not in allowed:
+        raise UsageError(
+            "backend",
+            f"--deterministic attends row by row, which --backend {backend} does not.",
+            f"Leave one of them out, or use --backend {allowed[-1]}.",
+        )
+
+
+def refuse_batch_dependent(model: Any, device: torch.device) -> None:
     """Refuse `deterministic` for a model whose layers depend on the batch.
 
     Raises:
-        UsageError: names them.
+        UsageError: names the layers, or a dtype without kernels.
     """
+    half_or_single = (torch.float32, torch.float16, torch.bfloat16)
+    if device.type == "cuda" and model.dtype not in half_or_single:
+        raise UsageError(
+            "deterministic",
+            f"--deterministic on CUDA has no kernels for {dtype_name(model.dtype)}.",
+            "Use --dtype bfloat16, float16 or float32.",
+        )
     found = batch_dependent(model)
     if found:
         raise UsageError(
             "deterministic",
             f"--deterministic: in model_type '{model.config.model_type}' a row's result depends on the other rows of the "
             f"batch in {' and '.join(dict.fromkeys(found.values()))} ({next(iter(found))}, {len(found)} in all).",
-            "Leave --deterministic out, or take a model without experts.",
+            "Leave --deterministic out, or take a model without experts and quantized layers.",
             layers=list(found),
         )
 

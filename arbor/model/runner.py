@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from arbor.errors import ModelError
 from arbor.kernels.base import AttentionBackend, AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.fixed import FixedBackend
+from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear import weight_bytes
 from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool, LayerKV
@@ -71,6 +73,8 @@ class ModelRunner:
         model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
         backend: runs the attention.
         recorder: captures decode steps; None, or a backend whose buffers move: no CUDA graphs.
+        deterministic: element-wise functions and reductions do not depend on the batch; the
+            attention and the linear layers bring that with them.
 
     Attributes:
         graphs: of decode steps; None without.
@@ -80,10 +84,16 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: nn.Module, backend: AttentionBackend, recorder: Recorder | None = None
+        self,
+        model: nn.Module,
+        backend: AttentionBackend,
+        recorder: Recorder | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.model = model.eval()
         self.backend = backend
+        self.deterministic = deterministic
         config: Any = model.config
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         check_layer_types(self.config)
@@ -118,6 +128,9 @@ class ModelRunner:
             LayerKV(s.shape.num_kv_heads, s.shape.head_dim_qk, s.shape.head_dim_vo)
             for s in self.specs
         )
+
+    def _layers_context(self) -> AbstractContextManager[None]:
+        return row_invariant(self.device) if self.deterministic else nullcontext()
 
     @torch.inference_mode()
     def forward(
@@ -197,7 +210,7 @@ class ModelRunner:
 
     def _run(self, ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend) -> Tensor:
         """The model over rows on its device: logits of the logit rows, [n, V] in its dtype."""
-        with answered_by(attend):
+        with answered_by(attend), self._layers_context():
             output = self.model(
                 input_ids=ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),

@@ -1,0 +1,282 @@
+"""Checks of the Triton kernels in a process of their own: in the interpreter, or compiled only.
+
+Triton reads TRITON_INTERPRET when it is imported. The interpreter multiplies tiles with numpy, so
+it checks what a tile reads, masks and writes, and not the last bits of a GPU.
+
+    TRITON_INTERPRET=1 python -m support.triton_checks sums   # prints {check: "" or what is wrong}
+    python -m support.triton_checks hopper
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from support.models import build
+from torch import Tensor
+from torch.nn import functional as F
+
+from arbor.kernels import invariant_reductions as reductions
+from arbor.kernels import invariant_triton as kernels
+from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.invariant import row_invariant
+from arbor.kernels.invariant_cascade import InvariantCascade
+from arbor.kernels.linear import PackedLinear, pack_linears
+from arbor.kernels.reference import ReferenceAttention
+from arbor.model.agreement import arbor_logits, own_logits
+from arbor.model.plan import Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+CUDA = torch.device("cuda")
+SLOTS = 160
+
+
+def products() -> None:
+    """Rows of 1 to 70, alone and together."""
+    torch.manual_seed(0)
+    for dtype in DTYPES:
+        for depth, columns in ((100, 50), (64, 48)):
+            x, weight = torch.randn(70, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+            for bias in (None, torch.randn(columns).to(dtype)):
+                whole = kernels.linear(x, weight, bias)
+                close(whole, F.linear(x, weight, bias), 8 * TOLERANCE[dtype])
+                for first, end in ((0, 1), (37, 38), (69, 70), (5, 24), (1, 68)):
+                    part = kernels.linear(x[first:end], weight, bias)
+                    assert torch.equal(part, whole[first:end]), (dtype, first, end)
+    assert kernels.linear(torch.empty(0, 8), torch.empty(4, 8)).shape == (0, 4)
+
+
+def sums() -> None:
+    """What `row_invariant` puts in the place of torch's reductions."""
+    torch.manual_seed(0)
+    calls: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x.mean(-1, keepdim=True),
+        lambda x: x.pow(2).mean(-1),
+        lambda x: x.sum(-1),
+        lambda x: x.sum(dim=(1, 2)),
+        lambda x: x.var(-1, unbiased=False),
+        lambda x: x.std(dim=-1, keepdim=True),
+        lambda x: x.norm(dim=-1),
+        lambda x: torch.linalg.vector_norm(x, dim=-1, keepdim=True),
+        lambda x: F.rms_norm(x, (x.shape[-1],)),
+        lambda x: torch.bmm(x, x.transpose(1, 2)),
+        lambda x: torch.bmm(x[:, :, :1], x[:, :1]),
+    )
+    for dtype in DTYPES:
+        x = torch.randn(9, 3, 1100).to(dtype)
+        for number, call in enumerate(calls):
+            expected = call(x)
+            with cuda_sums():
+                whole = call(x)
+                alone = torch.cat([call(row) for row in x.split(1)])
+            assert whole.dtype == expected.dtype and whole.shape == expected.shape, number
+            assert torch.equal(whole, alone), (dtype, number)
+            scale = float(expected.float().abs().max())
+            close(whole, expected, 2 * TOLERANCE[dtype] * max(1.0, scale))
+    with cuda_sums():
+        assert torch.arange(6).view(2, 3).sum(-1).tolist() == [3, 12]
+
+
+def attention() -> None:
+    """A tree of rows against the reference, and each row alone."""
+    for dtype in DTYPES:
+        for shape in (
+            AttentionShape(6, 2, 32, 32, scaling=0.3),
+            AttentionShape(6, 2, 12, 6, scaling=0.3, window=40, softcap=5.0),
+        ):
+            attend_alone_and_together(dtype, shape)
+
+
+def attend_alone_and_together(dtype: torch.dtype, shape: AttentionShape) -> None:
+    torch.manual_seed(1)
+    forward = plan_forward(segments())
+    layout = forward.layout(shape.window)
+    q = torch.randn(forward.rows, 6, shape.head_dim_qk).to(dtype)
+    k = torch.randn(SLOTS + 1, 2, shape.head_dim_qk).to(dtype)
+    v = torch.randn(SLOTS + 1, 2, shape.head_dim_vo).to(dtype)
+    k[SLOTS] = v[SLOTS] = torch.nan  # no list names it
+    sinks = torch.randn(6)
+    backend, reference = InvariantCascade(), ReferenceAttention()
+
+    plan = backend.plan(layout, shape)
+    out, lse = backend.run(plan, q, k, v, sinks)
+
+    right, right_lse = reference.run(reference.plan(layout, shape), q, k, v, sinks)
+    close(out, right, TOLERANCE[dtype])
+    close(lse, right_lse, 1e-4)
+    heads = torch.tensor([1])
+    mass = backend.mass(plan, q, k, lse, heads)
+    close(mass, reference.mass(reference.plan(layout, shape), q, k, lse, heads), 1e-3)
+    for row in (0, 3, 5, 9, forward.rows - 1):
+        keys = plan.rowwise.keys[row].int()
+        level = CascadeLevel(ints(0, 1), ints(0, len(keys)), keys, causal=False)
+        single = backend.plan(CascadeLayout(1, (level,)), replace(shape, window=None))
+        alone, alone_lse = backend.run(single, q[row : row + 1], k, v, sinks)
+        assert torch.equal(alone[0], out[row]) and torch.equal(alone_lse[0], lse[row]), row
+
+
+def segments() -> list[Segment]:
+    """A root of 70 tokens, leaves of two blocks below it, and a part of a path in seven rows."""
+    slots = np.random.default_rng(0).permutation(SLOTS).astype(np.int32)
+    root = Piece("root", slots[:70], np.arange(70, dtype=np.int32))
+    found, free = [], 90
+    for block in range(2):
+        piece = Piece(block, slots[70 + 10 * block :][:10], np.arange(70, 80, dtype=np.int32))
+        for length in (1, 4, 1):
+            own = slots[free : free + length]
+            free += length
+            place = np.array([79 + length])
+            found.append(Segment((root, piece), [1], place, own, own[-1:], 1))
+    own = slots[free : free + 7]
+    return [*found, Segment((root,), [1] * 7, np.arange(70, 77), own, own, 1)]
+
+
+def models() -> None:
+    """Whole models with every CUDA kernel: close to their own logits, and equal row by row."""
+    for name in ("llama", "gemma3n_text"):
+        model = build(name)
+        own = own_logits(model)
+        runner = ModelRunner(model, InvariantCascade(), deterministic=True)
+        pack_linears(model, deterministic=True, choose="dense")
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module._general = in_triton(module)  # type: ignore[method-assign]
+        runner._layers_context = cuda_sums  # type: ignore[method-assign]
+        together = arbor_logits(runner)
+        assert own is not None
+        close(together, own, 2e-3)
+        assert torch.equal(together, arbor_logits(runner)), name
+        # the first path in one segment, and the second by itself
+        from test_deterministic import Rows, same
+
+        rows = Rows(runner)
+        alone = [rows.leaves([row])[0] for row in (0, 1, 2)]
+        assert same(rows.leaves([2, 0, 1]), [alone[2], alone[0], alone[1]]), name
+        assert same(rows.path([4]), rows.path([1, 2, 1])), name
+
+
+def in_triton(module: PackedLinear) -> Callable[[Tensor], Tensor]:
+    def general(x: Tensor) -> Tensor:
+        rows = x.reshape(-1, module.in_features)
+        out = kernels.linear(rows, module.weight, module.bias)
+        return out.view(*x.shape[:-1], module.out_features)
+
+    return general
+
+
+@contextmanager
+def cuda_sums() -> Iterator[None]:
+    """The reductions of CUDA, on a CPU, next to what a CPU needs itself."""
+    before = reductions.applies
+    reductions.applies = lambda x: x.dtype in DTYPES
+    try:
+        with row_invariant(CUDA), row_invariant(torch.device("cpu")):
+            yield
+    finally:
+        reductions.applies = before
+
+
+def hopper() -> None:
+    """Every kernel compiles for an H100 within its shared memory, without atomics."""
+    for dtype, word in zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True):
+        pointers = dict.fromkeys(("x", "weight", "bias", "out"), f"*{word}") | {"rows": "i32"}
+        for columns in (1024, 128256):
+            layer = {"COLUMNS": columns, "DEPTH": 4096, "HAS_BIAS": True}
+            compiled(kernels.linear_kernel, pointers, kernels.linear_tile(columns, dtype) | layer)
+        slots = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{word}")
+        slots |= dict.fromkeys(("keys", "lengths", "first_parts", "items"), "*i32")
+        slots |= dict.fromkeys(("part_out", "part_lse"), "*fp32")
+        slots |= dict.fromkeys(("width", "k_slot", "k_head", "v_slot", "v_head"), "i32")
+        for dim, softcap in ((128, None), (256, 50.0)):
+            shape = AttentionShape(32, 8, dim, dim, 0.1, softcap=softcap)
+            compiled(kernels.attention_kernel, slots, kernels.attention_tile(shape, dtype))
+        compiled(kernels.row_sum_kernel, {"x": f"*{word}", "out": "*fp32"}, SUM)
+        merged = slots | {"out": f"*{word}", "lse": "*fp32"}
+        compiled(kernels.merge_kernel, merged, MERGE)
+
+
+SUM = {"DEPTH": 4096, "BLOCK": kernels.SUM_BLOCK, "num_warps": 4, **kernels.FUSION}
+MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, "CHUNK": kernels.CHUNK_KEYS, **kernels.FUSION}
+SHARED_BYTES = 227 << 10  # of an H100's multiprocessor, for one thread block
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if types.get(name, "").startswith("*")
+        },
+    )
+    options = {name: given for name, given in constants.items() if name not in names}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert found.metadata.shared <= SHARED_BYTES, (kernel, found.metadata.shared)
+    assert not re.search(r"\b(atom|red)\.", found.asm["ptx"]), kernel
+
+
+def ints(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def close(found: Tensor, right: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(found.float(), right.float(), atol=tolerance, rtol=tolerance)
+
+
+def multiply_bfloat16() -> None:
+    """Give the interpreter products of bfloat16, which it keeps as the integers of their bits."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    plain = builder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain(self, widened(a), widened(b), *rest)
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar.name != "bf16":
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+    builder.create_dot = create_dot
+
+
+CHECKS = {each.__name__: each for each in (products, sums, attention, models, hopper)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        multiply_bfloat16()
+        kernels.CHUNK_KEYS, kernels.BLOCK_KEYS = 32, 16
+    found = {}
+    for name in sys.argv[1:]:
+        try:
+            CHECKS[name]()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
