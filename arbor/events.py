@@ -49,7 +49,7 @@ class Header:
     seed: int
     expected: str | None
     model: dict[str, Any]  # id, architecture, dtype, layers, kv_bytes_per_token
-    device: dict[str, Any]  # name, torch, backend
+    device: dict[str, Any]  # name, torch, backend, threads
     config: dict[str, Any]  # controller, verifier, sampling, budget: resolved
     kv: dict[str, Any]  # budget_tokens, full_tokens, smallest_tokens, bytes_per_token
 

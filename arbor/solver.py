@@ -6,7 +6,7 @@ import inspect
 import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
@@ -24,6 +24,7 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.describe import ModelInfo
 from arbor.model.plan import least_saved_reads
 from arbor.model.sampling_params import Sampling
+from arbor.model.threads import keep_threads, thread_count, torch_threads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.limits import check_count, check_seed
@@ -94,6 +95,9 @@ class Solver:
         backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``,
             ``reference``, a plugin. ``auto`` is FlashInfer where it is installed and has kernels
             for the model, else torch.
+        threads: CPU threads of torch while this solver loads or searches; then torch's number is
+            restored. By default one for a model below 50 million parameters, whose threads would
+            mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.
         seed: of every random stream.
         deterministic: linear layers in fixed row chunks and one attention request per row, so that
             results do not depend on the rest of the batch (CPU; slower; no mixtures of experts).
@@ -127,6 +131,7 @@ class Solver:
         dtype: str = "auto",
         device: str = "auto",
         backend: str = "auto",
+        threads: int | None = None,
         seed: int = 0,
         deterministic: bool = False,
         listeners: Sequence[Listener] = (),
@@ -143,6 +148,7 @@ class Solver:
         self._sampling = sampling
         self.boundary = resolve_boundary(self.task.boundary, max_depth, step_tokens)
         self.max_expansions = check_count("max_expansions", max_expansions)
+        self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)
         self.listeners = tuple(listeners)
         self.debug = debug
@@ -234,8 +240,10 @@ class Solver:
         """The engine, loaded; after a search it still holds its tree."""
         with self._loading:
             if self._engine is None:
+                with self._computing():
+                    runner = self.checkpoint.load().runner
                 self._engine = Engine(
-                    self.checkpoint.load().runner,
+                    runner,
                     self.tokenizer,
                     policy=self.policy,
                     mode=self.mode,
@@ -312,6 +320,7 @@ class Solver:
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
+        keep_threads()
         run = Run(self._setup, problem, Request(**options))
         return SearchStream(lambda listener: run.solve(self._lend, listener), run.stop)
 
@@ -419,6 +428,11 @@ class Solver:
             self._thread = threading.get_ident()
             self._run = run
             try:
-                yield self.engine
+                with self._computing():
+                    yield self.engine
             finally:
                 self._run = self._thread = None
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """The solver's number of torch threads, in this thread."""
+        return torch_threads(thread_count(self.threads, self.describe()))

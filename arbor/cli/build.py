@@ -54,6 +54,7 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
         dtype=options.dtype,
         device=options.device,
         backend=options.backend,
+        threads=options.threads,
         seed=options.seed,
         deterministic=options.deterministic,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import webbrowser
@@ -40,7 +39,6 @@ from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
     from arbor.events import Event
-    from arbor.model.describe import ModelInfo
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"
 CONFIG_SCHEMA = "arbor.config/1"
-SMALL_MODEL = 50_000_000  # parameters
 
 _options = option_group(
     option(
@@ -161,7 +158,6 @@ def solve(output: Output, /, **values: Any) -> int:
         refuse_overwriting(outputs, [options.file, config_path])
         writer = open_trace(options.trace, options.trace_detail.trace_text)
         output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
-        use_threads(options.run.threads, solver.describe())
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -241,16 +237,6 @@ def print_config(
         output.document({"schema": CONFIG_SCHEMA, **config})
     else:
         output.print(config_text(config).rstrip())
-
-
-def use_threads(threads: int | None, model: ModelInfo) -> None:
-    """Sets torch's threads; by default one for a small model, whose threads would mostly wait."""
-    if threads is None and model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
-        threads = 1
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
 
 
 def watch(

@@ -204,6 +204,7 @@ class Run:
                 "name": str(checkpoint.device),
                 "torch": torch.__version__,
                 "backend": checkpoint.backend_name(info),
+                "threads": torch.get_num_threads(),
             },
             config=self.config,
             kv=self.plan.to_dict(),
