@@ -13,6 +13,7 @@ from typing import Any, Literal, Self, Unpack
 
 import torch
 
+from arbor import components
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
@@ -28,6 +29,7 @@ from arbor.model.threads import keep_threads, thread_count, torch_threads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.limits import check_count, check_seed
+from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.session import Status
@@ -103,6 +105,8 @@ class Solver:
             results do not depend on the rest of the batch (CPU; slower; no mixtures of experts).
         listeners: functions or `Callback`s, called with every event in order. An exception in one
             ends the run; `StopSearch` ends the search with its best so far.
+        record_bytes: most bytes of memory in which a solution keeps the packed events of a search
+            without a trace, for `Solution.show`, `replay` and `to_html`; 0 keeps none.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
 
     Raises:
@@ -135,6 +139,7 @@ class Solver:
         seed: int = 0,
         deterministic: bool = False,
         listeners: Sequence[Listener] = (),
+        record_bytes: int = MOST_BYTES,
         debug: bool = False,
     ) -> None:
         self.task: Task = resolve_component("task", task, Task)
@@ -151,6 +156,7 @@ class Solver:
         self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)
         self.listeners = tuple(listeners)
+        self.record_bytes = check_count("record_bytes", record_bytes, least=0) or 0
         self.debug = debug
         self.checkpoint = Checkpoint(
             model,
@@ -193,6 +199,17 @@ class Solver:
         if isinstance(sampling, Mapping):
             settings["sampling"] = resolve_sampling(sampling)
         return cls(**settings)
+
+    def __repr__(self) -> str:
+        names = {
+            kind: components.spec_of(getattr(self, kind))["name"]
+            for kind in ("task", "controller", "verifier", "policy")
+        }
+        named = ", ".join(f"{kind}={name!r}" for kind, name in names.items())
+        return (
+            f"{type(self).__name__}({self.checkpoint.source.name!r}, {named}, "
+            f"budget={str(self.budget)!r}, mode={self.mode!r}, seed={self.seed})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -407,6 +424,7 @@ class Solver:
             max_expansions=self.max_expansions,
             seed=self.seed,
             listeners=tuple(self.listeners),
+            record_bytes=self.record_bytes,
         )
 
     @contextmanager

@@ -57,6 +57,7 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
         threads=options.threads,
         seed=options.seed,
         deterministic=options.deterministic,
+        record_bytes=0,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import cached_property
@@ -27,6 +27,7 @@ from arbor.run.callbacks import Broadcast
 from arbor.run.limits import TokenLimit
 from arbor.run.planning import encode_prompt, plan_search
 from arbor.run.questions import PlannedQuestions
+from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.session import Limits, Outcome, Session, Status
 from arbor.run.setup import Setup
@@ -85,13 +86,15 @@ class Run:
         )
         with lend(self) as engine:
             metrics, writer = MetricsFold(), self.request.writer()
+            recording = self._recording(writer)
+            records = [each for each in (writer, recording) if each is not None]
             try:
-                outcome = self._search(engine, reads, metrics, writer, listeners)
+                outcome = self._search(engine, reads, metrics, records, listeners)
             finally:
                 self.session = None
-                if writer is not None:
-                    writer.close()
-            return self._solution(outcome, metrics.metrics(), writer)
+                for each in records:
+                    each.close()
+            return self._solution(outcome, metrics.metrics(), writer, recording)
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search after its current forward, if it is running.
@@ -139,13 +142,12 @@ class Run:
         engine: Engine,
         reads: FutureReads | None,
         metrics: MetricsFold,
-        writer: TraceWriter | None,
+        records: Sequence[Listener],
         listeners: tuple[Listener, ...],
     ) -> Outcome:
         """The session between the header and the end."""
         setup, request = self.setup, self.request
-        heard: list[Listener] = [metrics, *([writer] if writer else [])]
-        heard += (*setup.listeners, *listeners)
+        heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
             heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit")))
         emit = Broadcast(heard, self.stop)
@@ -212,7 +214,18 @@ class Run:
 
     # After the search
 
-    def _solution(self, outcome: Outcome, metrics: Metrics, writer: TraceWriter | None) -> Solution:
+    def _recording(self, writer: TraceWriter | None) -> Recording | None:
+        """Keeps the events in memory; None with a trace, or where the solver keeps none."""
+        most = self.setup.record_bytes
+        return Recording(most) if writer is None and most else None
+
+    def _solution(
+        self,
+        outcome: Outcome,
+        metrics: Metrics,
+        writer: TraceWriter | None,
+        recording: Recording | None,
+    ) -> Solution:
         best, task, problem = outcome.best, self.setup.task, self.problem
         path: list[Node] = [] if best is None else best.path
         return Solution(
@@ -234,4 +247,5 @@ class Run:
             seed=self.seed,
             config=self.config,
             trace_path=None if writer is None else os.fspath(writer.path),
+            recording=recording,
         )
