@@ -60,7 +60,7 @@ EVALUATION_SETTINGS = (
 class Solver:
     """Solves problems by searching a tree of thoughts, within a KV budget.
 
-        with Solver(task="game24", budget=0.5) as solver:
+        with Solver(task="game24", budget=0.1) as solver:
             print(solver.solve("4 5 6 10"))
 
     Names, settings and the model's directory are checked here; `plan` reads the config and the
@@ -327,9 +327,10 @@ class Solver:
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
-            UsageError: an invalid option, or a search of this solver already runs in this thread.
-            BudgetInfeasible, OutOfMemory: also during the search, where the policy gives up too
-                little (``full``), a question is longer than planned, or the machine runs out of
+            UsageError: an invalid option, a problem of another type, or a search of this solver
+                already runs in this thread.
+            BudgetInfeasible, OutOfMemory: also during the search, where a policy of your own gives
+                up too little, a question is longer than planned, or the machine runs out of
                 memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
@@ -364,6 +365,10 @@ class Solver:
                 bug is always raised.
             options: the same for every problem, so no ``trace``.
         """
+        if isinstance(problems, str | Problem):
+            raise UsageError(
+                "problem-type", "one problem instead of several.", "Use solve, or [problem]."
+            )
         if on_error not in ("raise", "return"):
             raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
         if options.get("trace") is not None:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -36,10 +36,12 @@ from arbor import (
 from arbor.config import config_text
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible
-from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
+from arbor.events import EVENTS, Answered, Boundary, Ended, Event, Header, Selected, Terminal
 from arbor.model.loading import load_model, load_tokenizer
 from arbor.run.request import Options, Request
 from arbor.run.stream import SearchStream
+from arbor.tasks.base import Problem
+from arbor.tasks.reasoning import Reasoning
 
 PUZZLE, OTHER = "4 5 6 10", "1 2 3 4"
 SOLVED = 2  # a seed with which the small search solves the puzzle
@@ -382,6 +384,52 @@ def test_a_long_problem_is_cut_in_the_short_form(solver: Solver) -> None:
 
     assert len(repr(solution)) < 200 and "\n" not in repr(solution)
     assert "…': no answer, limit" in repr(solution)
+
+
+def test_a_budget_that_changed_nothing_says_so(solver: Solver) -> None:
+    plan = solver.plan(PUZZLE)
+    full = solver.solve(PUZZLE, seed=SOLVED)
+
+    wide = solver.solve(PUZZLE, seed=SOLVED, budget=f"{plan.smallest_tokens}tok")
+
+    peak = full.metrics.peak_tokens
+    assert peak < plan.smallest_tokens < plan.full_tokens
+    assert wide.metrics.peak_tokens == peak
+    assert not full.budget_reached and not wide.budget_reached
+
+
+class Counting(Reasoning):
+    """Problems in words whose model writes no answer but a number."""
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        return super().answer(problem, ["Then 3 and 4 make 7."] if thoughts else [])
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return super().is_guess(problem, ["Then 3 and 4 make 7."])
+
+
+def test_a_guess_is_marked_in_the_solution_and_its_trace(tmp_path: Path) -> None:
+    path, printed = tmp_path / "run.arbor.jsonl", io.StringIO()
+    limits: dict[str, Any] = {"max_depth": 1, "step_tokens": 4, "controller": "chain"}
+    with Solver(task=Counting(), **limits) as solver:
+        solution = solver.solve("3+4?", trace=path)
+
+    assert solution.answer == "7" and solution.guessed
+    assert all(candidate.guessed for candidate in solution.candidates)
+    assert "guessed answer '7'" in repr(solution) and "7</b>" not in solution._repr_html_()
+    assert "<b>7 (guessed)</b>" in solution._repr_html_()
+    solution.show(printed)
+    assert printed.getvalue().startswith("3+4? -> 7 (guessed)\n")
+    assert Solution.from_dict(json.loads(json.dumps(solution.to_dict()))) == solution
+    ends = [e for e in read_trace(path).events if isinstance(e, Terminal | Answered)]
+    assert ends and all(event.guessed for event in ends)
+
+
+def test_an_answer_of_another_task_is_no_guess(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, seed=SOLVED)
+
+    assert solution.answer is not None and not solution.guessed
+    assert not any(candidate.guessed for candidate in solution.candidates)
 
 
 # Plans and configurations

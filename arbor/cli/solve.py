@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"
 CONFIG_SCHEMA = "arbor.config/1"
+GUESSED = (
+    "[guessed-answer] the text marks no answer; this is a guess, such as its last number. Try "
+    "another model, or a wider search."
+)
 
 _options = option_group(
     option(
@@ -174,7 +178,11 @@ def solve(output: Output, /, **values: Any) -> int:
     if solution.answer is None:
         output.warn(no_answer(solution))
     correct = None if solution.answer is None else solution.correct
+    if solution.guessed:
+        output.warn(GUESSED)
     output.say(numbers_line(solution.finish_reason, solution.metrics, correct))
+    if unreached := unreached_line(solution.metrics):
+        output.say(unreached)
     if solution.trace_path is not None:
         output.say(f"trace {solution.trace_path}")
     if options.html is not None:
@@ -322,6 +330,15 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
     if correct is not None:
         parts.append("correct" if correct else "wrong")
     return " · ".join(parts)
+
+
+def unreached_line(metrics: Metrics) -> str:
+    """That a budget below full retention changed nothing, and which one would; else empty."""
+    if metrics.budget_reached or metrics.budget_tokens >= metrics.full_tokens:
+        return ""
+    peak, smallest = metrics.peak_tokens, metrics.smallest_tokens
+    line = f"this budget was never reached: peak {peak:,} of {metrics.budget_tokens:,} tokens"
+    return f"{line}; {smallest}tok to {peak - 1}tok would evict KV" if smallest < peak else line
 
 
 def no_answer(solution: Solution) -> str:

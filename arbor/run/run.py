@@ -25,14 +25,14 @@ from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.limits import TokenLimit
-from arbor.run.planning import encode_prompt, plan_search
+from arbor.run.planning import encode_prompt, parse_problem, plan_search
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.session import Limits, Outcome, Session, Status
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.tasks.base import Problem
+from arbor.tasks.base import Guesses, Problem
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 
@@ -51,7 +51,7 @@ class Run:
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
-        parsed = problem if isinstance(problem, Problem) else setup.task.parse(problem)
+        parsed = parse_problem(setup.task, problem)
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
@@ -236,11 +236,18 @@ class Run:
             text="".join(node.text for node in path[1:]),
             score=0.0 if best is None else best.value,
             correct=outcome.correct,
+            guessed=outcome.guessed,
             finish_reason=outcome.status,
             path=tuple(node.id for node in path),
             steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
             candidates=tuple(
-                Candidate(leaf.id, task.answer(problem, leaf.thoughts), leaf.value, leaf.logprob)
+                Candidate(
+                    leaf.id,
+                    task.answer(problem, leaf.thoughts),
+                    leaf.value,
+                    leaf.logprob,
+                    isinstance(task, Guesses) and task.is_guess(problem, leaf.thoughts),
+                )
                 for leaf in outcome.finished
             ),
             metrics=metrics,

@@ -43,12 +43,21 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One finished path: its last node, its answer, the value and the sum of log probabilities."""
+    """One finished path.
+
+    Attributes:
+        node: its last.
+        answer: None if the path gave none.
+        value: of its last block, in [0, 1].
+        logprob: sum of log probabilities of the last block's tokens.
+        guessed: the text does not mark the answer.
+    """
 
     node: int
     answer: str | None
     value: float
     logprob: float
+    guessed: bool = False
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -69,6 +78,7 @@ class Solution:
         metrics: its cost.
         seed, config: enough to repeat it.
         trace_path: the trace, if one was written.
+        guessed: the text does not mark the answer: the task took, for example, its last number.
         error: `ArborError.to_dict` of the error; then `finish_reason` is ``error``.
         recording: the events of the search, in memory, where no trace was written; neither compared
             nor part of `to_dict`.
@@ -89,6 +99,7 @@ class Solution:
     seed: int
     config: Mapping[str, Any]
     trace_path: str | None = None
+    guessed: bool = False
     error: Mapping[str, Any] | None = None
     schema: str = SOLUTION_SCHEMA
     recording: Recording | None = field(default=None, compare=False)
@@ -106,11 +117,17 @@ class Solution:
         found = "no answer"
         if self.answer is not None:
             graded = {True: ", correct", False: ", wrong", None: ""}[self.correct]
-            found = f"answer {_short(self.answer)}{graded}"
+            kind = "guessed answer" if self.guessed else "answer"
+            found = f"{kind} {_short(self.answer)}{graded}"
         return (
             f"{found}, {self.finish_reason}, {cost.blocks:,} blocks, "
             f"peak {cost.peak_tokens:,} of {cost.budget_tokens:,} tokens, {cost.wall_s:.1f} s"
         )
+
+    @property
+    def budget_reached(self) -> bool:
+        """Whether the budget changed anything, see `Metrics.budget_reached`."""
+        return self.metrics.budget_reached
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-able."""
@@ -198,7 +215,8 @@ class Solution:
         from arbor.view.live import glyphs_of
 
         console = Console(file=file, highlight=False)
-        console.print(f"{self.problem} -> {self.answer}", markup=False)
+        guessed = " (guessed)" if self.guessed else ""
+        console.print(f"{self.problem} -> {self.answer}{guessed}", markup=False)
         if self._has_events:
             size = console.size
             console.print(draw(self.replay(), size.width, size.height, glyphs_of(console)))
@@ -223,6 +241,7 @@ class Solution:
         from arbor.view import plain_text, search_picture
 
         found = "no answer" if self.answer is None else plain_text(self.answer)
+        found += " (guessed)" if self.guessed else ""
         steps = "".join(f"<li>{plain_text(step.text)}</li>" for step in self.steps[:MOST_STEPS])
         if len(self.steps) > MOST_STEPS:
             steps += f"<li>… {len(self.steps) - MOST_STEPS:,} more</li>"
@@ -274,7 +293,7 @@ def _short(text: str) -> str:
 
 def _notebook_display() -> Callable[[str], None] | None:
     """Shows HTML in the notebook this runs in; None outside of one."""
-    ipython = sys.modules.get("IPython")
+    ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None or not hasattr(shell, "kernel"):
         return None
