@@ -11,6 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+# metadata of a field that a trace holds only where it differs from its default
+ONLY_IF_SET = {"only_if_set": True}
+
 Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
 
 
@@ -49,7 +52,7 @@ class Header:
     seed: int
     expected: str | None
     model: dict[str, Any]  # id, architecture, dtype, layers, kv_bytes_per_token
-    device: dict[str, Any]  # name, torch, backend
+    device: dict[str, Any]  # name, torch, backend, threads
     config: dict[str, Any]  # controller, verifier, sampling, budget: resolved
     kv: dict[str, Any]  # budget_tokens, full_tokens, smallest_tokens, bytes_per_token
 
@@ -245,11 +248,17 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """A path ended, with its answer."""
+    """A path ended, with its answer.
+
+    Attributes:
+        guessed: the text does not mark its answer; the task took, for example, its last number.
+            Written only where it is true.
+    """
 
     name: ClassVar[str] = "terminal"
     node: int
     answer: str | None
+    guessed: bool = field(default=False, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +269,7 @@ class Answered:
         node: the last block of its path; null without an answer.
         text: the answer.
         correct: verdict of the task's grader; null where it cannot grade.
+        guessed: as in `terminal`.
     """
 
     name: ClassVar[str] = "answer"
@@ -268,6 +278,7 @@ class Answered:
     text: str | None
     score: float
     correct: bool | None
+    guessed: bool = field(default=False, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

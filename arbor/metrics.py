@@ -133,6 +133,14 @@ class Metrics:
         return self.peak_tokens / self.budget_tokens if self.budget_tokens else 0.0
 
     @property
+    def budget_reached(self) -> bool:
+        """Whether the budget changed anything: room was needed, or the peak is the whole budget.
+
+        KV of pruned blocks leaves at any budget, and does not count.
+        """
+        return self.pressure_events > 0 or self.peak_tokens >= self.budget_tokens
+
+    @property
     def reads_saved(self) -> float:
         """Part of the reads that sharing saved: 1 - unique / all."""
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0

@@ -6,13 +6,14 @@ import inspect
 import os
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 import torch
 
+from arbor import components
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
@@ -24,9 +25,11 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.describe import ModelInfo
 from arbor.model.plan import least_saved_reads
 from arbor.model.sampling_params import Sampling
+from arbor.model.threads import keep_threads, thread_count, torch_threads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.limits import check_count, check_seed
+from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.session import Status
@@ -57,7 +60,7 @@ EVALUATION_SETTINGS = (
 class Solver:
     """Solves problems by searching a tree of thoughts, within a KV budget.
 
-        with Solver(task="game24", budget=0.5) as solver:
+        with Solver(task="game24", budget=0.1) as solver:
             print(solver.solve("4 5 6 10"))
 
     Names, settings and the model's directory are checked here; `plan` reads the config and the
@@ -95,6 +98,9 @@ class Solver:
             ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is FlashInfer where it is
             installed and has kernels for the model, else torch; if `deterministic`, ``invariant``
             on CUDA and ``rowwise`` on a CPU.
+        threads: CPU threads of torch while this solver loads or searches; then torch's number is
+            restored. By default one for a model below 50 million parameters, whose threads would
+            mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.
         seed: of every random stream.
         deterministic: results do not depend on the rest of the batch, to the last bit (slower; no
             mixtures of experts; see docs/determinism.md).
@@ -102,6 +108,8 @@ class Solver:
             gives the same logits up to rounding.
         listeners: functions or `Callback`s, called with every event in order. An exception in one
             ends the run; `StopSearch` ends the search with its best so far.
+        record_bytes: most bytes of memory in which a solution keeps the packed events of a search
+            without a trace, for `Solution.show`, `replay` and `to_html`; 0 keeps none.
         debug: poison freed KV with NaN and check every invariant after every change (slow).
 
     Raises:
@@ -130,10 +138,12 @@ class Solver:
         dtype: str = "auto",
         device: str = "auto",
         backend: str = "auto",
+        threads: int | None = None,
         seed: int = 0,
         deterministic: bool = False,
         cuda_graphs: bool = True,
         listeners: Sequence[Listener] = (),
+        record_bytes: int = MOST_BYTES,
         debug: bool = False,
     ) -> None:
         self.task: Task = resolve_component("task", task, Task)
@@ -147,8 +157,10 @@ class Solver:
         self._sampling = sampling
         self.boundary = resolve_boundary(self.task.boundary, max_depth, step_tokens)
         self.max_expansions = check_count("max_expansions", max_expansions)
+        self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)
         self.listeners = tuple(listeners)
+        self.record_bytes = check_count("record_bytes", record_bytes, least=0) or 0
         self.debug = debug
         self.checkpoint = Checkpoint(
             model,
@@ -192,6 +204,17 @@ class Solver:
         if isinstance(sampling, Mapping):
             settings["sampling"] = resolve_sampling(sampling)
         return cls(**settings)
+
+    def __repr__(self) -> str:
+        names = {
+            kind: components.spec_of(getattr(self, kind))["name"]
+            for kind in ("task", "controller", "verifier", "policy")
+        }
+        named = ", ".join(f"{kind}={name!r}" for kind, name in names.items())
+        return (
+            f"{type(self).__name__}({self.checkpoint.source.name!r}, {named}, "
+            f"budget={str(self.budget)!r}, mode={self.mode!r}, seed={self.seed})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -239,8 +262,10 @@ class Solver:
         """The engine, loaded; after a search it still holds its tree."""
         with self._loading:
             if self._engine is None:
+                with self._computing():
+                    runner = self.checkpoint.load().runner
                 self._engine = Engine(
-                    self.checkpoint.load().runner,
+                    runner,
                     self.tokenizer,
                     policy=self.policy,
                     mode=self.mode,
@@ -307,9 +332,10 @@ class Solver:
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.
-            UsageError: an invalid option, or a search of this solver already runs in this thread.
-            BudgetInfeasible, OutOfMemory: also during the search, where the policy gives up too
-                little (``full``), a question is longer than planned, or the machine runs out of
+            UsageError: an invalid option, a problem of another type, or a search of this solver
+                already runs in this thread.
+            BudgetInfeasible, OutOfMemory: also during the search, where a policy of your own gives
+                up too little, a question is longer than planned, or the machine runs out of
                 memory; the error's data hold the best answer so far.
             Exception: from a listener; `StopSearch` only ends the search.
         """
@@ -317,6 +343,7 @@ class Solver:
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
+        keep_threads()
         run = Run(self._setup, problem, Request(**options))
         return SearchStream(lambda listener: run.solve(self._lend, listener), run.stop)
 
@@ -343,6 +370,10 @@ class Solver:
                 bug is always raised.
             options: the same for every problem, so no ``trace``.
         """
+        if isinstance(problems, str | Problem):
+            raise UsageError(
+                "problem-type", "one problem instead of several.", "Use solve, or [problem]."
+            )
         if on_error not in ("raise", "return"):
             raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
         if options.get("trace") is not None:
@@ -403,6 +434,7 @@ class Solver:
             max_expansions=self.max_expansions,
             seed=self.seed,
             listeners=tuple(self.listeners),
+            record_bytes=self.record_bytes,
         )
 
     @contextmanager
@@ -424,6 +456,11 @@ class Solver:
             self._thread = threading.get_ident()
             self._run = run
             try:
-                yield self.engine
+                with self._computing():
+                    yield self.engine
             finally:
                 self._run = self._thread = None
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """The solver's number of torch threads, in this thread."""
+        return torch_threads(thread_count(self.threads, self.describe()))

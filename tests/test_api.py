@@ -4,13 +4,17 @@ configurations."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import html
 import io
 import json
 import logging
 import re
+import sys
 import threading
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -32,12 +36,15 @@ from arbor import (
 from arbor.config import config_text
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible
-from arbor.events import EVENTS, Boundary, Ended, Event, Header, Selected
+from arbor.events import EVENTS, Answered, Boundary, Ended, Event, Header, Selected, Terminal
 from arbor.model.loading import load_model, load_tokenizer
 from arbor.run.request import Options, Request
 from arbor.run.stream import SearchStream
+from arbor.tasks.base import Problem
+from arbor.tasks.reasoning import Reasoning
 
 PUZZLE, OTHER = "4 5 6 10", "1 2 3 4"
+SOLVED = 2  # a seed with which the small search solves the puzzle
 SMALL: dict[str, Any] = {"controller": ToT(beam=2, width=3), "verifier": "exact"}
 
 
@@ -232,37 +239,197 @@ def test_a_writer_of_ones_own_is_a_trace(solver: Solver, tmp_path: Path) -> None
     assert replay.problems == [] and len(replay.blocks) == solution.metrics.nodes
 
 
-def test_a_run_without_a_trace_has_nothing_to_replay(solver: Solver) -> None:
-    with pytest.raises(UsageError, match="trace='run"):
-        solver.solve(PUZZLE).replay()
+def test_a_run_without_a_trace_is_replayed_from_memory(solver: Solver, tmp_path: Path) -> None:
+    bare = solver.solve(PUZZLE, seed=SOLVED)
+    traced = solver.solve(PUZZLE, seed=SOLVED, trace=tmp_path / "run.arbor.jsonl")
+
+    assert traced.recording is None, "its trace holds the events"
+    kept, read = bare.replay(), traced.replay()
+    assert kept.problems == read.problems == []
+    assert kept.blocks == read.blocks and kept.series == read.series
+    assert kept.metrics() == bare.metrics
+
+
+def test_a_solution_that_kept_no_events_says_what_would_work(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, max_tokens=1)
+    from_json = Solution.from_dict(json.loads(json.dumps(solution.to_dict())))
+
+    assert from_json == solution
+    with pytest.raises(UsageError, match=r"trace-missing.*kept none.*trace='run"):
+        from_json.replay()
+    with Solver(record_bytes=0, **SMALL) as forgetful:
+        forgotten = forgetful.solve(PUZZLE, max_tokens=1)
+    with pytest.raises(UsageError, match="kept none in memory"):
+        forgotten.to_html("never.html")
+    with Solver(record_bytes=100, **SMALL) as short:
+        long = short.solve(PUZZLE, seed=SOLVED)
+        assert long.recording is not None and long.recording.bytes == 0
+        with pytest.raises(UsageError, match=r"events take more than the 100 B.*record_bytes"):
+            long.replay()
+        assert "<svg" not in long._repr_html_() and long.steps[0].text.strip() in long._repr_html_()
+
+
+@pytest.mark.parametrize("most", [-1, 1.5, True, "9"])
+def test_the_limit_of_memory_is_a_whole_number(most: Any) -> None:
+    with pytest.raises(UsageError, match="record_bytes is"):
+        Solver(record_bytes=most)
 
 
 def test_a_solution_can_be_shown(solver: Solver, tmp_path: Path) -> None:
-    plain, drawn = io.StringIO(), io.StringIO()
-    bare = solver.solve(PUZZLE)
-    traced = solver.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl")
+    kept, drawn, plain = io.StringIO(), io.StringIO(), io.StringIO()
+    bare = solver.solve(PUZZLE, seed=SOLVED)
+    traced = solver.solve(PUZZLE, seed=SOLVED, trace=tmp_path / "run.arbor.jsonl")
 
-    bare.show(plain)
+    bare.show(kept)
     traced.show(drawn)
+    Solution.from_dict(bare.to_dict()).show(plain)
 
+    for shown in (kept.getvalue(), drawn.getvalue()):
+        assert shown.startswith(f"{PUZZLE} -> {bare.answer}\n")
+        assert "KV   " in shown and "└── " in shown
     assert plain.getvalue().startswith(f"{PUZZLE} -> {bare.answer}\n")
     for step in bare.steps:
         assert f"#{step.node} v={step.value:.2f} {step.text.strip()}" in plain.getvalue()
-    assert "of budget" in drawn.getvalue() and "└── " in drawn.getvalue()
+
+
+def test_a_notebook_shows_the_page(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    ipython = types.SimpleNamespace(
+        get_ipython=lambda: types.SimpleNamespace(kernel=object()),
+        display=types.SimpleNamespace(display=lambda data, raw: shown.append((data, raw))),
+    )
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    solution, printed = solver.solve(PUZZLE, max_tokens=1), io.StringIO()
+
+    solution.show(printed)
+    assert printed.getvalue() and not shown
+    solution.show()
+
+    (data, raw) = shown[0]
+    assert raw and "<iframe" in data["text/html"] and "sandbox" in data["text/html"]
+
+
+def test_a_terminal_with_ipython_is_no_notebook(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    solution = solver.solve(PUZZLE, max_tokens=1)
+    capsys.readouterr()
+
+    solution.show()
+
+    assert capsys.readouterr().out.startswith(f"{PUZZLE} -> ")
 
 
 def test_a_solution_is_a_page(solver: Solver, tmp_path: Path) -> None:
-    traced = solver.solve(PUZZLE, trace=tmp_path / "run.arbor.jsonl")
+    traced = solver.solve(PUZZLE, seed=SOLVED, trace=tmp_path / "run.arbor.jsonl")
+    bare = solver.solve(PUZZLE, seed=SOLVED)
 
-    page = traced.to_html(tmp_path / "run.html").read_text(encoding="utf-8")
+    for solution in (traced, bare):
+        page = solution.to_html(tmp_path / "run.html").read_text(encoding="utf-8")
+        assert page.lower().startswith("<!doctype html>") and 'class="run"' in page
 
-    assert page.startswith("<!DOCTYPE html>") or page.startswith("<!doctype html>")
-    frame = traced._repr_html_()
-    assert frame is not None and "<iframe" in frame
-    bare = solver.solve(PUZZLE)
-    assert bare._repr_html_() is None
-    with pytest.raises(UsageError, match="wrote no trace"):
-        bare.to_html(tmp_path / "none.html")
+
+def test_a_notebook_has_a_static_picture_of_a_solution(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, seed=SOLVED)
+
+    picture = solution._repr_html_()
+
+    assert picture.count("<circle") == solution.metrics.nodes
+    assert "<script" not in picture and "<iframe" not in picture
+    for step in solution.steps:
+        assert f"<li>{html.escape(step.text.strip())}</li>" in picture
+
+
+def test_words_of_a_problem_and_a_model_are_escaped(solver: Solver) -> None:
+    hostile = "</li><script>alert(1)</script>&\x00\u202e\n\"'"
+    solution = solver.solve(PUZZLE, seed=SOLVED)
+    steps = (dataclasses.replace(solution.steps[0], text=hostile),)
+
+    picture = dataclasses.replace(
+        solution, problem=hostile, answer=hostile, steps=steps
+    )._repr_html_()
+
+    assert "<script" not in picture and "\x00" not in picture and "\u202e" not in picture
+    assert picture.count("&lt;/li&gt;&lt;script&gt;") == 4  # heading (2), summary, step
+
+
+# Short forms
+
+
+def test_what_a_prompt_shows_is_one_line(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, seed=SOLVED)
+    node = solver.engine.tree.nodes[1]
+
+    assert repr(solver) == (
+        "Solver('builtin:sapling', task='game24', controller='tot', verifier='exact', "
+        "policy='reentry', budget='full', mode='lossless', seed=0)"
+    )
+    cost = solution.metrics
+    assert repr(solution) == (
+        f"Solution('{PUZZLE}': answer '{solution.answer}', correct, solved, {cost.blocks} blocks, "
+        f"peak {cost.peak_tokens} of {cost.budget_tokens:,} tokens, {cost.wall_s:.1f} s)"
+    )
+    assert repr(node) == f"Node(1, {node.state}, tokens={len(node.tokens)}, value={node.value:.3f})"
+    assert repr(solver.policy) == (
+        "Policy('reentry', Reentry(), Recency(), sinks=4, recent=8, tail=0, floor=0)"
+    )
+
+
+def test_a_long_problem_is_cut_in_the_short_form(solver: Solver) -> None:
+    solution = dataclasses.replace(
+        solver.solve(PUZZLE, max_tokens=1), problem="x" * 500 + "\n", answer=None, correct=None
+    )
+
+    assert len(repr(solution)) < 200 and "\n" not in repr(solution)
+    assert "…': no answer, limit" in repr(solution)
+
+
+def test_a_budget_that_changed_nothing_says_so(solver: Solver) -> None:
+    plan = solver.plan(PUZZLE)
+    full = solver.solve(PUZZLE, seed=SOLVED)
+
+    wide = solver.solve(PUZZLE, seed=SOLVED, budget=f"{plan.smallest_tokens}tok")
+
+    peak = full.metrics.peak_tokens
+    assert peak < plan.smallest_tokens < plan.full_tokens
+    assert wide.metrics.peak_tokens == peak
+    assert not full.budget_reached and not wide.budget_reached
+
+
+class Counting(Reasoning):
+    """Problems in words whose model writes no answer but a number."""
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        return super().answer(problem, ["Then 3 and 4 make 7."] if thoughts else [])
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return super().is_guess(problem, ["Then 3 and 4 make 7."])
+
+
+def test_a_guess_is_marked_in_the_solution_and_its_trace(tmp_path: Path) -> None:
+    path, printed = tmp_path / "run.arbor.jsonl", io.StringIO()
+    limits: dict[str, Any] = {"max_depth": 1, "step_tokens": 4, "controller": "chain"}
+    with Solver(task=Counting(), **limits) as solver:
+        solution = solver.solve("3+4?", trace=path)
+
+    assert solution.answer == "7" and solution.guessed
+    assert all(candidate.guessed for candidate in solution.candidates)
+    assert "guessed answer '7'" in repr(solution) and "7</b>" not in solution._repr_html_()
+    assert "<b>7 (guessed)</b>" in solution._repr_html_()
+    solution.show(printed)
+    assert printed.getvalue().startswith("3+4? -> 7 (guessed)\n")
+    assert Solution.from_dict(json.loads(json.dumps(solution.to_dict()))) == solution
+    ends = [e for e in read_trace(path).events if isinstance(e, Terminal | Answered)]
+    assert ends and all(event.guessed for event in ends)
+
+
+def test_an_answer_of_another_task_is_no_guess(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, seed=SOLVED)
+
+    assert solution.answer is not None and not solution.guessed
+    assert not any(candidate.guessed for candidate in solution.candidates)
 
 
 # Plans and configurations
@@ -600,6 +767,8 @@ def test_the_graph_of_a_trace_is_that_of_the_live_tree(
         assert texts == solution.text
 
 
-def test_a_run_without_a_trace_has_no_graph(solver: Solver) -> None:
-    with pytest.raises(UsageError, match=r"trace-missing.*trace='run"):
-        solver.solve(PUZZLE, max_tokens=1).to_networkx()
+def test_a_run_without_a_trace_has_its_graph_too(solver: Solver) -> None:
+    solution = solver.solve(PUZZLE, max_tokens=40)
+
+    live = solver.engine.tree.to_networkx()
+    assert networkx.utils.graphs_equal(solution.to_networkx(), live)

@@ -18,6 +18,8 @@ from support.run_cli import REAL, Arbor, await_line, environment, spawn
 import arbor
 from arbor import registry
 from arbor.cli.signals import Interrupted, StopSignals
+from arbor.cli.solve import unreached_line
+from arbor.metrics import Metrics
 from arbor.trace import Replay, TraceWriter, read_trace
 
 
@@ -42,7 +44,7 @@ def test_a_pipe_gets_the_answer_and_nothing_else(command: Arbor) -> None:
 def test_verbose_prints_the_numbers_on_stderr(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--budget", "0.5", "-v")
 
-    budget, loading, numbers = ran.err.splitlines()
+    budget, loading, numbers, unreached = ran.err.splitlines()
     assert loading == "loading builtin:sapling · seed 0"
     assert ran.out == "(10 - 4) * 5 - 6\n"
     assert budget == (
@@ -51,6 +53,9 @@ def test_verbose_prints_the_numbers_on_stderr(command: Arbor) -> None:
     assert numbers.startswith("solved in 0.")
     for part in (" blocks · ", " tok/s · peak KV ", " % of budget", "thoughts"):
         assert part in numbers
+    assert unreached == (
+        "this budget was never reached: peak 80 of 200 tokens; 50tok to 79tok would evict KV"
+    )
 
 
 def test_quiet_means_quiet(command: Arbor) -> None:
@@ -92,6 +97,39 @@ def test_a_trace_is_written_and_checks(command: Arbor) -> None:
     ran = command("trace", "check", "run.arbor.jsonl.gz")
     assert ran.code == 0
     assert "blocks, consistent" in ran.out
+
+
+def test_a_guessed_answer_is_marked(command: Arbor) -> None:
+    plain = command("solve", "4 5 6 10")
+    ran = command("solve", "4 5 6 10", "--device", "guess")
+
+    assert "guess" not in plain.err
+    assert (ran.code, ran.out) == (0, plain.out)
+    assert "[guessed-answer] the text marks no answer" in ran.err
+    for words, guessed in (("cpu", False), ("guess", True)):
+        document = command("solve", "4 5 6 10", "--device", words, "--json").document
+        assert document["guessed"] is guessed
+
+
+@pytest.mark.parametrize(
+    ("counts", "line"),
+    [
+        (
+            {"peak_tokens": 749, "budget_tokens": 1500, "smallest_tokens": 109},
+            "this budget was never reached: peak 749 of 1,500 tokens; 109tok to 748tok would evict "
+            "KV",
+        ),
+        (
+            {"peak_tokens": 80, "budget_tokens": 1500, "smallest_tokens": 109},
+            "this budget was never reached: peak 80 of 1,500 tokens",
+        ),
+        ({"peak_tokens": 1500, "budget_tokens": 1500}, ""),
+        ({"peak_tokens": 1400, "budget_tokens": 1500, "pressure_events": 1}, ""),
+        ({"peak_tokens": 749, "budget_tokens": 3533}, ""),
+    ],
+)
+def test_a_budget_that_was_never_reached_is_said(counts: dict[str, int], line: str) -> None:
+    assert unreached_line(Metrics(full_tokens=3533, **counts)) == line
 
 
 def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:

@@ -20,6 +20,9 @@ from arbor.events import Answered, Boundary, Evicted, Rehydrated
 from arbor.memory import KVMemory
 from arbor.memory.pool import KVPool
 from arbor.model.runner import ModelRunner
+from arbor.retention.allocators.full import Full
+from arbor.retention.base import Blocks, Ints, Scorer
+from arbor.retention.policy import PATH_ENDS, Policy
 from arbor.run.session import Session
 from arbor.trace import read_trace
 from arbor.trace.fold import Replay
@@ -217,6 +220,14 @@ def test_a_prompt_that_a_policy_cannot_squeeze_in_leaves_nothing_behind() -> Non
     assert lab.memory.used == 0
 
 
+@dataclass(frozen=True)
+class Stingy:
+    """An allocator of one's own that evicts nothing; no plan can know."""
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return Full().counts(blocks, room, scorer)
+
+
 def failing_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`Session._verify`; the first forward after a path has ended does not fit into memory."""
     right = Session._verify
@@ -237,7 +248,8 @@ def test_a_search_that_runs_out_of_room_reports_the_best_answer_until_then(
     search = {"name": "tot", "strategy": "dfs", "width": 4, "max_visited": 12, "stop_value": None}
     budget = "188tok" if lacking == "budget" else "full"
     kind = BudgetInfeasible if lacking == "budget" else OutOfMemory
-    with Solver(controller=search, policy="full", budget=budget, debug=True) as solver:
+    policy = Policy(Stingy(), protect=PATH_ENDS)
+    with Solver(controller=search, policy=policy, budget=budget, debug=True) as solver:
         if lacking == "memory":
             solver.load()
             monkeypatch.setattr(Session, "_verify", failing_after_an_answer(monkeypatch))

@@ -219,7 +219,8 @@ def test_a_frame_for_notebooks_cannot_be_left(trace: Path) -> None:
     frame = notebook_frame(page)
 
     inside = re.fullmatch(
-        r'<iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^<>]*></iframe>', frame
+        r'<div [^<>]*><iframe srcdoc="([^"]*)" sandbox="allow-scripts" [^<>]*></iframe></div>',
+        frame,
     )
     assert inside is not None
     assert "<" not in inside[1]

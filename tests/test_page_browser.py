@@ -344,6 +344,29 @@ def test_a_notebook_frame_shows_it_and_is_shut_off(page: Page, trace: Path, tmp_
     assert inside.evaluate("window.origin") == "null"
 
 
+@pytest.mark.parametrize("width", [500, 700, 880, 920, 1400])
+def test_a_notebook_frame_has_room_for_the_controls(
+    page: Page, trace: Path, tmp_path: Path, width: int
+) -> None:
+    outer = tmp_path / "notebook.html"
+    frame = notebook_frame(html_page(read_page_trace(trace)))
+    outer.write_text(
+        f"<!doctype html><html data-ready='0'><meta charset='utf-8'><body style='margin:0'>{frame}",
+        encoding="utf-8",
+    )
+
+    page.open(outer, size=(width, 1200))
+
+    inside = page.frame()
+    height = inside.evaluate("innerHeight")
+    assert inside.evaluate("innerWidth") == width
+    for control in ("#map-bar", "#slide", "#play-bar"):
+        bottom = inside.evaluate(
+            f"document.querySelector('{control}').getBoundingClientRect().bottom"
+        )
+        assert bottom <= height, control
+
+
 # Keys, mouse and address
 
 

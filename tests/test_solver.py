@@ -10,15 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from support.models import ARCHITECTURES, config_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from arbor import Metrics, Sampling, Solution, Solver
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, UsageError
-from arbor.events import Boundary, Ended, Event, Evicted, Forwarded, Header, Opened, Selected
+from arbor.events import (
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Header,
+    Opened,
+    Selected,
+    Verified,
+)
 from arbor.kernels.linear import PackedLinear
 from arbor.metrics import MetricsFold
 from arbor.model.checkpoint import Checkpoint
@@ -29,6 +50,7 @@ from arbor.retention.base import Blocks, Ints, Scorer
 from arbor.retention.policy import Policy
 from arbor.tasks.game24 import Game24
 from arbor.trace import TraceWriter, read_trace
+from arbor.verifiers.base import Verdict
 
 SAPLING = BUILTIN["sapling"]
 PUZZLE = "4 5 6 10"
@@ -127,6 +149,7 @@ def test_every_feasible_budget_gives_the_same_tree(deterministic: bool) -> None:
         assert squeezed.answer == full.answer
         assert max(e.peak for e in seen if isinstance(e, Forwarded)) <= tokens
         assert squeezed.metrics.tokens_recomputed > 0
+        assert squeezed.budget_reached and not full.budget_reached
         assert any(isinstance(e, Evicted) for e in seen)
 
 
@@ -389,6 +412,22 @@ def test_a_missing_model_says_where_models_are(tmp_path: Path, small: Path) -> N
     assert str(small) in error.value.hint
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_a_directory_without_a_tokenizer_is_refused_before_the_weights_load(
+    tmp_path: Path, name: str
+) -> None:
+    """For some architectures transformers builds a tokenizer without words, and reports nothing."""
+    model_type, settings = ARCHITECTURES[name]
+    config_of(model_type, **settings).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    solver = Solver(tmp_path)
+
+    for ask in (solver.plan, solver.describe, lambda: solver.solve(PUZZLE)):
+        with pytest.raises(ModelError, match="no readable tokenizer") as error:
+            ask()
+        assert error.value.code == "model-incomplete"
+
+
 def test_a_directory_without_weights_is_refused_before_anything_loads(
     tmp_path: Path, small: Path
 ) -> None:
@@ -508,6 +547,108 @@ def test_a_seed_below_zero_is_refused_before_anything_loads() -> None:
         solver.solve(PUZZLE, seed=-1)
 
     assert solver.checkpoint._files is None
+
+
+@pytest.mark.parametrize("budget", [0.5, "3532tok"])
+def test_a_policy_that_evicts_nothing_needs_full_retention(budget: float | str) -> None:
+    solver = Solver(policy="full", budget=budget)
+
+    with pytest.raises(BudgetInfeasible, match=r"the policy 'full', which evicts nothing") as error:
+        solver.solve(PUZZLE)
+
+    plan = solver.plan(PUZZLE, budget="full")
+    assert error.value.needed == plan.smallest_tokens == plan.full_tokens == plan.budget_tokens
+    assert solver.plan(PUZZLE, budget=f"{plan.full_tokens}tok") == plan
+    assert solver.checkpoint._weights is None
+
+
+@pytest.mark.parametrize("problem", [24, None, b"4 5 6 10", ["4 5 6 10"], 2.5])
+def test_a_problem_of_another_type_is_named(problem: Any) -> None:
+    solver = Solver()
+
+    for ask in (solver.solve, solver.stream, solver.plan if problem is not None else solver.solve):
+        with pytest.raises(UsageError, match=r"problem-type.*As in solve\(\"4 5 6 10\"\)") as error:
+            ask(problem)
+        assert f"{type(problem).__name__}: {problem!r}" in error.value.message
+    assert solver.checkpoint._weights is None
+
+
+def test_one_problem_is_not_many() -> None:
+    with pytest.raises(UsageError, match="problem-type"):
+        Solver().solve_batch(PUZZLE)
+
+
+@dataclass(frozen=True)
+class Saying:
+    """A verifier that returns the same for any candidates."""
+
+    verdict: Any
+    needs_model: ClassVar[bool] = False
+
+    def verify(self, *given: Any) -> Any:
+        return self.verdict
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code", "words"),
+    [
+        ([1.0], "verdict-type", "returned list, not a Verdict"),
+        (None, "verdict-type", "returned NoneType, not a Verdict"),
+        (Verdict(0.5, 0), "verdict-type", "a Verdict with values of type float"),  # type: ignore[arg-type]
+        (Verdict((0.5, 0.5), 0), "verdict-count", "gave 2 values for 1 candidates"),
+        (Verdict(("high",), 0), "verdict-range", "at 'high'"),  # type: ignore[arg-type]
+        (Verdict((True,), 0), "verdict-range", "at True"),
+        (Verdict((float("nan"),), 0), "verdict-range", "at nan"),
+    ],
+)
+def test_what_a_verifier_returns_is_checked(verdict: Any, code: str, words: str) -> None:
+    chain = {"name": "chain", "samples": 1}
+    with (
+        Solver(controller=chain, verifier=Saying(verdict)) as solver,
+        pytest.raises(UsageError, match=words) as error,
+    ):
+        solver.solve(PUZZLE)
+    assert error.value.code == code and "Saying" in error.value.message
+
+
+def test_values_of_other_kinds_of_number_are_floats() -> None:
+    values: list[object] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Verified):
+            values.extend(event.values)
+
+    verdict = Verdict((np.float32(0.5),), 0)  # type: ignore[arg-type]
+    chain = {"name": "chain", "samples": 1}
+    with Solver(controller=chain, verifier=Saying(verdict), listeners=[listen]) as solver:
+        solver.solve(PUZZLE)
+
+    assert values and {type(value) for value in values} == {float}
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes: ' yes' and ' no' begin with the same token."""
+    alphabet = sorted(ByteLevel.alphabet())
+    rules = Tokenizer(BPE({sign: number for number, sign in enumerate(alphabet)}, []))
+    rules.pre_tokenizer, rules.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=rules)
+
+
+def test_verdicts_that_begin_alike_are_refused_before_the_weights_load() -> None:
+    tokenizer = letters()
+    model = sized("llama", tokenizer)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "controller": "chain", "max_depth": 1}
+    settings |= {"step_tokens": 4}
+    solver = Solver(model, task="reasoning", **settings)
+
+    for ask in (solver.plan, solver.solve):
+        with pytest.raises(UsageError, match="verdict-ambiguous") as error:
+            ask("1+1?")
+        assert "--task reasoning,yes=right,no=wrong" in error.value.hint
+    assert solver.checkpoint._weights is None
+    Solver(model, task="reasoning", verifier=Saying(None), **settings).plan("1+1?")
+    with Solver(model, task="reasoning,yes=right,no=wrong", **settings) as other:
+        assert other.solve("1+1?").metrics.asked > 0
 
 
 class Half:

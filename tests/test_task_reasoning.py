@@ -3,13 +3,14 @@ r"""Problems in words: the end of a path, its answer, and which answers a strict
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.errors import InputError, UsageError
-from arbor.tasks.base import Problem, Task
+from arbor.tasks.base import Guesses, Problem, Task
 from arbor.tasks.reasoning import Reasoning, boxes, extract, normalise, number
 
 TASK = Reasoning()
@@ -32,7 +33,15 @@ def test_it_is_a_task_with_the_boundary_it_is_given() -> None:
 
 
 def test_settings_are_checked() -> None:
-    for settings in ({"max_tokens": 0}, {"max_depth": 0}, {"stop": ("",)}):
+    invalid: tuple[dict[str, Any], ...] = (
+        {"max_tokens": 0},
+        {"max_depth": 0},
+        {"stop": ("",)},
+        {"yes": ()},
+        {"no": (" ",)},
+        {"yes": ("no",), "no": ("no",)},
+    )
+    for settings in invalid:
         with pytest.raises(UsageError) as caught:
             Reasoning(**settings)
         assert caught.value.code == "setting-range"
@@ -240,6 +249,35 @@ def test_the_question_fits_where_the_path_stands() -> None:
     assert TASK.question(problem, ["a\n\n"]).text.startswith("Is")
     assert TASK.question(problem, ["a"]).text.startswith("\n\nIs")
     assert TASK.question(problem, []).values == {" yes": 1.0, " Yes": 1.0, " no": 0.0, " No": 0.0}
+    assert TASK.question(problem, []).text.endswith("Answer yes or no.\nAnswer:")
+
+
+def test_the_words_of_the_verdicts_can_be_chosen() -> None:
+    task = Reasoning(yes=("right",), no=(" wrong", "false"))
+
+    question = task.question(task.parse("How many?"), [])
+
+    assert question.values == {"right": 1.0, " wrong": 0.0, "false": 0.0}
+    assert question.text.endswith("correct? Answer right or wrong.\nAnswer:")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "guess"),
+    [
+        ("So 3 + 4 makes 7.", "7", True),
+        ("\\boxed{7} of 9", "7", False),
+        ("#### 7\nof 9", "7", False),
+        ("The answer is 7, of 9.", "7, of 9", False),
+        ("Nothing.", None, False),
+        ("", None, False),
+    ],
+)
+def test_the_last_number_is_a_guess(text: str, answer: str | None, guess: bool) -> None:
+    problem, thoughts = TASK.parse("How many?"), [text[:5], text[5:]]
+
+    assert TASK.answer(problem, thoughts) == answer
+    assert TASK.is_guess(problem, thoughts) is guess
+    assert isinstance(TASK, Guesses)
 
 
 @given(

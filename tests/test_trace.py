@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from support.fake_run import BUDGET, fake_run, header, tick
 
 from arbor.errors import TraceError, UsageError
-from arbor.events import KV, Boundary, Ended, Event, Evicted, Forwarded, Opened, Rehydrated
+from arbor.events import (
+    KV,
+    Answered,
+    Boundary,
+    Ended,
+    Event,
+    Evicted,
+    Forwarded,
+    Opened,
+    Rehydrated,
+    Terminal,
+)
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, TraceWriter, canonical, read_trace
 from arbor.trace.read import NO_TOKEN
@@ -127,10 +138,25 @@ def test_a_trace_without_words_holds_none_and_still_replays(
             assert set(event.ids) == {NO_TOKEN} and event.text == ""
 
 
-def test_a_record_in_a_hurry_is_the_record_at_leisure(run: list[Event]) -> None:
-    for event in [*run, Boundary(0, (1,), "x", "eos", -math.inf, math.nan, 0.5)]:
-        shallow = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
-        assert to_line({"e": event.name} | shallow) == to_line(to_record(event))
+def test_a_record_in_a_hurry_is_the_record_at_leisure(run: list[Event], tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    events = [*run, Boundary(0, (1,), "x", "eos", -math.inf, math.nan, 0.5)]
+    events += [Terminal(0, "7", guessed=True), Answered(0, (0,), "7", 0.5, None, guessed=True)]
+    with TraceWriter(path) as writer:
+        for event in events:
+            writer(event)
+
+    for line, event in zip(path.read_bytes().splitlines(), events, strict=True):
+        record = json.loads(line)
+        del record["i"], record["t"]
+        assert record == json.loads(to_line(to_record(event)))
+
+
+def test_a_guess_is_written_only_where_it_is_one(tmp_path: Path) -> None:
+    events = [Terminal(0, "7"), Terminal(0, "7", guessed=True), Answered(0, (0,), "7", 0.5, None)]
+
+    assert [to_record(event).get("guessed") for event in events] == [None, True, None]
+    assert read_trace(write(tmp_path / "run", events)).events == tuple(events)
 
 
 def test_text_that_utf8_cannot_hold_is_still_a_valid_trace(tmp_path: Path) -> None:

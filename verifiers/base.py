@@ -26,13 +26,17 @@ class Verdict:
     asked: int
 
 
-@runtime_checkable
-class Asker(Protocol):
-    """The part of the engine a verifier may use; questions run within the KV budget."""
+class Encoder(Protocol):
+    """Token ids of texts."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a continuation (no special tokens)."""
         ...
+
+
+@runtime_checkable
+class Asker(Encoder, Protocol):
+    """The part of the engine a verifier may use; questions run within the KV budget."""
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits after `path of node + question`, for each pair.
@@ -58,4 +62,17 @@ class Verifier(Protocol):
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
         """Values of closed or terminal blocks."""
+        ...
+
+
+@runtime_checkable
+class ChecksQuestions(Protocol):
+    """The part of a verifier that checks a task's questions before the weights load."""
+
+    def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
+        """Refuse questions that this model's tokenizer makes unanswerable.
+
+        Raises:
+            UsageError: names what is wrong, and what works.
+        """
         ...

@@ -13,7 +13,7 @@ from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Question, Task
 from arbor.tree import Node
 
-from .base import Asker, Verdict
+from .base import Asker, Encoder, Verdict
 
 # The largest value of a model's judgement: 1 is a proof, which only `Exact` gives.
 CERTAIN = 1 - 2**-20
@@ -83,7 +83,17 @@ class SelfEval:
         ]
         return Verdict(tuple(values[row] for row in rows), len(nodes))
 
-    def _encode(self, question: Question, engine: Asker) -> list[int]:
+    def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
+        """Refuse verdicts that this model cannot tell apart, by the question at no thoughts.
+
+        Raises:
+            UsageError: the question is empty, or two verdicts of different worth begin with the
+                same token.
+        """
+        question = task.question(problem, ())
+        verdict_tokens(question, self._encode(question, encoder), encoder)
+
+    def _encode(self, question: Question, engine: Encoder) -> list[int]:
         tokens = engine.encode(question.text)
         if not tokens:
             raise UsageError("question-empty", "the task's question to the model is empty.")
@@ -107,7 +117,7 @@ def expected_worth(logits: torch.Tensor, worths: Sequence[float]) -> float:
     return min(max(value, 0.0), CERTAIN)
 
 
-def verdict_tokens(question: Question, asked: Sequence[int], engine: Asker) -> dict[int, float]:
+def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) -> dict[int, float]:
     """The first token of each verdict, as written after the question -> the verdict's worth.
 
     Args:
@@ -131,7 +141,8 @@ def verdict_tokens(question: Question, asked: Sequence[int], engine: Asker) -> d
             raise UsageError(
                 "verdict-ambiguous",
                 f"the verdicts '{first_with[token]}' and '{verdict}' begin with the same token of this model.",
-                "Use verdicts that differ from their first token on.",
+                "Use verdicts that differ from their first token on, as in --task "
+                "reasoning,yes=right,no=wrong, or a verifier that asks no model.",
                 verdicts=[first_with[token], verdict],
             )
         worth[token] = value

@@ -32,7 +32,6 @@ from arbor.cli.options import (
 )
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
-from arbor.cli.solve import use_threads
 from arbor.errors import BudgetInfeasible, InputError, UsageError
 from arbor.measure.timing import FEWEST, Lap, Timing, differs, interleaved, regressed
 from arbor.support.atomic_write import write_atomically
@@ -254,7 +253,6 @@ def measure(output: Output, options: BenchOptions, trial: Trial) -> dict[str, An
     """Times the problem under every policy and budget in turn."""
     output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
     first = next(iter(trial.solvers.values()))
-    use_threads(options.run.threads, first.describe())
     contestants: dict[str, Callable[[], object]] = {}
     for policy, budget in trial.arms:
         solver = trial.solvers[policy]

@@ -54,9 +54,11 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
         dtype=options.dtype,
         device=options.device,
         backend=options.backend,
+        threads=options.threads,
         seed=options.seed,
         deterministic=options.deterministic,
         cuda_graphs=options.cuda_graphs,
+        record_bytes=0,
     )
 
 

@@ -116,14 +116,12 @@ def demo(output: Output, /, **values: Any) -> int:
 
 def search(output: Output, folder: Path, seed: int) -> Solution:
     """The first search with an answer and a rehydration, over a few seeds; else the best."""
-    from arbor.cli.solve import use_threads
     from arbor.controllers.tot import ToT
     from arbor.solver import Solver
 
     began = time.monotonic()
     controller = ToT(beam=4, width=6)
     with Solver(controller=controller) as planner:
-        use_threads(None, planner.describe())
         # the smallest budget that works: KV is evicted and recomputed
         budget = f"{planner.plan(PROBLEM).smallest_tokens}tok"
     best: Solution | None = None

@@ -11,7 +11,6 @@ from arbor.cli.eval_options import EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
-from arbor.cli.solve import use_threads
 from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
@@ -48,7 +47,6 @@ def solve_all(
     if not waiting:
         return
     output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
-    use_threads(options.run.threads, solver.describe())
     console = None if output.progress == "none" else output.console()
     with Progress(console, output.progress == "live", len(waiting)) as progress:
         for sample in waiting:

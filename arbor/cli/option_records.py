@@ -51,6 +51,7 @@ class SolverOptions:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    threads: int | None = None
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True
@@ -74,12 +75,10 @@ class RunOptions:
     Attributes:
         timeout: seconds.
         max_tokens: of finished thoughts.
-        threads: of torch on the CPU; None for as many as suit the model.
     """
 
     timeout: float | None
     max_tokens: int | None
-    threads: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

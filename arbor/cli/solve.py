@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 import webbrowser
@@ -40,7 +39,6 @@ from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
     from arbor.events import Event
-    from arbor.model.describe import ModelInfo
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
@@ -48,7 +46,10 @@ if TYPE_CHECKING:
 EXIT_NO_ANSWER = 3
 PLAN_SCHEMA = "arbor.plan/1"
 CONFIG_SCHEMA = "arbor.config/1"
-SMALL_MODEL = 50_000_000  # parameters
+GUESSED = (
+    "[guessed-answer] the text marks no answer; this is a guess, such as its last number. Try "
+    "another model, or a wider search."
+)
 
 _options = option_group(
     option(
@@ -161,7 +162,6 @@ def solve(output: Output, /, **values: Any) -> int:
         refuse_overwriting(outputs, [options.file, config_path])
         writer = open_trace(options.trace, options.trace_detail.trace_text)
         output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
-        use_threads(options.run.threads, solver.describe())
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -178,7 +178,11 @@ def solve(output: Output, /, **values: Any) -> int:
     if solution.answer is None:
         output.warn(no_answer(solution))
     correct = None if solution.answer is None else solution.correct
+    if solution.guessed:
+        output.warn(GUESSED)
     output.say(numbers_line(solution.finish_reason, solution.metrics, correct))
+    if unreached := unreached_line(solution.metrics):
+        output.say(unreached)
     if solution.trace_path is not None:
         output.say(f"trace {solution.trace_path}")
     if options.html is not None:
@@ -241,16 +245,6 @@ def print_config(
         output.document({"schema": CONFIG_SCHEMA, **config})
     else:
         output.print(config_text(config).rstrip())
-
-
-def use_threads(threads: int | None, model: ModelInfo) -> None:
-    """Sets torch's threads; by default one for a small model, whose threads would mostly wait."""
-    if threads is None and model.parameters < SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ:
-        threads = 1
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
 
 
 def watch(
@@ -336,6 +330,15 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
     if correct is not None:
         parts.append("correct" if correct else "wrong")
     return " · ".join(parts)
+
+
+def unreached_line(metrics: Metrics) -> str:
+    """That a budget below full retention changed nothing, and which one would; else empty."""
+    if metrics.budget_reached or metrics.budget_tokens >= metrics.full_tokens:
+        return ""
+    peak, smallest = metrics.peak_tokens, metrics.smallest_tokens
+    line = f"this budget was never reached: peak {peak:,} of {metrics.budget_tokens:,} tokens"
+    return f"{line}; {smallest}tok to {peak - 1}tok would evict KV" if smallest < peak else line
 
 
 def no_answer(solution: Solution) -> str:

@@ -172,16 +172,24 @@ def load_tokenizer(source: ModelLocation) -> Any:
         ModelError: no readable tokenizer.
     """
     try:
-        return AutoTokenizer.from_pretrained(source.path, **source.loading)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source.path, **source.loading)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if Path(source.path).is_dir() and not needs_remote_code(error):
-            raise ModelError(
-                "model-incomplete",
-                f"{source.name} has no readable tokenizer ({_first_line(error)}).",
-                "Copy tokenizer.json and tokenizer_config.json there.",
-                model=source.name,
-            ) from error
+            raise _no_tokenizer(source, _first_line(error)) from error
         raise _unreadable(source, error) from error
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        # what transformers builds without files, for some architectures
+        raise _no_tokenizer(source, "its vocabulary is empty")
+    return tokenizer
+
+
+def _no_tokenizer(source: ModelLocation, reason: str) -> ModelError:
+    return ModelError(
+        "model-incomplete",
+        f"{source.name} has no readable tokenizer ({reason}).",
+        "Copy tokenizer.json and tokenizer_config.json there.",
+        model=source.name,
+    )
 
 
 def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) -> Any:

@@ -67,7 +67,7 @@ class Protect:
 PATH_ENDS = Protect(tail=0, floor=0)  # for policies that evict whole blocks, or rank all tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Policy:
     """A retention policy: an allocator, a scorer, and the tokens protected from both.
 
@@ -90,6 +90,13 @@ class Policy:
     spares_paths: bool = False
     summary: str = field(default="", kw_only=True, compare=False, repr=False, metadata=NO_SETTING)
     registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
+
+    def __repr__(self) -> str:
+        protect = self.protect
+        kept = {"sinks": protect.sinks, "recent": protect.recent, "tail": protect.tail}
+        kept["floor"] = protect.floor
+        protects = ", ".join(f"{name}={count}" for name, count in kept.items())
+        return f"Policy({self.name!r}, {self.allocator!r}, {self.scorer!r}, {protects})"
 
     @property
     def name(self) -> str:

@@ -23,17 +23,19 @@ def check_seed(seed: Any) -> int:
     return number
 
 
-def check_count(name: str, limit: Any) -> int | None:
+def check_count(name: str, limit: Any, least: int = 1) -> int | None:
     """A limit on a number of things; None: unlimited.
 
     Raises:
-        UsageError: not a whole number, or below 1.
+        UsageError: not a whole number, or below `least`.
     """
     if limit is None:
         return None
     number = _whole(limit)
-    if number is None or number < 1:
-        raise UsageError("limit", f"{name} is {limit!r}.", "It is a whole number, 1 or more.")
+    if number is None or number < least:
+        raise UsageError(
+            "limit", f"{name} is {limit!r}.", f"It is a whole number, {least} or more."
+        )
     return number
 
 

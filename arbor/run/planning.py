@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from arbor.budget import Budget, Footprint, Plan
-from arbor.errors import InputError, ModelError
+from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.run.limits import check_count
 from arbor.run.setup import Setup
-from arbor.tasks.base import BoundedQuestions, Problem
+from arbor.tasks.base import BoundedQuestions, Problem, Task
+from arbor.verifiers.base import ChecksQuestions
+
+
+def parse_problem(task: Task, problem: str | Problem) -> Problem:
+    """A problem as a user gives it, parsed.
+
+    Raises:
+        UsageError: neither a text nor a `Problem`.
+        InputError: the task cannot read it.
+    """
+    if isinstance(problem, Problem):
+        return problem
+    if not isinstance(problem, str):
+        raise UsageError(
+            "problem-type",
+            f"a problem is a text, or a Problem, not {type(problem).__name__}: {problem!r:.60}.",
+            f'As in solve("{task.example}").',
+        )
+    return task.parse(problem)
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -34,12 +54,16 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     Raises:
         ModelError: the model is not supported.
         InputError: the longest path would not fit the model's context.
-        BudgetInfeasible: the budget is too small; names the smallest that works.
+        BudgetInfeasible: the budget is too small; names the smallest that works, which is full
+            retention for a policy that evicts nothing.
+        UsageError: the verifier cannot read verdicts from this model.
     """
     files, boundary, protect = setup.checkpoint.read(), setup.boundary, setup.policy.protect
     info = files.info
     if not info.supported:
         raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+    if isinstance(setup.verifier, ChecksQuestions):
+        setup.verifier.check(setup.task, problem, Words(files.tokenizer))
     shape = Footprint(
         prompt_tokens,
         boundary.max_tokens,
@@ -58,7 +82,33 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
             tokens=prompt_tokens,
             context=info.context,
         )
-    return budget.plan(shape, info.kv_bytes_per_token)
+    if not setup.policy.keeps_all:
+        return budget.plan(shape, info.kv_bytes_per_token)
+    slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token)
+    if slots < shape.full_tokens:
+        raise BudgetInfeasible(
+            shape.full_tokens,
+            slots,
+            f"the policy '{setup.policy.name}', which evicts nothing,",
+            "Use --budget full, or another --policy.",
+        )
+    plan = budget.plan(shape, info.kv_bytes_per_token)
+    return replace(plan, smallest_tokens=plan.full_tokens)
+
+
+class Words:
+    """Token ids of texts, as the engine encodes questions; loads no weights.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a continuation (no special tokens)."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
@@ -75,4 +125,4 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     declared = None
     if isinstance(task, BoundedQuestions):
         declared = check_count("max_question_tokens", task.max_question_tokens)
-    return max(declared or 0, len(tokenizer.encode(text, add_special_tokens=False)))
+    return max(declared or 0, len(Words(tokenizer).encode(text)))

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import cached_property
@@ -25,13 +25,14 @@ from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.limits import TokenLimit
-from arbor.run.planning import encode_prompt, plan_search
+from arbor.run.planning import encode_prompt, parse_problem, plan_search
 from arbor.run.questions import PlannedQuestions
+from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.session import Limits, Outcome, Session, Status
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.tasks.base import Problem
+from arbor.tasks.base import Guesses, Problem
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 
@@ -50,7 +51,7 @@ class Run:
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
-        parsed = problem if isinstance(problem, Problem) else setup.task.parse(problem)
+        parsed = parse_problem(setup.task, problem)
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
@@ -85,13 +86,15 @@ class Run:
         )
         with lend(self) as engine:
             metrics, writer = MetricsFold(), self.request.writer()
+            recording = self._recording(writer)
+            records = [each for each in (writer, recording) if each is not None]
             try:
-                outcome = self._search(engine, reads, metrics, writer, listeners)
+                outcome = self._search(engine, reads, metrics, records, listeners)
             finally:
                 self.session = None
-                if writer is not None:
-                    writer.close()
-            return self._solution(outcome, metrics.metrics(), writer)
+                for each in records:
+                    each.close()
+            return self._solution(outcome, metrics.metrics(), writer, recording)
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search after its current forward, if it is running.
@@ -139,13 +142,12 @@ class Run:
         engine: Engine,
         reads: FutureReads | None,
         metrics: MetricsFold,
-        writer: TraceWriter | None,
+        records: Sequence[Listener],
         listeners: tuple[Listener, ...],
     ) -> Outcome:
         """The session between the header and the end."""
         setup, request = self.setup, self.request
-        heard: list[Listener] = [metrics, *([writer] if writer else [])]
-        heard += (*setup.listeners, *listeners)
+        heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
             heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit")))
         emit = Broadcast(heard, self.stop)
@@ -204,6 +206,7 @@ class Run:
                 "name": str(checkpoint.device),
                 "torch": torch.__version__,
                 "backend": checkpoint.backend_name(info),
+                "threads": torch.get_num_threads(),
             },
             config=self.config,
             kv=self.plan.to_dict(),
@@ -211,7 +214,18 @@ class Run:
 
     # After the search
 
-    def _solution(self, outcome: Outcome, metrics: Metrics, writer: TraceWriter | None) -> Solution:
+    def _recording(self, writer: TraceWriter | None) -> Recording | None:
+        """Keeps the events in memory; None with a trace, or where the solver keeps none."""
+        most = self.setup.record_bytes
+        return Recording(most) if writer is None and most else None
+
+    def _solution(
+        self,
+        outcome: Outcome,
+        metrics: Metrics,
+        writer: TraceWriter | None,
+        recording: Recording | None,
+    ) -> Solution:
         best, task, problem = outcome.best, self.setup.task, self.problem
         path: list[Node] = [] if best is None else best.path
         return Solution(
@@ -222,15 +236,23 @@ class Run:
             text="".join(node.text for node in path[1:]),
             score=0.0 if best is None else best.value,
             correct=outcome.correct,
+            guessed=outcome.guessed,
             finish_reason=outcome.status,
             path=tuple(node.id for node in path),
             steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
             candidates=tuple(
-                Candidate(leaf.id, task.answer(problem, leaf.thoughts), leaf.value, leaf.logprob)
+                Candidate(
+                    leaf.id,
+                    task.answer(problem, leaf.thoughts),
+                    leaf.value,
+                    leaf.logprob,
+                    isinstance(task, Guesses) and task.is_guess(problem, leaf.thoughts),
+                )
                 for leaf in outcome.finished
             ),
             metrics=metrics,
             seed=self.seed,
             config=self.config,
             trace_path=None if writer is None else os.fspath(writer.path),
+            recording=recording,
         )

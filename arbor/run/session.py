@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 from arbor import components
@@ -26,9 +27,9 @@ from arbor.events import (
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
-from arbor.tasks.base import Problem, Task
+from arbor.tasks.base import Guesses, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Asker, Verifier
+from arbor.verifiers.base import Asker, Verdict, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Outcome:
         best: the first of them with an answer, else the first; None if no path came to an end.
         answer: the answer of `best`.
         correct: the grade of the answer; None without an answer key.
+        guessed: the answer is a guess of the task.
     """
 
     tree: ThoughtTree
@@ -69,6 +71,7 @@ class Outcome:
     best: Node | None
     answer: str | None
     correct: bool | None
+    guessed: bool = False
 
 
 class Session:
@@ -248,8 +251,13 @@ class Session:
                 or self.task.is_terminal(self.problem, thoughts)
             ):
                 child.state = NodeState.TERMINAL
-                self.emit(Terminal(child.id, self.task.answer(self.problem, thoughts)))
+                answer = self.task.answer(self.problem, thoughts)
+                self.emit(Terminal(child.id, answer, self._is_guess(child)))
         return children
+
+    def _is_guess(self, leaf: Node) -> bool:
+        """Whether the answer of a finished path is a guess of the task."""
+        return isinstance(self.task, Guesses) and self.task.is_guess(self.problem, leaf.thoughts)
 
     def _verify(self, children: Sequence[Node]) -> None:
         if not children:
@@ -257,15 +265,15 @@ class Session:
         began = time.perf_counter()
         verdict = self.verifier.verify(self.task, self.problem, children, self.asker)
         name = str(components.spec_of(self.verifier)["name"])
-        _check(name, children, verdict.values)
-        for child, value in zip(children, verdict.values, strict=True):
+        values = _values(name, children, verdict)
+        for child, value in zip(children, values, strict=True):
             child.value, child.valued = value, True
         self.engine.changed(children)
         self.emit(
             Verified(
                 verifier=name,
                 nodes=tuple(child.id for child in children),
-                values=verdict.values,
+                values=values,
                 asked=verdict.asked,
                 elapsed_s=time.perf_counter() - began,
             )
@@ -302,6 +310,7 @@ class Session:
         best = finished[first or 0] if finished else None
         answer = None if first is None else answers[first]
         correct = self._grade(answer)
+        guessed = answer is not None and best is not None and self._is_guess(best)
         status: Status = self._stopped or ("solved" if answer is not None else "exhausted")
         self.emit(
             Answered(
@@ -310,9 +319,10 @@ class Session:
                 text=answer,
                 score=0.0 if best is None else best.value,
                 correct=correct,
+                guessed=guessed,
             )
         )
-        return Outcome(tree, status, tuple(finished), best, answer, correct)
+        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed)
 
     def _grade(self, answer: str | None) -> bool | None:
         if self.problem.expected is None:
@@ -320,12 +330,24 @@ class Session:
         return self.task.grade(self.problem, answer).correct
 
 
-def _check(verifier: str, children: Sequence[Node], values: Sequence[float]) -> None:
-    """Refuse values that a search cannot order.
+def _values(verifier: str, children: Sequence[Node], verdict: object) -> tuple[float, ...]:
+    """A verifier's values, refused where a search cannot order them.
 
     Raises:
-        UsageError: not one value for each candidate, or a value that is not finite.
+        UsageError: not a `Verdict`, not one value for each candidate, or a value that is not a
+            finite number.
     """
+    values = verdict.values if isinstance(verdict, Verdict) else None
+    if not isinstance(values, tuple | list):
+        given = type(verdict).__name__
+        if isinstance(verdict, Verdict):
+            given = f"a Verdict with values of type {type(values).__name__}"
+        raise UsageError(
+            "verdict-type",
+            f"the verifier '{verifier}' returned {given}, not a Verdict with a tuple of values.",
+            "Return arbor.verifiers.base.Verdict(values, asked): one value for each candidate, and "
+            "the number of questions asked.",
+        )
     if len(values) != len(children):
         raise UsageError(
             "verdict-count",
@@ -333,10 +355,11 @@ def _check(verifier: str, children: Sequence[Node], values: Sequence[float]) -> 
             "It must give one for each, in their order.",
         )
     for child, value in zip(children, values, strict=True):
-        if not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise UsageError(
                 "verdict-range",
-                f"the verifier '{verifier}' valued block {child.id} at {value}.",
+                f"the verifier '{verifier}' valued block {child.id} at {value!r:.40}.",
                 "Values are finite numbers, from 0 to 1 where they are probabilities.",
                 node=child.id,
             )
+    return tuple(map(float, values))

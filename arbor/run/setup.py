@@ -32,6 +32,7 @@ class Setup:
         boundary: where a thought and a path end.
         given_sampling: `Solver`'s `sampling`, not resolved: that reads the model's files.
         listeners: called with every event of every run.
+        record_bytes: as in `Solver`.
     """
 
     checkpoint: Checkpoint
@@ -48,6 +49,7 @@ class Setup:
     max_expansions: int | None
     seed: int
     listeners: tuple[Listener, ...]
+    record_bytes: int
 
     @property
     def sampling(self) -> Sampling:

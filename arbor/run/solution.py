@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
+from arbor.run.recording import Recording
 from arbor.support.graph import Vertex, search_graph
+from arbor.support.units import human_bytes
 from arbor.tasks.base import Problem
 from arbor.tasks.splits import content_id
 from arbor.trace.fold import Replay
@@ -21,8 +24,11 @@ if TYPE_CHECKING:
     import networkx
 
     from arbor.run.session import Status
+    from arbor.view import PageTrace
 
 SOLUTION_SCHEMA = "arbor.solution/1"
+MOST_TEXT = 60  # characters of a problem or an answer in a repr
+MOST_STEPS = 30  # thoughts of the answer's path in a notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +43,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One finished path: its last node, its answer, the value and the sum of log probabilities."""
+    """One finished path.
+
+    Attributes:
+        node: its last.
+        answer: None if the path gave none.
+        value: of its last block, in [0, 1].
+        logprob: sum of log probabilities of the last block's tokens.
+        guessed: the text does not mark the answer.
+    """
 
     node: int
     answer: str | None
     value: float
     logprob: float
+    guessed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Solution:
     """The result of a search; JSON-able, no tensors, no live nodes.
 
@@ -63,7 +78,10 @@ class Solution:
         metrics: its cost.
         seed, config: enough to repeat it.
         trace_path: the trace, if one was written.
+        guessed: the text does not mark the answer: the task took, for example, its last number.
         error: `ArborError.to_dict` of the error; then `finish_reason` is ``error``.
+        recording: the events of the search, in memory, where no trace was written; neither compared
+            nor part of `to_dict`.
     """
 
     id: str
@@ -81,15 +99,40 @@ class Solution:
     seed: int
     config: Mapping[str, Any]
     trace_path: str | None = None
+    guessed: bool = False
     error: Mapping[str, Any] | None = None
     schema: str = SOLUTION_SCHEMA
+    recording: Recording | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return self.answer or ""
 
+    def __repr__(self) -> str:
+        return f"Solution({_short(self.problem)}: {self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """The answer, the end and the cost in one line."""
+        cost = self.metrics
+        found = "no answer"
+        if self.answer is not None:
+            graded = {True: ", correct", False: ", wrong", None: ""}[self.correct]
+            kind = "guessed answer" if self.guessed else "answer"
+            found = f"{kind} {_short(self.answer)}{graded}"
+        return (
+            f"{found}, {self.finish_reason}, {cost.blocks:,} blocks, "
+            f"peak {cost.peak_tokens:,} of {cost.budget_tokens:,} tokens, {cost.wall_s:.1f} s"
+        )
+
+    @property
+    def budget_reached(self) -> bool:
+        """Whether the budget changed anything, see `Metrics.budget_reached`."""
+        return self.metrics.budget_reached
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-able."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = [f.name for f in dataclasses.fields(self) if f.name != "recording"]
+        data = {name: getattr(self, name) for name in fields}
         data["path"] = list(self.path)
         data["steps"] = [dataclasses.asdict(step) for step in self.steps]
         data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
@@ -109,30 +152,35 @@ class Solution:
         return cls(**values)
 
     def replay(self) -> Replay:
-        """The search, from its trace: every block, the memory plot, contradictions.
+        """The search as data: every block, the memory plot, contradictions.
 
         Raises:
-            UsageError: no trace was written.
+            UsageError: no trace was written, and the events were not kept.
             TraceError: the trace cannot be read.
         """
-        return Replay.of(read_trace(self._trace()))
+        if self.trace_path is not None:
+            return Replay.of(read_trace(self.trace_path))
+        replay = Replay()
+        for seconds, event in self._events():
+            replay.feed(event, seconds)
+        return replay
 
     def to_networkx(self) -> networkx.DiGraph:
-        """The whole search as a directed graph, from its trace, with an edge to every child.
+        """The whole search as a directed graph, with an edge to every child.
 
-            solution = solver.solve("4 5 6 10", trace="run.arbor.jsonl")
+            solution = solver.solve("4 5 6 10")
             graph = solution.to_networkx()
             networkx.shortest_path(graph, 0, solution.path[-1])
 
-        Without a trace, `ThoughtTree.to_networkx` gives the same graph of the live tree
-        (``solver.engine.tree``) until the next search; docs/graph.md has examples.
+        `ThoughtTree.to_networkx` gives the same graph of the live tree (``solver.engine.tree``)
+        until the next search; docs/graph.md has examples.
 
         Returns:
             Nodes are block ids (the root is 0) with the attributes text, value in [0, 1], state
             (``open``, ``closed``, ``terminal`` or ``pruned``) and tokens.
 
         Raises:
-            UsageError: no trace was written.
+            UsageError: no trace was written, and the events were not kept.
             TraceError: the trace cannot be read.
         """
         return search_graph(
@@ -148,19 +196,28 @@ class Solution:
         )
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Print the answer's path; with a trace, the tree with the tokens each block holds.
+        """Show the search: in a notebook the interactive page, elsewhere the tree as text.
+
+        Without its events, only the answer's path is printed.
 
         Args:
-            file: instead of stdout.
+            file: print there instead of on stdout, in a notebook too.
         """
+        display = _notebook_display() if file is None and self._has_events else None
+        if display is not None:
+            from arbor.view import html_page, notebook_frame
+
+            display(notebook_frame(html_page(self._page_trace(self.problem))))
+            return
         from rich.console import Console
 
         from arbor.view.draw import draw
         from arbor.view.live import glyphs_of
 
         console = Console(file=file, highlight=False)
-        console.print(f"{self.problem} -> {self.answer}", markup=False)
-        if self.trace_path is not None:
+        guessed = " (guessed)" if self.guessed else ""
+        console.print(f"{self.problem} -> {self.answer}{guessed}", markup=False)
+        if self._has_events:
             size = console.size
             console.print(draw(self.replay(), size.width, size.height, glyphs_of(console)))
             return
@@ -171,27 +228,76 @@ class Solution:
         """Write the search as one HTML file that needs no server and no network.
 
         Raises:
-            UsageError: no trace was written, or the file cannot be written.
+            UsageError: no trace was written and the events were not kept, or the file cannot be
+                written.
             TraceError: the trace cannot be read.
         """
-        from arbor.view import read_page_trace, write_page
+        from arbor.view import write_page
 
-        return write_page(path, read_page_trace(self._trace()))
+        return write_page(path, self._page_trace(Path(path).stem))
 
-    def _repr_html_(self) -> str | None:
-        """The page in a notebook; without a trace, the notebook shows the plain text."""
-        if self.trace_path is None:
-            return None
-        from arbor.view import html_page, notebook_frame, read_page_trace
+    def _repr_html_(self) -> str:
+        """The answer, its path and a static picture of the search, for a notebook; no script."""
+        from arbor.view import plain_text, search_picture
 
-        return notebook_frame(html_page(read_page_trace(self.trace_path)))
+        found = "no answer" if self.answer is None else plain_text(self.answer)
+        found += " (guessed)" if self.guessed else ""
+        steps = "".join(f"<li>{plain_text(step.text)}</li>" for step in self.steps[:MOST_STEPS])
+        if len(self.steps) > MOST_STEPS:
+            steps += f"<li>… {len(self.steps) - MOST_STEPS:,} more</li>"
+        picture = search_picture(self.replay()) if self._has_events else ""
+        return (
+            f"<div><p><b>{plain_text(self.problem)}</b> → <b>{found}</b><br>"
+            f"<small>{plain_text(self.summary, 400)}</small></p>"
+            f"<ol>{steps}</ol>{picture}</div>"
+        )
 
-    def _trace(self) -> str:
-        if self.trace_path is None:
-            raise UsageError(
-                "trace-missing", "this run wrote no trace.", "Solve with trace='run.arbor.jsonl'."
+    @property
+    def _has_events(self) -> bool:
+        """Whether the search can be replayed."""
+        return self.trace_path is not None or (self.recording is not None and self.recording.whole)
+
+    def _events(self) -> Recording:
+        """The events in memory.
+
+        Raises:
+            UsageError: they were not kept.
+        """
+        recording = self.recording
+        if recording is not None and recording.whole:
+            return recording
+        message = "this solution has no events: its run wrote no trace and kept none in memory."
+        if recording is not None:
+            message = (
+                f"this run wrote no trace, and its {recording.events:,} events take more than the "
+                f"{human_bytes(recording.most_bytes)} that a solution keeps."
             )
-        return self.trace_path
+        raise UsageError(
+            "trace-missing",
+            message,
+            "Solve with trace='run.arbor.jsonl', or with Solver(record_bytes=…).",
+        )
+
+    def _page_trace(self, name: str) -> PageTrace:
+        from arbor.view import page_trace_of, read_page_trace
+
+        if self.trace_path is not None:
+            return read_page_trace(self.trace_path)
+        return page_trace_of(name, self._events())
+
+
+def _short(text: str) -> str:
+    """A text in quotes on one line, cut."""
+    return repr(text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 1]}…")
+
+
+def _notebook_display() -> Callable[[str], None] | None:
+    """Shows HTML in the notebook this runs in; None outside of one."""
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    return lambda text: ipython.display.display({"text/html": text}, raw=True)
 
 
 def failed_solution(

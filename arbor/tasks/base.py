@@ -143,3 +143,12 @@ class BoundedQuestions(Protocol):
     def max_question_tokens(self) -> int | None:
         """The most tokens of a question, at any thoughts; None: the question never grows."""
         ...
+
+
+@runtime_checkable
+class Guesses(Protocol):
+    """The part of a task whose `answer` may be a guess, which results then mark as one."""
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether `answer` takes for an answer what the text does not mark as one."""
+        ...

@@ -63,17 +63,21 @@ class Reasoning:
 
     The answer of a path is the last complete \boxed{} (braces counted, so that any nesting works),
     else what follows the first ``####``, else what follows the last "answer is", else the last
-    number. Text of the prompt is never searched.
+    number, which is a guess and marked as one. Text of the prompt is never searched.
 
     Attributes:
         stop: what ends a thought; an empty line by default.
         max_tokens: a thought is cut after so many tokens.
         max_depth: thoughts on one path.
+        yes, no: verdicts of a model that judges its own thoughts, as written after the question,
+            which names the first of each; for models whose verdicts begin with the same token.
     """
 
     stop: tuple[str, ...] = ("\n\n",)
     max_tokens: int = 128
     max_depth: int = 16
+    yes: tuple[str, ...] = (" yes", " Yes")
+    no: tuple[str, ...] = (" no", " No")
 
     example = "A train covers 60 km in 45 minutes. What is its speed in km/h?"
 
@@ -86,6 +90,14 @@ class Reasoning:
         if "" in self.stop:
             raise UsageError(
                 "setting-range", "stop holds an empty text, which every token contains."
+            )
+        if not all(map(str.strip, self.yes)) or not all(map(str.strip, self.no)):
+            raise UsageError("setting-range", "yes or no holds an empty verdict.")
+        if not self.yes or not self.no or set(self.yes) & set(self.no):
+            raise UsageError(
+                "setting-range",
+                f"yes={','.join(self.yes)} and no={','.join(self.no)}: each needs a verdict, and "
+                "they share none.",
             )
 
     @property
@@ -124,6 +136,11 @@ class Reasoning:
     def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
         return extract("".join(thoughts))
 
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether the answer is the last number of a text that marks none."""
+        text = "".join(thoughts)
+        return stated(text) is None and extract(text) is not None
+
     def grade(self, problem: Problem, answer: str | None) -> Grade:
         """Right if both are the same number exactly, or the same text up to notation.
 
@@ -152,8 +169,9 @@ class Reasoning:
         subject = "final answer" if self.is_terminal(problem, thoughts) else "reasoning so far"
         gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
         return Question(
-            f"{gap}Is the {subject} correct? Answer yes or no.\nAnswer:",
-            {" yes": 1.0, " Yes": 1.0, " no": 0.0, " No": 0.0},
+            f"{gap}Is the {subject} correct? Answer {self.yes[0].strip()} or "
+            f"{self.no[0].strip()}.\nAnswer:",
+            dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
         )
 
 
@@ -203,7 +221,16 @@ def marked(text: str) -> str | None:
 
 
 def extract(text: str) -> str | None:
-    """The answer of a text: marked, else after the last "answer is", else the last number."""
+    """The answer of a text: stated, else the last number."""
+    answer = stated(text)
+    if answer is not None:
+        return answer
+    numbers = [match[0] for match in _LAST_NUMBER.finditer(text)]
+    return numbers[-1] if numbers else None
+
+
+def stated(text: str) -> str | None:
+    """The answer that a text states: marked, else after the last "answer is"."""
     answer = marked(text)
     if answer is not None:
         return answer
@@ -215,8 +242,7 @@ def extract(text: str) -> str | None:
             return str(counted[1])
         if normalise(answer):
             return str(answer)
-    numbers = [match[0] for match in _LAST_NUMBER.finditer(text)]
-    return numbers[-1] if numbers else None
+    return None
 
 
 def normalise(answer: str) -> str:

@@ -49,7 +49,11 @@ def finite(value: Any) -> Any:
 
 def to_record(event: Event) -> dict[str, Any]:
     """An event as a JSON object: its type as ``e``, then its fields."""
-    return {"e": event.name, **finite(dataclasses.asdict(event))}
+    record = {"e": event.name, **finite(dataclasses.asdict(event))}
+    for name, default in _OPTIONAL[type(event)]:
+        if record[name] == default:
+            del record[name]
+    return record
 
 
 def without_words(record: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +88,15 @@ _ENCODER = json.JSONEncoder(
     default=_plain,
 )
 _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in EVENTS}
+# fields that are left out where they have their default
+_OPTIONAL = {
+    kind: tuple(
+        (field.name, field.default)
+        for field in dataclasses.fields(kind)
+        if field.metadata.get("only_if_set")
+    )
+    for kind in EVENTS
+}
 
 
 class TraceWriter:
@@ -172,6 +185,9 @@ class TraceWriter:
             record = {"e": event.name, "i": number, "t": round(seconds, 6)}
             for name in _FIELDS[type(event)]:
                 record[name] = getattr(event, name)
+            for name, default in _OPTIONAL[type(event)]:
+                if record[name] == default:
+                    del record[name]
             lines += to_line(without_words(record) if self.text == "none" else record) + b"\n"
         self._waiting.clear()
         if self._packer is not None:

@@ -2,12 +2,15 @@
 
 from arbor.view.page import html_page, notebook_frame, write_page
 from arbor.view.page_trace import PageTrace, page_trace_of, read_page_trace
+from arbor.view.picture import plain_text, search_picture
 
 __all__ = [
     "PageTrace",
     "html_page",
     "notebook_frame",
     "page_trace_of",
+    "plain_text",
     "read_page_trace",
+    "search_picture",
     "write_page",
 ]

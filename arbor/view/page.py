@@ -26,7 +26,9 @@ SCRIPTS = (
     "panels.js",
     "viewer.js",
 )
-FRAME_HEIGHT = 720  # CSS pixels in a notebook
+# CSS pixels in a notebook: the page scrolls below NARROW, and needs more to show its controls
+FRAME_HEIGHT = 720
+NARROW, NARROW_HEIGHT = 900, 960
 
 
 def html_page(*recordings: PageTrace) -> str:
@@ -70,11 +72,19 @@ def write_page(path: str | os.PathLike[str], *recordings: PageTrace) -> Path:
     return path
 
 
-def notebook_frame(page: str, height: int = FRAME_HEIGHT) -> str:
-    """A page as a frame: scripts run, without an origin and without access to the outer page."""
+def notebook_frame(page: str) -> str:
+    """A page as a frame: scripts run, without an origin and without access to the outer page.
+
+    The frame is high enough for the tree and every control of the page at the width it is given.
+    """
+    height = (
+        f"clamp({FRAME_HEIGHT}px,calc({FRAME_HEIGHT}px + ({NARROW}px - 100cqw)*999),"
+        f"{NARROW_HEIGHT}px)"
+    )
     return (
+        '<div style="container-type:inline-size;width:100%">'
         f'<iframe srcdoc="{html.escape(page)}" sandbox="allow-scripts" title="arbor search trace" '
-        f'style="width:100%;height:{height}px;border:0"></iframe>'
+        f'style="width:100%;height:{NARROW_HEIGHT}px;height:{height};border:0"></iframe></div>'
     )
 
 

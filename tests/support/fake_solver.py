@@ -31,6 +31,7 @@ class FakeSolution:
     correct: bool | None = None
     trace_path: str | None = None
     score: float = 0.75
+    guessed: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -42,6 +43,7 @@ class FakeSolution:
             "answer": self.answer,
             "finish_reason": self.finish_reason,
             "correct": self.correct,
+            "guessed": self.guessed,
             "metrics": self.metrics.to_dict(),
             "config": self.config,
             "trace_path": self.trace_path,
@@ -89,6 +91,7 @@ class FakeStream:
             fold.metrics(),
             correct=self._correct(answer),
             trace_path=str(writer.path) if writer else None,
+            guessed="guess" in self._solver.words,
             config=self._solver.config,
         )
 

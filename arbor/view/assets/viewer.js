@@ -308,7 +308,7 @@ class View {
     find("outcome").replaceChildren(
       ...(answer && (answer.text || answer.text === undefined)
         ? [
-            make("span", { class: "answer" }, wordsOr(answer.text, "")),
+            make("span", { class: "answer" }, `${wordsOr(answer.text, "")}${answer.guessed ? " (guessed)" : ""}`),
             answer.correct === true
               ? make("span", { class: "verdict" }, "✓ correct")
               : answer.correct === false
