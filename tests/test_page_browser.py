@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Frame
 from support.chromium import FLAGS, MISSING, Browser, Page, chromium, program
 from support.fake_run import fake_run, header, tick
+from support.searches import IN_PIECES, PREEMPTED, Search, model
 
 from arbor.events import (
     KV,
@@ -155,6 +156,21 @@ def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: 
     page.open(shown(trace))
 
     for number in chosen:  # in no order: forwards, backwards, across keyframes
+        assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
+
+
+@pytest.mark.parametrize("search", [PREEMPTED, IN_PIECES], ids=["preempted", "in pieces"])
+def test_its_state_is_that_of_the_python_fold_where_blocks_lose_tokens_before_their_boundary(
+    page: Page, tmp_path: Path, search: Search
+) -> None:
+    with model() as sapling:
+        trace = sapling.trace(search, tmp_path / "run.arbor.jsonl")
+    events = range(len(types(trace)))
+    states = states_of(trace, list(events))
+
+    page.open(shown(trace))
+
+    for number in events:
         assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
 
 
