@@ -20,7 +20,7 @@ from arbor.errors import TraceError, UsageError
 from arbor.events import KV, Boundary, Ended, Event, Evicted, Forwarded, Opened, Rehydrated
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, TraceWriter, canonical, read_trace
-from arbor.trace.read import NO_TOKEN
+from arbor.trace.records import NO_TOKEN
 from arbor.trace.write import SYNC_EVERY, to_line, to_record
 from arbor.tree import NodeState
 

@@ -393,7 +393,7 @@ def refuse_damaged(read: Trace) -> Trace:
     """
     if not read.bad_lines and not read.cut:
         return read
-    place = f"line {read.first_bad_line:,} is unreadable" if read.bad_lines else "it is cut off"
+    place = str(read.bad[0]) if read.bad else "it is cut off"
     raise TraceError(
         "trace-corrupt",
         f"{read.path}: {place}. {_readable(read)}",

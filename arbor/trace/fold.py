@@ -26,7 +26,7 @@ from arbor.events import (
     Verified,
 )
 from arbor.metrics import Metrics, MetricsFold
-from arbor.trace.read import Trace, unreadable_lines
+from arbor.trace.read import Trace
 from arbor.trace.write import to_line, to_record
 from arbor.tree import NodeState
 
@@ -113,8 +113,8 @@ class Replay:
             yield event
         for gap in trace.gaps:
             self._wrong(f"line {gap.line:,}: event {gap.found:,} instead of {gap.expected:,}")
-        if trace.bad_lines:
-            self._wrong(unreadable_lines(trace.bad_lines, trace.first_bad_line))
+        for bad in trace.bad:
+            self._wrong(str(bad))
         if trace.cut:
             self._wrong("the file is cut off")
         if self.header is None:
@@ -179,6 +179,11 @@ class Replay:
             case Rehydrated():
                 self._move(event.nodes, +1)
             case Verified():
+                if len(event.nodes) != len(event.values):
+                    self._wrong(
+                        f"event {self.events:,}: {len(event.values):,} values for "
+                        f"{len(event.nodes):,} blocks"
+                    )
                 for block, value in zip(self._find(event.nodes), event.values, strict=False):
                     block.value, block.verified = value, True
             case Pruned():
