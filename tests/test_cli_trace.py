@@ -12,7 +12,7 @@ from support.fake_run import fake_run, tick
 from support.run_cli import Arbor, in_process
 
 from arbor.errors import UsageError
-from arbor.events import Boundary, Event
+from arbor.events import Answered, Boundary, Event
 from arbor.trace import TraceWriter
 from arbor.trace.perfetto import to_perfetto
 from arbor.trace.read import read_trace
@@ -120,7 +120,30 @@ def test_a_trace_without_words_gives_settings_without_a_problem(command: Arbor) 
     assert "written without its problem" in ran.err
     info = command("trace", "info", "quiet.arbor.jsonl")
     assert info.out.startswith("problem   (left out)  (game24, seed 0)")
+    assert "\nanswer    (left out)  (score 0.750, path " in info.out and "None" not in info.out
+    answer = command("trace", "info", "quiet.arbor.jsonl", "--json").document["answer"]
+    assert "text" not in answer and answer["score"] == 0.75
+    events = command("trace", "events", "quiet.arbor.jsonl", "--type", "boundary", "--json")
+    lines = [json.loads(line) for line in Path("quiet.arbor.jsonl").read_text().splitlines()]
+    assert events.document["events"] == [line for line in lines if line["e"] == "boundary"]
+    assert "(left out)" in command("view", "--term", "quiet.arbor.jsonl").out
     assert command("trace", "check", "quiet.arbor.jsonl").code == 0
+
+
+@pytest.mark.parametrize("text", ["full", "none"])
+def test_a_run_without_an_answer_has_none(command: Arbor, text: str) -> None:
+    write(
+        "none.arbor.jsonl",
+        [
+            Answered(None, (), None, 0.0, None) if isinstance(e, Answered) else e
+            for e in fake_run(1)
+        ],
+        text=text,
+    )
+
+    info = command("trace", "info", "none.arbor.jsonl")
+
+    assert "\nanswer    (no answer)  (score 0.000, " in info.out
 
 
 def test_a_trace_is_not_written_over(command: Arbor) -> None:

@@ -646,9 +646,27 @@ def test_a_trace_without_words_has_an_answer_that_is_left_out(page: Page, tmp_pa
             writer(event)
 
     page.open(shown(path))
+
+    for panel in range(6):
+        page.evaluate(f"arbor.show({panel})")
+        page.settle()
+        assert "no answer" not in page.evaluate("document.body.innerText")
+    assert "(left out)" in text(page, "#outcome")
+    assert text(page, "#panel-3").count("(left out)") == 2, "the answer, and that of its path"
+
+
+def test_a_trace_without_words_and_without_an_answer_has_none(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with TraceWriter(path, clock=tick(), text="none") as writer:
+        for event in fake_run(6):
+            if isinstance(event, Answered):
+                event = Answered(None, (), None, 0.0, None)
+            writer(event)
+
+    page.open(shown(path))
     page.settle()
 
-    assert "(left out)" in text(page, "#outcome") and "no answer" not in text(page, "#outcome")
+    assert text(page, "#outcome") == "no answer"
 
 
 def test_tokens_on_the_host_have_a_strip_of_their_own(page: Page, tmp_path: Path) -> None:
