@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from support import fake_solver
 from support.fake_run import fake_run, tick
 from support.run_cli import Arbor, in_process
 
@@ -174,6 +177,37 @@ def test_a_search_writes_over_nothing_it_reads_and_to_places_there_are(command: 
         assert f"[{code}]" in ran.err
     assert Path("puzzle.txt").read_text() == "4 5 6 10"
     assert Path("run.toml").read_text() == "seed = 3\n"
+
+
+def test_a_search_overwrites_a_trace_only_by_force(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+    command = in_process(capsys)
+    write("run.arbor.jsonl", list(fake_run(seed=1)))
+    before = Path("run.arbor.jsonl").read_bytes()
+    Path("empty.arbor.jsonl").touch()
+    search = ("solve", "4 5 6 10", "--trace")
+
+    refused = command(*search, "run.arbor.jsonl")
+    unchanged = Path("run.arbor.jsonl").read_bytes()
+    forced = command(*search, "run.arbor.jsonl", "--force")
+
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.splitlines()[-1] == (
+        "arbor: error: [output-exists] run.arbor.jsonl exists. "
+        "Name another file with --trace, or overwrite it with --force."
+    )
+    assert unchanged == before
+    assert (forced.code, Path("run.arbor.jsonl").read_bytes() != before) == (0, True)
+    assert command(*search, "empty.arbor.jsonl").code == 0, "nothing is lost"
+    assert command(*search, os.devnull).code == 0, "not a file"
+    assert command("solve", "4 5 6 10", "--dry-run", "--trace", "run.arbor.jsonl").code == 0
+    Path("off").write_text("a file")
+    assert command(*search, "off").code == 0
+    assert Path("off").read_text() == "a file"
 
 
 def test_a_typo_does_not_put_words_into_a_trace(tmp_path: Path) -> None:
