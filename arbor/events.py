@@ -9,12 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Names of entries of a table that are integers; each may be missing, and others are free."""
+
+    names: tuple[str, ...]
+
 
 # metadata of a field that a trace holds only where it differs from its default
 ONLY_IF_SET = {"only_if_set": True}
 
 Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
+
+
+# budget_tokens, full_tokens, smallest_tokens, bytes_per_token; numbers derived from them
+Slots = Annotated[
+    dict[str, Any],
+    Integers(("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token")),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Header:
     model: dict[str, Any]  # id, architecture, dtype, layers, kv_bytes_per_token
     device: dict[str, Any]  # name, torch, backend, threads
     config: dict[str, Any]  # controller, verifier, sampling, budget: resolved
-    kv: dict[str, Any]  # budget_tokens, full_tokens, smallest_tokens, bytes_per_token
+    kv: Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +307,7 @@ class Ended:
     name: ClassVar[str] = "end"
     status: Literal["solved", "exhausted", "limit", "timeout", "interrupted", "error"]
     nodes: int
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 Event = (

@@ -177,7 +177,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         4,
         "trace-corrupt",
         (
-            "run.arbor.jsonl: line 41 is unreadable. 49 events are readable.",
+            "run.arbor.jsonl: line 41 is unreadable: not JSON. 49 events are readable.",
             "'arbor trace repair' writes a clean copy; 'arbor view' shows the readable part",
         ),
     ),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from support import fake_solver
 from support.fake_run import fake_run, tick
 from support.run_cli import Arbor, in_process
 
 from arbor.errors import UsageError
-from arbor.events import Boundary, Event
+from arbor.events import Answered, Boundary, Event
 from arbor.trace import TraceWriter
 from arbor.trace.perfetto import to_perfetto
 from arbor.trace.read import read_trace
@@ -120,7 +123,30 @@ def test_a_trace_without_words_gives_settings_without_a_problem(command: Arbor) 
     assert "written without its problem" in ran.err
     info = command("trace", "info", "quiet.arbor.jsonl")
     assert info.out.startswith("problem   (left out)  (game24, seed 0)")
+    assert "\nanswer    (left out)  (score 0.750, path " in info.out and "None" not in info.out
+    answer = command("trace", "info", "quiet.arbor.jsonl", "--json").document["answer"]
+    assert "text" not in answer and answer["score"] == 0.75
+    events = command("trace", "events", "quiet.arbor.jsonl", "--type", "boundary", "--json")
+    lines = [json.loads(line) for line in Path("quiet.arbor.jsonl").read_text().splitlines()]
+    assert events.document["events"] == [line for line in lines if line["e"] == "boundary"]
+    assert "(left out)" in command("view", "--term", "quiet.arbor.jsonl").out
     assert command("trace", "check", "quiet.arbor.jsonl").code == 0
+
+
+@pytest.mark.parametrize("text", ["full", "none"])
+def test_a_run_without_an_answer_has_none(command: Arbor, text: str) -> None:
+    write(
+        "none.arbor.jsonl",
+        [
+            Answered(None, (), None, 0.0, None) if isinstance(e, Answered) else e
+            for e in fake_run(1)
+        ],
+        text=text,
+    )
+
+    info = command("trace", "info", "none.arbor.jsonl")
+
+    assert "\nanswer    (no answer)  (score 0.000, " in info.out
 
 
 def test_a_trace_is_not_written_over(command: Arbor) -> None:
@@ -151,6 +177,37 @@ def test_a_search_writes_over_nothing_it_reads_and_to_places_there_are(command: 
         assert f"[{code}]" in ran.err
     assert Path("puzzle.txt").read_text() == "4 5 6 10"
     assert Path("run.toml").read_text() == "seed = 3\n"
+
+
+def test_a_search_overwrites_a_trace_only_by_force(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "arbor.solver", None)
+    fake_solver.install()
+    command = in_process(capsys)
+    write("run.arbor.jsonl", list(fake_run(seed=1)))
+    before = Path("run.arbor.jsonl").read_bytes()
+    Path("empty.arbor.jsonl").touch()
+    search = ("solve", "4 5 6 10", "--trace")
+
+    refused = command(*search, "run.arbor.jsonl")
+    unchanged = Path("run.arbor.jsonl").read_bytes()
+    forced = command(*search, "run.arbor.jsonl", "--force")
+
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.splitlines()[-1] == (
+        "arbor: error: [output-exists] run.arbor.jsonl exists. "
+        "Name another file with --trace, or overwrite it with --force."
+    )
+    assert unchanged == before
+    assert (forced.code, Path("run.arbor.jsonl").read_bytes() != before) == (0, True)
+    assert command(*search, "empty.arbor.jsonl").code == 0, "nothing is lost"
+    assert command(*search, os.devnull).code == 0, "not a file"
+    assert command("solve", "4 5 6 10", "--dry-run", "--trace", "run.arbor.jsonl").code == 0
+    Path("off").write_text("a file")
+    assert command(*search, "off").code == 0
+    assert Path("off").read_text() == "a file"
 
 
 def test_a_typo_does_not_put_words_into_a_trace(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor.events import EVENTS, KV, Event, Evicted
-from arbor.trace.read import from_record
+from arbor.trace.records import from_record
 from arbor.trace.write import to_line, to_record
 
 json_values = st.recursive(
@@ -28,8 +28,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Any value of a field's type, JSON-able where the type leaves it open."""
     if hint == dict[str, Any]:
         return st.dictionaries(st.text(max_size=5), json_values, max_size=3)
-    if hint is float:
-        return st.floats(allow_nan=False, allow_infinity=False)
+    if hint == dict[str, float]:
+        return st.dictionaries(st.text(max_size=5), integers | finite, max_size=3)
     return st.from_type(hint)
 
 
@@ -38,6 +38,10 @@ def events_of(kind: type[Any]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{f.name: values_of(hints[f.name]) for f in dataclasses.fields(kind)})
 
 
+integers = st.integers(-(2**63), 2**63 - 1)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+st.register_type_strategy(int, integers)
+st.register_type_strategy(float, finite)
 st.register_type_strategy(str, st.text(max_size=10))
 st.register_type_strategy(KV, events_of(KV))
 

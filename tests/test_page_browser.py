@@ -16,6 +16,7 @@ import pytest
 from playwright.sync_api import Frame
 from support.chromium import FLAGS, MISSING, Browser, Page, chromium, program
 from support.fake_run import fake_run, header, tick
+from support.searches import IN_PIECES, PREEMPTED, Search, model
 
 from arbor.events import (
     KV,
@@ -155,6 +156,21 @@ def test_its_state_is_that_of_the_python_fold(page: Page, tmp_path: Path, seed: 
     page.open(shown(trace))
 
     for number in chosen:  # in no order: forwards, backwards, across keyframes
+        assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
+
+
+@pytest.mark.parametrize("search", [PREEMPTED, IN_PIECES], ids=["preempted", "in pieces"])
+def test_its_state_is_that_of_the_python_fold_where_blocks_lose_tokens_before_their_boundary(
+    page: Page, tmp_path: Path, search: Search
+) -> None:
+    with model() as sapling:
+        trace = sapling.trace(search, tmp_path / "run.arbor.jsonl")
+    events = range(len(types(trace)))
+    states = states_of(trace, list(events))
+
+    page.open(shown(trace))
+
+    for number in events:
         assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
 
 
@@ -653,9 +669,27 @@ def test_a_trace_without_words_has_an_answer_that_is_left_out(page: Page, tmp_pa
             writer(event)
 
     page.open(shown(path))
+
+    for panel in range(6):
+        page.evaluate(f"arbor.show({panel})")
+        page.settle()
+        assert "no answer" not in page.evaluate("document.body.innerText")
+    assert "(left out)" in text(page, "#outcome")
+    assert text(page, "#panel-3").count("(left out)") == 2, "the answer, and that of its path"
+
+
+def test_a_trace_without_words_and_without_an_answer_has_none(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    with TraceWriter(path, clock=tick(), text="none") as writer:
+        for event in fake_run(6):
+            if isinstance(event, Answered):
+                event = Answered(None, (), None, 0.0, None)
+            writer(event)
+
+    page.open(shown(path))
     page.settle()
 
-    assert "(left out)" in text(page, "#outcome") and "no answer" not in text(page, "#outcome")
+    assert text(page, "#outcome") == "no answer"
 
 
 def test_tokens_on_the_host_have_a_strip_of_their_own(page: Page, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from arbor.events import (
 )
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, TraceWriter, canonical, read_trace
-from arbor.trace.read import NO_TOKEN
+from arbor.trace.records import NO_TOKEN
 from arbor.trace.write import SYNC_EVERY, to_line, to_record
 from arbor.tree import NodeState
 

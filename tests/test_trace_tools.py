@@ -50,7 +50,7 @@ def violations(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> Iter
     others."""
     known = {"$schema", "$id", "$ref", "$defs", "title", "description", "type", "required", "allOf"}
     known |= {"properties", "if", "then", "enum", "const", "anyOf", "items", "prefixItems"}
-    known |= {"minItems", "maxItems", "minimum"}
+    known |= {"minItems", "maxItems", "minimum", "maximum", "additionalProperties"}
     assert set(schema) <= known, set(schema) - known
     if "$ref" in schema:
         yield from violations(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], value, root)
@@ -73,6 +73,8 @@ def violations(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> Iter
         yield f"{value!r} is not {schema['const']}"
     if "minimum" in schema and value < schema["minimum"]:
         yield f"{value!r} is too small"
+    if "maximum" in schema and value > schema["maximum"]:
+        yield f"{value!r} is too large"
     if "anyOf" in schema and all(any(violations(s, value, root)) for s in schema["anyOf"]):
         yield f"{value!r} fits nothing"
     if isinstance(value, list):
@@ -87,6 +89,8 @@ def violations(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> Iter
         for name, inner in schema.get("properties", {}).items():
             if name in value:
                 yield from violations(inner, value[name], root)
+        for item in value.values() if "additionalProperties" in schema else []:
+            yield from violations(schema["additionalProperties"], item, root)
     for each in schema.get("allOf", []):
         if "if" not in each or not any(violations(each["if"], value, root)):
             yield from violations(each["then"] if "if" in each else each, value, root)

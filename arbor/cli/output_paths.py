@@ -1,4 +1,4 @@
-"""Checks of output paths before work: writable, distinct, not an input."""
+"""Checks of output paths before work: writable, distinct, not an input, not there already."""
 
 from __future__ import annotations
 
@@ -32,6 +32,23 @@ def refuse_overwriting(outputs: Mapping[str, Path | None], inputs: Iterable[Path
                 f"Name another file with {flag}.",
             )
         taken.add(os.path.realpath(path))
+
+
+def refuse_existing(flag: str, path: Path | None) -> None:
+    """Refuses an output that holds something already, for commands with ``--force``.
+
+    Empty files, devices and pipes are written to.
+
+    Raises:
+        UsageError: names the flag that needs another file.
+    """
+    if path is not None and path.is_file() and path.stat().st_size:
+        raise UsageError(
+            "output-exists",
+            f"{path} exists.",
+            f"Name another file with {flag}, or overwrite it with --force.",
+            path=str(path),
+        )
 
 
 def refuse_unwritable(flag: str, path: Path | None) -> None:

@@ -29,7 +29,7 @@ from arbor.cli.options import (
     trace_detail_options,
 )
 from arbor.cli.output import Output
-from arbor.cli.output_paths import refuse_overwriting, refuse_unwritable
+from arbor.cli.output_paths import refuse_existing, refuse_overwriting, refuse_unwritable
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
@@ -88,6 +88,7 @@ _options = option_group(
         help="Write all events to FILE (.arbor.jsonl or .gz); off: no trace.",
     ),
     trace_detail_options,
+    option("--force", is_flag=True, heading="Output", help="Overwrite an existing trace."),
     option(
         "--html",
         type=click.Path(path_type=Path),
@@ -122,6 +123,7 @@ class SolveOptions:
     dry_run: bool
     trace: Path | None
     trace_detail: TraceOptions
+    force: bool
     html: Path | None
     open: bool
     print_config: bool
@@ -160,6 +162,8 @@ def solve(output: Output, /, **values: Any) -> int:
         outputs = {"--trace": options.trace, "--html": options.html}
         config_path = click.get_current_context().meta.get(CONFIG_PATH)
         refuse_overwriting(outputs, [options.file, config_path])
+        if not options.force and str(options.trace) != "off":
+            refuse_existing("--trace", options.trace)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
         output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
         stream = solver.stream(

@@ -18,16 +18,17 @@ from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
 from arbor.cli.solve import numbers_line
 from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
-from arbor.events import EVENTS
+from arbor.events import EVENTS, Event
 from arbor.support.atomic_write import write_atomically
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
 from arbor.trace.perfetto import to_perfetto
 from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
-from arbor.trace.write import to_record
+from arbor.trace.write import to_record, without_words
 
 SHOWN_CHARACTERS = 60
+LEFT_OUT = "(left out)"  # in place of words that a trace was written without
 
 _file = click.argument("file", type=TRACE_PATH)
 
@@ -85,9 +86,9 @@ def info(output: Output, file: Path) -> int:
             {
                 "schema": "arbor.trace-info/1",
                 "path": str(file),
-                "header": None if header is None else to_record(header),
+                "header": None if header is None else _record(read, header),
                 "status": status,
-                "answer": None if answer is None else to_record(answer),
+                "answer": None if answer is None else _record(read, answer),
                 "events": len(read.events),
                 "unknown_events": read.unknown,
                 "bad_lines": read.bad_lines,
@@ -98,7 +99,7 @@ def info(output: Output, file: Path) -> int:
         return 0
     warn_if_damaged(output, read)
     if header is not None:
-        problem = header.problem if read.words else "(left out)"
+        problem = header.problem if read.words else LEFT_OUT
         output.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
         output.print(f"model     {header.model.get('id', '?')}")
         names = (f"{part} {_name(header.config.get(part))}" for part in ("controller", "verifier"))
@@ -106,14 +107,24 @@ def info(output: Output, file: Path) -> int:
         output.print(f"run       {header.run}, {header.created}, arbor {header.arbor}")
     if answer is not None:
         path = " > ".join(map(str, answer.path))
-        output.print(f"answer    {answer.text}  (score {answer.score:.3f}, path {path})")
+        text = answer.text if read.words or answer.node is None else LEFT_OUT
+        output.print(
+            f"answer    {'(no answer)' if text is None else text}  (score {answer.score:.3f}, path {path})"
+        )
     output.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
     output.print(f"events    {len(read.events):,}")
     return 0
 
 
+def _record(read: Trace, event: Event) -> dict[str, Any]:
+    """An event as in its trace: without the fields that were left out of it."""
+    return to_record(event) if read.words else without_words(to_record(event))
+
+
 def _name(spec: Any) -> str:
-    return str(spec.get("name", "?")) if isinstance(spec, dict) else str(spec)
+    """The name of a component in a header; ``?`` where there is none."""
+    name = spec.get("name") if isinstance(spec, dict) else spec
+    return "?" if name is None else str(name)
 
 
 @trace.command(cls=Command)
@@ -196,13 +207,13 @@ def events(output: Output, file: Path, type: tuple[str, ...], limit: int | None)
             {
                 "schema": "arbor.trace-events/1",
                 "path": str(file),
-                "events": [{"i": i, "t": t, **to_record(event)} for i, t, event in rows],
+                "events": [{"i": i, "t": t, **_record(read, event)} for i, t, event in rows],
             }
         )
         return 0
     warn_if_damaged(output, read)
     for number, seconds, event in rows:
-        record = to_record(event)
+        record = _record(read, event)
         del record["e"]
         facts = " ".join(f"{name}={_short(value)}" for name, value in record.items())
         output.print(f"{number:>6} {seconds:>10.6f} {event.name:<11}{facts}")
@@ -393,7 +404,7 @@ def refuse_damaged(read: Trace) -> Trace:
     """
     if not read.bad_lines and not read.cut:
         return read
-    place = f"line {read.first_bad_line:,} is unreadable" if read.bad_lines else "it is cut off"
+    place = str(read.bad[0]) if read.bad else "it is cut off"
     raise TraceError(
         "trace-corrupt",
         f"{read.path}: {place}. {_readable(read)}",

@@ -168,7 +168,8 @@ def print_tree(output: Output, path: Path, event: int | None) -> int:
     at = min(last, last if event is None else event)
     where = f"event {at:,} of {last:,}, {trace.events[at].name}"
     if replay.header is not None:
-        problem = "".join(c if c.isprintable() else " " for c in replay.header.problem)
+        words = replay.header.problem if trace.words else "(left out)"
+        problem = "".join(c if c.isprintable() else " " for c in words)
         where = f"{problem}  ({where})"
     title = (
         where if console.encoding.startswith("utf") else where.encode("ascii", "replace").decode()

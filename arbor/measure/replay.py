@@ -37,9 +37,13 @@ from arbor.retention.policy import Policy
 from arbor.run.callbacks import Broadcast
 from arbor.run.session import Limits, Session
 from arbor.tasks.base import Problem, Task
-from arbor.trace.read import NO_TOKEN, Trace
+from arbor.trace.fold import Replay
+from arbor.trace.read import Trace
+from arbor.trace.records import NO_TOKEN
 from arbor.tree import Node, NodeState
 from arbor.verifiers.base import Asker, Verdict, Verifier
+
+MOST_VOCABULARY = 1 << 24  # the logits of a replay have a place for every token id
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,13 @@ class Recording:
         """From the events of a run.
 
         Raises:
-            TraceError: no header, no prompt, or no tokens (``--trace-text none``).
+            TraceError: no header, no prompt, no tokens (``--trace-text none``), or inconsistent.
         """
         header = next((event for event in events if isinstance(event, Header)), None)
         opened = [event for event in events if isinstance(event, Opened)]
         root = next((event for event in opened if event.parent is None), None)
-        verified = [event for event in events if isinstance(event, Verified)]
-        values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=True)}
+        verified = [event for event in events if isinstance(event, Verified) and event.nodes]
+        values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=False)}
         blocks = {e.node: e for e in events if isinstance(e, Boundary) and e.node in values}
         missing = "no header" if header is None else "no prompt" if root is None else ""
         if any(NO_TOKEN in block.ids for block in blocks.values()):
@@ -83,6 +87,17 @@ class Recording:
                 "trace-replay",
                 f"the trace has {missing}, which a replay of the search needs.",
                 "Record it whole, with --trace-text full.",
+            )
+        state = Replay()
+        for event in events:
+            state(event)
+        if any(max(block.ids, default=0) >= MOST_VOCABULARY for block in blocks.values()):
+            state.problems.append(f"a token id is {MOST_VOCABULARY:,} or more")
+        if state.problems:
+            raise TraceError(
+                "trace-replay",
+                f"the trace is inconsistent: {state.problems[0]}.",
+                "'arbor trace check' lists every inconsistency.",
             )
         end = next((event for event in events if isinstance(event, Ended)), None)
         rounds: int | None = None

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from arbor.events import (
     KV,
+    Allocated,
     Answered,
     Boundary,
     Ended,
@@ -17,6 +18,7 @@ from arbor.events import (
     Forwarded,
     Header,
     Opened,
+    Pressure,
     Pruned,
     Rehydrated,
     Terminal,
@@ -24,7 +26,7 @@ from arbor.events import (
     Verified,
 )
 from arbor.metrics import Metrics, MetricsFold
-from arbor.trace.read import Trace, unreadable_lines
+from arbor.trace.read import Trace
 from arbor.trace.write import to_line, to_record
 from arbor.tree import NodeState
 
@@ -38,7 +40,8 @@ class Block:
     Attributes:
         id, parent, index, depth: its place in the tree; `parent` is None for the root.
         tokens: its length, 0 while it is open.
-        resident: number of its tokens on the device.
+        resident: number of its tokens on the device, 0 while it is open.
+        moved: tokens that came back minus tokens that left while it was open, at most 0.
         text: its text, empty while it is open.
         value: the last verifier's value, if `verified`.
         state: see `arbor.tree.NodeState`.
@@ -51,6 +54,7 @@ class Block:
     depth: int
     tokens: int = 0
     resident: int = 0
+    moved: int = 0
     text: str = ""
     value: float = 0.0
     verified: bool = False
@@ -87,6 +91,8 @@ class Replay:
         self.peak = 0
         self._held = 0  # tokens of closed blocks on the device
         self._open_blocks = 0
+        self._prompt: Block | None = None  # the root, until all of it is computed
+        self._uncomputed = 0  # its tokens that no forward pass has computed yet
         self._time = 0.0
         self._foreign = False  # the run may have counted events of unknown types
         self._fold = MetricsFold(clock=lambda: self._time)
@@ -107,8 +113,8 @@ class Replay:
             yield event
         for gap in trace.gaps:
             self._wrong(f"line {gap.line:,}: event {gap.found:,} instead of {gap.expected:,}")
-        if trace.bad_lines:
-            self._wrong(unreadable_lines(trace.bad_lines, trace.first_bad_line))
+        for bad in trace.bad:
+            self._wrong(str(bad))
         if trace.cut:
             self._wrong("the file is cut off")
         if self.header is None:
@@ -129,6 +135,8 @@ class Replay:
         if self.ended is not None:
             self._wrong(f"event {self.events:,}: '{event.name}' after the end")
         self._fold(event)
+        if self._prompt is not None:
+            self._prefill(event)
         self._take(event)
         if isinstance(event, Evicted | Rehydrated):
             self._count(event.kv, borrowed=False)
@@ -160,8 +168,10 @@ class Replay:
                         self._wrong(f"event {self.events:,}: block {block.id} closes twice")
                     block.tokens = len(event.ids)
                     block.text = event.text
-                    self._hold(block, block.tokens)
+                    self._hold(block, block.tokens + block.moved)
+                    block.moved = 0
                     self._become(block, NodeState.CLOSED)
+                    self._within_length(block)
             case Transition():
                 self.running = tuple(block.id for block in self._find(event.leaves))
             case Evicted():
@@ -169,6 +179,11 @@ class Replay:
             case Rehydrated():
                 self._move(event.nodes, +1)
             case Verified():
+                if len(event.nodes) != len(event.values):
+                    self._wrong(
+                        f"event {self.events:,}: {len(event.values):,} values for "
+                        f"{len(event.nodes):,} blocks"
+                    )
                 for block, value in zip(self._find(event.nodes), event.values, strict=False):
                     block.value, block.verified = value, True
             case Pruned():
@@ -198,13 +213,30 @@ class Replay:
         if event.parent is None:
             block.tokens = event.tokens
             block.text = event.text
-            self._hold(block, block.tokens)
+            self._prompt, self._uncomputed = block, block.tokens
             self._become(block, NodeState.CLOSED)
         for parent in self._find([] if event.parent is None else [event.parent]):
             parent.children.append(block.id)
             if block.depth != parent.depth + 1:
                 self._wrong(f"event {self.events:,}: block {block.id} has depth {block.depth}")
         self.blocks[block.id] = block
+
+    def _prefill(self, event: Event) -> None:
+        """The prompt's next piece; a prompt longer than a lossy budget loses tokens between pieces.
+
+        Any event of the search means that all of it is computed.
+        """
+        assert self._prompt is not None
+        if isinstance(event, Forwarded) and event.kind == "prefill":
+            piece = min(event.rows, self._uncomputed)
+        elif isinstance(event, Pressure | Allocated | Evicted):
+            return
+        else:
+            piece = self._uncomputed
+        self._hold(self._prompt, self._prompt.resident + piece)
+        self._uncomputed -= piece
+        if not self._uncomputed:
+            self._prompt = None
 
     def _hold(self, block: Block, resident: int) -> None:
         self._held += resident - block.resident
@@ -217,12 +249,18 @@ class Replay:
     def _move(self, nodes: Iterable[tuple[int, int]], sign: int) -> None:
         counts = dict(nodes)
         for block in self._find(counts):
+            if block.state is NodeState.OPEN:  # its length is unknown until its boundary
+                block.moved += sign * counts[block.id]
+                continue
             self._hold(block, block.resident + sign * counts[block.id])
-            if not 0 <= block.resident <= block.tokens:
-                self._wrong(
-                    f"event {self.events:,}: block {block.id} would hold {block.resident} "
-                    f"of its {block.tokens} tokens"
-                )
+            self._within_length(block)
+
+    def _within_length(self, block: Block) -> None:
+        if not 0 <= block.resident <= block.tokens:
+            self._wrong(
+                f"event {self.events:,}: block {block.id} would hold {block.resident} "
+                f"of its {block.tokens} tokens"
+            )
 
     def _count(self, kv: KV, borrowed: bool) -> None:
         """Compares an event's slots with the sum of the events so far.

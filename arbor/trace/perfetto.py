@@ -62,8 +62,7 @@ class _Timeline:
 
     def add(self, event: Event, seconds: float) -> None:
         """Adds one event; its time is its end."""
-        if not math.isnan(seconds):
-            self._now = max(self._now, round(seconds * 1_000_000))
+        self._now = max(self._now, _microseconds(seconds))
         match event:
             case Header():
                 self._budget = event.kv.get("budget_tokens")
@@ -98,9 +97,8 @@ class _Timeline:
     def _slice(self, event: Event) -> None:
         """A slice that ends now and begins after the previous slice of its track."""
         track = TRACKS.get(event.name, TRACKS["kv"])
-        elapsed = float(event.elapsed_s)  # type: ignore[union-attr]  # checked by `add`
-        length = round(elapsed * 1_000_000) if math.isfinite(elapsed) else 0
-        start = max(self._ends[track], self._now - max(0, length))
+        length = _microseconds(event.elapsed_s)  # type: ignore[union-attr]  # checked by `add`
+        start = max(self._ends[track], self._now - length)
         self._ends[track] = max(start, self._now)
         name = str(getattr(event, "kind", event.name))
         row = {"ph": "X", "ts": start, "dur": self._ends[track] - start, "tid": track}
@@ -128,6 +126,12 @@ class _Timeline:
 
     def _put(self, row: dict[str, Any]) -> None:
         self.events.append({"pid": PROCESS} | row)
+
+
+def _microseconds(seconds: float) -> int:
+    """Whole microseconds; 0 for what is negative, undefined or beyond a float."""
+    scaled = seconds * 1_000_000
+    return max(0, round(scaled)) if math.isfinite(scaled) else 0
 
 
 def _arguments(event: Event) -> dict[str, Any]:

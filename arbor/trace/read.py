@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
 import os
 import re
-import types
-import typing
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any
 
 from arbor.errors import TraceError
-from arbor.events import EVENTS, KV, Ended, Event, Header
-from arbor.trace.write import GZIP, PRIVATE, SCHEMA
+from arbor.events import Ended, Event, Header
+from arbor.trace.records import Unreadable, from_record, number_of, parse, seconds_of
+from arbor.trace.write import GZIP, SCHEMA
 
 CHUNK_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
-NO_TOKEN = -1  # in place of each token id that was left out
-
-_TYPES: dict[str, type[Any]] = {kind.name: kind for kind in EVENTS}
-_HINTS: dict[Any, dict[str, Any]] = {
-    kind: {f.name: typing.get_type_hints(kind)[f.name] for f in dataclasses.fields(kind)}
-    for kind in (*EVENTS, KV)
-}
 _MAJOR = int(SCHEMA.rpartition("/")[2])
 
 
-def unreadable_lines(count: int, first: int | None) -> str:
-    """``line 120 is unreadable``; from two on ``3 lines are unreadable, first line 120``."""
-    if count == 1:
-        return f"line {first:,} is unreadable"
-    return f"{count:,} lines are unreadable, first line {first:,}"
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """An unreadable line: its number, from 1, and why no event could be made of it."""
+
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"line {self.line:,} is unreadable: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +50,7 @@ class Trace:
         sequence: their numbers in the file.
         times: their seconds since the start; NaN where a line had none.
         lines: lines in the file.
-        bad_lines: number of unreadable lines, skipped.
-        first_bad_line: the first of them, from 1.
+        bad: the unreadable lines, skipped.
         gaps: gaps in the numbering.
         unknown: number of events of unknown types, skipped; not damage.
         cut: the file ends inside a line or inside a gzip stream.
@@ -70,12 +62,21 @@ class Trace:
     sequence: tuple[int, ...]
     times: tuple[float, ...]
     lines: int
-    bad_lines: int
-    first_bad_line: int | None
+    bad: tuple[BadLine, ...]
     gaps: tuple[Gap, ...]
     unknown: int
     cut: bool
     words: bool = True
+
+    @property
+    def bad_lines(self) -> int:
+        """Number of unreadable lines."""
+        return len(self.bad)
+
+    @property
+    def first_bad_line(self) -> int | None:
+        """The first unreadable line, from 1."""
+        return self.bad[0].line if self.bad else None
 
     @property
     def header(self) -> Header | None:
@@ -95,8 +96,10 @@ class Trace:
             parts.append("incomplete trace")
         if self.header is None:
             parts.append("no header")
-        if self.bad_lines:
-            parts.append(unreadable_lines(self.bad_lines, self.first_bad_line))
+        if self.bad:
+            first = str(self.bad[0])
+            count = len(self.bad)
+            parts.append(first if count == 1 else f"{count:,} lines are unreadable, first {first}")
         elif self.gaps:
             parts.append(
                 f"{len(self.gaps)} gap(s) in the numbering, first at line {self.gaps[0].line}"
@@ -129,16 +132,19 @@ class Reading:
     sequence: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     lines: int = 0
-    bad: list[int] = field(default_factory=list)
+    bad: list[BadLine] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     due: int = 0
     unknown: int = 0
     cut: bool = False
     words: bool = True
 
-    def add(self, line: bytes, whole: bool) -> bool:
-        """Adds one line; returns whether it is an event. `whole` is False where the file ends
-        early.
+    def add(self, line: bytes, whole: bool) -> dict[str, Any] | None:
+        """Adds one line; returns its JSON object, None where it is not an event.
+
+        Args:
+            line: without its newline.
+            whole: False where the file ends early.
 
         Raises:
             TraceError: ``trace-version``.
@@ -146,32 +152,30 @@ class Reading:
         if not whole:
             self.cut = True
             if not line:
-                return False
+                return None
         self.lines += 1
         try:
-            record = json.loads(line, parse_constant=_refuse)
-            kind = record["e"]
-            if kind == Header.name:
-                _check_version(str(record["schema"]), self.path)
-                self.words = "problem" in record
+            record = parse(line)
+            if record["e"] == Header.name:
+                _check_version(record.get("schema"), self.path)
             event = from_record(record)
-            number = int(record.get("i", self.due))
-            seconds = float(record.get("t", math.nan))
-        except TraceError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            self.bad.append(self.lines)
-            return False
+            number = number_of(record, self.due)
+            seconds = seconds_of(record)
+        except Unreadable as error:
+            self.bad.append(BadLine(self.lines, str(error)))
+            return None
         if number != self.due:
             self.gaps.append(Gap(self.lines, self.due, number))
         self.due = number + 1
         if event is None:
             self.unknown += 1
-            return True
+            return record
+        if isinstance(event, Header):
+            self.words = "problem" in record
         self.events.append(event)
         self.sequence.append(number)
         self.times.append(seconds)
-        return True
+        return record
 
     def trace(self) -> Trace:
         """The trace.
@@ -197,8 +201,7 @@ class Reading:
             sequence=tuple(self.sequence),
             times=tuple(self.times),
             lines=self.lines,
-            bad_lines=len(self.bad),
-            first_bad_line=self.bad[0] if self.bad else None,
+            bad=tuple(self.bad),
             gaps=tuple(self.gaps),
             unknown=self.unknown,
             cut=self.cut,
@@ -206,14 +209,10 @@ class Reading:
         )
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _check_version(schema: str, path: Path) -> None:
-    match = re.fullmatch(r"arbor\.trace/(\d+)(?:\.\d+)?", schema)
+def _check_version(schema: Any, path: Path) -> None:
+    match = re.fullmatch(r"arbor\.trace/(\d{1,9})(?:\.\d+)?", str(schema), re.ASCII)
     if match is None:
-        raise ValueError(f"unknown schema {schema}")
+        raise Unreadable("schema: not one of a trace")
     if int(match[1]) > _MAJOR:
         raise TraceError(
             "trace-version",
@@ -272,66 +271,3 @@ def _chunks(path: Path) -> Iterator[tuple[bytes, bool]]:
             data = data or file.read(CHUNK_BYTES)
         if not unpacker.eof:
             yield unpacker.flush(), False
-
-
-def from_record(record: dict[str, Any]) -> Event | None:
-    """A JSON object as an event; None for an unknown type.
-
-    Unknown fields are ignored, null instead of a float is NaN, and a missing field takes its
-    default. Fields left out for privacy are empty, each token id `NO_TOKEN`.
-
-    Raises:
-        ValueError, TypeError, KeyError: the object is not an event.
-    """
-    kind = _TYPES.get(record["e"])
-    return None if kind is None else cast("Event", _build(kind, _withheld(kind, record) | record))
-
-
-def _withheld(kind: type[Any], record: dict[str, Any]) -> dict[str, Any]:
-    """Empty values for the private fields that a record lacks."""
-    empty: dict[str, Any] = {}
-    for name in PRIVATE:
-        hint = _HINTS[kind].get(name)
-        if hint is None or name in record:
-            continue
-        if types.NoneType in typing.get_args(hint):
-            empty[name] = None
-        else:
-            empty[name] = "" if hint is str else [NO_TOKEN] * int(record["tokens"])
-    return empty
-
-
-def _build(kind: type[Any], record: dict[str, Any]) -> Any:
-    """A dataclass from a JSON object with its fields."""
-    hints = _HINTS[kind]
-    return kind(**{name: _convert(h, record[name]) for name, h in hints.items() if name in record})
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    """A JSON value as a field's type."""
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
-    if hint is Any:
-        return value
-    if hint in _HINTS:
-        return _build(hint, value)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{value!r} is not a list")
-        if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_convert(arguments[0], item) for item in value)
-        return tuple(_convert(h, item) for h, item in zip(arguments, value, strict=True))
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{value!r} is not one of {arguments}")
-        return value
-    if origin is types.UnionType:
-        if value is None and types.NoneType in arguments:
-            return None
-        return _convert(next(h for h in arguments if h is not types.NoneType), value)
-    if hint is float:
-        return math.nan if value is None else float(value)
-    expected = origin or hint
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        raise TypeError(f"{value!r} is not of type {expected.__name__}")
-    return value

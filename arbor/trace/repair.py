@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from dataclasses import dataclass
@@ -63,8 +62,9 @@ def repair_trace(
         )
     reading, records = Reading(source), []
     for line, whole in lines_of(source):
-        if reading.add(line, whole):
-            records.append(json.loads(line))
+        record = reading.add(line, whole)
+        if record is not None:
+            records.append(record)
     trace = reading.trace()
     kept, ended = len(records), trace.end is None
     if ended:

@@ -6,16 +6,17 @@ import dataclasses
 import inspect
 import types
 import typing
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from arbor.events import EVENTS
+from arbor.events import EVENTS, Integers
+from arbor.trace.records import LEAST_INTEGER, MOST_INTEGER
 from arbor.trace.write import PRIVATE, SCHEMA
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 _SIMPLE: dict[Any, dict[str, Any]] = {
     Any: {},
-    int: {"type": "integer"},
+    int: {"type": "integer", "minimum": LEAST_INTEGER, "maximum": MOST_INTEGER},
     float: {"type": ["number", "null"]},  # infinite and undefined numbers are written as null
     str: {"type": "string"},
     bool: {"type": "boolean"},
@@ -38,7 +39,12 @@ def trace_schema() -> dict[str, Any]:
         "required": ["e", "i", "t"],
         "properties": {
             "e": {"type": "string", "description": "type of the event"},
-            "i": {"type": "integer", "minimum": 0, "description": "number; a gap is a lost line"},
+            "i": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": MOST_INTEGER - 1,
+                "description": "number; a gap is a lost line",
+            },
             "t": {"type": "number", "minimum": 0, "description": "seconds since the first event"},
         },
         "allOf": [
@@ -54,7 +60,7 @@ def trace_schema() -> dict[str, Any]:
 
 def _object(kind: type[Any]) -> dict[str, Any]:
     """A dataclass as a JSON object; fields that privacy may leave out are optional."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     required = [
         field.name
         for field in dataclasses.fields(kind)
@@ -73,6 +79,11 @@ def _object(kind: type[Any]) -> dict[str, Any]:
 def _value(hint: Any) -> dict[str, Any]:
     """A field's type as a schema."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        (entries,) = (each for each in hint.__metadata__ if isinstance(each, Integers))
+        return {"type": "object", "properties": dict.fromkeys(entries.names, _SIMPLE[int])}
+    if origin is dict and arguments[1] is not Any:
+        return {"type": "object", "additionalProperties": _value(arguments[1])}
     if dataclasses.is_dataclass(hint):
         return _object(typing.cast("type[Any]", hint))
     if origin is Literal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,10 +49,9 @@ def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
     reading = Reading(Path(path))
     records = []
     for line, whole in lines_of(reading.path):
-        if reading.add(line, whole):
-            record = json.loads(line)
-            if isinstance(record["e"], str):
-                records.append(_shortened(record))
+        record = reading.add(line, whole)
+        if record is not None:
+            records.append(_shortened(record))
     trace = reading.trace()
     return PageTrace(trace.path.name, tuple(records), trace.banner)
 

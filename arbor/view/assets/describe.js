@@ -75,7 +75,8 @@ const SENTENCES = {
       .join(", ")}${list(record.nodes).length > 4 ? " …" : ""}`,
   prune: (record) => `${some(list(record.nodes))} pruned`,
   terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}${record.guessed ? " (guessed)" : ""}`,
-  answer: (record) => `${wordsOr(record.text, "no answer")}${record.guessed ? " (guessed)" : ""}, score ${fixed(record.score)}${verdict(record.correct)}`,
+  answer: (record) =>
+    `${wordsOr(record.node === null ? null : record.text, "no answer")}${record.guessed ? " (guessed)" : ""}, score ${fixed(record.score)}${verdict(record.correct)}`,
   end: (record) => `${record.status}, ${plural(record.nodes, "block")}`,
 };
 

@@ -25,6 +25,9 @@ async function unpack(element) {
   return JSON.parse(await new Response(stream).text());
 }
 
+// events between the pieces of a prompt; any other known one means that all of it is computed
+const BETWEEN_PIECES = new Set(["pressure", "allocate", "evict"]);
+
 const isCount = (value) => Number.isSafeInteger(value);
 const list = (value) => (Array.isArray(value) ? value : []);
 const number = (value) => (typeof value === "number" ? value : NaN);
@@ -206,11 +209,14 @@ class Run {
         active += state.device[at];
       }
     };
+    // tokens that came back minus tokens that left, of blocks whose length is not known yet
+    const moved = new Int32Array(count);
     const move = (rows, field, sign) => {
       for (const [id, tokens] of pairs(rows)) {
         const block = this.blockOf(id);
-        if (block >= 0)
-          put(field, block, (field === HOST ? state.host : state.device)[block] + sign * tokens);
+        if (block < 0) continue;
+        if (field === DEVICE && state.state[block] === OPEN) moved[block] += sign * tokens;
+        else put(field, block, (field === HOST ? state.host : state.device)[block] + sign * tokens);
       }
     };
 
@@ -222,8 +228,18 @@ class Run {
       host = 0,
       compressed = 0,
       closed = 0;
+    // the prompt, until all of it is computed, piece by piece where it is longer than a lossy budget
+    let prompt = -1,
+      uncomputed = 0;
     for (let event = 0; event < events; event++) {
       const record = records[event];
+      if (prompt >= 0 && record.e in NAMED && !BETWEEN_PIECES.has(record.e)) {
+        const prefill = record.e === "forward" && record.kind === "prefill" && isCount(record.rows);
+        const piece = prefill ? Math.min(record.rows, uncomputed) : uncomputed;
+        put(DEVICE, prompt, state.device[prompt] + piece);
+        uncomputed -= piece;
+        if (!uncomputed) prompt = -1;
+      }
       switch (record.e) {
         case "node": {
           if (born >= count || this.opened[born] !== event) break;
@@ -233,7 +249,8 @@ class Run {
           put(STATE, block, root ? CLOSED : OPEN);
           if (root && isCount(record.tokens)) {
             put(TOKENS, block, record.tokens);
-            put(DEVICE, block, record.tokens);
+            prompt = block;
+            uncomputed = record.tokens;
             full += record.tokens;
           }
           break;
@@ -246,7 +263,8 @@ class Run {
           const tokens = isCount(record.tokens) ? record.tokens : 0;
           full += tokens - state.tokens[block];
           put(TOKENS, block, tokens);
-          put(DEVICE, block, tokens);
+          put(DEVICE, block, tokens + moved[block]);
+          moved[block] = 0;
           put(STATE, block, CLOSED);
           break;
         }

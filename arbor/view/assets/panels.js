@@ -302,7 +302,7 @@ class AnswerPanel {
               ),
               make("td", { class: "number" }, fixed(state.value[block], 3)),
               make("td", { class: "number" }, fixed(logprob(block))),
-              make("td", { class: "wraps" }, answer ?? "–"),
+              make("td", { class: "wraps" }, wordsOr(answer, "–")),
             ),
           ),
         ),

@@ -306,7 +306,7 @@ class View {
     find("facts").replaceChildren(...facts.map((each) => make("span", {}, each)));
     const { answer } = run;
     find("outcome").replaceChildren(
-      ...(answer && (answer.text || answer.text === undefined)
+      ...(answer && (answer.text || (answer.text === undefined && answer.node !== null))
         ? [
             make("span", { class: "answer" }, `${wordsOr(answer.text, "")}${answer.guessed ? " (guessed)" : ""}`),
             answer.correct === true
