@@ -166,7 +166,7 @@ def test_lost_lines_have_a_banner(trace: Path) -> None:
     lines = trace.read_bytes().splitlines(keepends=True)
     trace.write_bytes(b"".join(lines[:10] + lines[12:]))
 
-    assert read_page_trace(trace).banner == "1 gap(s) in the numbering, first at line 11"
+    assert read_page_trace(trace).banner == "events are missing or out of order before line 11"
 
 
 def test_a_file_without_an_event_is_refused(tmp_path: Path) -> None:

@@ -269,7 +269,7 @@ def test_a_trace_that_lacks_its_first_lines_says_so(tmp_path: Path) -> None:
             writer(event)
     path.write_bytes(path.read_bytes().split(b"\n", 1)[1])
 
-    assert read_trace(path).banner == "no header, 1 gap(s) in the numbering, first at line 1"
+    assert read_trace(path).banner == "no header, events are missing or out of order before line 1"
 
 
 def test_a_lost_line_is_a_gap(tmp_path: Path, run: list[Event]) -> None:
@@ -362,7 +362,7 @@ def test_replay_rebuilds_the_tree(tmp_path: Path, run: list[Event]) -> None:
     assert replay.ended is not None and replay.ended.status == "solved"
 
 
-def test_replay_tells_the_memory_after_each_event(tmp_path: Path, run: list[Event]) -> None:
+def test_replay_shows_the_memory_after_each_event(tmp_path: Path, run: list[Event]) -> None:
     replay = Replay.of(read_trace(write(tmp_path / "run.jsonl", run)))
 
     reported = [

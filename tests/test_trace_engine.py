@@ -121,7 +121,7 @@ def test_replaying_the_trace_gives_the_engines_counters_after_every_event(
     assert replay.metrics().peak_tokens == watch.seen[-1].peak <= tokens
 
 
-def test_a_finer_level_tells_the_same_run_step_by_step_and_token_by_token(
+def test_a_finer_level_shows_the_same_run_step_by_step_and_token_by_token(
     solver: Solver, tmp_path: Path
 ) -> None:
     solver.controller, solver.listeners = CONTROLLERS["dfs"], ()

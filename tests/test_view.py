@@ -15,7 +15,7 @@ import pytest
 from support.fake_run import fake_run, header, tick
 
 from arbor.cli import main
-from arbor.events import KV, Answered, Boundary, Ended, Event, Evicted, Opened, Verified
+from arbor.events import KV, Answered, Boundary, Ended, Event, Evicted, Opened, Pruned, Verified
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.view import html_page, read_page_trace
 
@@ -232,6 +232,46 @@ def test_the_terminal_shows_what_each_block_holds(command: Command, tmp_path: Pa
         "├── #1 ████···· ✓ v=0.75 good",
         "└── #2 ········ ✓ v=0.25 bad  [31mred ]0;title ",
     ]
+
+
+def test_identical_siblings_share_a_line(command: Command, tmp_path: Path) -> None:
+    closed = {"stop": "step", "logprob": -1.0, "confidence": 0.5, "top1": 0.5}
+    texts = ["nine", "nine\n", "ten", "nine", "nine", "nine"]
+    trace = written(
+        tmp_path / "run.arbor.jsonl",
+        [
+            header(),
+            Opened(0, None, 0, 0, 8, "Use 4 5 6 10"),
+            *(Opened(node, 0, node - 1, 1, 0, "") for node in range(1, 8)),
+            *(Boundary(node, (1,) * 8, text, **closed) for node, text in enumerate(texts, 1)),
+            Pruned((6,)),
+            Answered(5, (0, 5), "9", 0.75, True),
+            Ended("solved", 8),
+        ],
+    )
+
+    _, out, _ = command("view", str(trace), "--term")
+
+    assert [line for line in out.splitlines() if "#" in line] == [
+        "#0 ████████ Use 4 5 6 10",
+        "├── #1 ████████ ×3 nine",  # 1, 2 and 4; without 5, which the answer's path goes through
+        "├── #5 ████████ nine",
+        "├── #6 ████████ ✗ pruned nine",
+        "├── #7 …        ",
+    ]
+    assert "└── (… 1 more)" in out
+
+
+def test_a_tree_of_any_depth_is_drawn(command: Command, tmp_path: Path) -> None:
+    depth = 2 * sys.getrecursionlimit()
+    opened = [Opened(node, node - 1, 0, node, 0, "") for node in range(1, depth)]
+    root = Opened(0, None, 0, 0, 8, "Use 4 5 6 10")
+    end = [Answered(depth - 1, tuple(range(depth)), "9", 0.5, None), Ended("solved", depth)]
+    trace = written(tmp_path / "run.arbor.jsonl", [header(), root, *opened, *end])
+
+    code, out, _ = command("view", str(trace), "--term")
+
+    assert code == 0 and len(out.splitlines()) > depth
 
 
 def test_the_terminal_shows_an_earlier_event(command: Command, tmp_path: Path) -> None:

@@ -97,13 +97,12 @@ class Trace:
         if self.header is None:
             parts.append("no header")
         if self.bad:
-            first = str(self.bad[0])
-            count = len(self.bad)
-            parts.append(first if count == 1 else f"{count:,} lines are unreadable, first {first}")
+            several = f"{len(self.bad):,} lines are unreadable, first "
+            parts.append(f"{several if len(self.bad) > 1 else ''}{self.bad[0]}")
         elif self.gaps:
-            parts.append(
-                f"{len(self.gaps)} gap(s) in the numbering, first at line {self.gaps[0].line}"
-            )
+            several = f"in {len(self.gaps):,} places, first "
+            place = f"{several if len(self.gaps) > 1 else ''}before line {self.gaps[0].line:,}"
+            parts.append(f"events are missing or out of order {place}")
         return ", ".join(parts)
 
 
@@ -187,7 +186,7 @@ class Reading:
             raise TraceError(
                 "trace-corrupt",
                 (
-                    f"{self.path}: none of {self.lines:,} line(s) is an event of {SCHEMA}."
+                    f"{self.path}: no line is an event of {SCHEMA}."
                     if self.lines
                     else f"{self.path}: the file is empty."
                 ),

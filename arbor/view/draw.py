@@ -12,6 +12,7 @@ from rich.text import Text
 from arbor.metrics import Metrics
 from arbor.support.units import human_bytes
 from arbor.trace.fold import Block, Replay
+from arbor.trace.siblings import identical_siblings
 from arbor.tree import NodeState
 
 CELLS = 8  # of a block's bar
@@ -35,10 +36,11 @@ class Glyphs:
     pruned: str
     answer: str
     more: str
+    times: str
 
 
-UNICODE = Glyphs("█", "▏▎▍▌▋▊▉", "·", "├── ", "└── ", "│   ", "✓", "✗", "◆", "…")
-ASCII = Glyphs("#", "", ".", "|-- ", "`-- ", "|   ", "+", "x", "*", "...")
+UNICODE = Glyphs("█", "▏▎▍▌▋▊▉", "·", "├── ", "└── ", "│   ", "✓", "✗", "◆", "…", "×")
+ASCII = Glyphs("#", "", ".", "|-- ", "`-- ", "|   ", "+", "x", "*", "...", "x")
 
 
 def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> Group:
@@ -101,7 +103,7 @@ def tree_lines(replay: Replay, glyphs: Glyphs, width: int, rows: int) -> Iterato
     paths = _running(replay)
     if 0 not in replay.blocks or rows < 1:
         return
-    lines = list(_branch(replay, 0, "", "", paths, glyphs))
+    lines = list(_lines(replay, paths, glyphs))
     if len(lines) > rows:
         hidden = len(lines) - rows + 1
         lines = [*lines[: rows - 1], Text(f"{glyphs.more} {hidden:,} more lines", "dim")]
@@ -122,32 +124,62 @@ def _running(replay: Replay) -> dict[int, None]:
     return found
 
 
-def _branch(
-    replay: Replay, node: int, stem: str, below: str, paths: dict[int, None], glyphs: Glyphs
-) -> Iterator[Text]:
-    block = replay.blocks[node]
-    yield _line(block, stem, node in paths, glyphs)
-    if node not in paths and node != 0:
-        return
-    on = [child for child in block.children if child in paths]
-    off = [child for child in block.children if child not in paths]
-    shown = sorted([*on, *off[-MOST_SIBLINGS:]])
-    hidden = len(off) - MOST_SIBLINGS
-    for number, child in enumerate(shown):
-        last = number == len(shown) - 1 and hidden <= 0
+def _lines(replay: Replay, paths: dict[int, None], glyphs: Glyphs) -> Iterator[Text]:
+    """The tree from its root; identical siblings off the running paths share a line."""
+    ahead: list[Text | _Row] = [_Row(0, 1, "", "")]
+    while ahead:
+        row = ahead.pop()
+        if isinstance(row, Text):
+            yield row
+            continue
+        running = row.node in paths
+        yield _line(replay.blocks[row.node], row.times, row.stem, running, glyphs)
+        if running or row.node == 0:
+            ahead += reversed(list(_below(replay, row, paths, glyphs)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line of the tree.
+
+    Attributes:
+        node: the block it shows.
+        times: number of identical siblings it stands for.
+        stem: what precedes it.
+        below: what precedes the lines of its children.
+    """
+
+    node: int
+    times: int
+    stem: str
+    below: str
+
+
+def _below(
+    replay: Replay, row: _Row, paths: dict[int, None], glyphs: Glyphs
+) -> Iterator[Text | _Row]:
+    """The lines of a block's children: all on the running paths, and the youngest of the others."""
+    children = replay.blocks[row.node].children
+    on = [(child, 1) for child in children if child in paths]
+    groups = identical_siblings(replay.blocks, [child for child in children if child not in paths])
+    groups.sort(key=lambda group: group[-1])
+    hidden = sum(len(group) for group in groups[:-MOST_SIBLINGS])
+    shown = sorted([*on, *((group[0], len(group)) for group in groups[-MOST_SIBLINGS:])])
+    for number, (child, times) in enumerate(shown):
+        last = number == len(shown) - 1 and not hidden
         turn, further = (glyphs.last, "    ") if last else (glyphs.branch, glyphs.bar)
-        yield from _branch(replay, child, below + turn, below + further, paths, glyphs)
-    if hidden > 0:
-        yield Text(f"{below}{glyphs.last}({glyphs.more} {hidden:,} more)", "dim")
+        yield _Row(child, times, row.below + turn, row.below + further)
+    if hidden:
+        yield Text(f"{row.below}{glyphs.last}({glyphs.more} {hidden:,} more)", "dim")
 
 
-def _line(block: Block, stem: str, running: bool, glyphs: Glyphs) -> Text:
-    """One block: resident part, value, beginning of its text."""
+def _line(block: Block, times: int, stem: str, running: bool, glyphs: Glyphs) -> Text:
+    """One block: number of identical siblings, resident part, value, beginning of its text."""
     if block.state is NodeState.OPEN:
         cells = glyphs.more.ljust(CELLS)[:CELLS]
     else:
         cells = bar(block.resident / block.tokens if block.tokens else 0.0, CELLS, glyphs)
-    marks = []
+    marks = [f"{glyphs.times}{times:,}"] if times > 1 else []
     if block.verified:
         marks.append(f"{glyphs.verified} v={block.value:.2f}")
     if block.state is NodeState.PRUNED:
