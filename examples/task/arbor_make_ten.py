@@ -20,13 +20,12 @@ def after(left: Sequence[int], thought: str) -> list[int] | None:
     if match is None:
         return None
     a, sign, b, result = int(match[1]), match[2], int(match[3]), int(match[4])
-    calculate = SIGNS[sign]
     rest = list(left)
     for number in (a, b):
         if number not in rest:
             return None
         rest.remove(number)
-    exact = sign != "/" or (b != 0 and a % b == 0)
+    calculate, exact = SIGNS[sign], sign != "/" or (b != 0 and a % b == 0)
     return sorted([*rest, result]) if exact and calculate(a, b) == result else None
 
 
