@@ -1,7 +1,7 @@
 # One check, the same everywhere: `make check` is the README's test command; .ci/run adds `make slow`.
 
 PYTHON ?= python
-CODE := arbor kernels controllers verifiers tests scripts
+CODE := arbor kernels controllers verifiers examples tests scripts
 
 # Processes that run tests; each holds torch and one model. A process that runs out of tests takes
 # half of another's, so the long tests of one file do not end up last in one process.

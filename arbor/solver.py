@@ -26,6 +26,7 @@ from arbor.model.describe import ModelInfo
 from arbor.model.plan import least_saved_reads
 from arbor.model.sampling_params import Sampling
 from arbor.model.threads import keep_threads, thread_count, torch_threads
+from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.limits import check_count, check_seed
@@ -80,7 +81,7 @@ class Solver:
         budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``;
             ``full``.
         policy: what blocks off the running paths keep on the device: likewise a name, a table or a
-            ready policy.
+            ready policy; an allocator alone stands for `Policy(allocator)`.
         mode: ``lossless``: the result is full retention's at any budget; ``lossy``: tokens of
             running paths may leave too.
         rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
@@ -127,7 +128,7 @@ class Solver:
         controller: str | Mapping[str, Any] | Controller = "tot",
         verifier: str | Mapping[str, Any] | Verifier = "self",
         budget: float | str | Budget = "full",
-        policy: str | Mapping[str, Any] | Policy = "reentry",
+        policy: str | Mapping[str, Any] | Policy | Allocator = "reentry",
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
         msve: MSVE | str | os.PathLike[str] | None = None,

@@ -386,7 +386,7 @@ def test_what_a_question_computes_again_ages_no_token() -> None:
 def test_sinks_stay_in_the_smallest_budgets_whatever_the_policy(
     policy: str, rehydrate: Rehydrate
 ) -> None:
-    for protect in (Protect(sinks=4, recent=8, tail=0, floor=0), Protect()):
+    for protect in (Protect(), Protect(tail=8, floor=4)):
         ready = dataclasses.replace(POLICIES[policy], protect=protect)
         for slots in (17, 20, 24):
             lab = Lab(build("llama"), policy=ready, mode="lossy", rehydrate=rehydrate, debug=True)

@@ -438,13 +438,20 @@ def test_policies_and_their_parts_are_values() -> None:
 
 def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() -> None:
     sparing = {name for name, policy in POLICIES.items() if policy.spares_paths}
-    published = {name for name, policy in POLICIES.items() if policy.protect == Protect()}
+    published = {name for name, policy in POLICIES.items() if policy.protect.tail}
 
     assert sparing == {"arborkv", "belady", "kkt", "lru", "reentry"}
     assert published == {"arborkv", "kkt"}
-    assert Protect() == Protect(sinks=4, recent=8, tail=8, floor=4, threshold=1e-4)
-    for name in set(POLICIES) - published:
-        assert POLICIES[name].protect == Protect(tail=0, floor=0)
+    assert Protect() == Protect(sinks=4, recent=8, tail=0, floor=0, threshold=1e-4)
+    for name in POLICIES:
+        wanted = Protect(tail=8, floor=4) if name in published else Protect()
+        assert POLICIES[name].protect == wanted
+
+
+def test_a_policy_of_ones_own_protects_what_the_built_in_ones_do() -> None:
+    own = Policy(POLICIES["lru"].allocator)
+
+    assert own.protect == POLICIES["lru"].protect == POLICIES["reentry"].protect
 
 
 def test_protection_is_given_up_from_the_floor_to_the_sinks() -> None:
@@ -480,9 +487,9 @@ def test_settings_of_a_policys_parts_go_by_their_own_names() -> None:
     assert policy.allocator.lambda_distance == 0.25
     assert policy.allocator.gamma == 2.0
     assert policy.scorer.normalise is True
-    assert policy.protect == Protect(sinks=2)
+    assert policy.protect == Protect(sinks=2, tail=8, floor=4)
     assert build("policy", spec_of(policy)) == policy
-    assert build("policy", policy, tail="3").protect == Protect(sinks=2, tail=3)
+    assert build("policy", policy, tail="3").protect == Protect(sinks=2, tail=3, floor=4)
 
 
 def test_a_setting_no_part_has_is_refused_by_name() -> None:

@@ -679,6 +679,38 @@ def test_what_lacks_something_is_refused_before_anything_loads(
     assert error.value.code == "component-incomplete"
 
 
+@dataclass(frozen=True)
+class Shallow:
+    """An allocator of one's own."""
+
+    reserve: int = 0
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return blocks.floor
+
+
+class Latest:
+    """A scorer of one's own."""
+
+    observes = False
+
+    def scores(self, tokens: Any) -> Any:
+        return tokens.position
+
+
+@pytest.mark.parametrize("given", [Shallow(), Shallow, Policy(Shallow())])
+def test_an_allocator_is_a_policy_with_the_defaults(given: Any) -> None:
+    solver = Solver(policy=given)
+
+    assert solver.policy == Policy(Shallow())
+    assert Solver.from_config(solver.config).policy == solver.policy
+
+
+def test_a_scorer_is_not_a_policy_and_the_error_says_what_to_write() -> None:
+    with pytest.raises(UsageError, match=r"but a scorer: write Policy\(allocator, Latest\(…\)\)"):
+        Solver(policy=Latest())  # type: ignore[arg-type]
+
+
 def test_a_search_that_lacks_something_is_named() -> None:
     class Controller(Half):
         def max_blocks(self, max_depth: int) -> int:

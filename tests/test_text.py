@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -41,7 +41,19 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
+def octets() -> PreTrainedTokenizerFast:
+    """A tokenizer with the decoder of GPT-2 and a token for each byte."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = [byte for byte in range(256) if byte not in printed]
+    names = {chr(byte): byte for byte in printed}
+    names |= {chr(256 + number): byte for number, byte in enumerate(other)}
+    tokenizer = Tokenizer(models.BPE(names, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 PIECES = pieces()
+OCTETS = octets()
 SAPLING = AutoTokenizer.from_pretrained(BUILTIN["sapling"])
 
 
@@ -107,7 +119,35 @@ def test_a_character_belongs_to_the_block_that_completes_it() -> None:
 def test_bytes_that_are_no_character_are_shown_as_such() -> None:
     node = path(PIECES, [ids("▁the"), ids("€")[1:2] * 5, ids("▁is")])
 
-    assert node.thoughts == ["�" * 5, " is"]
+    assert node.thoughts == ["�" * 2, "�" * 3 + " is"]
+
+
+BYTES = st.text("ab\n\ufffdé€🙂\u0301", min_size=1, max_size=30)
+
+
+@given(text=BYTES, ends=st.sets(st.integers(1, 120), max_size=30))
+@example(text="\ufffd🙂", ends={1, 4})
+@example(text="a\ufffd🙂b", ends={2, 5})
+@example(text="x\ufffdé", ends={2, 5})
+@example(text="\ufffd\ufffd\ufffd🙂", ends=set(range(14)))
+@example(text="🙂" * 9, ends=set(range(37)))
+def test_replacement_characters_of_the_models_own_survive_any_cut(
+    text: str, ends: set[int]
+) -> None:
+    tokens = [*b"x", *text.encode(), *b"."]
+
+    node = path(OCTETS, cut(tokens, ends))
+
+    assert "x" + "".join(node.thoughts) == OCTETS.decode(tokens) == f"x{text}."
+
+
+@given(data=st.binary(max_size=60), ends=st.sets(st.integers(1, 60), max_size=30))
+def test_bytes_that_are_no_text_survive_any_cut(data: bytes, ends: set[int]) -> None:
+    tokens = [*b"x", *data, *b"."]
+
+    node = path(OCTETS, cut(tokens, ends))
+
+    assert "x" + "".join(node.thoughts) == data.decode(errors="replace").join("x.")
 
 
 def test_little_of_a_path_is_looked_back_at() -> None:

@@ -45,12 +45,19 @@ def added(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
 
 
 def _whole(decode: Decode, tokens: Sequence[int]) -> str:
-    """The text without the first bytes of a character at its end; with them if more of them are
-    broken than can be held."""
-    text = decode(list(tokens))
-    if text.endswith(BROKEN):
-        for held in range(1, min(MOST_HELD, len(tokens)) + 1):
-            shorter = decode(list(tokens[: len(tokens) - held]))
-            if not shorter.endswith(BROKEN):
-                return shorter
-    return text
+    """The text that no further token changes: a prefix of the text of these tokens and any more.
+
+    The first bytes of a character at the end are left out. A replacement character may stand for
+    them or be the model's own, so those at the end are left out unless the text has them without
+    the last `MOST_HELD` tokens too.
+    """
+    texts = [decode(list(tokens))]
+    if not texts[0].endswith(BROKEN):
+        return texts[0]
+    for held in range(1, min(MOST_HELD, len(tokens)) + 1):
+        texts.append(decode(list(tokens[: len(tokens) - held])))
+        if not texts[-1].endswith(BROKEN):
+            return texts[-1]
+    least, most = min(texts), max(texts)  # their common prefix is that of all
+    same = (i for i in range(len(least), 0, -1) if most.startswith(least[:i]))
+    return least[: next(same, 0)]

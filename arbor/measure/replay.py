@@ -36,6 +36,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.callbacks import Broadcast
 from arbor.run.session import Limits, Session
+from arbor.run.settings import resolve_component
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
@@ -152,7 +153,7 @@ def replay(
     engine = Engine(
         runner,
         tokenizer,
-        policy=components.build("policy", policy),
+        policy=resolve_component("policy", policy, Policy),
         rehydrate=rehydrate,
         msve=values,
         source=_Recorded(record, tokenizer),

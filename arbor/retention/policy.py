@@ -33,15 +33,15 @@ class Protect:
     Attributes:
         sinks: first tokens of the path, which attract attention (StreamingLLM).
         recent: last tokens before the end of each running leaf; lossy mode only.
-        tail: last tokens of each block (ArborKV's L_tail).
-        floor: least tokens of a block (ArborKV's K_min).
+        tail: last tokens of each block (ArborKV's L_tail); none by default.
+        floor: least tokens of a block (ArborKV's K_min); none by default.
         threshold: attention from which a token counts as activated (RaaS's alpha).
     """
 
     sinks: int = 4
     recent: int = 8
-    tail: int = 8
-    floor: int = 4
+    tail: int = 0
+    floor: int = 0
     threshold: float = 1e-4
 
     def __post_init__(self) -> None:
@@ -64,7 +64,8 @@ class Protect:
                 yield eased
 
 
-PATH_ENDS = Protect(tail=0, floor=0)  # for policies that evict whole blocks, or rank all tokens
+# ArborKV's L_tail and K_min, which its two forms protect as published
+ARBORKV = Protect(tail=8, floor=4)
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,69 +124,62 @@ _NAMED = {
     "arborkv": Policy(
         Ratio(),
         HeavyHitters(),
+        ARBORKV,
         spares_paths=True,
         summary="ArborKV as published: tree-aware ratios (TAE), heavy hitters within a block, tails and "
         "sinks protected.",
     ),
     "belady": Policy(
         Belady(),
-        protect=PATH_ENDS,
         spares_paths=True,
         summary="Keeps what a recorded run reads next (Belady 1966): the bound, up to the order of waves "
         "within an operation.",
     ),
     "full": Policy(
         Full(),
-        protect=PATH_ENDS,
         summary="Keeps everything: the baseline, shared over the tree.",
     ),
     "h2o": Policy(
         Pooled(),
         HeavyHitters(),
-        PATH_ENDS,
         summary="Keeps the tokens of the whole tree that received the most attention (H2O).",
     ),
     "kkt": Policy(
         KKT(),
         HeavyHitters(),
+        ARBORKV,
         spares_paths=True,
         summary="ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a "
         "block.",
     ),
     "lru": Policy(
         LRU(),
-        protect=PATH_ENDS,
         spares_paths=True,
         summary="Evicts the least recently used blocks, as a radix cache does (SGLang).",
     ),
     "random": Policy(
         Pooled(),
         RandomTokens(),
-        PATH_ENDS,
         summary="Keeps random tokens of the whole tree: the control every scorer has to beat.",
     ),
     "reentry": Policy(
         Reentry(),
-        protect=PATH_ENDS,
         spares_paths=True,
         summary="Keeps the blocks the search is most likely to read again: the optimum where nothing is "
         "lost.",
     ),
     "streaming": Policy(
         Pooled(),
-        protect=PATH_ENDS,
         summary="Keeps the sinks and the tokens of the whole tree farthest down their paths "
         "(StreamingLLM): a deep branch that was abandoned outlives a shallow one that runs.",
     ),
     "tova": Policy(
         Pooled(),
         TOVA(),
-        PATH_ENDS,
         summary="Keeps the tokens of the whole tree that the last query attended to (TOVA).",
     ),
     "uniform": Policy(
         Uniform(),
-        protect=PATH_ENDS,
         summary="Keeps the same part of every block: the control that sees no tree.",
     ),
 }

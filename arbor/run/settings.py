@@ -26,7 +26,8 @@ def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
 
     Args:
         kind: as in `components.build`.
-        given: a name, a table of settings, a class or a ready component.
+        given: a name, a table of settings, a class or a ready component; for a policy also an
+            allocator, which becomes `Policy(allocator)`.
         protocol: the members needed; for a policy the class `Policy`.
 
     Raises:
@@ -34,7 +35,11 @@ def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
     """
     built = components.build(kind, given)
     if protocol is Policy:
+        if isinstance(built, Allocator):
+            built = Policy(built)
         wrong = "" if isinstance(built, Policy) else "is not an arbor.retention.policy.Policy"
+        if isinstance(built, Scorer):
+            wrong += f" but a scorer: write Policy(allocator, {type(built).__name__}(…))"
         parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
         missing = [name for part, wanted in parts for name in missing_members(part, wanted)]
     else:
@@ -46,7 +51,7 @@ def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
         raise UsageError(
             "component-incomplete",
             f"'{name}' cannot be the {kind}: it {wrong}.",
-            "docs/controller.md and docs/policy.md have examples, ARCHITECTURE.md what other kinds need.",
+            f"docs/{kind}.md has a complete example.",
             kind=kind,
             lacking=missing,
         )
