@@ -7,6 +7,8 @@ transformers.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
@@ -62,6 +64,11 @@ __all__ = [
     "read_trace",
     "register",
 ]
+
+# Threads of torch that wait actively make a busy machine ten times slower. OpenMP reads this when
+# torch is imported, and never again.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _HOMES = {
     "arbor.budget": ("Budget", "Plan"),

@@ -446,10 +446,11 @@ def test_a_terminal_shows_budget_answer_and_numbers() -> None:
     code, shown = read_terminal(["solve", "4 5 6 10", "--color", "never"])
 
     assert code == 0
-    budget, answer, numbers = (shown.index(t) for t in ("budget full", "(10 - 4)", "solved in"))
-    assert budget < answer < numbers
+    budget, answer, end = (shown.index(t) for t in ("budget full", "(10 - 4)", "solved in"))
+    assert budget < answer < end
     assert shown.index("blocks  ") < answer, "the meter is drawn while the search runs"
-    assert shown.rstrip().endswith("thoughts")
+    numbers, note = shown.rstrip().splitlines()[-2:]
+    assert numbers.endswith("thoughts") and note.startswith("this budget was never reached")
 
 
 def test_a_dumb_terminal_gets_lines_and_no_control_characters() -> None:

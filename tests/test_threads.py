@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -99,7 +100,7 @@ def test_the_setting_is_a_whole_number(threads: Any) -> None:
         Solver(threads=threads)
 
 
-def test_importing_arbor_changes_nothing() -> None:
+def test_importing_arbor_after_torch_changes_nothing() -> None:
     code = (
         "import os, torch; torch.set_num_threads(2); before = dict(os.environ); "
         "import arbor; arbor.Solver().describe(); "
@@ -109,6 +110,29 @@ def test_importing_arbor_changes_nothing() -> None:
 
 
 # While a search runs, and after it
+
+
+@pytest.mark.parametrize(
+    ("given", "imports", "policy"),
+    [
+        ({}, "arbor", "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "arbor", "ACTIVE"),
+        ({}, "torch, arbor", "None"),  # too late: OpenMP has read it
+    ],
+)
+def test_threads_of_torch_wait_without_spinning(
+    given: dict[str, str], imports: str, policy: str
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import os, {imports}; print(os.environ.get('OMP_WAIT_POLICY'))"],
+        env=environment | given,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert shown.stdout.strip() == policy
 
 
 def test_a_search_has_its_threads_and_torch_has_its_own_again(

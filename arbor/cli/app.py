@@ -62,8 +62,6 @@ def cli(output: Output) -> None:
       arbor info                              its size, and the memory at each budget
     """
     configure_log(output)
-    # spinning threads make a busy machine ten times slower; torch reads this at import
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
