@@ -103,17 +103,18 @@ class TritonFusedOps:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         count, width = rows.shape
         if count:
-            rms_norm_kernel[(count,)](
-                rows,
-                weight,
-                out,
-                rows.stride(0),
-                eps,
-                WIDTH=width,
-                OFFSET=form.offset,
-                ROUNDS_FIRST=form.rounds_first,
-                **norm_launch(width),
-            )
+            with torch.cuda.device_of(x):  # Triton launches on the current device
+                rms_norm_kernel[(count,)](
+                    rows,
+                    weight,
+                    out,
+                    rows.stride(0),
+                    eps,
+                    WIDTH=width,
+                    OFFSET=form.offset,
+                    ROUNDS_FIRST=form.rounds_first,
+                    **norm_launch(width),
+                )
         return out
 
     def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -123,16 +124,17 @@ class TritonFusedOps:
         count, width = gates.shape
         if count:
             launch = gated_launch(width)
-            gated_kernel[(count, triton.cdiv(width, launch["BLOCK"]))](
-                gates,
-                ups,
-                out,
-                gates.stride(0),
-                ups.stride(0),
-                WIDTH=width,
-                ACTIVATION=activation,
-                **launch,
-            )
+            with torch.cuda.device_of(gate):
+                gated_kernel[(count, triton.cdiv(width, launch["BLOCK"]))](
+                    gates,
+                    ups,
+                    out,
+                    gates.stride(0),
+                    ups.stride(0),
+                    WIDTH=width,
+                    ACTIVATION=activation,
+                    **launch,
+                )
         return out
 
 
