@@ -14,10 +14,12 @@ import torch
 from arbor import components
 from arbor.errors import ModelError, UsageError
 from arbor.kernels.base import AttentionBackend, AttentionShape
+from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.agreement import check_agreement, own_logits
 from arbor.model.describe import ModelInfo, describe_attention
+from arbor.model.fuse import fuse, unfuse
 from arbor.model.graphs import CudaRecorder
 from arbor.model.loading import (
     ModelLocation,
@@ -252,6 +254,11 @@ class Checkpoint:
         runner = ModelRunner(model, backend, recorder, deterministic=self.deterministic)
         if runner.device.type == "cpu" or self.deterministic:
             pack_linears(model, deterministic=self.deterministic)
+        ops = None if self.deterministic else fused_ops(runner.device)
+        if ops is None:
+            unfuse(model)  # a ready model that ran elsewhere
+        else:
+            fuse(model, ops)
         if own is not None:
             try:
                 check_agreement(runner, own)

@@ -117,6 +117,7 @@ def cells(part: str, small: bool) -> list[Cell]:
     found += [(CONFIG_L, 256, variant) for variant in first[2:]]
     for base in (shipped, graphs):
         found.append((CONFIG_S, 64, Variant(graphs=base.graphs, statistics=True)))
+        found.append((CONFIG_S, 64, Variant(graphs=base.graphs, unfused=True)))
         found.append((CONFIG_S, 64, Variant(graphs=base.graphs, deterministic=True)))
     for variants in (first[:2], first[2:]):
         for leaves in (8, 1, 64, 256):

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.errors import UsageError
+from arbor.model.fuse import unfuse
 from arbor.model.runner import ModelRunner
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -32,18 +33,20 @@ class Variant:
         graphs: the option `cuda_graphs`, if the installed code has it.
         deterministic: the setting of that name.
         statistics: attention is observed.
+        unfused: norms and activations are transformers' own.
     """
 
     sharing: str = "shipped"
     graphs: bool = False
     deterministic: bool = False
     statistics: bool = False
+    unfused: bool = False
 
     @property
     def name(self) -> str:
         """``shipped+graphs``."""
-        extras = [word for word in ("graphs", "deterministic", "statistics") if getattr(self, word)]
-        return "+".join([self.sharing, *extras])
+        words = ("graphs", "deterministic", "statistics", "unfused")
+        return "+".join([self.sharing, *(word for word in words if getattr(self, word))])
 
 
 def random_model(shape: ModelShape, device: torch.device, layers: int | None = None) -> Any:
@@ -102,6 +105,8 @@ def make_engine(
     engine = solver.engine
     if variant.sharing in SHARING:
         engine._min_saved_reads = SHARING[variant.sharing]
+    if variant.unfused:
+        unfuse(model)  # no graph is captured yet
     return engine
 
 

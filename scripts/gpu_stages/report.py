@@ -51,6 +51,11 @@ COMPARISONS = (
         "config-l 256 shipped+graphs",
     ),
     Comparison(
+        "separate / fused norms and activations, config-s 64, graphs",
+        "config-s 64 shipped+graphs+unfused",
+        "config-s 64 shipped+graphs",
+    ),
+    Comparison(
         "attention statistics / none, config-s 64",
         "config-s 64 shipped+statistics",
         "config-s 64 shipped",

@@ -21,13 +21,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.fused_standin import TorchFusedOps
 from support.models import build
 from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.kernels import invariant_reductions as reductions
 from arbor.kernels import invariant_triton as kernels
+from arbor.kernels import triton_fused
 from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.invariant_cascade import InvariantCascade
 from arbor.kernels.linear import PackedLinear, pack_linears
@@ -187,6 +190,73 @@ def cuda_sums() -> Iterator[None]:
         reductions.applies = before
 
 
+def fused() -> None:
+    """Fused norms and gated activations of rows of any width and stride."""
+    torch.manual_seed(0)
+    ops, exact = triton_fused.TritonFusedOps(), TorchFusedOps()
+    for dtype in DTYPES:
+        for x in (
+            torch.randn(1, 5, 64) + 0.5,
+            20 * torch.randn(3, 100),
+            1e-3 * torch.randn(1, 2, 3, 24),
+            torch.randn(1, 4, 6, 40)[:, :, 1:3],  # as heads sliced out of a joint projection
+            torch.randn(1, 1, 1030),
+            torch.randn(7, 2500)[:, :1200],
+            torch.randn(50, 6).t(),
+            torch.randn(0, 32),
+        ):
+            x = x.to(dtype)
+            weight = torch.randn(x.shape[-1]).to(dtype)
+            for form in NORM_FORMS:
+                for eps in (1e-6, 1e-2):
+                    found = ops.rms_norm(x, weight, eps, form)
+                    rounded_alike(found, exact.rms_norm(x, weight, eps, form))
+            halves = torch.cat([6 * x, x], -1).chunk(2, -1)
+            for gate, up in (halves, (x, halves[1].contiguous())):
+                for activation in ACTIVATIONS:
+                    found = ops.gated(gate, up, activation)
+                    rounded_alike(found, exact.gated(gate, up, activation), gate * up)
+
+
+def rounded_alike(found: Tensor, right: Tensor, factors: Tensor | None = None) -> None:
+    """Of one shape and dtype, equal but for two last bits; in float16, mostly in every bit.
+
+    The interpreter cuts bfloat16 off where a GPU rounds it.
+
+    Args:
+        factors: numbers whose float32 rounding differences may show; tanh near -1 has them.
+    """
+    assert (found.shape, found.dtype) == (right.shape, right.dtype) and found.is_contiguous()
+    if not found.numel():
+        return
+    last_bit = torch.finfo(found.dtype).eps * (8 if found.dtype == torch.float32 else 1)
+    small = 1e-7 + (0.0 if factors is None else 1e-6 * factors.double().abs())
+    difference = (found.double() - right.double()).abs()
+    assert bool((difference <= 2 * last_bit * right.double().abs() + small).all())
+    if found.dtype == torch.float16:
+        assert float((difference > small).double().mean()) < 0.03
+
+
+def fused_hopper() -> None:
+    """The fused kernels compile for an H100; a GPU rounds bfloat16 as often as it should."""
+    for word in ("fp32", "fp16", "bf16"):
+        pointers = dict.fromkeys(("x", "weight", "gate", "up", "out"), f"*{word}")
+        types = pointers | dict.fromkeys(("x_row", "gate_row", "up_row"), "i32") | {"eps": "fp32"}
+        for width in (128, 4096, 18432):
+            roundings = {}
+            for form in NORM_FORMS:
+                constants = {"OFFSET": form.offset, "ROUNDS_FIRST": form.rounds_first}
+                constants |= {"WIDTH": width} | triton_fused.norm_launch(width)
+                ptx = compiled(triton_fused.rms_norm_kernel, types, constants)
+                roundings[form.name] = len(re.findall(r"cvt\.rn\.bf16", ptx))
+            if word == "bf16":
+                assert roundings["llama"] > roundings["olmo2"] > 0, roundings
+        for activation in ACTIVATIONS:
+            constants = {"WIDTH": 14336, "ACTIVATION": activation}
+            constants |= triton_fused.gated_launch(14336)
+            compiled(triton_fused.gated_kernel, types, constants)
+
+
 def hopper() -> None:
     """Every kernel compiles for an H100 within its shared memory, without atomics."""
     for dtype, word in zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True):
@@ -211,7 +281,8 @@ MERGE = {"HEADS": 32, "DIM": 128, "PADDED": 128, "CHUNK": kernels.CHUNK_KEYS, **
 SHARED_BYTES = 227 << 10  # of an H100's multiprocessor, for one thread block
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> None:
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """The PTX of a kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -231,6 +302,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> N
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert found.metadata.shared <= SHARED_BYTES, (kernel, found.metadata.shared)
     assert not re.search(r"\b(atom|red)\.", found.asm["ptx"]), kernel
+    return str(found.asm["ptx"])
 
 
 def ints(*numbers: int) -> Tensor:
@@ -260,7 +332,9 @@ def multiply_bfloat16() -> None:
     builder.create_dot = create_dot
 
 
-CHECKS = {each.__name__: each for each in (products, sums, attention, models, hopper)}
+CHECKS = {
+    each.__name__: each for each in (products, sums, attention, models, hopper, fused, fused_hopper)
+}
 
 
 def main() -> None:

@@ -1,0 +1,303 @@
+"""Fused norms and gated activations in a loaded model, where they compute what the model does.
+
+Modules are found by structure, whatever their class is named, and each is compared with its own
+forward on random rows before it is changed. Rotary embeddings stay as they are: transformers calls
+a function of the modelling file for them, which all models of that file in a process share.
+Residual sums stay too, as decoder layers compute them between their modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, FusedOps
+
+logger = logging.getLogger(__name__)
+
+# Rows of the random inputs, one input each.
+ROWS = (1, 3, 64)
+# Largest relative difference of a value of a norm: in half precision, a last bit for each rounding.
+NORM_TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: 2 * torch.finfo(torch.float16).eps,
+    torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps,
+}
+# Largest difference of a row of a gated part, relative to its norm: few values differ, by a bit.
+GATED_TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.float16: torch.finfo(torch.float16).eps,
+    torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+}
+# Absolute differences below it pass: float16 numbers that small have few bits.
+SMALLEST = 1e-6
+EPS_NAMES = ("variance_epsilon", "eps")
+# Modules of a gated part: its projections, and its activation.
+SEPARATE = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+JOINT = {"gate_up_proj", "down_proj", "activation_fn"}
+
+
+@dataclass(frozen=True, slots=True)
+class FuseReport:
+    """What `fuse` did.
+
+    Attributes:
+        norms, gated: names of the fused modules.
+        kept: name -> reason, of modules that look alike and stay as they are.
+    """
+
+    norms: tuple[str, ...] = ()
+    gated: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Fused(nn.Module):
+    """A module with a fused forward, as a subclass of its own class; hooks and weights stay.
+
+    The kernels have no derivatives: where torch records any, the module's own forward runs.
+    """
+
+    _arbor_own: type[nn.Module]
+    _arbor_ops: FusedOps
+    _arbor_form: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The fused forward for one tensor like those that were compared, else its own."""
+        if len(args) == 1 and not kwargs and not torch.is_grad_enabled():
+            found = self._fused(args[0])
+            if found is not None:
+                return found
+        return super().forward(*args, **kwargs)
+
+    def _fused(self, x: Tensor) -> Tensor | None:
+        raise NotImplementedError
+
+
+class _FusedNorm(_Fused):
+    def _fused(self, x: Tensor) -> Tensor | None:
+        weight: Any = self.weight
+        if x.dtype != weight.dtype or x.shape[-1] != len(weight):
+            return None
+        return self._arbor_ops.rms_norm(x, weight, _eps(self), self._arbor_form)
+
+
+class _FusedSeparate(_Fused):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def _fused(self, x: Tensor) -> Tensor:
+        product = self._arbor_ops.gated(self.gate_proj(x), self.up_proj(x), self._arbor_form)
+        found: Tensor = self.down_proj(product)
+        return found
+
+
+class _FusedJoint(_Fused):
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
+
+    def _fused(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        found: Tensor = self.down_proj(self._arbor_ops.gated(gate, up, self._arbor_form))
+        return found
+
+
+_SUBCLASSES: dict[tuple[type[_Fused], type[nn.Module]], type[_Fused]] = {}
+
+
+@torch.inference_mode()
+def fuse(model: nn.Module, ops: FusedOps) -> FuseReport:
+    """Let the norms and gated parts of a model run by fused kernels, in place.
+
+    A module is changed only if its results agree with those of its own forward: for random inputs
+    of the model's dtype with 1, 3 and 64 rows of several sizes. Modules that an earlier call fused
+    are compared anew. Hooks of a gated part's activation do not run any more.
+
+    Args:
+        model: weights loaded, in eval mode.
+        ops: the kernels; one that fails leaves the whole model as it is, with one warning.
+
+    Returns:
+        What was fused.
+    """
+    unfuse(model)
+    fused: dict[str, list[str]] = {"norms": [], "gated": []}
+    kept: dict[str, str] = {}
+    for name, module in list(model.named_modules()):
+        kind, reason = "", ""
+        try:
+            if _is_norm(module):
+                kind, reason = "norms", _fuse_norm(module, ops)
+            elif _is_gated(module):
+                kind, reason = "gated", _fuse_gated(module, ops)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers, loaders and CUDA fail in many ways
+            unfuse(model)
+            lines = str(error).strip().splitlines() or [""]
+            logger.warning(
+                "norms and activations are not fused: %s: %s", type(error).__name__, lines[0]
+            )
+            return FuseReport()
+        if reason:
+            kept[name] = reason
+        elif kind:
+            fused[kind].append(name)
+    for kind, names in fused.items():
+        logger.debug("fused %s: %d", kind, len(names))
+    if kept:
+        name, reason = next(iter(kept.items()))
+        logger.debug("not fused: %d, among them %s: %s", len(kept), name, reason)
+    return FuseReport(tuple(fused["norms"]), tuple(fused["gated"]), kept)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give every module that `fuse` changed its own forward back."""
+    for module in model.modules():
+        if isinstance(module, _Fused):
+            _remove(module)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module has nothing but a weight of one dimension and an epsilon."""
+    weights = dict(module.named_parameters(recurse=False))
+    return (
+        list(weights) == ["weight"]
+        and weights["weight"].dim() == 1
+        and not list(module.children())
+        and isinstance(_eps(module), float)
+        and _takes_a_tensor(module)
+    )
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether a module consists of the projections of a gated part and an activation."""
+    names = {name for name, _ in module.named_children()}
+    own = list(module.parameters(recurse=False))
+    return names in (SEPARATE, JOINT) and not own and _takes_a_tensor(module)
+
+
+def _takes_a_tensor(module: nn.Module) -> bool:
+    """Whether a module has its class's forward, and that needs one argument."""
+    if "forward" in vars(module):
+        return False
+    _, *others = inspect.signature(type(module).forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len([p for p in others if p.default is p.empty and p.kind in kinds]) == 1
+
+
+def _eps(module: nn.Module) -> Any:
+    return next((getattr(module, name) for name in EPS_NAMES if hasattr(module, name)), None)
+
+
+def _fuse_norm(module: nn.Module, ops: FusedOps) -> str:
+    """Fuse a norm; the reason if it stays."""
+    weight: Any = module.weight
+    if weight.dtype not in NORM_TOLERANCE:
+        return f"no kernels for {weight.dtype}"
+    tolerance = NORM_TOLERANCE[weight.dtype]
+    # Small rows show what is added under the root, large ones a limit.
+    inputs = _inputs(len(weight), weight, (1.0, _eps(module) ** 0.5, 30.0))
+
+    def errors(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return (found - wanted).abs(), SMALLEST + tolerance * wanted.abs()
+
+    return _compare(module, _FusedNorm, ops, NORM_FORMS, inputs, errors)
+
+
+def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
+    """Fuse a gated part; the reason if it stays."""
+    joint = hasattr(module, "gate_up_proj")
+    projection: Any = module.gate_up_proj if joint else module.gate_proj
+    width, weight = getattr(projection, "in_features", None), getattr(projection, "weight", None)
+    if not isinstance(width, int) or not isinstance(weight, Tensor):
+        return "its projections are of an unknown kind"
+    if weight.dtype not in GATED_TOLERANCE:
+        return f"no kernels for {weight.dtype}"
+    tolerance = GATED_TOLERANCE[weight.dtype]
+    inputs = _inputs(width, weight, (1.0, 0.1, 8.0))  # large ones show a limit
+
+    def errors(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return (found - wanted).norm(dim=-1), SMALLEST + tolerance * wanted.norm(dim=-1)
+
+    kind = _FusedJoint if joint else _FusedSeparate
+    return _compare(module, kind, ops, ACTIVATIONS, inputs, errors)
+
+
+def _inputs(width: int, like: Tensor, sizes: Sequence[float]) -> list[Tensor]:
+    """Random rows [1, n, width], neighbours of different sizes, for each n of `ROWS`."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    found = []
+    for count in ROWS:
+        x = torch.randn(1, count, width, generator=generator, device=like.device)
+        scale = [sizes[row % len(sizes)] for row in range(count)]
+        found.append((x * torch.tensor(scale, device=like.device)[:, None]).to(like.dtype))
+    return found
+
+
+def _compare(
+    module: nn.Module,
+    kind: type[_Fused],
+    ops: FusedOps,
+    forms: Sequence[Any],
+    inputs: Sequence[Tensor],
+    errors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> str:
+    """Fuse a module in the form that comes closest to its own forward; the reason if none agrees.
+
+    Args:
+        errors: of fused and own results, float32: errors, and the largest ones that pass.
+    """
+    own = []
+    for x in inputs:
+        try:
+            result = module.forward(x)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of an unknown module
+            return f"its forward fails for random rows: {type(error).__name__}"
+        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (x.shape, x.dtype):
+            return "its forward returns something other than a tensor like the input"
+        own.append(result.float())
+    least, chosen, sum_chosen = math.inf, None, math.inf
+    for form in forms:
+        _install(module, kind, ops, form)
+        try:
+            results = [module.forward(x).float() for x in inputs]
+        finally:
+            _remove(module)
+        found, bounds = zip(*map(errors, results, own), strict=True)
+        worst = torch.stack([(e / b).max() for e, b in zip(found, bounds, strict=True)]).max()
+        total = torch.stack([each.sum() for each in found]).sum()
+        worst_error, sum_error = torch.stack([worst, total]).tolist()
+        if worst_error <= 1 and sum_error < sum_chosen:
+            chosen, sum_chosen = form, sum_error
+        least = min(least, worst_error)
+    if chosen is None:
+        return f"its results differ by {least:.2g} tolerances or more"
+    _install(module, kind, ops, chosen)
+    return ""
+
+
+def _install(module: nn.Module, kind: type[_Fused], ops: FusedOps, form: Any) -> None:
+    module.__class__ = _subclass(kind, type(module))
+    fused: Any = module
+    fused._arbor_ops, fused._arbor_form = ops, form
+
+
+def _remove(module: Any) -> None:
+    del module._arbor_ops, module._arbor_form
+    module.__class__ = module._arbor_own
+
+
+def _subclass(kind: type[_Fused], own: type[nn.Module]) -> type[_Fused]:
+    if (kind, own) not in _SUBCLASSES:
+        _SUBCLASSES[kind, own] = type(f"Fused{own.__name__}", (kind, own), {"_arbor_own": own})
+    return _SUBCLASSES[kind, own]

@@ -1,0 +1,95 @@
+"""Fused parts of a decoder: RMS norms and gated activations as one kernel each.
+
+`arbor.model.fuse` puts them into a model. A device's kernels are an object with the methods of
+`FusedOps`; CUDA has one in Triton (`arbor.kernels.triton_fused`), a CPU none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """How an RMS norm weights what it has normalised, which is always computed in float32.
+
+    Attributes:
+        name: of a model family that computes so.
+        offset: added to the weight.
+        rounds_first: whether the normalised row is rounded to its dtype before it is weighted, and
+            rounded once more after; else it is rounded only after.
+    """
+
+    name: str
+    offset: float = 0.0
+    rounds_first: bool = False
+
+
+NORM_FORMS = (
+    NormForm("llama", rounds_first=True),
+    NormForm("olmo2"),
+    NormForm("gemma", offset=1.0),
+)
+
+
+class FusedOps(Protocol):
+    """The fused kernels of a device.
+
+    No method waits for the device or allocates by values, so that CUDA graphs can capture it.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        """x / sqrt(mean(x^2) + eps), weighted.
+
+        Args:
+            x: [..., width] float32, float16 or bfloat16.
+            weight: [width], of x's dtype.
+            eps: under the root.
+            form: of the weighting.
+
+        Returns:
+            x's shape and dtype, contiguous.
+        """
+        ...
+
+    def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up, both factors rounded to their dtype.
+
+        Args:
+            gate: [..., width] float32, float16 or bfloat16.
+            up: of gate's shape and dtype.
+            activation: of the gate.
+
+        Returns:
+            gate's shape and dtype, contiguous.
+        """
+        ...
+
+
+def fused_ops(device: torch.device) -> FusedOps | None:
+    """The fused kernels of a device; None without, or where they cannot be imported.
+
+    Example:
+        >>> fused_ops(torch.device("cpu")) is None
+        True
+    """
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    try:
+        module = importlib.import_module("arbor.kernels.triton_fused")
+    except Exception as error:  # a damaged installation fails in any way
+        logger.warning("norms and activations are not fused: %s: %s", type(error).__name__, error)
+        return None
+    return cast(FusedOps, module.TritonFusedOps())

@@ -1,0 +1,525 @@
+"""Fused norms and gated activations: what is fused, what stays, and that logits stay the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.far_device import FarTensor
+from support.fused_standin import TorchFusedOps
+from support.models import ARCHITECTURES, VOCABULARY, Words, build
+from support.trees import relative_error
+from test_invariant_triton import run_check
+from test_layers import batch
+from torch import Tensor, nn
+
+from arbor import Solver
+from arbor.kernels import fused
+from arbor.kernels.fused import Activation, FusedOps, NormForm, fused_ops
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model import checkpoint
+from arbor.model.fuse import FuseReport, fuse, unfuse
+from arbor.model.runner import ModelRunner
+
+ROOT = Path(__file__).parents[1]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+# name -> norms and gated parts that are fused, modules that look alike and stay
+COUNTS = {
+    "llama": (7, 3, 0),
+    "llama_mha": (7, 3, 0),
+    "llama_gqa4": (7, 3, 0),
+    "llama_gqa7": (7, 3, 0),
+    "llama_yarn": (7, 3, 0),
+    "qwen2": (7, 3, 0),
+    "qwen2_sliding": (7, 3, 0),
+    "qwen3": (13, 3, 0),
+    "mistral": (7, 3, 0),
+    "mistral_window": (7, 3, 0),
+    "gemma": (7, 3, 0),
+    "gemma2": (13, 3, 0),
+    "gemma3_text": (19, 3, 0),
+    "gemma3n_text": (36, 3, 1),  # an activation that keeps the largest half only
+    "phi3": (7, 3, 0),
+    "phi3_window": (7, 3, 0),
+    "granite": (7, 3, 0),
+    "olmo2": (13, 3, 0),
+    "olmo3": (13, 3, 0),
+    "smollm3": (7, 3, 0),
+    "cohere": (0, 3, 4),  # norms that subtract the mean
+    "cohere2": (0, 3, 4),
+    "mixtral": (7, 0, 0),
+    "qwen3_moe": (13, 0, 0),
+    "gpt_oss": (7, 0, 0),
+    "glm": (7, 3, 0),
+    "glm4": (13, 3, 0),
+    "seed_oss": (7, 3, 0),
+    "deepseek_v3": (13, 3, 0),
+    "stablelm": (0, 3, 0),
+    "exaone4": (13, 3, 0),
+    "ernie4_5": (7, 3, 0),
+    "hunyuan_v1_dense": (13, 3, 0),
+    "helium": (7, 3, 0),
+    "arcee": (7, 0, 0),
+    "apertus": (13, 0, 0),
+    "qwen2_moe": (7, 3, 0),
+    "vaultgemma": (7, 3, 0),
+    "gemma4_text": (23, 3, 0),
+    "ministral": (7, 3, 0),
+    "minimax_m2": (13, 0, 0),
+    "glm4_moe": (7, 3, 0),
+    "granitemoe": (7, 0, 0),
+    "olmoe": (13, 0, 0),
+}
+
+
+def counts(report: FuseReport) -> tuple[int, int, int]:
+    return len(report.norms), len(report.gated), len(report.kept)
+
+
+@torch.inference_mode()
+def logits(model: Any) -> Tensor:
+    ids = torch.arange(3, 3 + 24).view(2, 12) * 7 % VOCABULARY
+    found: Tensor = model(ids, use_cache=False).logits.float()
+    return found
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_fused_model_gives_the_same_logits(name: str) -> None:
+    model, ops = build(name), TorchFusedOps()
+    before = logits(model)
+
+    report = fuse(model, ops)
+    ops.calls.clear()
+    after = logits(model)
+
+    assert counts(report) == COUNTS.get(name, (0, 0, 0))
+    assert relative_error(after, before) < TOLERANCE[torch.float32]
+    assert bool(ops.calls["rms_norm"]) == bool(report.norms)
+    assert ops.calls["gated"] == len(report.gated)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [("llama", "llama"), ("olmo2", "olmo2"), ("gemma2", "gemma"), ("helium", "olmo2")],
+)
+def test_half_precision_is_rounded_where_the_model_rounds_it(
+    name: str, norm: str, dtype: torch.dtype
+) -> None:
+    model = build(name).to(dtype)
+    before = logits(model)
+
+    report = fuse(model, TorchFusedOps())
+
+    assert counts(report) == COUNTS[name]
+    norms = [model.get_submodule(name) for name in report.norms]
+    assert {each._arbor_form.name for each in norms} == {norm}
+    assert relative_error(logits(model), before) < TOLERANCE[dtype]
+
+
+def test_fused_models_work_packed_copied_and_with_every_layer_tapped() -> None:
+    model = build("qwen3")
+    runner = ModelRunner(model, TorchCascade())
+    plan, pool = batch(runner)
+    before = runner.forward(plan, pool, hidden=(0, 1, 2))
+    ops = TorchFusedOps()
+    fuse(model, ops)
+    pack_linears(model)
+    ops.calls.clear()
+
+    after = runner.forward(plan, pool, hidden=(0, 1, 2))
+
+    assert ops.calls == {"rms_norm": 13, "gated": 3}
+    assert relative_error(after.logits, before.logits) < TOLERANCE[torch.float32]
+    for layer, state in before.hidden.items():
+        assert relative_error(after.hidden[layer], state) < TOLERANCE[torch.float32], layer
+
+    left = runner.forward(plan, pool, leave=lambda layer, state: state[:, 0] > 0)
+    assert left.exit_layer is not None and len(set(left.exit_layer.tolist())) > 1
+    twin = copy.deepcopy(build("qwen3"))
+    fuse(twin, TorchFusedOps())
+    assert torch.equal(logits(copy.deepcopy(twin)), logits(twin))
+
+
+def test_hooks_of_fused_modules_run() -> None:
+    model = build("llama")
+    seen: list[str] = []
+    for name in ("model.norm", "model.layers.0.mlp", "model.layers.1.mlp.gate_proj"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    fuse(model, TorchFusedOps())
+    seen.clear()
+
+    logits(model)
+
+    assert seen == ["model.layers.0.mlp", "model.layers.1.mlp.gate_proj", "model.norm"]
+
+
+def test_where_gradients_are_recorded_the_models_own_forward_runs() -> None:
+    model, ops = build("llama"), TorchFusedOps()
+    fuse(model, ops)
+    ops.calls.clear()
+
+    model(torch.arange(3, 9)[None], use_cache=False).logits.sum().backward()
+
+    assert not ops.calls
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_fusing_twice_is_fusing_once_and_can_be_undone() -> None:
+    model = build("llama")
+    classes = [type(each) for each in model.modules()]
+    before = logits(model)
+    first = fuse(model, TorchFusedOps())
+    names = [type(each).__name__ for each in model.modules()]
+    ops = TorchFusedOps()
+
+    second = fuse(model, ops)
+
+    assert second == first
+    assert [type(each).__name__ for each in model.modules()] == names
+    assert "FusedLlamaRMSNorm" in names and "FusedLlamaMLP" in names
+    ops.calls.clear()
+    logits(model)
+    assert ops.calls == {"rms_norm": 7, "gated": 3}
+
+    unfuse(model)
+
+    assert [type(each) for each in model.modules()] == classes
+    assert torch.equal(logits(model), before)
+    assert not any("_arbor_ops" in vars(each) for each in model.modules())
+
+
+# Modules that stay
+
+
+class Norm(nn.Module):
+    """An RMS norm of which a test changes one thing."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.2 * torch.randn(width))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = x.float() * torch.rsqrt(self.mean_square(x.float()) + self.variance_epsilon)
+        return self.scaled(normal.to(x.dtype))
+
+    def mean_square(self, x: Tensor) -> Tensor:
+        return x.pow(2).mean(-1, keepdim=True)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+class HalfOffset(Norm):
+    def scaled(self, x: Tensor) -> Tensor:
+        return (0.5 + self.weight) * x
+
+
+class MeanSubtracted(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class OtherEps(Norm):
+    def mean_square(self, x: Tensor) -> Tensor:
+        return super().mean_square(x) + 1e-6
+
+
+class Limited(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-60, 60))
+
+
+class OverRows(Norm):
+    def mean_square(self, x: Tensor) -> Tensor:
+        return super().mean_square(x).mean(1, keepdim=True)
+
+
+class GatedNorm(Norm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * gate
+
+
+class Pair(Norm):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class OnHeads(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 4, "heads"
+        return super().forward(x)
+
+
+KEPT: dict[type[Norm], str | None] = {
+    HalfOffset: "differ",
+    MeanSubtracted: "differ",
+    OtherEps: "differ",
+    Limited: "differ",
+    OverRows: "differ",
+    Pair: "returns something other",
+    OnHeads: "fails for random rows: AssertionError",
+    GatedNorm: None,  # not even compared
+}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_norm_of_another_formula_stays(kind: type[Norm], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"known": Norm(), "other": kind()}).to(dtype)
+
+    report = fuse(model, TorchFusedOps())
+
+    assert report.norms == ("known",)
+    assert type(model["other"]) is kind
+    reason = KEPT[kind]
+    if reason is None:
+        assert not report.kept
+    else:
+        assert list(report.kept) == ["other"] and reason in report.kept["other"]
+
+
+class Gated(nn.Module):
+    """A gated part of which a test changes one thing."""
+
+    def __init__(self, act_fn: nn.Module, change: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(48, 32, bias=False)
+        self.act_fn = act_fn
+        self.change = change or (lambda x: x)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=1.4 * weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.change(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        found: Tensor = self.down_proj(product)
+        return found
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_a_gated_part_of_another_formula_stays(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tanh = nn.GELU(approximate="tanh")
+    model = nn.ModuleDict(
+        {
+            "silu": Gated(nn.SiLU()),
+            "tanh": Gated(tanh),
+            "relu": Gated(nn.ReLU()),
+            "quick": Gated(nn.Hardswish()),
+            "limited": Gated(nn.SiLU(), lambda x: x.clamp(max=20)),
+            "scaled": Gated(nn.SiLU(), lambda x: 1.1 * x),
+        }
+    ).to(dtype)
+
+    report = fuse(model, TorchFusedOps())
+
+    assert report.gated == ("silu", "tanh")
+    assert list(report.kept) == ["relu", "quick", "limited", "scaled"]
+    assert all("differ" in reason for reason in report.kept.values())
+    forms = [model[name]._arbor_form for name in report.gated]
+    assert forms == ["silu", "gelu_tanh"]
+
+
+def test_a_forward_put_over_a_module_stays() -> None:
+    model = nn.ModuleDict({"norm": Norm(), "mlp": Gated(nn.SiLU())})
+    for module in model.values():
+        module.forward = lambda x: x
+
+    assert fuse(model, TorchFusedOps()) == FuseReport()
+
+
+def test_other_dtypes_and_arguments_than_those_compared_run_by_the_module_itself() -> None:
+    norm, ops = Norm(), TorchFusedOps()
+    fuse(norm, ops)
+    ops.calls.clear()
+    x = torch.randn(3, 48)
+
+    with torch.inference_mode():
+        norm(x=x)
+        norm(x.half())
+        assert not ops.calls
+        norm(x)
+    assert ops.calls == {"rms_norm": 1}
+    assert fuse(Norm().double(), ops).kept == {"": "no kernels for torch.float64"}
+
+
+class WrongOps(TorchFusedOps):
+    """Kernels with one fault each."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+        found = super().rms_norm(x, weight, eps, form)
+        if self.fault == "last row" and found.shape[-2] == 64:
+            found[..., -1, :] = 0
+        if self.fault == "last column":
+            found[..., -1] *= 1.05
+        if self.fault == "nan" and found.shape[-2] == 3:
+            found[..., 1, 0] = torch.nan
+        return found
+
+    def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        found = super().gated(gate, up, activation)
+        if self.fault == "last row" and found.shape[-2] == 64:
+            found[..., -1, :] = 0
+        if self.fault == "last column":
+            found[..., -1] += 1
+        if self.fault == "nan" and found.shape[-2] == 3:
+            found[..., 1, 0] = torch.nan
+        return found
+
+
+@pytest.mark.parametrize("fault", ["last row", "last column", "nan"])
+def test_kernels_with_a_fault_are_not_used(fault: str) -> None:
+    model = build("llama")
+    before = logits(model)
+
+    report = fuse(model, WrongOps(fault))
+
+    assert counts(report) == (0, 0, 10)
+    assert torch.equal(logits(model), before)
+
+
+def test_kernels_that_fail_leave_the_model_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(TorchFusedOps):
+        def gated(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
+
+    model = build("qwen3")  # its first norm comes before its first gated part
+    classes = [type(each) for each in model.modules()]
+
+    with caplog.at_level(logging.WARNING):
+        assert fuse(model, Failing()) == FuseReport()
+
+    assert [type(each) for each in model.modules()] == classes
+    message = "norms and activations are not fused: RuntimeError: Failed to find C compiler."
+    assert [record.getMessage() for record in caplog.records] == [message]
+
+
+def test_too_little_memory_is_not_a_failure_of_the_kernels() -> None:
+    class Full(TorchFusedOps):
+        def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fuse(build("llama"), Full())
+
+
+def test_one_line_for_each_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="arbor.model.fuse"):
+        fuse(build("cohere"), TorchFusedOps())
+
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert (first, second) == ("fused norms: 0", "fused gated: 3")
+    assert third.startswith("not fused: 4, among them model.layers.0.input_layernorm: its results")
+
+
+def test_a_fused_forward_does_not_wait_for_the_device() -> None:
+    model = nn.ModuleList([Norm(32), Gated(nn.SiLU()), Norm(32)])
+    assert counts(fuse(model, TorchFusedOps())) == (2, 1, 0)
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, FarTensor.of(weight.data))
+    x = FarTensor.of(torch.randn(1, 5, 32))
+
+    with torch.inference_mode():
+        for module in model:
+            x = module(x)
+
+    assert FarTensor.transfers == 0 and isinstance(x, FarTensor)
+
+
+# Where it is used
+
+
+def load(monkeypatch: pytest.MonkeyPatch, ops: FusedOps | None, model: Any, **given: Any) -> None:
+    monkeypatch.setattr(checkpoint, "fused_ops", lambda device: ops)
+    model.generation_config.eos_token_id = 2
+    Solver(model, tokenizer=Words(), device="cpu", **given).load()
+
+
+def test_a_loaded_model_is_fused_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ops = build("llama"), TorchFusedOps()
+
+    load(monkeypatch, ops, model)
+    assert type(model.model.norm).__name__ == "FusedLlamaRMSNorm"
+
+    load(monkeypatch, None, model)  # as on a CPU
+    assert type(model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_deterministic_models_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    load(monkeypatch, TorchFusedOps(), model)
+
+    load(monkeypatch, TorchFusedOps(), model, deterministic=True)
+
+    assert type(model.model.norm).__name__ == "LlamaRMSNorm"
+
+
+def test_the_kernels_of_cuda_are_tritons_and_a_cpu_has_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda, imported = torch.device("cuda"), []
+    stand_in = TorchFusedOps()
+
+    def import_module(name: str) -> Any:
+        imported.append(name)
+        return type("Module", (), {"TritonFusedOps": lambda self=None: stand_in})
+
+    monkeypatch.setattr(fused.importlib, "import_module", import_module)
+    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    assert fused_ops(torch.device("cpu")) is None and not imported
+    assert fused_ops(cuda) is stand_in and imported == ["arbor.kernels.triton_fused"]
+
+    monkeypatch.setattr(fused, "find_spec", lambda name: None)
+    assert fused_ops(cuda) is None
+
+    def damaged(name: str) -> Any:
+        raise ImportError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(fused, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused.importlib, "import_module", damaged)
+    with caplog.at_level(logging.WARNING):
+        assert fused_ops(cuda) is None
+    assert "libcuda.so.1: cannot open" in caplog.text
+
+
+def test_a_cpu_never_imports_triton_for_them() -> None:
+    code = (
+        "import sys, arbor.solver, arbor.model.fuse\n"
+        "from arbor.kernels.fused import fused_ops\n"
+        "import torch\n"
+        "assert fused_ops(torch.device('cpu')) is None\n"
+        "assert 'arbor.kernels.triton_fused' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+# The kernels
+
+
+def test_the_interpreted_kernels_agree() -> None:
+    run_check("fused", interpreted=True)
+
+
+def test_the_kernels_compile_for_hopper() -> None:
+    run_check("fused_hopper", interpreted=False)
