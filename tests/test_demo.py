@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from arbor.cli.demo import search
 from arbor.cli.output import Output
 from arbor.metrics import Metrics
 from arbor.trace import Replay, read_trace
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @dataclass
@@ -138,6 +141,30 @@ def test_a_program_reads_the_solution(
     assert document["schema"] == "arbor.demo/1" and document["path"] == str(page)
     assert document["solution"]["problem"] == demo_module.PROBLEM
     assert page.is_file()
+
+
+def test_the_readmes_picture_is_of_todays_demo(tmp_path: Path) -> None:
+    """`python scripts/picture.py` makes it again."""
+    script = runpy.run_path(str(SCRIPTS / "picture.py"))
+    solution = search(Output(quiet=True), tmp_path, demo_module.FIRST_SEED)
+    metrics = solution.metrics
+
+    shown = script["figures_in"](script["PICTURE"].read_bytes())
+
+    assert shown == script["figures_of"](metrics)
+    assert {"rehydrations", "tokens_recomputed"} <= set(shown)
+
+
+def test_a_picture_carries_its_figures_and_stays_a_picture() -> None:
+    script = runpy.run_path(str(SCRIPTS / "picture.py"))
+    picture = script["PICTURE"].read_bytes()
+    pixels = [each for each in script["chunks"](picture) if each[0] == b"IDAT"]
+
+    changed = script["with_figures"](picture, {"blocks": 7})
+
+    assert script["figures_in"](changed) == {"blocks": 7}
+    assert [each for each in script["chunks"](changed) if each[0] == b"IDAT"] == pixels
+    assert script["figures_in"](script["with_figures"](picture, {})) == {}
 
 
 def test_help_imports_no_torch_and_shows_three_examples() -> None:
