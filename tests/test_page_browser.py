@@ -31,6 +31,7 @@ from arbor.events import (
     Terminal,
     Transition,
 )
+from arbor.measure.evaluation.page import index_page
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
@@ -856,6 +857,51 @@ def test_no_control_wraps_alone_and_no_hint_is_cut(page: Page, trace: Path, wide
       const pen = document.createElement('canvas').getContext('2d'); pen.font = style.font;
       return select.clientWidth - pen.measureText('seconds').width; })()"""
     assert page.evaluate(picked) >= 0
+
+
+# The page of an evaluation
+
+
+def sample(name: str, tokens: int) -> dict[str, Any]:
+    words = {"id": name, "problem": "Which of these words is the longest one? " * 4}
+    return words | {"metrics": {"tokens_generated": tokens}, "trace": f"traces/{name}.gz"}
+
+
+def samples_page(folder: Path) -> Path:
+    rows = [sample("b", 9), sample("a", 1200), sample("c", 40)]
+    page = folder / "index.html"
+    # the driver waits for this mark
+    text = index_page("run", [], rows).replace("<html", "<html data-ready='0'", 1)
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_an_evaluation_is_sorted_by_a_click(page: Page, tmp_path: Path) -> None:
+    page.open(samples_page(tmp_path))
+
+    def order_after(column: int) -> list[str]:
+        page.evaluate(f"document.querySelectorAll('th button')[{column}].click()")
+        found = page.evaluate(
+            "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].textContent)"
+        )
+        assert isinstance(found, list)
+        return found
+
+    assert order_after(0) == ["a", "b", "c"]
+    assert order_after(0) == ["c", "b", "a"]
+    assert order_after(5) == ["b", "c", "a"], "numbers are sorted as numbers"
+    assert page.errors == []
+
+
+def test_an_evaluations_columns_are_readable_on_a_narrow_screen(page: Page, tmp_path: Path) -> None:
+    page.open(samples_page(tmp_path), size=(400, 800))
+    page.settle()
+
+    widths = page.evaluate(
+        "[...document.querySelector('tbody tr').cells].map((cell) => cell.getBoundingClientRect().width)"
+    )
+    assert min(widths[:5]) > 100
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400, "the table scrolls alone"
 
 
 # How it looks

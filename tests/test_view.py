@@ -316,6 +316,55 @@ def test_help_imports_no_torch_and_shows_three_examples() -> None:
     assert len(re.findall(r"^    arbor view ", done.stdout, re.MULTILINE)) == 3
 
 
+def evaluation(folder: Path) -> Path:
+    """A folder as `arbor eval` leaves it; its only trace."""
+    (folder / "traces").mkdir(parents=True)
+    (folder / "index.html").write_text("<!doctype html>", encoding="utf-8")
+    return written(folder / "traces" / "a.arbor.jsonl.gz")
+
+
+def test_an_evaluations_folder_is_shown_by_its_page(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = evaluation(tmp_path / "runs")
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+
+    code, out, err = command("view", str(tmp_path / "runs"), "--open", "--verbose")
+
+    assert code == 0
+    assert out == f"{tmp_path / 'runs' / 'index.html'}\n"
+    assert f"arbor view {trace}" in err
+    assert opened == [(tmp_path / "runs" / "index.html").as_uri()]
+
+
+def test_a_program_reads_an_evaluations_page(command: Command, tmp_path: Path) -> None:
+    evaluation(tmp_path / "runs")
+
+    _, out, _ = command("view", str(tmp_path / "runs"), "--json")
+
+    assert json.loads(out)["path"] == str(tmp_path / "runs" / "index.html")
+
+
+@pytest.mark.parametrize("more", [["--term"], ["-o", "page.html"], ["other"]])
+def test_a_folder_where_a_trace_is_needed_names_one(
+    command: Command, tmp_path: Path, more: list[str]
+) -> None:
+    trace = evaluation(tmp_path / "runs")
+
+    code, _, err = command("view", str(tmp_path / "runs"), *more)
+
+    assert code == 2
+    assert "is a folder, not a trace" in err and f"arbor view {trace}" in err
+
+
+def test_a_folder_without_an_evaluation_says_what_to_type(command: Command, tmp_path: Path) -> None:
+    code, _, err = command("view", str(tmp_path))
+
+    assert code == 2
+    assert "is a folder, not a trace" in err and "NAME.arbor.jsonl" in err
+
+
 def test_it_is_among_the_commands(command: Command) -> None:
     code, out, _ = command("--help")
 
