@@ -97,7 +97,7 @@ def test_two_traces_are_compared_on_one_page(command: Command, tmp_path: Path) -
     assert page.read_text(encoding="utf-8") == expected
 
 
-def test_the_page_goes_where_it_is_told(command: Command, trace: Path, tmp_path: Path) -> None:
+def test_the_page_goes_to_the_given_file(command: Command, trace: Path, tmp_path: Path) -> None:
     code, out, _ = command("view", str(trace), "-o", "page.html")
 
     assert (code, out) == (0, "page.html\n")
@@ -173,7 +173,7 @@ def test_a_damaged_trace_is_shown_with_a_warning(command: Command, trace: Path) 
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--term",)])
-def test_what_is_no_trace_is_refused(
+def test_a_file_that_is_not_a_trace_is_refused(
     command: Command, tmp_path: Path, content: bytes | None, said: str, more: tuple[str, ...]
 ) -> None:
     path = tmp_path / "run.arbor.jsonl"
@@ -198,7 +198,7 @@ def test_what_is_no_trace_is_refused(
         (("a", "--event", "3"), "--event belongs to --term"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(
+def test_invalid_arguments_are_a_usage_error(
     command: Command, arguments: tuple[str, ...], said: str
 ) -> None:
     code, out, err = command("view", *arguments)
