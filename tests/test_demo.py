@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
 import arbor.solver
 from arbor.cli import demo as demo_module
@@ -20,6 +23,9 @@ from arbor.cli.demo import search
 from arbor.cli.output import Output
 from arbor.metrics import Metrics
 from arbor.trace import Replay, read_trace
+from arbor.view.live import ShowView
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @dataclass
@@ -120,7 +126,13 @@ def test_the_demo_writes_a_page_of_a_search_within_its_budget(
     assert metrics.evictions > 0 and metrics.peak_tokens <= metrics.budget_tokens
     assert metrics.budget_tokens < metrics.tree_tokens
     assert f"{metrics.evictions:,} evictions" in out and "arbor-demo.html" in out
-    assert "Open the page in a browser" in out
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "problem",
+        "answer",
+        "KV",
+        "cost",
+        "page",
+    ]
     page = (tmp_path / "arbor-demo.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and page.count('class="run"') == 1
 
@@ -138,6 +150,64 @@ def test_a_program_reads_the_solution(
     assert document["schema"] == "arbor.demo/1" and document["path"] == str(page)
     assert document["solution"]["problem"] == demo_module.PROBLEM
     assert page.is_file()
+
+
+def test_a_terminal_sees_the_tree_grow_and_kv_leave_and_return(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Console(
+        file=io.StringIO(), force_terminal=True, width=100, height=40, color_system=None
+    )
+    waits: list[float] = []
+    monkeypatch.setattr(Output, "console", lambda self, stream=None: screen)
+    monkeypatch.setattr(ShowView.__init__, "__defaults__", (lambda: 0.0, waits.append))
+
+    code = main(["demo", "--display", "live", "-o", str(tmp_path / "page.html")])
+
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    frames = [int(blocks) for blocks in re.findall(r"([\d,]+) blocks  ", shown)]
+    assert code in (0, 3)
+    assert len(frames) > 20 and frames[0] < frames[-1], "the tree grows"
+    assert " of budget" in shown
+    assert re.search(r"leave   \d+ tokens of #\d+.* \((pressure|transition)\)", shown)
+    assert re.search(r"return  \d+ tokens of #\d+.*, computed again", shown)
+    assert sum(waits) > 0
+    assert "page.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("display", ["plain", "none"])
+def test_a_show_is_only_for_a_live_display(
+    attempts: Attempts, tmp_path: Path, display: Literal["plain", "none"]
+) -> None:
+    found = Found("24", 1)
+    attempts({1: found})  # it has no stream: asking for one fails
+
+    assert search(Output(display=display), tmp_path, 1) is found
+
+
+def test_the_readmes_picture_is_of_todays_demo(tmp_path: Path) -> None:
+    """`python scripts/picture.py` makes it again."""
+    script = runpy.run_path(str(SCRIPTS / "picture.py"))
+    solution = search(Output(quiet=True), tmp_path, demo_module.FIRST_SEED)
+    metrics = solution.metrics
+
+    shown = script["figures_in"](script["PICTURE"].read_bytes())
+
+    assert shown == script["figures_of"](metrics)
+    assert {"rehydrations", "tokens_recomputed"} <= set(shown)
+
+
+def test_a_picture_carries_its_figures_and_stays_a_picture() -> None:
+    script = runpy.run_path(str(SCRIPTS / "picture.py"))
+    picture = script["PICTURE"].read_bytes()
+    pixels = [each for each in script["chunks"](picture) if each[0] == b"IDAT"]
+
+    changed = script["with_figures"](picture, {"blocks": 7})
+
+    assert script["figures_in"](changed) == {"blocks": 7}
+    assert [each for each in script["chunks"](changed) if each[0] == b"IDAT"] == pixels
+    assert script["figures_in"](script["with_figures"](picture, {})) == {}
 
 
 def test_help_imports_no_torch_and_shows_three_examples() -> None:

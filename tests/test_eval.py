@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import itertools
 import json
@@ -580,10 +582,11 @@ def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> N
     assert re.findall(r'<tr class="(\w+)">', page) == ["right", "wrong", "right"]
     links = re.findall(r'<a href="([^"]+)"', page)
     assert links == [row["trace"] for row in rows()]
+    assert f"<code>arbor view {links[0]} --open</code>" in page
     assert "2 of 3 right" in page
 
 
-def test_the_page_runs_nothing_and_asks_nobody() -> None:
+def test_the_page_runs_its_own_script_only_and_asks_nobody() -> None:
     hostile = '<script>alert(1)</script><img src=x onerror="alert(1)">"\'&'
     row = {"id": hostile, "problem": hostile, "answer": hostile, "expected": hostile}
 
@@ -591,8 +594,13 @@ def test_the_page_runs_nothing_and_asks_nobody() -> None:
 
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None
-    assert policy[1] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-    assert "<script" not in page and "<img" not in page
+    (script,) = re.findall("<script>(.*?)</script>", page, re.DOTALL)
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy[1] == (
+        f"default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; img-src data:"
+    )
+    assert "alert" not in script
+    assert page.count("<script") == 1 and "<img" not in page
     assert not re.search(r"https?://|//[a-z]", page)
     assert page.count("&lt;script&gt;") >= 5
     assert re.findall(r'href="([^"]*)"', page)[1].startswith("traces/%3Cscript%3E")

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 from support.fake_run import fake_run
 
-from arbor.events import Ended
+from arbor.events import KV, Ended, Evicted, Rehydrated
 from arbor.support.units import human_bytes
 from arbor.trace.fold import Replay
 from arbor.tree import NodeState
-from arbor.view.draw import ASCII, CELLS, UNICODE, Glyphs, bar, draw, tree_lines
-from arbor.view.live import LiveView, LogView, glyphs_of
+from arbor.view.draw import ASCII, CELLS, UNICODE, Glyphs, bar, draw, movement, tree_lines
+from arbor.view.live import PAUSES_S, LiveView, LogView, ShowView, glyphs_of
 
 
 def console(terminal: bool) -> Console:
@@ -89,6 +89,41 @@ def test_the_meter_shows_what_is_held_and_wipes_itself() -> None:
     assert " of 200 tokens, " in text
     assert " expansions  " in text
     assert text.rstrip().endswith("\x1b[2K"), "the last thing is a wiped line"
+
+
+def test_a_show_waits_after_what_changes_but_not_behind_a_slow_search() -> None:
+    events = list(fake_run(seed=1, rounds=10))
+
+    def waited(per_event: float) -> float:
+        now, slept = 0.0, 0.0
+
+        def sleep(seconds: float) -> None:
+            nonlocal now, slept
+            now, slept = now + seconds, slept + seconds
+
+        with ShowView(console(terminal=True), clock=lambda: now, sleep=sleep) as view:
+            for event in events:
+                now += per_event
+                view(event)
+        return slept
+
+    wanted = sum(PAUSES_S.get(event.name, 0.0) for event in events)
+    assert waited(0.0) == pytest.approx(wanted)
+    assert 0 < waited(0.02) < wanted
+    assert waited(5.0) == 0
+
+
+def test_a_movement_of_kv_is_said_in_words() -> None:
+    nodes = tuple((node, 2) for node in range(7))
+
+    assert movement(Evicted("pressure", nodes, KV(0))) == (
+        "leave   14 tokens of #0 #1 #2 #3 #4 and 2 more (pressure)"
+    )
+    assert movement(Rehydrated(((3, 4),), "recompute", KV(0))) == (
+        "return  4 tokens of #3, computed again"
+    )
+    assert movement(Rehydrated(((3, 4),), "fetch", KV(0))).endswith(", fetched")
+    assert movement(Ended("solved", 1)) == ""
 
 
 # Drawing

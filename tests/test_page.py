@@ -141,7 +141,9 @@ def test_events_of_later_versions_are_kept(tmp_path: Path) -> None:
         ('{"e":"retain","x":NaN}', "no number of JSON"),
     ],
 )
-def test_lines_that_are_no_events_are_left_out_and_told(trace: Path, line: str, what: str) -> None:
+def test_lines_that_are_no_events_are_left_out_and_counted(
+    trace: Path, line: str, what: str
+) -> None:
     before = len(read_page_trace(trace).records)
     with trace.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
@@ -186,7 +188,7 @@ def test_events_that_were_never_written_make_the_same_page(trace: Path) -> None:
     assert html_page(recording) == html_page(read_page_trace(trace))
 
 
-def test_events_without_an_end_are_told_to_be_incomplete() -> None:
+def test_events_without_an_end_are_incomplete() -> None:
     assert page_trace_of("run", [(0.0, header())]).banner == "incomplete trace"
 
 

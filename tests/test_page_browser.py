@@ -29,8 +29,10 @@ from arbor.events import (
     Forwarded,
     Opened,
     Rehydrated,
+    Terminal,
     Transition,
 )
+from arbor.measure.evaluation.page import index_page
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
@@ -38,6 +40,7 @@ from arbor.view import html_page, notebook_frame, read_page_trace, write_page
 pytestmark = pytest.mark.skipif(program() is None, reason=MISSING)
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+SIMULATION = runpy.run_path(str(SCRIPTS / "bench_view.py"))["Simulation"]
 HOSTILE = "</script><script>window.hit=1</script><img src=x onerror='window.hit=2'>\u2028\u2029<!--"
 
 
@@ -179,7 +182,7 @@ def test_a_large_tree_opens_and_is_right_at_any_event(
     page: Page, tmp_path: Path, nodes: int
 ) -> None:
     """The simulated search of scripts/bench_view.py, which measures the time."""
-    simulated = runpy.run_path(str(SCRIPTS / "bench_view.py"))["Simulation"](nodes, seed=3)
+    simulated = SIMULATION(nodes, seed=3)
     trace = written(tmp_path / "run.arbor.jsonl", simulated.events())
     last = len(types(trace)) - 1
     chosen = [last, 0, *random.Random(nodes).sample(range(last), 4)]
@@ -293,7 +296,7 @@ def test_events_of_unknown_types_are_shown_by_their_fields(page: Page, trace: Pa
     with trace.open("ab") as file:
         file.write(to_line(record) + b"\n")
 
-    page.open(shown(trace), "#tab=2")
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=2")
     page.settle()
     listed = text(page, ".space")
     page.evaluate("arbor.select(1)")
@@ -390,8 +393,9 @@ def test_keys_move_the_cursor(page: Page, trace: Path) -> None:
     kinds = types(trace)
     last = len(kinds) - 1
     page.open(shown(trace))
-    assert cursor(page) == last
 
+    page.press("End")
+    assert cursor(page) == last
     page.press("Home")
     assert cursor(page) == 0
     page.press("ArrowRight")
@@ -516,7 +520,7 @@ def test_a_click_on_the_strip_seeks(page: Page, trace: Path) -> None:
 def test_the_wheel_zooms_a_drag_pans_and_a_click_selects(page: Page, trace: Path) -> None:
     page.open(shown(trace), "#n=0")
     where = """(() => { const map = arbor.current.map, box = map.canvas.getBoundingClientRect(), block = 3;
-      return [box.x + map.sx(map.x0(block)) + 3, box.y + map.sy(map.run.row[block] + 0.5)]; })()"""
+      return [box.x + map.sx(map.x0(block)) + 3, box.y + map.sy(map.layout.row[block] + 0.5)]; })()"""
     view = "({...arbor.current.map.view})"
 
     page.click(*page.evaluate(where))
@@ -633,7 +637,7 @@ def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) ->
     with trace.open("ab") as file:
         file.write(to_line(record) + b"\n")
 
-    page.open(shown(trace), "#n=1")
+    page.open(shown(trace), f"#e={len(types(trace))}&n=1")
     page.settle()
 
     cells = page.evaluate(
@@ -756,6 +760,207 @@ def test_equal_runs_are_reported_equal(page: Page, tmp_path: Path) -> None:
     assert "The trees are equal" in text(page, "#panel-6")
 
 
+# What it says at the size of a laptop
+
+LAPTOP = (1400, 900)
+
+
+@pytest.mark.parametrize("size", [(360, 740), (1280, 800), LAPTOP])
+@pytest.mark.parametrize("nodes", [55, 193, 1281])
+def test_the_answers_path_carries_its_words_at_any_size(
+    page: Page, tmp_path: Path, nodes: int, size: tuple[int, int]
+) -> None:
+    trace = written(tmp_path / "run.arbor.jsonl", SIMULATION(nodes, seed=3).events())
+    replay = Replay.of(read_trace(trace))
+    assert replay.answered is not None
+
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}", size=size)
+    page.settle()
+
+    words = page.evaluate(
+        "arbor.current.map.words.map((word) => ({...word, id: arbor.current.run.id[word.block]}))"
+    )
+    wide = page.evaluate("arbor.current.map.canvas.getBoundingClientRect().width")
+    for node in replay.answered.path[1:]:
+        block = replay.blocks[node]
+        own = [word for word in words if word["id"] == node]
+        assert any(block.text.startswith(word["text"].rstrip("…")) for word in own), node
+        assert f"{block.value:.2f}" in [word["text"] for word in own] or size[0] == 360
+        assert all(word["left"] < wide for word in own)
+    assert any("✓ 42" in word["text"] for word in words), "the answer is in the tree"
+
+
+@pytest.mark.parametrize("nodes", [193, 1281])
+def test_labels_do_not_cover_each_other(page: Page, tmp_path: Path, nodes: int) -> None:
+    trace = written(tmp_path / "run.arbor.jsonl", SIMULATION(nodes, seed=3).events())
+
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}", size=LAPTOP)
+    page.settle()
+
+    labels = page.evaluate("arbor.current.map.chips")
+    assert len(labels) > len(page.evaluate("[...arbor.current.run.answerPath].filter(Boolean)")) - 1
+    for number, one in enumerate(labels):
+        for other in labels[:number]:
+            apart = (
+                one["left"] >= other["left"] + other["width"]
+                or other["left"] >= one["left"] + one["width"]
+                or one["top"] >= other["top"] + other["height"]
+                or other["top"] >= one["top"] + one["height"]
+            )
+            assert apart, (one, other)
+
+
+def siblings(texts: list[str]) -> list[Event]:
+    """A search whose only thoughts have these texts; the last one is the answer."""
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 3, "prompt")]
+    for node, _ in enumerate(texts, start=1):
+        events.append(Opened(node, 0, node - 1, 1, 0, ""))
+    for node, words in enumerate(texts, start=1):
+        events.append(Boundary(node, (1, 2), words, "step", -1.0, 0.5, 0.5))
+        events.append(Terminal(node, words))
+    last = len(texts)
+    return [*events, Answered(last, (0, last), texts[-1], 0.5, True), Ended("solved", last)]
+
+
+def test_equal_siblings_are_one_bar_with_their_number(page: Page, tmp_path: Path) -> None:
+    events = siblings(["a + b", "a - b", "a + b", "a + b"])
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#e=99&tab=4")
+    page.settle()
+
+    drawn = page.evaluate("arbor.current.map.words.map(({text}) => text)")
+    assert page.evaluate("arbor.current.map.layout.rows") == 2
+    assert drawn.count("a + b ×3") == 1 and "✓ a + b" in drawn
+    rows = page.evaluate(
+        "[...document.querySelectorAll('#panel-3 tbody tr')].map((row) => row.lastChild.textContent)"
+    )
+    assert sorted(rows) == ["a + b ×3", "a - b"]
+    page.press("k")
+    assert page.evaluate("arbor.current.run.id[arbor.current.selected]") == 3, "each is selectable"
+
+
+def test_it_opens_where_evicted_blocks_return(page: Page, trace: Path) -> None:
+    events = read_trace(trace).events
+    page.open(shown(trace), size=LAPTOP)
+    page.settle()
+
+    opening = events[cursor(page)]
+    assert isinstance(opening, Rehydrated)
+    tokens = sum(count for _, count in opening.nodes)
+    assert "The search returns to" in text(page, "#now")
+    assert f"{tokens} token" in text(page, "#now")
+
+    assert is_seen(page, "#to-end")
+    page.evaluate("document.querySelector('#to-end').click()")
+    page.settle()
+    assert cursor(page) == len(events) - 1
+    assert not is_seen(page, "#to-end")
+
+
+def test_a_run_without_a_return_opens_at_its_most_kv(page: Page, tmp_path: Path) -> None:
+    events: list[Event] = [header(), Opened(0, None, 0, 0, 9, "prompt")]
+    events += [Forwarded("prefill", 1, 1, 1, 1, KV(9), 9, 0.1)]
+    events += [Evicted("close", ((0, 4),), KV(5)), Ended("exhausted", 1)]
+
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+    page.settle()
+
+    assert cursor(page) == 2
+    assert "The most KV at once: 9 of 200 tokens" in text(page, "#now")
+
+
+def test_two_runs_open_at_the_one_that_returns(page: Page, tmp_path: Path) -> None:
+    events = [header(), Opened(0, None, 0, 0, 9, "prompt"), Ended("exhausted", 1)]
+    plain = written(tmp_path / "a.arbor.jsonl", events)
+    returning = written(tmp_path / "b.arbor.jsonl", fake_run(6, rounds=20))
+
+    page.open(shown(plain, returning))
+    page.settle()
+
+    assert page.evaluate("arbor.active") == 1
+    assert "The search returns to" in text(page, "#now")
+
+
+def test_a_budget_far_above_use_leaves_the_strip(page: Page, tmp_path: Path) -> None:
+    plan = {"budget_tokens": 3533, "full_tokens": 3533, "smallest_tokens": 50}
+    events = [
+        header(kv={**plan, "bytes_per_token": 64}) if event.name == "header" else event
+        for event in fake_run(6, rounds=20)
+    ]
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+
+    used = page.evaluate("Math.max(...arbor.current.run.deviceAt)")
+
+    assert page.evaluate("arbor.current.strip.most") <= 1.5 * used
+
+
+@pytest.mark.parametrize("wide", [1280, 1400, 1440, 1920])
+def test_no_control_wraps_alone_and_no_hint_is_cut(page: Page, trace: Path, wide: int) -> None:
+    page.open(shown(trace), size=(wide, 900))
+    page.settle()
+
+    for bar in ("#map-bar", "#play-bar"):
+        tops = page.evaluate(
+            f"[...document.querySelectorAll('{bar} > *')].map((each) => {{"
+            "const box = each.getBoundingClientRect(); return (box.top + box.bottom) / 2; })"
+        )
+        assert max(tops) - min(tops) < 10, bar
+    hint = """(() => { const input = document.getElementById('filter'), style = getComputedStyle(input);
+      const pen = document.createElement('canvas').getContext('2d'); pen.font = style.font;
+      return input.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight)
+        - pen.measureText(input.placeholder).width; })()"""
+    assert page.evaluate(hint) >= 0
+    picked = """(() => { const select = document.getElementById('axis'), style = getComputedStyle(select);
+      const pen = document.createElement('canvas').getContext('2d'); pen.font = style.font;
+      return select.clientWidth - pen.measureText('seconds').width; })()"""
+    assert page.evaluate(picked) >= 0
+
+
+# The page of an evaluation
+
+
+def sample(name: str, tokens: int) -> dict[str, Any]:
+    words = {"id": name, "problem": "Which of these words is the longest one? " * 4}
+    return words | {"metrics": {"tokens_generated": tokens}, "trace": f"traces/{name}.gz"}
+
+
+def samples_page(folder: Path) -> Path:
+    rows = [sample("b", 9), sample("a", 1200), sample("c", 40)]
+    page = folder / "index.html"
+    # the driver waits for this mark
+    text = index_page("run", [], rows).replace("<html", "<html data-ready='0'", 1)
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_an_evaluation_is_sorted_by_a_click(page: Page, tmp_path: Path) -> None:
+    page.open(samples_page(tmp_path))
+
+    def order_after(column: int) -> list[str]:
+        page.evaluate(f"document.querySelectorAll('th button')[{column}].click()")
+        found = page.evaluate(
+            "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].textContent)"
+        )
+        assert isinstance(found, list)
+        return found
+
+    assert order_after(0) == ["a", "b", "c"]
+    assert order_after(0) == ["c", "b", "a"]
+    assert order_after(5) == ["b", "c", "a"], "numbers are sorted as numbers"
+    assert page.errors == []
+
+
+def test_an_evaluations_columns_are_readable_on_a_narrow_screen(page: Page, tmp_path: Path) -> None:
+    page.open(samples_page(tmp_path), size=(400, 800))
+    page.settle()
+
+    widths = page.evaluate(
+        "[...document.querySelector('tbody tr').cells].map((cell) => cell.getBoundingClientRect().width)"
+    )
+    assert min(widths[:5]) > 100
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400, "the table scrolls alone"
+
+
 # How it looks
 
 
@@ -850,7 +1055,7 @@ def test_every_control_has_a_name(page: Page, trace: Path) -> None:
 def test_the_table_lists_what_the_picture_shows(page: Page, trace: Path) -> None:
     replay = Replay.of(read_trace(trace))
 
-    page.open(shown(trace), "#tab=5")
+    page.open(shown(trace), f"#e={len(types(trace)) - 1}&tab=5")
     page.settle()
 
     rows = page.evaluate(

@@ -45,6 +45,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "eval_sapling": ("--n 2 --tree 1 --words 1 --steps 2 --json FOLDER/out.json",),
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
+    "picture": ("--check",),
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
 

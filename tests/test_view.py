@@ -97,7 +97,7 @@ def test_two_traces_are_compared_on_one_page(command: Command, tmp_path: Path) -
     assert page.read_text(encoding="utf-8") == expected
 
 
-def test_the_page_goes_where_it_is_told(command: Command, trace: Path, tmp_path: Path) -> None:
+def test_the_page_goes_to_the_given_file(command: Command, trace: Path, tmp_path: Path) -> None:
     code, out, _ = command("view", str(trace), "-o", "page.html")
 
     assert (code, out) == (0, "page.html\n")
@@ -173,7 +173,7 @@ def test_a_damaged_trace_is_shown_with_a_warning(command: Command, trace: Path) 
     ],
 )
 @pytest.mark.parametrize("more", [(), ("--term",)])
-def test_what_is_no_trace_is_refused(
+def test_a_file_that_is_not_a_trace_is_refused(
     command: Command, tmp_path: Path, content: bytes | None, said: str, more: tuple[str, ...]
 ) -> None:
     path = tmp_path / "run.arbor.jsonl"
@@ -198,7 +198,7 @@ def test_what_is_no_trace_is_refused(
         (("a", "--event", "3"), "--event belongs to --term"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(
+def test_invalid_arguments_are_a_usage_error(
     command: Command, arguments: tuple[str, ...], said: str
 ) -> None:
     code, out, err = command("view", *arguments)
@@ -354,6 +354,55 @@ def test_help_imports_no_torch_and_shows_three_examples() -> None:
 
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^    arbor view ", done.stdout, re.MULTILINE)) == 3
+
+
+def evaluation(folder: Path) -> Path:
+    """A folder as `arbor eval` leaves it; its only trace."""
+    (folder / "traces").mkdir(parents=True)
+    (folder / "index.html").write_text("<!doctype html>", encoding="utf-8")
+    return written(folder / "traces" / "a.arbor.jsonl.gz")
+
+
+def test_an_evaluations_folder_is_shown_by_its_page(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = evaluation(tmp_path / "runs")
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+
+    code, out, err = command("view", str(tmp_path / "runs"), "--open", "--verbose")
+
+    assert code == 0
+    assert out == f"{tmp_path / 'runs' / 'index.html'}\n"
+    assert f"arbor view {trace}" in err
+    assert opened == [(tmp_path / "runs" / "index.html").as_uri()]
+
+
+def test_a_program_reads_an_evaluations_page(command: Command, tmp_path: Path) -> None:
+    evaluation(tmp_path / "runs")
+
+    _, out, _ = command("view", str(tmp_path / "runs"), "--json")
+
+    assert json.loads(out)["path"] == str(tmp_path / "runs" / "index.html")
+
+
+@pytest.mark.parametrize("more", [["--term"], ["-o", "page.html"], ["other"]])
+def test_a_folder_where_a_trace_is_needed_names_one(
+    command: Command, tmp_path: Path, more: list[str]
+) -> None:
+    trace = evaluation(tmp_path / "runs")
+
+    code, _, err = command("view", str(tmp_path / "runs"), *more)
+
+    assert code == 2
+    assert "is a folder, not a trace" in err and f"arbor view {trace}" in err
+
+
+def test_a_folder_without_an_evaluation_says_what_to_type(command: Command, tmp_path: Path) -> None:
+    code, _, err = command("view", str(tmp_path))
+
+    assert code == 2
+    assert "is a folder, not a trace" in err and "NAME.arbor.jsonl" in err
 
 
 def test_it_is_among_the_commands(command: Command) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from arbor.cli.output import Output
 
 if TYPE_CHECKING:
     from arbor.run.solution import Solution
+    from arbor.run.stream import SearchStream
 
 PROBLEM = "4 5 6 10"
 PAGE = Path("arbor-demo.html")
@@ -66,7 +68,9 @@ class DemoOptions:
 def demo(output: Output, /, **values: Any) -> int:
     """Solve a small example and write it as a page: offline, on a CPU, in about ten seconds.
 
-    The built-in model solves one Game of 24 within the smallest KV budget that works.
+    The built-in model solves one Game of 24 within the smallest KV budget that works. A terminal
+    shows the tree as it grows, and the KV that leaves and comes back; --display plain leaves that
+    out.
 
     \b
       arbor demo
@@ -106,7 +110,7 @@ def demo(output: Output, /, **values: Any) -> int:
             ("page", f"{page}"),
         ):
             output.print(f"{name:<11}{what}")
-        if not output.quiet:
+        if not output.quiet and sys.stdout.isatty():
             output.print("")
             output.print(LOOK)
     if options.open:
@@ -129,13 +133,30 @@ def search(output: Output, folder: Path, seed: int) -> Solution:
         for attempt in range(seed, seed + ATTEMPTS):
             output.say(f"searching with seed {attempt} and {budget} of KV")
             trace = folder / f"demo-{attempt}.arbor.jsonl"
-            found = solver.solve(PROBLEM, seed=attempt, trace=trace)
+            if output.progress == "live" and not output.json:
+                found = show(output, solver.stream(PROBLEM, seed=attempt, trace=trace))
+            else:
+                found = solver.solve(PROBLEM, seed=attempt, trace=trace)
             if best is None or quality(found) > quality(best):
                 best = found
             if quality(best) == (True, True) or time.monotonic() - began > ENOUGH_S:
                 break
     assert best is not None, "there is at least one attempt"
     return best
+
+
+def show(output: Output, stream: SearchStream) -> Solution:
+    """Shows a search slowly enough to follow; leaving it early stops the search."""
+    from arbor.view.live import ShowView
+
+    try:
+        with ShowView(output.console()) as view:
+            for event in stream:
+                view(event)
+    except BaseException:
+        stream.stop()
+        raise
+    return stream.solution
 
 
 def quality(solution: Solution) -> tuple[bool, bool]:

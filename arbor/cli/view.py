@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import webbrowser
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
 from arbor.errors import UsageError
 
 SUFFIXES = (".gz", ".jsonl", ".arbor")
+PAGE = "index.html"  # of an evaluation's folder
+TRACE_GLOB = ".arbor.jsonl*"
 PIPED_WIDTH = 120  # columns where stdout is not a terminal
 
 
@@ -57,6 +59,8 @@ class ViewOptions:
 def view(output: Output, /, **values: Any) -> int:
     """Show a trace as one HTML page, without server or network, or as a tree in the terminal.
 
+    A folder of `arbor eval` is shown by the page of its samples.
+
     \b
       arbor view run.arbor.jsonl --open
       arbor view full.arbor.jsonl.gz tenth.arbor.jsonl.gz -o compared.html
@@ -70,6 +74,9 @@ def view(output: Output, /, **values: Any) -> int:
             f"a page shows one trace or two, not {len(traces)}.",
             "arbor view TRACE [TRACE2]",
         )
+    folder = next((path for path in traces if path.is_dir()), None)
+    if folder is not None:
+        return show_folder(output, folder, options)
     if options.term:
         if len(traces) > 1 or options.output is not None or options.open or output.json:
             raise UsageError(
@@ -81,6 +88,35 @@ def view(output: Output, /, **values: Any) -> int:
     if options.event is not None:
         raise UsageError("usage", "--event belongs to --term.", "A page shows every event.")
     return make_page(output, traces, options.output, options.open)
+
+
+def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
+    """Prints the page of an evaluation's folder; with ``--open``, opens it.
+
+    Raises:
+        UsageError: the folder has no page, or more than its page is asked for.
+    """
+    page = folder / PAGE
+    found = islice(folder.glob(f"*{TRACE_GLOB}"), 1), islice(folder.glob(f"*/*{TRACE_GLOB}"), 1)
+    trace = next(chain(*found), None)
+    alone = len(options.traces) == 1 and options.output is None and not options.term
+    if not page.is_file() or not alone:
+        raise UsageError(
+            "usage",
+            f"{folder} is a folder, not a trace.",
+            f"arbor view {folder / 'NAME.arbor.jsonl' if trace is None else trace}",
+            path=str(folder),
+        )
+    if output.json:
+        size = page.stat().st_size
+        output.document({"schema": "arbor.view/1", "path": str(page), "bytes": size, "traces": []})
+    else:
+        output.print(str(page))
+        if trace is not None:
+            output.say(f"the samples of an evaluation; one of its searches: arbor view {trace}")
+    if options.open:
+        open_page(output, page)
+    return 0
 
 
 def make_page(output: Output, traces: tuple[Path, ...], path: Path | None, show: bool) -> int:

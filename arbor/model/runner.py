@@ -129,6 +129,10 @@ class ModelRunner:
             for s in self.specs
         )
 
+    def _launches(self) -> AbstractContextManager[None]:
+        """Triton and FlashInfer launch on the current device, wherever their tensors are."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def _layers_context(self) -> AbstractContextManager[None]:
         return row_invariant(self.device) if self.deterministic else nullcontext()
 
@@ -158,11 +162,12 @@ class ModelRunner:
         last = self.layer_count - 1 if stop_after is None else stop_after
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
         plain = stop_after is None and not hidden and leave is None and not mass
-        if self.graphs is not None and plain:
-            return ForwardResult(
-                self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
-            )
-        return self._forward(plan, pool, last, hidden, leave, mass)
+        with self._launches():
+            if self.graphs is not None and plain:
+                return ForwardResult(
+                    self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
+                )
+            return self._forward(plan, pool, last, hidden, leave, mass)
 
     def _forward(
         self,

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
+from arbor.events import Event, Evicted, Rehydrated
 from arbor.metrics import Metrics
 from arbor.support.units import human_bytes
 from arbor.trace.fold import Block, Replay
@@ -20,6 +21,7 @@ METER_CELLS = 30
 NARROW = 60  # columns; below this there is only the meter
 MOST_ROWS = 24
 MOST_SIBLINGS = 3  # off the running paths, per parent
+MOST_NAMED = 5  # blocks of one movement
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,22 @@ def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) ->
         f"{metrics.evictions:,} evictions  {metrics.rehydrations:,} rehydrations  "
         f"{metrics.tokens_recomputed:,} recomputed  {metrics.asked:,} judged  {metrics.wall_s:.1f} s"
     )
+
+
+def movement(event: Event) -> str:
+    """What an event moves in the KV, in words; empty where it moves nothing."""
+    if isinstance(event, Evicted):
+        return f"leave   {_tokens_of(event.nodes)} ({event.cause})"
+    if isinstance(event, Rehydrated):
+        how = "fetched" if event.mode == "fetch" else "computed again"
+        return f"return  {_tokens_of(event.nodes)}, {how}"
+    return ""
+
+
+def _tokens_of(nodes: tuple[tuple[int, int], ...]) -> str:
+    blocks = " ".join(f"#{node}" for node, _ in nodes[:MOST_NAMED])
+    more = f" and {len(nodes) - MOST_NAMED} more" if len(nodes) > MOST_NAMED else ""
+    return f"{sum(tokens for _, tokens in nodes):,} tokens of {blocks}{more}"
 
 
 def bar(part: float, cells: int, glyphs: Glyphs) -> str:

@@ -9,14 +9,17 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
-from arbor.events import Ended, Event
+from arbor.events import Ended, Event, Rehydrated
 from arbor.metrics import Metrics
 from arbor.trace.fold import Replay
-from arbor.view.draw import ASCII, UNICODE, Glyphs, draw
+from arbor.view.draw import ASCII, UNICODE, Glyphs, draw, movement
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
+# of a show: after each event of a type; a search of 54 blocks takes about eight seconds
+PAUSES_S = {"boundary": 0.05, "evict": 0.07, "rehydrate": 0.2, "verify": 0.3, "answer": 0.8}
 
 
 def progress_line(metrics: Metrics, held_tokens: int) -> str:
@@ -104,6 +107,53 @@ class LiveView:
         """The current state, in characters of the terminal."""
         size = self._console.size
         return draw(self._replay, size.width, size.height, glyphs_of(self._console))
+
+
+class ShowView(LiveView):
+    """A `LiveView` slow enough to follow, with the last tokens that left and that came back.
+
+    It waits after each event that changes the tree or the KV, unless the search is slower anyway.
+
+    Args:
+        console: a terminal.
+        clock: seconds.
+        sleep: waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(console, clock)
+        self._sleep = sleep
+        self._due = self._start
+        self._left = self._returned = ""
+
+    def __call__(self, event: Event) -> None:
+        words = movement(event)
+        if isinstance(event, Rehydrated):
+            self._returned = words
+        elif words:
+            self._left = words
+        pause = PAUSES_S.get(event.name, 0.0)
+        if pause:
+            self._last = self._clock() - FRAME_S  # what is waited for is drawn
+        super().__call__(event)
+        if pause:
+            self._due = max(self._clock(), self._due + pause)
+            self._sleep(max(0.0, self._due - self._clock()))
+
+    def frame(self) -> Group:
+        """The current state, with the last movements of KV below it."""
+        size = self._console.size
+        moved = [
+            Text(words[: size.width], style, no_wrap=True)
+            for words, style in ((self._left, "red"), (self._returned, "green"))
+        ]
+        shown = draw(self._replay, size.width, size.height - len(moved), glyphs_of(self._console))
+        return Group(*moved, shown)
 
 
 def glyphs_of(console: Console) -> Glyphs:

@@ -92,9 +92,8 @@ def _packed(recording: PageTrace) -> str:
     """A run as base64 of gzip of JSON: no byte of it can end the enclosing script."""
     data = {"name": recording.name, "banner": recording.banner, "records": recording.records}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), default=str)
-    packer = zlib.compressobj(
-        9, wbits=GZIP
-    )  # without a time stamp: the same run gives the same bytes
+    # without a time stamp: the same run gives the same bytes
+    packer = zlib.compressobj(9, wbits=GZIP)
     return base64.b64encode(packer.compress(text.encode()) + packer.flush()).decode()
 
 

@@ -1,8 +1,11 @@
-"""The list of a run's samples as one HTML page, without scripts and without requests."""
+"""The list of a run's samples as one HTML page: one script, which sorts, and no requests."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -12,11 +15,43 @@ from arbor.measure.evaluation.results import Row, cost, is_right
 
 LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
 
+COLUMNS = (
+    "sample",
+    "problem",
+    "answer",
+    "key",
+    "outcome",
+    "tokens",
+    "recomputed",
+    "peak KV",
+    "CPU s",
+    "trace",
+)
+NUMBERS = COLUMNS[5:9]
+
+# a click on a column's name sorts by it, a second one the other way round
+_SCRIPT = """
+const body = document.querySelector("tbody");
+for (const name of document.querySelectorAll("th button")) name.addEventListener("click", () => {
+  const head = name.parentNode, place = head.cellIndex, number = head.className === "n";
+  const down = head.getAttribute("aria-sort") === "ascending";
+  for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  const value = (row) => row.cells[place].textContent;
+  const order = number
+    ? (a, b) => parseFloat(value(a).replaceAll(",", "")) - parseFloat(value(b).replaceAll(",", ""))
+    : (a, b) => value(a).localeCompare(value(b), undefined, { numeric: true });
+  const rows = [...body.rows].sort(order);
+  body.replaceChildren(...(down ? rows.reverse() : rows));
+});
+"""
+_ALLOWED = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
@@ -28,25 +63,36 @@ h1 {{ font-size: 1.3rem; margin: 0 0 .3rem; }}
 p {{ margin: .2rem 0; }}
 label {{ margin-left: .3rem; }}
 table {{ border-collapse: collapse; width: 100%; margin-top: .8rem; }}
-th, td {{ text-align: left; vertical-align: top; padding: .25rem .6rem; border-bottom: 1px solid #8884; overflow-wrap: anywhere; }}
+th, td {{ text-align: left; vertical-align: top; padding: .25rem .6rem; border-bottom: 1px solid #8884; overflow-wrap: break-word; }}
 th {{ position: sticky; top: 0; background: Canvas; }}
+th button {{ font: inherit; font-weight: 600; padding: 0; border: 0; background: none; color: inherit; cursor: pointer; white-space: nowrap; }}
+th[aria-sort="ascending"] button::after {{ content: " ↑"; }}
+th[aria-sort="descending"] button::after {{ content: " ↓"; }}
+td.words {{ max-width: 24rem; }}
 .n {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; overflow-wrap: normal; }}
 .right td:first-child {{ border-left: 4px solid #2a7de1; }}
 .wrong td:first-child {{ border-left: 4px dashed #d98a00; }}
-#only:checked ~ table tr.right {{ display: none; }}
-.scroll {{ overflow-x: auto; }}
+#only:checked ~ .scroll tr.right {{ display: none; }}
+@media (max-width: 64rem) {{
+  .scroll {{ overflow-x: auto; }}
+  th {{ position: static; }}
+  td.words {{ min-width: 9rem; }}
+}}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
 {lines}
 <input type="checkbox" id="only"><label for="only">hide correct</label>
+<div class="scroll">
 <table>
-<thead><tr><th>sample</th><th>problem</th><th>answer</th><th>key</th><th>outcome</th><th class="n">tokens</th><th class="n">recomputed</th><th class="n">peak KV</th><th class="n">CPU s</th><th>trace</th></tr></thead>
+<thead><tr>{columns}</tr></thead>
 <tbody>
 {rows}
 </tbody>
 </table>
+</div>
+<script>{script}</script>
 </body>
 </html>
 """
@@ -61,9 +107,26 @@ def index_page(title: str, lines: Sequence[str], rows: Sequence[Row]) -> str:
     """
     return _PAGE.format(
         title=html.escape(title),
-        lines="\n".join(f"<p>{html.escape(line)}</p>" for line in lines),
+        lines="\n".join(f"<p>{html.escape(line)}</p>" for line in lines) + _traces_line(rows),
         rows="\n".join(map(_row, rows)),
+        columns="".join(map(_column, COLUMNS)),
+        script=_SCRIPT,
+        allowed=_ALLOWED,
     )
+
+
+def _column(name: str) -> str:
+    numbers = ' class="n"' if name in NUMBERS else ""
+    return f'<th scope="col"{numbers}><button type="button">{name}</button></th>'
+
+
+def _traces_line(rows: Sequence[Row]) -> str:
+    """How to look at a trace; empty where there is none."""
+    trace = next((str(row["trace"]) for row in rows if row.get("trace")), None)
+    if trace is None:
+        return ""
+    command = html.escape(f"arbor view {shlex.quote(trace)} --open")
+    return f"<p>A trace as a page, in this folder: <code>{command}</code></p>"
 
 
 def _row(row: Row) -> str:
@@ -75,7 +138,7 @@ def _row(row: Row) -> str:
     words = [row.get("id"), row.get("problem"), row.get("answer"), row.get("expected"), outcome]
     names = ("tokens_generated", "tokens_recomputed", "peak_tokens")
     numbers = [f"{cost(row, name):,.0f}" for name in names] + [f"{row.get('cpu_s', 0):.2f}"]
-    cells = [f"<td>{_short(word)}</td>" for word in words]
+    cells = [f'<td class="words">{_short(word)}</td>' for word in words]
     cells += [f'<td class="n">{number}</td>' for number in numbers]
     trace = row.get("trace")
     link = f'<a href="{quote(str(trace))}">{_short(PurePath(str(trace)).name)}</a>' if trace else ""

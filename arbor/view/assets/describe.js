@@ -85,6 +85,60 @@ function line(text) {
   return typeof text === "string" ? text.replace(/\s+/g, " ").trim() : "";
 }
 
+/**
+ * The event that a page opens at: the largest rehydration, else the first backtrack, the largest eviction under pressure,
+ * or the moment with the most KV. `rank` orders them, for two runs; `says` is what one sees there.
+ */
+function openingMoment(run) {
+  const last = run.events - 1;
+  const answered = run.answer ? run.blockOf(run.answer.node) : -1,
+    closed = answered < 0 ? 0 : run.closed[answered];
+  /** The event with the largest measure, once the answer's path is there if that leaves any. */
+  const largest = (events, measure) => {
+    const late = [...events].filter((event) => event > closed);
+    return (late.length ? late : [...events]).reduce(
+      (most, event) => (most < 0 || measure(event) > measure(most) ? event : most),
+      -1,
+    );
+  };
+  const back = largest(run.ofType("rehydrate"), (event) => sum(pairs(run.records[event].nodes)));
+  if (back >= 0) {
+    const record = run.records[back],
+      rows = pairs(record.nodes);
+    const how = record.mode === "fetch" ? "fetched from a lower tier" : "computed again";
+    return {
+      rank: 3,
+      event: back,
+      says: `The search returns to ${plural(rows.length, "evicted block")} (orange): ${plural(sum(rows), "token")} ${how}.`,
+    };
+  }
+  if (run.backtracks.length) {
+    const leaves = list(run.records[run.backtracks[0]].leaves);
+    const says = `The search leaves its path and goes on at ${some(leaves)}.`;
+    return { rank: 2, event: run.backtracks[0], says };
+  }
+  const needed = [...run.ofType("evict")].filter((event) => run.records[event].cause === "pressure");
+  const tightest = largest(needed, (event) => sum(pairs(run.records[event].nodes)));
+  if (tightest >= 0) {
+    const rows = pairs(run.records[tightest].nodes);
+    const budget = run.budget ? ` to stay within ${plural(run.budget, "token")}` : "";
+    return {
+      rank: 1,
+      event: tightest,
+      says: `Memory runs short: ${plural(sum(rows), "token")} of ${plural(rows.length, "block")} (orange) leave it${budget}.`,
+    };
+  }
+  let most = last;
+  for (let event = last; event >= 0; event--) if (run.deviceAt[event] > run.deviceAt[most]) most = event;
+  if (!run.deviceAt[most]) return { rank: 0, event: last, says: "" };
+  const limit = run.budget ? ` of ${count(run.budget)}` : "";
+  return {
+    rank: 0,
+    event: most,
+    says: `The most KV at once: ${count(run.deviceAt[most])}${limit} tokens; none had to leave.`,
+  };
+}
+
 /** An event in one sentence; one of an unknown type by its fields. */
 function sentence(record) {
   const known = SENTENCES[record.e];

@@ -6,8 +6,13 @@ const THIN = 2,
   WIDEST = 46,
   TEXT_FROM = 11.5; // CSS pixels; WIDEST is of one token
 const GUTTER = { left: 14, right: 14, top: 24, bottom: 10 };
-const ANSWER_ROOM = 190,
+const ANSWER_ROOM = 190, // at most, after the longest path
+  GLYPH = 6.7, // CSS pixels
   MOST_LINES = 4000;
+const CHIP_TALL = 15, // CSS pixels; a label of its own, where a bar has no room for words
+  CHIP_GLYPHS = 34,
+  CHIP_TRIES = 9; // places above the bar, and as many below
+const CUT_BELOW = 12; // glyphs of a bar; with fewer, a cut text says nothing
 const MONOSPACE = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
 /** Colours of the page's theme, for the canvases. */
@@ -79,9 +84,62 @@ function niceStep(range, most) {
   return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= raw);
 }
 
+/**
+ * The row of each block. Leaves with the same parent, the same words and the same length share one: in small models
+ * most samples of a thought are equal, and a row for each would leave no room for words.
+ */
+function mergedRows(run) {
+  const { count, children, order } = run;
+  const first = Int32Array.from({ length: count }, (_, block) => block); // the block that stands for its copies
+  const copies = new Map(); // that block -> all of them, itself included
+  for (const below of children) {
+    if (below.length < 2) continue;
+    const same = new Map();
+    for (const block of below) {
+      const words = line(run.text(block));
+      if (!run.leaf[block] || !words) continue;
+      const key = `${run.length[block]} ${words}`;
+      if (same.has(key)) same.get(key).push(block);
+      else same.set(key, [block]);
+    }
+    for (const group of same.values()) {
+      if (group.length < 2) continue;
+      const rank = (block) => (run.answerPath[block] ? Infinity : run.lastValue[block] || 0);
+      const best = group.reduce((most, block) => (rank(block) > rank(most) ? block : most));
+      for (const block of group) first[block] = best;
+      copies.set(best, group);
+    }
+  }
+  const row = new Float64Array(count).fill(-1),
+    top = new Float64Array(count),
+    bottom = new Float64Array(count);
+  let rows = 0;
+  for (const block of order) {
+    top[block] = rows;
+    if (!run.leaf[block]) continue;
+    if (row[first[block]] < 0) row[first[block]] = rows++;
+    row[block] = top[block] = row[first[block]];
+    bottom[block] = row[block] + 1;
+  }
+  for (let i = order.length - 1; i >= 0; i--) {
+    const block = order[i];
+    if (run.leaf[block]) continue;
+    let from = Infinity,
+      to = -Infinity;
+    for (const child of children[block]) {
+      from = Math.min(from, row[child]);
+      to = Math.max(to, row[child]);
+      bottom[block] = Math.max(bottom[block], bottom[child]);
+    }
+    row[block] = (from + to) / 2;
+  }
+  return { row, top, bottom, rows, first, copies };
+}
+
 class TreeMap {
   constructor(run, on) {
     this.run = run;
+    this.layout = mergedRows(run);
     this.on = on; // select(block), hover(block, x, y)
     this.mode = "spans";
     this.view = null; // {x, y: world at the corner, kx, ky: pixels per token and per row}
@@ -94,6 +152,29 @@ class TreeMap {
   setMode(mode) {
     this.mode = mode;
     this.fit();
+  }
+
+  /** The blocks that carry words at any zoom: the answer's path, or the best one, and the best sibling of each. */
+  get keyBlocks() {
+    if (!this._keyBlocks) {
+      const { run, layout } = this;
+      const value = (block) => (Number.isFinite(run.lastValue[block]) ? run.lastValue[block] : -1);
+      const best = (blocks) =>
+        blocks.reduce((most, block) => (most < 0 || value(block) > value(most) ? block : most), -1);
+      const leaves = [...run.order].filter((block) => run.leaf[block]);
+      const answered = run.answer ? run.blockOf(run.answer.node) : -1;
+      const path = run.path(answered >= 0 ? answered : best(leaves));
+      const siblings = path.map((block) =>
+        best(
+          (run.children[run.parent[block]] || []).filter(
+            (other) =>
+              other !== block && layout.first[other] === other && layout.first[block] !== other && value(other) >= 0,
+          ),
+        ),
+      );
+      this._keyBlocks = [...path.reverse(), ...siblings.reverse().filter((block) => block >= 0)];
+    }
+    return this._keyBlocks;
   }
 
   // World: x in tokens (levels in the link view), y in rows
@@ -122,20 +203,26 @@ class TreeMap {
   fit(block = -1) {
     const box = this.canvas.getBoundingClientRect();
     const whole = block < 0,
-      { run } = this;
-    const top = whole ? 0 : run.top[block],
-      bottom = whole ? Math.max(1, run.rows) : run.bottom[block];
+      { run, layout } = this;
+    const top = whole ? 0 : layout.top[block],
+      bottom = whole ? Math.max(1, layout.rows) : layout.bottom[block];
     const left = whole ? 0 : this.x0(block);
     const height = Math.max(40, box.height - GUTTER.top - GUTTER.bottom);
     // thin rows leave a line for the note about them
     const ky = Math.min(TALLEST, (height < THIN * (bottom - top) ? height - 20 : height) / (bottom - top));
     const room = ky >= TEXT_FROM && box.width > 600 ? ANSWER_ROOM : ky >= TEXT_FROM ? 40 : 0;
-    const width = Math.max(60, box.width - GUTTER.left - GUTTER.right - room);
-    const widest = this.mode === "links" ? 340 : WIDEST;
-    const kx = Math.min(widest, width / Math.max(1, this.worldWidth - left));
+    const width = Math.max(60, box.width - GUTTER.left - GUTTER.right);
+    let kx = this.mode === "links" ? 340 : WIDEST;
+    for (let block = 0; block < run.count; block++) {
+      // what is written after a leaf must fit too
+      const words = run.leaf[block] ? 12 + GLYPH * (5 + (run.answers.get(block) || "").length) : 0;
+      const links = this.mode === "links" && run.leaf[block] ? room : 0;
+      const after = Math.max(links, Math.min(room, room ? words : 0));
+      kx = Math.min(kx, Math.max(60, width - after) / Math.max(1, this.x1(block) - left));
+    }
     this.view = { x: left, y: top, kx, ky };
     // a tree that is smaller than its frame stands in the middle of it
-    if (whole) this.view.y -= Math.max(0, height / ky - run.rows) / 2;
+    if (whole) this.view.y -= Math.max(0, height / ky - layout.rows) / 2;
     this.fitted = whole;
   }
 
@@ -156,16 +243,16 @@ class TreeMap {
     const box = this.canvas.getBoundingClientRect(),
       { view } = this;
     const x = this.sx(this.x0(block)),
-      y = this.sy(this.run.row[block] + 0.5);
+      y = this.sy(this.layout.row[block] + 0.5);
     if (y < GUTTER.top || y > box.height - GUTTER.bottom)
-      view.y = this.run.row[block] + 0.5 - box.height / view.ky / 2;
+      view.y = this.layout.row[block] + 0.5 - box.height / view.ky / 2;
     if (x < 0 || x > box.width - 40) view.x = this.x0(block) - 60 / view.kx;
     if (x < 0 || x > box.width - 40 || y < GUTTER.top || y > box.height - GUTTER.bottom) this.fitted = false;
   }
 
   /** The block under a point of the canvas, or -1. */
   hit(x, y) {
-    const { run, view, mode } = this;
+    const { run, view, mode, layout } = this;
     if (!view) return -1;
     const wy = view.y + (y - GUTTER.top) / view.ky;
     let best = -1,
@@ -175,10 +262,10 @@ class TreeMap {
         right = this.sx(this.x1(block));
       if (mode === "links" ? Math.abs(x - left) > 14 : x < left - 2 || x > right + 2) continue;
       if (mode === "icicle") {
-        if (wy >= run.top[block] && wy < run.bottom[block]) return block;
+        if (wy >= layout.top[block] && wy < layout.bottom[block]) return block;
         continue;
       }
-      const distance = Math.abs(wy - run.row[block] - 0.5) * view.ky;
+      const distance = Math.abs(wy - layout.row[block] - 0.5) * view.ky;
       if (distance < Math.max(4, view.ky / 2) && distance < nearest) [best, nearest] = [block, distance];
     }
     return best;
@@ -199,12 +286,15 @@ class TreeMap {
       { colours } = scene;
     pen.clearRect(0, 0, width, height);
     pen.save();
+    this.words = []; // what is written into the tree: {block, text, whole, left, top, width, height}
+    this.chips = [];
     const size = Math.max(8.5, Math.min(11, this.view.ky - 3));
     scene = {
       ...scene,
       font: `${size}px ${MONOSPACE}`,
       bold: `600 ${size}px ${MONOSPACE}`,
       glyph: (scene.glyph * size) / 11,
+      chipGlyph: scene.glyph,
     };
     pen.font = `11px ${MONOSPACE}`;
     pen.textBaseline = "middle";
@@ -217,6 +307,7 @@ class TreeMap {
     else if (this.mode === "links") this._drawLinks(sheet, scene);
     else this._drawBars(sheet, scene);
     this._drawMarks(sheet, scene);
+    this._drawChips(sheet, scene);
     pen.restore();
     const apart = 1 / this.view.ky;
     this.note.textContent = !this.run.count
@@ -251,52 +342,83 @@ class TreeMap {
   }
 
   _box(block) {
-    const { view, run, mode } = this;
+    const { view, run, mode, layout } = this;
     const left = this.sx(this.x0(block)),
       width = Math.max(1.5, this.sx(this.x1(block)) - left - (view.kx * run.length[block] > 8 ? 1.5 : 0));
     if (mode === "icicle") {
-      const top = this.sy(run.top[block]),
-        tall = (run.bottom[block] - run.top[block]) * view.ky;
+      const top = this.sy(layout.top[block]),
+        tall = (layout.bottom[block] - layout.top[block]) * view.ky;
       return { left, width, top: top + 0.5, tall: Math.max(1, tall - (tall > 4 ? 1.5 : 0)) };
     }
     const tall = Math.max(2, Math.min(20, view.ky < TEXT_FROM ? view.ky * 0.74 : view.ky - 3));
-    return { left, width, top: this.sy(run.row[block] + 0.5) - tall / 2, tall };
+    return { left, width, top: this.sy(layout.row[block] + 0.5) - tall / 2, tall };
   }
 
   _drawBars({ pen, width, height }, scene) {
-    const { run, view, mode } = this;
+    const { run, view, mode, layout } = this;
     const [first, last] = this._visible(height);
     if (mode === "spans") this._stems(pen, scene, first, last);
     const tight = view.ky < TEXT_FROM;
     for (let block = 0; block < run.count; block++) {
-      const over = mode === "icicle" ? run.bottom[block] : run.row[block] + 1;
-      const under = mode === "icicle" ? run.top[block] : run.row[block];
-      if (over < first || under > last) continue;
+      const over = mode === "icicle" ? layout.bottom[block] : layout.row[block] + 1;
+      const under = mode === "icicle" ? layout.top[block] : layout.row[block];
+      if (over < first || under > last || layout.first[block] !== block) continue;
       const box = this._box(block);
       if (box.left > width || box.left + box.width < 0) continue;
-      pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
+      pen.globalAlpha = this._dimmed(scene, block) ? 0.22 : 1;
       this._bar(pen, scene, block, box, tight);
     }
     pen.globalAlpha = 1;
   }
 
+  /** A block as it is drawn: itself, or the sum of its copies. */
+  _drawn({ state }, block) {
+    const copies = this.layout.copies.get(block) || [block];
+    const drawn = { copies: 0, tokens: 0, device: 0, host: 0, active: 0, value: NaN, state: UNBORN };
+    const states = new Set();
+    for (const copy of copies) {
+      if (state.state[copy] === UNBORN) continue;
+      drawn.copies++;
+      drawn.tokens += state.tokens[copy];
+      drawn.device += state.device[copy];
+      drawn.host += state.host[copy];
+      drawn.active ||= state.active[copy];
+      states.add(state.state[copy]);
+      if (!(drawn.value >= state.value[copy])) drawn.value = state.value[copy];
+    }
+    for (const each of [OPEN, TERMINAL, CLOSED, PRUNED])
+      if (drawn.state === UNBORN && states.has(each)) drawn.state = each;
+    return drawn;
+  }
+
+  _dimmed(scene, block) {
+    return scene.dimmed && !(this.layout.copies.get(block) || [block]).some((copy) => scene.found[copy]);
+  }
+
+  /** A block's words, with the number of its copies. */
+  _words(block, drawn) {
+    if (drawn.state === OPEN) return "decoding";
+    const times = drawn.copies > 1 ? ` ×${drawn.copies}` : "";
+    return `${line(this.run.text(block)) || `#${this.run.id[block]}`}${times}`;
+  }
+
   /** Vertical lines from the end of a block to its children. */
   _stems(pen, { state, colours }, first, last) {
-    const { run } = this;
+    const { run, layout } = this;
     pen.lineWidth = 1;
     for (const born of [false, true]) {
       pen.strokeStyle = born ? colours.muted : colours.line;
       pen.beginPath();
       for (let block = 0; block < run.count; block++) {
         const below = run.children[block];
-        if (!below.length || run.bottom[block] < first || run.top[block] > last) continue;
+        if (!below.length || layout.bottom[block] < first || layout.top[block] > last) continue;
         const x = Math.round(this.sx(this.x1(block))) - 0.5;
-        let from = run.row[block],
-          to = run.row[block];
+        let from = layout.row[block],
+          to = layout.row[block];
         for (const child of below) {
           if ((state.state[child] !== UNBORN) !== born) continue;
-          from = Math.min(from, run.row[child]);
-          to = Math.max(to, run.row[child]);
+          from = Math.min(from, layout.row[child]);
+          to = Math.max(to, layout.row[child]);
         }
         if (from === to) continue;
         pen.moveTo(x, this.sy(from + 0.5));
@@ -307,30 +429,30 @@ class TreeMap {
   }
 
   _bar(pen, scene, block, { left, width, top, tall }, tight) {
-    const { state, colours } = scene,
+    const { colours } = scene,
       { run } = this;
-    const born = state.state[block] !== UNBORN;
-    if (!born) {
+    const drawn = this._drawn(scene, block);
+    if (drawn.state === UNBORN) {
       pen.strokeStyle = colours.line;
       pen.lineWidth = 1;
       pen.strokeRect(left + 0.5, top + 0.5, Math.max(0.5, width - 1), tall - 1);
       return;
     }
-    const tokens = state.tokens[block];
+    const { tokens } = drawn;
     pen.fillStyle = tall >= 6 ? colours.gone : colours.edge; // too thin for an edge of its own
     pen.fillRect(left, top, width, tall);
     pen.strokeStyle = colours.edge;
     pen.lineWidth = 1;
-    if (state.state[block] === OPEN) {
+    if (drawn.state === OPEN) {
       // decoding: its length is not known yet
       pen.setLineDash([4, 3]);
       pen.strokeStyle = colours.active;
     }
     if (tall >= 6) pen.strokeRect(left + 0.5, top + 0.5, Math.max(0.5, width - 1), tall - 1);
     pen.setLineDash([]);
-    const device = tokens ? (width * state.device[block]) / tokens : 0;
-    const host = tokens ? (width * state.host[block]) / tokens : 0;
-    pen.fillStyle = state.active[block] ? colours.active : colours.idle;
+    const device = tokens ? (width * drawn.device) / tokens : 0;
+    const host = tokens ? (width * drawn.host) / tokens : 0;
+    pen.fillStyle = drawn.active ? colours.active : colours.idle;
     pen.fillRect(left, top, Math.min(width, device), tall);
     if (host > 0) {
       pen.fillStyle = scene.hatch;
@@ -338,26 +460,12 @@ class TreeMap {
     }
     if (tight) return;
     const middle = this.mode === "icicle" ? this._inFrame(top, tall) : top + tall / 2;
-    if (width > 26) this._label(pen, scene, block, left, width, top, tall, middle, device, host);
-    if (state.state[block] === PRUNED) {
-      pen.strokeStyle = colours.ink;
-      pen.globalAlpha *= 0.5;
-      pen.beginPath();
-      pen.moveTo(left, middle + 0.5);
-      pen.lineTo(left + width, middle + 0.5);
-      pen.stroke();
-      pen.globalAlpha /= 0.5;
-    }
-    if (Number.isFinite(state.value[block]) && tall > 8 && this.mode === "spans") {
+    if (width > 26) this._label(pen, scene, block, drawn, { left, width, top, tall, middle, device, host });
+    if (Number.isFinite(drawn.value) && tall > 8 && this.mode === "spans") {
       pen.fillStyle = colours.ink;
-      pen.fillRect(
-        left,
-        top + tall,
-        width * Math.max(0, Math.min(1, state.value[block])),
-        tall > 11 ? 2 : 1.25,
-      );
+      pen.fillRect(left, top + tall, width * Math.max(0, Math.min(1, drawn.value)), tall > 11 ? 2 : 1.25);
     }
-    if (run.leaf[block]) this._ending(pen, scene, block, left + width, middle);
+    if (run.leaf[block]) this._ending(pen, scene, block, drawn, left + width, middle);
   }
 
   _inFrame(top, tall) {
@@ -366,22 +474,24 @@ class TreeMap {
     return (from + bottom) / 2;
   }
 
-  /** The block's text within its bar, in the colour that reads on what is below it. */
-  _label(pen, scene, block, left, width, top, tall, middle, device, host) {
-    const { colours, state } = scene;
-    const open = state.state[block] === OPEN;
-    const text = open ? "decoding" : line(this.run.text(block)) || `#${this.run.id[block]}`;
-    const most = Math.max(1, Math.floor((width - 8) / scene.glyph));
-    const shown = text.length > most ? `${text.slice(0, Math.max(1, most - 1))}…` : text;
+  /** The block's text within its bar, in the colour that reads on what is below it; its value, where there is room. */
+  _label(pen, scene, block, drawn, { left, width, top, tall, middle, device, host }) {
+    const { colours } = scene;
+    const pruned = drawn.state === PRUNED;
+    const text = this._words(block, drawn);
+    const value = Number.isFinite(drawn.value) && !this.run.leaf[block] ? fixed(drawn.value) : "";
+    const room = Math.max(1, Math.floor((width - (pruned ? 20 : 8)) / scene.glyph));
+    // a key block gives up some of its words for its value
+    const kept = value && this.keyBlocks.includes(block) && room >= CUT_BELOW + 6 ? room - 6 : room;
+    const shown = this._shortened(text, text.length + value.length + 2 > room ? kept : room);
     const parts = [
-      [left, device, state.active[block] ? colours["on-active"] : colours["on-idle"]],
+      [left, device, drawn.active ? colours["on-active"] : colours["on-idle"]],
       [left + device, host, colours["on-host"]],
-      [
-        left + device + host,
-        width - device - host,
-        state.state[block] === PRUNED ? colours.muted : colours.ink,
-      ],
+      [left + device + host, width - device - host, pruned ? colours.muted : colours.ink],
     ];
+    const at = Math.max(left + 5, 4),
+      valueAt = left + width - (pruned ? 17 : 5) - value.length * scene.glyph,
+      valued = value && at + (shown.length + 1) * scene.glyph <= valueAt;
     pen.textAlign = "left";
     for (const [from, wide, colour] of parts) {
       if (wide < 1) continue;
@@ -390,41 +500,174 @@ class TreeMap {
       pen.rect(from, top, Math.min(wide, left + width - from - 2), tall);
       pen.clip();
       pen.fillStyle = colour;
-      pen.fillText(shown, Math.max(left + 5, 4), middle + 0.5);
+      pen.fillText(shown, at, middle + 0.5);
+      if (valued) pen.fillText(value, valueAt, middle + 0.5);
       pen.restore();
     }
+    if (pruned) this._cross(pen, colours, left + width - 9, middle);
+    this._wrote(block, shown, text, at, middle, shown.length * scene.glyph, tall);
+    if (valued) this._wrote(block, value, value, valueAt, middle, value.length * scene.glyph, tall);
   }
 
-  /** The text after a leaf: the answer of its path, and its value. */
-  _ending(pen, scene, block, right, middle) {
-    const { state, colours } = scene,
-      { run } = this;
-    const terminal =
-      state.state[block] === TERMINAL || (state.state[block] === PRUNED && run.answers.has(block));
-    if (terminal) {
+  /** A text of at most so many glyphs; the number of copies stays. */
+  _shortened(text, most) {
+    if (text.length <= most) return text;
+    const times = / ×\d+$/.exec(text),
+      end = `…${times && most > 12 ? times[0] : ""}`;
+    return `${text.slice(0, Math.max(1, most - end.length))}${end}`;
+  }
+
+  /** The mark of a pruned block, at its end: words stay legible. */
+  _cross(pen, colours, x, y) {
+    pen.strokeStyle = colours.muted;
+    pen.lineWidth = 1.25;
+    pen.beginPath();
+    pen.moveTo(x - 2.5, y - 2.5);
+    pen.lineTo(x + 2.5, y + 2.5);
+    pen.moveTo(x - 2.5, y + 2.5);
+    pen.lineTo(x + 2.5, y - 2.5);
+    pen.stroke();
+  }
+
+  _wrote(block, text, whole, left, middle, width, height) {
+    this.words.push({ block, text, whole, left, top: middle - height / 2, width, height });
+  }
+
+  /** The answer of the path that a leaf ends, as far as the event knows it; null where it ends none. */
+  _answerOf({ state, event }, block) {
+    const { run } = this;
+    const copies = this.layout.copies.get(block) || [block];
+    const ended = copies.find(
+      (copy) => state.state[copy] === TERMINAL || (state.state[copy] === PRUNED && run.answers.has(copy)),
+    );
+    const chosen = event >= run.answeredAt && copies.includes(run.blockOf(run.answer.node));
+    if (ended === undefined && !chosen) return null;
+    const text = chosen ? line(run.answer.text) || "answer" : line(run.answers.get(ended));
+    return { text: text.slice(0, 48), chosen };
+  }
+
+  /** The text after a leaf: its value, and the answer of its path. */
+  _ending(pen, scene, block, drawn, right, middle) {
+    const { colours } = scene;
+    const answer = this._answerOf(scene, block);
+    if (answer) {
       pen.fillStyle = colours.ink;
       pen.fillRect(right + 1.5, middle - 6, 2.5, 12);
     }
-    const answer = terminal ? run.answers.get(block) : null;
-    const value = Number.isFinite(state.value[block]) ? fixed(state.value[block]) : "";
-    const chosen = run.answer && run.answer.node === run.id[block] && scene.event >= run.answeredAt;
+    const value = Number.isFinite(drawn.value) ? fixed(drawn.value) : "";
     let x = right + 9;
     pen.textAlign = "left";
     if (value) {
       pen.fillStyle = colours.muted;
       pen.fillText(value, x, middle + 0.5);
+      this._wrote(block, value, value, x, middle, value.length * scene.glyph, 11);
       x += 5 * scene.glyph;
     }
-    if (answer) {
-      pen.fillStyle = chosen ? colours.ink : colours.muted;
-      pen.font = chosen ? scene.bold : scene.font;
-      pen.fillText(`${chosen ? "✓ " : ""}${line(answer)}`.slice(0, 48), x, middle + 0.5);
+    if (answer && answer.text) {
+      const text = `${answer.chosen ? "✓ " : ""}${answer.text}`;
+      pen.fillStyle = answer.chosen ? colours.ink : colours.muted;
+      pen.font = answer.chosen ? scene.bold : scene.font;
+      pen.fillText(text, x, middle + 0.5);
+      this._wrote(block, text, text, x, middle, text.length * scene.glyph, 11);
       pen.font = scene.font;
     }
   }
 
+  /** Labels of a fixed size for the key blocks and the selected one, where their bars have no room for words. */
+  _drawChips({ pen, width, height }, scene) {
+    const { colours } = scene,
+      { run, layout } = this,
+      glyph = scene.chipGlyph;
+    const wanted = [...this.keyBlocks];
+    if (scene.selected >= 0) wanted.push(scene.selected);
+    const seen = new Set();
+    pen.font = `11px ${MONOSPACE}`;
+    pen.textAlign = "left";
+    for (let block of wanted) {
+      block = layout.first[block];
+      if (seen.has(block) || (run.parent[block] < 0 && block !== scene.selected)) continue;
+      seen.add(block);
+      const drawn = this._drawn(scene, block);
+      if (drawn.state === UNBORN || drawn.state === OPEN) continue;
+      const text = this._words(block, drawn);
+      const written = this.words.find((word) => word.block === block && word.whole === text);
+      const valued =
+        !Number.isFinite(drawn.value) ||
+        this.words.some((word) => word.block === block && word.text === fixed(drawn.value));
+      const cut =
+        written && run.answerPath[block] && written.text !== text && (written.text.length < CUT_BELOW || !valued);
+      const answer = run.leaf[block] ? this._answerOf(scene, block) : null;
+      const unseen = this.words.some((word) => word.block === block && word.left + word.width > width);
+      if (written && !cut && !unseen) continue;
+      const parts = [
+        [this._shortened(text, CHIP_GLYPHS), colours.ink],
+        ...(Number.isFinite(drawn.value) ? [[fixed(drawn.value), colours.muted]] : []),
+        ...(answer && answer.text ? [[`${answer.chosen ? "✓ " : "→ "}${answer.text}`, colours.ink]] : []),
+      ];
+      const glyphs = parts.reduce((total, [part]) => total + part.length + 1, -1);
+      const wide = Math.min(width - 8, glyphs * glyph + 10);
+      const x = this.sx(this.x0(block)),
+        y = this.sy(layout.row[block] + 0.5);
+      if (x > width || this.sx(this.x1(block)) < 0 || y < GUTTER.top - 4 || y > height) continue;
+      const left = Math.max(4, Math.min(x, width - wide - 4));
+      const place = this._free(block, left, y, wide, height);
+      if (place === null) continue;
+      this._chip(pen, scene, block, { left, top: place, wide, parts, x, y, glyph });
+    }
+    pen.font = scene.font;
+  }
+
+  /** The top of the free place nearest to a bar, or null. */
+  _free(block, left, y, wide, height) {
+    const inBars = this.words.filter((word) => word.block !== block && this.keyBlocks.includes(word.block));
+    const taken = [...this.chips, ...inBars];
+    for (let attempt = 0; attempt <= 2 * CHIP_TRIES; attempt++) {
+      const step = Math.ceil(attempt / 2) * (attempt % 2 ? -1 : 1);
+      const top = y - CHIP_TALL / 2 + step * (CHIP_TALL + 2);
+      if (top < GUTTER.top - 3 || top + CHIP_TALL > height) continue;
+      const overlaps = taken.some(
+        (other) =>
+          left < other.left + other.width + 2 &&
+          other.left < left + wide + 2 &&
+          top < other.top + other.height + 1 &&
+          other.top < top + CHIP_TALL + 1,
+      );
+      if (!overlaps) return top;
+    }
+    return null;
+  }
+
+  _chip(pen, { colours, selected }, block, { left, top, wide, parts, x, y, glyph }) {
+    const middle = top + CHIP_TALL / 2;
+    const picked = selected >= 0 && this.layout.first[selected] === block;
+    pen.strokeStyle = picked ? colours.pick : this.run.answerPath[block] ? colours.ink : colours.edge;
+    pen.lineWidth = 1;
+    if (Math.abs(middle - y) > CHIP_TALL / 2) {
+      pen.beginPath(); // from a label that had to move to its bar
+      pen.moveTo(Math.max(x, left) + 3, y);
+      pen.lineTo(Math.max(x, left) + 3, middle);
+      pen.stroke();
+    }
+    pen.fillStyle = colours.paper;
+    pen.beginPath();
+    pen.roundRect(left, top, wide, CHIP_TALL, 3);
+    pen.fill();
+    pen.stroke();
+    pen.save();
+    pen.clip();
+    let at = left + 5;
+    for (const [text, colour] of parts) {
+      pen.fillStyle = colour;
+      pen.fillText(text, at, middle + 0.5);
+      this._wrote(block, text, text, at, middle, text.length * glyph, CHIP_TALL);
+      at += (text.length + 1) * glyph;
+    }
+    pen.restore();
+    this.chips.push({ block, left, top, width: wide, height: CHIP_TALL });
+  }
+
   _drawLinks({ pen, width, height }, scene) {
-    const { run, view } = this,
+    const { run, view, layout } = this,
       { colours, state } = scene;
     const [first, last] = this._visible(height);
     pen.lineWidth = 1;
@@ -432,12 +675,12 @@ class TreeMap {
       const parent = run.parent[block];
       if (
         parent < 0 ||
-        Math.max(run.row[block], run.row[parent]) < first ||
-        Math.min(run.row[block], run.row[parent]) > last
+        Math.max(layout.row[block], layout.row[parent]) < first ||
+        Math.min(layout.row[block], layout.row[parent]) > last
       )
         continue;
-      const [x0, y0] = [this.sx(this.x1(parent)), this.sy(run.row[parent] + 0.5)];
-      const [x1, y1] = [this.sx(this.x0(block)), this.sy(run.row[block] + 0.5)];
+      const [x0, y0] = [this.sx(this.x1(parent)), this.sy(layout.row[parent] + 0.5)];
+      const [x1, y1] = [this.sx(this.x0(block)), this.sy(layout.row[block] + 0.5)];
       pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
       pen.strokeStyle =
         state.state[block] === UNBORN ? colours.line : state.active[block] ? colours.active : colours.muted;
@@ -449,23 +692,26 @@ class TreeMap {
     }
     const radius = this._radius();
     for (let block = 0; block < run.count; block++) {
-      if (run.row[block] < first || run.row[block] > last) continue;
+      if (layout.row[block] < first || layout.row[block] > last || layout.first[block] !== block) continue;
+      const drawn = this._drawn(scene, block);
       const x = this.sx(this.x0(block)),
-        y = this.sy(run.row[block] + 0.5);
+        y = this.sy(layout.row[block] + 0.5);
       if (x < -20 || x > width + 20) continue;
-      pen.globalAlpha = scene.dimmed && !scene.found[block] ? 0.22 : 1;
-      this._disc(pen, scene, block, x, y, radius);
-      if (view.ky < TEXT_FROM || state.state[block] === UNBORN) continue;
+      pen.globalAlpha = this._dimmed(scene, block) ? 0.22 : 1;
+      this._disc(pen, scene, drawn, x, y, radius);
+      if (view.ky < TEXT_FROM || drawn.state === UNBORN) continue;
       const room = run.leaf[block] ? 200 : view.kx - 2 * radius - 14;
-      const text = line(run.text(block)) || `#${run.id[block]}`;
+      const text = this._words(block, drawn);
       const most = Math.floor(room / scene.glyph);
       pen.textAlign = "left";
       pen.fillStyle = colours.paper;
       if (!run.leaf[block])
         pen.fillRect(x + radius + 3, y - 7, Math.min(text.length, most) * scene.glyph + 4, 14);
-      pen.fillStyle = state.state[block] === PRUNED ? colours.muted : colours.ink;
-      if (most > 3)
-        pen.fillText(text.length > most ? `${text.slice(0, most - 1)}…` : text, x + radius + 5, y + 0.5);
+      pen.fillStyle = drawn.state === PRUNED ? colours.muted : colours.ink;
+      if (most <= 3) continue;
+      const shown = this._shortened(text, most);
+      pen.fillText(shown, x + radius + 5, y + 0.5);
+      this._wrote(block, shown, text, x + radius + 5, y, shown.length * scene.glyph, 11);
     }
     pen.globalAlpha = 1;
   }
@@ -475,8 +721,8 @@ class TreeMap {
   }
 
   /** A node as a disc of which as much is filled as there is KV. */
-  _disc(pen, { state, colours, hatch }, block, x, y, radius) {
-    if (state.state[block] === UNBORN) {
+  _disc(pen, { colours, hatch }, drawn, x, y, radius) {
+    if (drawn.state === UNBORN) {
       pen.strokeStyle = colours.line;
       pen.lineWidth = 1;
       pen.beginPath();
@@ -484,10 +730,10 @@ class TreeMap {
       pen.stroke();
       return;
     }
-    const tokens = state.tokens[block] || 1,
+    const tokens = drawn.tokens || 1,
       from = -Math.PI / 2;
-    const device = (2 * Math.PI * state.device[block]) / tokens,
-      host = (2 * Math.PI * state.host[block]) / tokens;
+    const device = (2 * Math.PI * drawn.device) / tokens,
+      host = (2 * Math.PI * drawn.host) / tokens;
     const wedge = (start, angle, fill) => {
       if (angle <= 0) return;
       pen.fillStyle = fill;
@@ -497,14 +743,14 @@ class TreeMap {
       pen.fill();
     };
     wedge(0, 2 * Math.PI, colours.gone);
-    wedge(from, device, state.active[block] ? colours.active : colours.idle);
+    wedge(from, device, drawn.active ? colours.active : colours.idle);
     wedge(from + device, host, hatch);
-    pen.strokeStyle = state.state[block] === OPEN ? colours.active : colours.muted;
+    pen.strokeStyle = drawn.state === OPEN ? colours.active : colours.muted;
     pen.lineWidth = 1;
     pen.beginPath();
     pen.arc(x, y, radius, 0, 2 * Math.PI);
     pen.stroke();
-    if (state.state[block] === PRUNED) {
+    if (drawn.state === PRUNED) {
       pen.strokeStyle = colours.ink;
       pen.beginPath();
       pen.moveTo(x - radius, y + radius);
@@ -515,7 +761,7 @@ class TreeMap {
 
   /** Rows thinner than a few pixels: every pixel gets the mean colour of the tokens that fall on it. */
   _drawMean({ pen, width, height }, scene) {
-    const { run, view, mode } = this,
+    const { run, view, mode, layout } = this,
       { state, colours } = scene;
     const wide = width,
       tall = height - GUTTER.top;
@@ -543,12 +789,12 @@ class TreeMap {
       if (right <= 0 || left >= wide) continue;
       let top, bottom;
       if (mode === "icicle") {
-        top = Math.round((run.top[block] - view.y) * view.ky);
-        bottom = Math.max(top + 1, Math.round((run.bottom[block] - view.y) * view.ky));
+        top = Math.round((layout.top[block] - view.y) * view.ky);
+        bottom = Math.max(top + 1, Math.round((layout.bottom[block] - view.y) * view.ky));
       } else {
         // a trunk that many share must not vanish: it gets up to five pixels
-        const more = Math.min(4, Math.floor(Math.log2(1 + (run.bottom[block] - run.top[block]))));
-        top = Math.round((run.row[block] + 0.5 - view.y) * view.ky) - (more >> 1);
+        const more = Math.min(4, Math.floor(Math.log2(1 + (layout.bottom[block] - layout.top[block]))));
+        top = Math.round((layout.row[block] + 0.5 - view.y) * view.ky) - (more >> 1);
         bottom = top + thick + more;
       }
       if (bottom <= 0 || top >= tall) continue;
@@ -584,22 +830,22 @@ class TreeMap {
 
   /** Links too dense for curves. */
   _lines(pen, colours) {
-    const { run } = this;
+    const { run, layout } = this;
     pen.strokeStyle = colours.line;
     pen.lineWidth = 1;
     pen.beginPath();
     for (let block = 0; block < run.count; block++) {
       const parent = run.parent[block];
       if (parent < 0) continue;
-      pen.moveTo(this.sx(this.x1(parent)), this.sy(run.row[parent] + 0.5));
-      pen.lineTo(this.sx(this.x0(block)), this.sy(run.row[block] + 0.5));
+      pen.moveTo(this.sx(this.x1(parent)), this.sy(layout.row[parent] + 0.5));
+      pen.lineTo(this.sx(this.x0(block)), this.sy(layout.row[block] + 0.5));
     }
     pen.stroke();
   }
 
   /** Marks over the tree: the answer's path, blocks of the event, found, selected and hovered blocks. */
   _drawMarks({ pen, width }, scene) {
-    const { run } = this,
+    const { run, layout } = this,
       { colours } = scene;
     const outline = (block, colour, line, grow) => {
       pen.strokeStyle = colour;
@@ -607,7 +853,7 @@ class TreeMap {
       if (this.mode === "links") {
         const radius = this._radius() + grow;
         pen.beginPath();
-        pen.arc(this.sx(this.x0(block)), this.sy(run.row[block] + 0.5), radius, 0, 2 * Math.PI);
+        pen.arc(this.sx(this.x0(block)), this.sy(layout.row[block] + 0.5), radius, 0, 2 * Math.PI);
         pen.stroke();
         return;
       }

@@ -259,6 +259,14 @@ class AnswerPanel {
       }))
       .filter(({ block }) => block >= 0)
       .sort((a, b) => (state.value[b.block] || 0) - (state.value[a.block] || 0) || a.event - b.event);
+    const { layout } = this.view.current.map;
+    const chosen = run.answer ? run.blockOf(run.answer.node) : -1;
+    const merged = new Map(); // paths that end in equal siblings: the best of them, and how many there are
+    for (const each of ended) {
+      const first = layout.first[each.block];
+      if (merged.has(first)) merged.get(first).copies++;
+      else merged.set(first, { ...each, copies: 1 });
+    }
     const logprob = (block) =>
       run.path(block).reduce((total, each) => total + (number((run.closing(each) || {}).logprob) || 0), 0);
     this.body.replaceChildren(
@@ -286,14 +294,12 @@ class AnswerPanel {
         make(
           "tbody",
           {},
-          ...ended.slice(0, PAGE).map(({ block, answer }) =>
+          ...[...merged.values()].slice(0, PAGE).map(({ block, answer, copies }) =>
             make(
               "tr",
               {
                 class:
-                  run.answer && run.answer.node === run.id[block] && scene.event >= run.answeredAt
-                    ? "chosen"
-                    : "",
+                  scene.event >= run.answeredAt && layout.first[block] === layout.first[chosen] ? "chosen" : "",
               },
               make(
                 "td",
@@ -302,7 +308,7 @@ class AnswerPanel {
               ),
               make("td", { class: "number" }, fixed(state.value[block], 3)),
               make("td", { class: "number" }, fixed(logprob(block))),
-              make("td", { class: "wraps" }, wordsOr(answer, "–")),
+              make("td", { class: "wraps" }, `${wordsOr(answer, "–")}${copies > 1 ? ` ×${copies}` : ""}`),
             ),
           ),
         ),

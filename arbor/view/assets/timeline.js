@@ -10,6 +10,7 @@ const LANES = [
   ["rehydrate", "rehydrate", "mark"],
   ["transition", "transition", "active"],
 ];
+const FAR = 1.6; // times what was used, from which the budget's line leaves the strip
 const GLYPHS_UNTIL = 160; // marks of a lane that still get a shape of their own
 
 class Strip {
@@ -31,16 +32,13 @@ class Strip {
     const { run } = this;
     const used = run.deviceAt.reduce((most, tokens) => Math.max(most, tokens), 1);
     const full = run.fullAt.reduce((most, tokens) => Math.max(most, tokens), 0);
-    // a budget far above all use would flatten what there is to see
-    return {
-      peak: run.budget > 3 * Math.max(used, full) ? Math.max(used, full) : Math.max(used, run.budget),
-      full,
-    };
+    // a budget far above all use leaves the strip: it would flatten what there is to see
+    return { peak: run.budget > FAR * used ? used : Math.max(used, run.budget), full };
   }
 
   /** Sets the tokens at the top of the strip, for all strips the same; what all blocks would hold may leave it. */
   setScale(peak, full) {
-    this.most = Math.max(1, full <= 2.2 * peak ? Math.max(peak, full) * 1.04 : peak * 1.5);
+    this.most = Math.max(1, full <= 1.35 * peak ? Math.max(peak, full) * 1.04 : peak * 1.3);
     this.layer = null;
   }
 

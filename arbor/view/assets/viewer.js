@@ -55,6 +55,10 @@ class View {
     for (const { strip } of this.panes)
       strip.setScale(Math.max(...needs.map(({ peak }) => peak)), Math.max(...needs.map(({ full }) => full)));
     this.setTheme(document.documentElement.dataset.theme, false);
+    const moments = runs.map((run, place) => ({ ...openingMoment(run), place }));
+    this.opening = moments.reduce((most, each) => (each.rank > most.rank ? each : most));
+    this.activate(this.opening.place);
+    this.seek(this.opening.event, this.opening.place);
     for (const pane of this.panes) pane.run.seek(pane.state, pane.event);
     this.readHash();
   }
@@ -461,7 +465,7 @@ class View {
       button.addEventListener("click", () => this.setMode(button.dataset.mode));
     on("fit", () => this.fit());
     on("first", () => this.seek(0));
-    on("last", () => this.seek(this.current.run.events - 1));
+    for (const id of ["last", "to-end"]) on(id, () => this.seek(this.current.run.events - 1));
     on("back", () => this.seek(this.current.event - 1));
     on("next", () => this.seek(this.current.event + 1));
     on("play", () => this.play());
@@ -685,12 +689,16 @@ class View {
     const slider = find("slider");
     slider.value = String(run.axes[this.axis][event] / this.axisEnd);
     slider.setAttribute("aria-valuetext", `event ${event} of ${run.events - 1}, ${record.e}`);
+    const opening = this.active === this.opening.place && event === this.opening.event && this.opening.says;
     find("now").replaceChildren(
       make("b", {}, count(event)),
       make("span", { class: "of" }, ` / ${count(run.events - 1)} · ${seconds(run.axes.time[event])} `),
-      make("b", { class: `type ${kindOf(record)}` }, record.e),
-      ` ${sentence(record)}`,
+      ...(opening
+        ? [make("span", { class: "moment" }, opening)]
+        : [make("b", { class: `type ${kindOf(record)}` }, record.e), ` ${sentence(record)}`]),
     );
+    find("now").title = opening || sentence(record);
+    find("to-end").hidden = !opening;
     find("now").setAttribute("aria-live", this.playing ? "off" : "polite");
     this._writeHash();
   }
