@@ -16,7 +16,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.run.limits import check_count
+from arbor.run.limits import check_count, check_rehydration
 from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits
 
@@ -89,10 +89,7 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     if chosen not in get_args(Rehydrate):
         known = ", ".join(get_args(Rehydrate))
         raise UsageError("rehydrate", f"unknown rehydration '{chosen}'.", f"Known: {known}.")
-    if mode == "lossless" and chosen == "off":
-        raise UsageError(
-            "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
-        )
+    check_rehydration(mode, chosen)
     return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
