@@ -31,6 +31,7 @@ from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.session import Status
 from arbor.run.settings import (
+    check_plain_types,
     refuse_unknown,
     resolve_boundary,
     resolve_component,
@@ -187,6 +188,7 @@ class Solver:
             settings.pop(name, None)
         known = inspect.signature(cls).parameters | inspect.signature(Solver).parameters
         refuse_unknown("the solver", settings, known)
+        check_plain_types(read)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):
             settings["sampling"] = resolve_sampling(sampling)

@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -523,6 +524,33 @@ def test_the_second_signal_ends_at_once() -> None:
 
     assert process.returncode == 130
     assert b"[interrupted]" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "click.core",
+        "arbor.cli.app",
+        "arbor.cli.build",
+        pytest.param("torch._C", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.slow),
+        pytest.param("arbor.solver", marks=pytest.mark.slow),
+        pytest.param("transformers.configuration_utils", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_during_start_up_ends_with_one_line(module: str, number: int) -> None:
+    command = [sys.executable, "-X", "importtime", "-c", REAL, "solve", "4 5 6 10"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        await_line(process, b" " + module.encode() + b"\n")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+
+    lines = [line for line in err.splitlines() if not line.startswith(b"import time:")]
+    assert (process.returncode, out) == (128 + number, b"")
+    assert lines == [b"arbor: error: [interrupted] stopped at once."]
 
 
 def test_a_signal_without_a_search_ends_at_once() -> None:

@@ -20,7 +20,7 @@ from arbor._version import __version__
 from arbor.cli.command import Group, unknown_variables
 from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output, close_log, configure_log, encodable
-from arbor.cli.signals import Interrupted
+from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
 # module and purpose of each command; --help, --version and TAB import none of them
@@ -87,8 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
-        code = _run(words, output)
-        sys.stdout.flush()
+        with raising():
+            code = _run(words, output)
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         _discard_stdout()  # the reader has closed the pipe

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from arbor import components, registry
 from arbor.budget import Budget
 from arbor.cli.component_settings import settings_by_part
 from arbor.cli.option_records import SolverOptions
 from arbor.cli.output import Output
+from arbor.cli.signals import ending_at_once
+from arbor.controllers.base import Controller
 from arbor.errors import InputError
 from arbor.model.loading import locate_model
 from arbor.model.names import check_device, check_dtype
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.run.component_checks import resolve_component
 from arbor.run.limits import check_rehydration
 from arbor.tasks.base import Task
 
@@ -37,15 +41,16 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
     """
     check_options(options)
     settings = settings_by_part(options.set, options.components)
-    task = components.build("task", options.task, **settings["task"])
+    task = _component("task", options, settings, Task)
     if problem is not None:
         _check_problem(task, problem)
-    controller = components.build("controller", options.controller, **settings["controller"])
-    policy = components.build("policy", options.policy, **settings["policy"])
+    controller = _component("controller", options, settings, Controller)
+    policy = _component("policy", options, settings, Policy)
     Sampling(**(settings["sampling"] | options.sampling))
     locate_model(options.model, options.revision, options.trust_remote_code)
 
-    from arbor.solver import Solver
+    with ending_at_once():
+        from arbor.solver import Solver
 
     return Solver(
         options.model,
@@ -117,8 +122,16 @@ def build_task(options: SolverOptions) -> Task:
         UsageError: an unknown task or setting.
     """
     settings = settings_by_part(options.set, options.components)
-    task: Task = components.build("task", options.task, **settings["task"])
+    task: Task = _component("task", options, settings, Task)
     return task
+
+
+def _component(
+    kind: str, options: SolverOptions, settings: Mapping[str, Any], protocol: type[Any]
+) -> Any:
+    """A component of the options with every member that its kind needs."""
+    built = components.build(kind, options.components[kind], **settings[kind])
+    return resolve_component(kind, built, protocol)
 
 
 def known_policy(text: str) -> str:

@@ -163,6 +163,8 @@ class Integer(click.IntRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number; the error names the bounds."""
         try:
+            if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+                raise click.BadParameter("neither true nor a fraction is a whole number")
             return super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{value!r} must be a whole number{_bounds(self)}.", param, ctx)
@@ -174,6 +176,8 @@ class Number(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number; the error names the bounds."""
         try:
+            if isinstance(value, bool) or value != value:
+                raise click.BadParameter("neither true nor nan is a number")
             return super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{value!r} must be a number{_bounds(self)}.", param, ctx)

@@ -57,7 +57,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
 
     \b
       arbor eval game24 --limit 50 --budget 0.1 --output runs/tenth
-      arbor eval problems.jsonl --task reasoning --on-error continue
+      arbor eval problems.jsonl --on-error continue
       arbor eval game24 --limit 50 --output runs/full --compare runs/baseline
     """
     output = ctx.ensure_object(Output)
