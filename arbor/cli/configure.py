@@ -66,8 +66,8 @@ def _check_kind(option: click.Parameter, key: str, value: Any, source: str) -> N
     """Refuses a list for a single value, a single value for a list, and text for a switch."""
     if isinstance(option, click.Option) and option.is_flag and not isinstance(value, bool):
         wanted = "true or false"
-    elif option.multiple != isinstance(value, list):  # type: ignore[attr-defined]
-        wanted = "a list" if option.multiple else "a single value"  # type: ignore[attr-defined]
+    elif option.multiple != isinstance(value, list):
+        wanted = "a list" if option.multiple else "a single value"
     elif isinstance(option.type, click.Path) and not isinstance(value, str):
         wanted = "a path, as text"
     else:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Protocol, Self
 
 EXIT_SIGNAL = 128  # plus the signal's number
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 STOPPED = "[interrupted] stopped at once."
 
 
