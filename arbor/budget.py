@@ -197,6 +197,9 @@ class Budget:
                     raise _too_small(text, "at least one byte")
                 return cls("bytes", size)
             raise _unreadable(text, _nearest_unit(match[1], unit))
+        if re.fullmatch(r"0,[0-9]{1,9}", text) and float(point := text.replace(",", ".")) > 0:
+            guess = f"Did you mean {point} (keep {100 * float(point):g} %)?"
+            raise _unreadable(text, guess)
         ratio = _number(text)
         if 0 < ratio <= 1:
             return cls("ratio", ratio)
@@ -283,13 +286,14 @@ class Budget:
 
         An absolute budget is constant when the search shrinks; a ratio shrinks with it. Only the
         controller knows how the number of blocks depends on the depth, so a ratio gets no depth.
+        Steps of less than half the length are not suggested: thoughts cut so short hold no answer.
         """
         fixed = footprint.prompt_tokens + footprint.question_tokens
         levers = []
         depth = (tokens - fixed) // footprint.step_tokens
         if self.unit != "ratio" and depth >= 1 and footprint.protected_tokens is None:
             levers.append(f"--max-depth {depth}")
-        for step in range(footprint.step_tokens - 1, 0, -1):
+        for step in range(footprint.step_tokens - 1, (footprint.step_tokens - 1) // 2, -1):
             shape = replace(footprint, step_tokens=step)
             if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
                 levers.append(f"--step-tokens {step}")

@@ -185,7 +185,17 @@ def _changed(component: Any, label: str, fields: Mapping[str, Any]) -> Any:
                 name=label,
                 setting=name,
             )
-    return component(**values)
+    try:
+        return component(**values)
+    except UsageError:
+        raise
+    except Exception as error:  # any class may be named by its path
+        raise UsageError(
+            "component-incomplete",
+            f"'{label}' cannot be built: {type(error).__name__}: {error}.",
+            "",
+            name=label,
+        ) from error
 
 
 def _with_parts(component: Any, label: str, fields: Mapping[str, Any]) -> dict[str, Any]:

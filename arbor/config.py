@@ -10,10 +10,13 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 from arbor.errors import InputError, UsageError
+
+DEEPEST = 16  # tables and lists in one another
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -26,7 +29,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         InputError: it cannot be read.
-        UsageError: it is not TOML.
+        UsageError: it is not TOML, or holds a value that no setting has: a date, an integer of more
+            than 64 bits, or tables nested too deeply.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -45,14 +49,39 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
             path=str(path),
         ) from error
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(
-            "config-invalid",
-            f"{path} is not valid TOML: {error}.",
-            "'arbor solve --print-config' shows a valid one.",
-            path=str(path),
-        ) from error
+        config = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, and int() of thousands of digits
+        raise _invalid(path, f"is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise _invalid(path, "is nested too deeply") from error
+    _check_values(config, path)
+    return config
+
+
+def _check_values(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Refuses values that no setting has; names the key."""
+    waiting: list[tuple[str, Any, int]] = [(key, value, 1) for key, value in config.items()]
+    while waiting:
+        key, value, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise _invalid(path, f"is nested too deeply at '{key}': {DEEPEST} tables at most")
+        if isinstance(value, date | time):  # datetime is a date
+            raise _invalid(path, f"has a date or time as '{key}': it must be a text, in quotes")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise _invalid(path, f"has an integer of more than 64 bits as '{key}'")
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{name}", each, depth + 1) for name, each in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, each, depth + 1) for each in value]
+
+
+def _invalid(path: str | os.PathLike[str], what: str) -> UsageError:
+    return UsageError(
+        "config-invalid",
+        f"{path} {what}.",
+        "'arbor solve --print-config' shows a valid one.",
+        path=str(path),
+    )
 
 
 def refuse_trust(config: Mapping[str, Any], where: str) -> None:

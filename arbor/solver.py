@@ -29,15 +29,16 @@ from arbor.model.threads import keep_threads, thread_count, torch_threads
 from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.run.component_checks import resolve_component
 from arbor.run.limits import check_count, check_seed
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.session import Status
 from arbor.run.settings import (
+    check_plain_types,
     refuse_unknown,
     resolve_boundary,
-    resolve_component,
     resolve_mode,
     resolve_msve,
     resolve_sampling,
@@ -201,6 +202,7 @@ class Solver:
             settings.pop(name, None)
         known = inspect.signature(cls).parameters | inspect.signature(Solver).parameters
         refuse_unknown("the solver", settings, known)
+        check_plain_types(read)
         sampling = settings.get("sampling")
         if isinstance(sampling, Mapping):
             settings["sampling"] = resolve_sampling(sampling)

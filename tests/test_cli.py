@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from arbor.cli.signals import Interrupted, StopSignals
 from arbor.cli.solve import unreached_line
 from arbor.metrics import Metrics
 from arbor.trace import Replay, TraceWriter, read_trace
+
+TRACE = "run.arbor.jsonl"
 
 
 @pytest.fixture
@@ -237,6 +240,32 @@ def test_another_encoding_is_read(command: Arbor, tmp_path: Path) -> None:
 # How it goes wrong
 
 
+def test_help_is_a_command_too(command: Arbor) -> None:
+    assert command("help").out == command("--help").out
+    assert command("help", "solve").out == command("solve", "--help").out
+
+
+def test_an_environment_variable_that_sets_nothing_is_named(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARBOR_SOLVE_BUGET", "0.5")
+    monkeypatch.setenv("ARBOR_TRACE_CHECK_JSON", "1")
+
+    ran = command("solve", "4 5 6 10")
+
+    assert ran.code == 0
+    assert ran.err == (
+        "arbor: warning: the environment variable ARBOR_SOLVE_BUGET sets nothing. "
+        "Did you mean 'ARBOR_SOLVE_BUDGET'?\n"
+    )
+
+
+def test_words_for_the_built_in_model_are_warned_of(command: Arbor) -> None:
+    ran = command("solve", "What is 2+3?", "--task", "reasoning")
+
+    assert "with --task reasoning its answers are guesses" in ran.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "code", "words"),
     [
@@ -245,6 +274,9 @@ def test_another_encoding_is_read(command: Arbor, tmp_path: Path) -> None:
         (["solve", "x", "--max-depth", "0"], 2, "usage", "--max-depth"),
         (["solve", "x", "--timeout", "soon"], 2, "usage", "'soon' must be a number > 0."),
         (["solve", "x", "--top-p", "2"], 2, "usage", "must be a number > 0 and <= 1."),
+        (["solve", "What is 2+3?"], 4, "problem-invalid", "--task reasoning"),
+        (["solve", "x", "-o", "y"], 2, "usage", "Name the file with --trace or --html."),
+        (["solve", "4 5 6 10", "--budget", "0,5"], 2, "budget-range", "Did you mean 0.5 (keep"),
         (["solve", "4", "5", "6", "10"], 2, "usage", "Put the problem in quotes"),
         (["view", "a", "--event", "-1"], 2, "usage", "must be a whole number >= 0."),
         (["solve"], 2, "usage", "no problem is given"),
@@ -373,12 +405,26 @@ def test_an_environment_variable_sets_an_option(
         ["eval", "game24", "--limit", "x"],
         ["solve", "4 5 6 10", "--budget", "25"],
         ["solve", "4 5 6 10", "--controller", "tott"],
+        ["solve", "4 5 6 10", "--device", "tpu"],
+        ["solve", "4 5 6 10", "--dtype", "float33"],
+        ["solve", "4 5 6 10", "--backend", "troch"],
+        ["solve", "4 5 6 10", "--rehydrate", "off"],
+        ["solve", "4 5 6 10", "--model", "./nowhere"],
+        ["solve", "4 5 6 10", "--msve", "./nowhere"],
+        ["solve", "4 5 6 10", "--top-k", "-1"],
+        ["info", "./nowhere"],
+        ["replay", "nowhere", "--policy", "arbokv"],
         ["trace", "info", "nowhere"],
+        ["trace", "info", TRACE],
+        ["trace", "check", TRACE],
+        ["view", TRACE, "--term"],
+        ["view", TRACE, "-o", "-"],
         ["list", "controllers"],
     ],
     ids=" ".join,
 )
-def test_torch_is_not_imported_before_it_is_needed(arguments: list[str]) -> None:
+def test_torch_is_not_imported_before_it_is_needed(arguments: list[str], trace: Path) -> None:
+    arguments = [str(trace) if word == TRACE else word for word in arguments]
     code = (
         "import sys; from arbor.cli import main; main(sys.argv[1:]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
@@ -517,6 +563,33 @@ def test_the_second_signal_ends_at_once() -> None:
 
     assert process.returncode == 130
     assert b"[interrupted]" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["INT", "TERM"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "click.core",
+        "arbor.cli.app",
+        "arbor.cli.build",
+        pytest.param("torch._C", marks=pytest.mark.slow),
+        pytest.param("torch", marks=pytest.mark.slow),
+        pytest.param("arbor.solver", marks=pytest.mark.slow),
+        pytest.param("transformers.configuration_utils", marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_during_start_up_ends_with_one_line(module: str, number: int) -> None:
+    command = [sys.executable, "-X", "importtime", "-c", REAL, "solve", "4 5 6 10"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+    ) as process:
+        await_line(process, b" " + module.encode() + b"\n")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+
+    lines = [line for line in err.splitlines() if not line.startswith(b"import time:")]
+    assert (process.returncode, out) == (128 + number, b"")
+    assert lines == [b"arbor: error: [interrupted] stopped at once."]
 
 
 def test_a_signal_without_a_search_ends_at_once() -> None:

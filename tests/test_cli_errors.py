@@ -143,7 +143,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ["solve", PUZZLE, "--budget", "20tok"],
         6,
         "budget-infeasible",
-        ("the budget is 20 tokens", "one path (", "Smallest workable: ", "Or: --step-tokens"),
+        ("the budget is 20 tokens", "one path (", "Smallest workable: ", "Or: a shorter prompt"),
     ),
     (
         ["solve", PUZZLE, "--controller", "bem"],

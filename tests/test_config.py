@@ -65,3 +65,25 @@ def test_what_cannot_be_read_says_what_writes_one(tmp_path: Path) -> None:
         read_config(tmp_path / "latin.toml")
     with pytest.raises(InputError, match=r"No such file.*trace config"):
         read_config(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a = " + "[" * 20 + "]" * 20, "nested too deeply at 'a'"),
+        ("seed = " + "9" * 5000, "not valid TOML"),
+        ("seed = 9223372036854775808", "more than 64 bits as 'seed'"),
+        ("budget = 1979-05-27", "date or time as 'budget'"),
+        ("[task]\nname = 07:32:00", "date or time as 'task.name'"),
+        ("policy = [1979-05-27T07:32:00Z]", "date or time as 'policy'"),
+    ],
+    ids=["depth", "lists", "digits", "64 bits", "date", "time", "datetime"],
+)
+def test_a_value_that_no_setting_has_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+
+    with pytest.raises(UsageError, match=words) as caught:
+        read_config(tmp_path / "run.toml")
+    assert caught.value.code == "config-invalid"
+    assert len(str(caught.value).splitlines()) == 1

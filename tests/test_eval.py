@@ -10,6 +10,7 @@ import json
 import re
 import signal
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,40 @@ def solved() -> int:
 
 
 # What is written
+
+
+def test_duplicate_rows_are_one_sample_and_announced(command: Arbor) -> None:
+    ran = run(command, dataset({"problem": "one"}, {"problem": "one"}))
+
+    assert ran.document["n"] == 1
+    assert "problems.jsonl: 1 duplicate row(s) left out" in ran.err
+
+
+def test_an_empty_file_is_not_blamed_on_the_limit(command: Arbor) -> None:
+    Path("empty.jsonl").write_text("", encoding="utf-8")
+
+    ran = command("eval", "empty.jsonl", "--limit", "5")
+
+    assert ran.code == 4
+    assert "empty.jsonl has no samples." in ran.err and "--limit" not in ran.err
+
+
+def test_the_configuration_names_the_dataset_by_its_absolute_path(command: Arbor) -> None:
+    run(command, three())
+
+    config = tomllib.loads(Path("out/run.toml").read_text("utf-8"))
+    assert config["dataset"] == str(Path("problems.jsonl").absolute())
+
+
+def test_a_changed_option_or_configuration_is_resolved_again(command: Arbor) -> None:
+    run(command, three())
+    solvers = len(fake_solver.SOLVERS)
+
+    assert run(command, three(), "--seed", "1").code == 2
+    text = Path("out/run.toml").read_text("utf-8")
+    Path("out/run.toml").write_text("x = 1\n" + text, encoding="utf-8")
+    assert run(command, three()).code == 2
+    assert len(fake_solver.SOLVERS) == solvers + 2
 
 
 def test_a_run_leaves_settings_samples_traces_results_and_a_page(command: Arbor) -> None:
@@ -134,9 +169,10 @@ def test_the_same_command_again_solves_nothing_again(command: Arbor) -> None:
     assert solved() == 3
     before = Path("out/samples.jsonl").read_bytes()
 
+    solvers = len(fake_solver.SOLVERS)
     again = run(command, three())
 
-    assert solved() == 0
+    assert len(fake_solver.SOLVERS) == solvers, "a finished run needs no solver"
     assert Path("out/samples.jsonl").read_bytes() == before
     assert again.document == first.document
 

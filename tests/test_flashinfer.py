@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from support import flashinfer_standin as standin
 from support.flashinfer_standin import MULTIPROCESSORS, Events, Wrapper, demand
 from torch import Tensor
@@ -34,6 +35,7 @@ from arbor.model.placement import device_of_model
 from arbor.model.plan import Piece, Segment, plan_forward
 
 SLOTS = 96
+ACCELERATE = "transformers.utils.import_utils.is_accelerate_available"
 CPU = torch.device("cpu")
 OLD_WORKSPACE = 128 * MEBIBYTE
 SHAPE = AttentionShape(8, 2, 64, 64, 64**-0.5)
@@ -668,8 +670,8 @@ def test_weights_for_a_gpu_go_there_directly(
         given.update(settings)
         return Model(), {}
 
-    monkeypatch.setattr(loading, "is_accelerate_available", lambda: accelerate)
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(ACCELERATE, lambda: accelerate)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
 
     loading.load_model(
         loading.locate_model("builtin:sapling"), torch.bfloat16, torch.device(device)
@@ -686,8 +688,8 @@ def test_weights_too_large_name_the_memory_they_did_not_fit(
     def load(path: str, **settings: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB.")
 
-    monkeypatch.setattr(loading, "is_accelerate_available", lambda: accelerate)
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(ACCELERATE, lambda: accelerate)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
     monkeypatch.setattr("arbor.memory.out_of_memory.free_bytes", lambda device: 1 << 20)
 
     with pytest.raises(OutOfMemory, match=rf"\[oom\] {where}: the weights"):

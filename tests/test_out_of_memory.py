@@ -152,6 +152,6 @@ def test_weights_that_do_not_fit_are_no_broken_model(monkeypatch: pytest.MonkeyP
         with pytest.raises(OutOfMemory, match="cpu: the weights take ") as caught:
             load_model(source, torch.float32, CPU)
     assert stored / 2 < caught.value.data["weights_bytes"] < stored * 4
-    monkeypatch.setattr("arbor.model.loading.AutoModelForCausalLM.from_pretrained", fail)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     with pytest.raises(OutOfMemory, match=r"the weights do not fit, and .* are free\. Try --dtype"):
         load_model(source, torch.float32, CPU)

@@ -1,8 +1,9 @@
 """The command ``arbor``: results on stdout, everything else on stderr, an exit code per outcome.
 
-Nothing here imports torch before the arguments have been checked.
+Nothing here imports torch before the arguments have been checked, and nothing but the standard
+library before signals are handled.
 """
 
-from arbor.cli.app import main
+from arbor.cli.entry import main
 
 __all__ = ["main"]

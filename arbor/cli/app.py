@@ -17,10 +17,10 @@ from pathlib import Path
 import click
 
 from arbor._version import __version__
-from arbor.cli.command import Group
+from arbor.cli.command import Group, unknown_variables
 from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output, close_log, configure_log, encodable
-from arbor.cli.signals import Interrupted
+from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
 # module and purpose of each command; --help, --version and TAB import none of them
@@ -62,6 +62,8 @@ def cli(output: Output) -> None:
       arbor info                              its size, and the memory at each budget
     """
     configure_log(output)
+    for warning in unknown_variables(cli):
+        output.warn(f"warning: {warning}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -83,8 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
-        code = _run(words, output)
-        sys.stdout.flush()
+        with raising():
+            code = _run(words, output)
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         _discard_stdout()  # the reader has closed the pipe
@@ -149,6 +152,10 @@ def _usage(error: click.ClickException) -> UsageError:
     message, hint = f"{error.format_message().rstrip('.')}.", f"See '{path} --help'."
     if "unexpected extra argument" in message and context and "problem" in context.params:
         hint = f'Put the problem in quotes: {path} "4 5 6 10".'
+    if isinstance(error, click.NoSuchOption) and error.option_name == "-o" and context:
+        names = {parameter.name for parameter in context.command.params}
+        files = [flag for flag in ("--trace", "--html") if flag[2:] in names]
+        hint = f"Name the file with {' or '.join(files)}." if files else hint
     return UsageError("usage", message, hint)
 
 

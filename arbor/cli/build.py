@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from arbor import components, registry
 from arbor.budget import Budget
 from arbor.cli.component_settings import settings_by_part
 from arbor.cli.option_records import SolverOptions
+from arbor.cli.output import Output
+from arbor.cli.signals import ending_at_once
+from arbor.controllers.base import Controller
+from arbor.errors import InputError
+from arbor.model.loading import locate_model
+from arbor.model.names import check_device, check_dtype
+from arbor.model.sampling_params import Sampling
+from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.run.component_checks import resolve_component
+from arbor.run.limits import check_rehydration
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
     from arbor.solver import Solver
+
+FLASHINFER = "flashinfer"
+WORDS = "reasoning"  # the task for problems in words
 
 
 def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
@@ -24,16 +39,18 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
     Raises:
         ArborError: an invalid option, or a problem the task cannot read.
     """
-    Budget.parse(options.budget)
-    for kind, component in options.components.items():
-        _check_name(kind, components.split_spec(component)[0])
+    check_options(options)
     settings = settings_by_part(options.set, options.components)
-    task = components.build("task", options.task, **settings["task"])
+    task = _component("task", options, settings, Task)
     if problem is not None:
-        task.parse(problem)
-    controller = components.build("controller", options.controller, **settings["controller"])
+        _check_problem(task, problem)
+    controller = _component("controller", options, settings, Controller)
+    policy = _component("policy", options, settings, Policy)
+    Sampling(**(settings["sampling"] | options.sampling))
+    locate_model(options.model, options.revision, options.trust_remote_code)
 
-    from arbor.solver import Solver
+    with ending_at_once():
+        from arbor.solver import Solver
 
     return Solver(
         options.model,
@@ -43,7 +60,7 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
         controller=controller,
         verifier=components.build("verifier", options.verifier, **settings["verifier"]),
         budget=options.budget,
-        policy=components.build("policy", options.policy, **settings["policy"]),
+        policy=policy,
         mode=options.mode,
         rehydrate=options.rehydrate,
         msve=options.msve,
@@ -62,6 +79,44 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
     )
 
 
+def check_options(options: SolverOptions) -> None:
+    """Refuses names, budgets and settings of the model that no solver would take.
+
+    Raises:
+        UsageError: names the option.
+    """
+    Budget.parse(options.budget)
+    for kind, component in options.components.items():
+        _check_name(kind, components.split_spec(component)[0])
+    if options.backend not in ("auto", FLASHINFER):
+        _check_name("backend", options.backend, ("auto", FLASHINFER))
+    check_device(options.device)
+    check_dtype(options.dtype)
+    check_rehydration(options.mode, options.rehydrate)
+    if options.msve is not None:
+        MSVE.parse(options.msve)
+
+
+def _check_problem(task: Task, problem: str) -> None:
+    """Refuses a problem that the task cannot read; for words the error names the task for them."""
+    try:
+        task.parse(problem)
+    except InputError as error:
+        if task.name == WORDS or not any(sign.isalpha() for sign in problem):
+            raise
+        hint = f"{error.hint.rstrip('.')}. For a problem in words: --task {WORDS}.".lstrip(". ")
+        raise InputError(error.code, error.message, hint, **error.data) from error
+
+
+def warn_of_guesses(output: Output, options: SolverOptions) -> None:
+    """Warns where the built-in model gets problems in words, which it was not trained on."""
+    if options.model.startswith("builtin:") and components.split_spec(options.task)[0] == WORDS:
+        output.warn(
+            f"warning: {options.model} knows only game24, countdown, chains and recall; with "
+            f"--task {WORDS} its answers are guesses. Name another model: --model NAME."
+        )
+
+
 def build_task(options: SolverOptions) -> Task:
     """The task of the options; imports nothing else of a solver.
 
@@ -69,8 +124,16 @@ def build_task(options: SolverOptions) -> Task:
         UsageError: an unknown task or setting.
     """
     settings = settings_by_part(options.set, options.components)
-    task: Task = components.build("task", options.task, **settings["task"])
+    task: Task = _component("task", options, settings, Task)
     return task
+
+
+def _component(
+    kind: str, options: SolverOptions, settings: Mapping[str, Any], protocol: type[Any]
+) -> Any:
+    """A component of the options with every member that its kind needs."""
+    built = components.build(kind, options.components[kind], **settings[kind])
+    return resolve_component(kind, built, protocol)
 
 
 def known_policy(text: str) -> str:
@@ -84,7 +147,9 @@ def known_policy(text: str) -> str:
     return ",".join((name, *(f"{key}={value}" for key, value in settings.items())))
 
 
-def _check_name(kind: str, name: str) -> None:
+def _check_name(kind: str, name: str, more: Iterable[str] = ()) -> None:
     """Refuses an unknown name without importing a known one; a dotted path is not checked."""
-    if ":" not in name and name not in registry.names(kind):
-        registry.resolve(kind, name)  # raises, and suggests the closest name
+    if ":" in name or name in registry.names(kind):
+        return
+    if more or (kind, name) not in registry.RENAMED:
+        raise registry.unknown(kind, name, more)

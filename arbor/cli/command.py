@@ -22,6 +22,7 @@ Exit codes (docs/exit-codes.md):
   6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
 
 GENERAL = "General"
+OTHER_VARIABLES = ("ARBOR_CACHE", "ARBOR_NVTX", "ARBOR_PLUGINS")  # read by the package itself
 LAST_HEADINGS = ("Output", GENERAL)  # others come in the order of the options
 RENAMED = {"attn": "backend", "depth": "max_depth"}  # former name -> name of an option
 
@@ -101,6 +102,11 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """A command by its name; an unknown command's error suggests the closest match."""
         known = self.list_commands(ctx)
+        if args and args[0] == "help" and "help" not in known:
+            args = [*args[1:], "--help"]
+            if len(args) == 1:
+                click.echo(ctx.get_help())
+                ctx.exit()
         mistyped = args and not args[0].startswith("-") and args[0] not in known
         if mistyped and not ctx.resilient_parsing:  # which completion is
             guess = did_you_mean(args[0], known).strip() or f"Commands: {', '.join(known)}."
@@ -157,6 +163,8 @@ class Integer(click.IntRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number; the error names the bounds."""
         try:
+            if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+                raise click.BadParameter("neither true nor a fraction is a whole number")
             return super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{value!r} must be a whole number{_bounds(self)}.", param, ctx)
@@ -168,6 +176,8 @@ class Number(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number; the error names the bounds."""
         try:
+            if isinstance(value, bool) or value != value:
+                raise click.BadParameter("neither true nor nan is a number")
             return super().convert(value, param, ctx)
         except click.BadParameter:
             self.fail(f"{value!r} must be a number{_bounds(self)}.", param, ctx)
@@ -178,6 +188,37 @@ def _bounds(range_: click.IntRange | click.FloatRange) -> str:
     low = [] if range_.min is None else [f" {'>' if range_.min_open else '>='} {range_.min:g}"]
     high = [] if range_.max is None else [f" {'<' if range_.max_open else '<='} {range_.max:g}"]
     return " and".join([*low, *high])
+
+
+def unknown_variables(root: click.Group) -> list[str]:
+    """A warning for every ARBOR_ variable that sets nothing, with the closest name.
+
+    Only the command that a variable names is imported.
+    """
+    warnings = []
+    for variable in sorted(os.environ):
+        if not variable.startswith("ARBOR_") or variable in OTHER_VARIABLES:
+            continue
+        known = _variables(root, "ARBOR", variable)
+        if variable not in known:
+            guess = did_you_mean(variable, known).strip()
+            warnings.append(f"the environment variable {variable} sets nothing. {guess}".rstrip())
+    return warnings
+
+
+def _variables(command: click.Command, prefix: str, variable: str) -> list[str]:
+    """Variables of a command's options, and of the subcommand that `variable` names."""
+    names = [p.name for p in command.params if p.name and isinstance(p, click.Option)]
+    names += [former for former, name in RENAMED.items() if name in names]
+    found = [f"{prefix}_{name.upper()}" for name in names]
+    if isinstance(command, Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = f"{prefix}_{name.upper().replace('-', '_')}"
+            if variable.startswith(f"{below}_"):
+                subcommand = command.get_command(context, name)
+                found += _variables(subcommand, below, variable) if subcommand else []
+    return found
 
 
 def flag_of(name: str) -> str:

@@ -37,7 +37,7 @@ def take_preset(ctx: click.Context, parameter: click.Parameter, name: str | None
 
 def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) -> None:
     refuse_trust(config, source)
-    options = {each.name for each in ctx.command.params if each.name}
+    options = {each.name: each for each in ctx.command.params if each.name}
     defaults: dict[str, Any] = {}
     settings: dict[str, tuple[str, list[str]]] = {}
     for key, value in config.items():
@@ -50,6 +50,7 @@ def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) ->
                 defaults[key] = name
             settings[key] = name, [f"{key}.{k}={_text(v)}" for k, v in rest.items()]
         elif key in options and not isinstance(value, Mapping):
+            _check_kind(options[key], key, value, source)
             defaults[key] = value
         elif RENAMED.get(key) in options:
             message = f"{source}: '{key}' is now '{RENAMED[key]}'."
@@ -59,6 +60,19 @@ def _set_defaults(ctx: click.Context, config: Mapping[str, Any], source: str) ->
             raise unknown_setting(f"{source}: there is", key, known, path=source)
     ctx.default_map = defaults
     ctx.meta[CONFIG_SETTINGS] = settings
+
+
+def _check_kind(option: click.Parameter, key: str, value: Any, source: str) -> None:
+    """Refuses a list for a single value, a single value for a list, and text for a switch."""
+    if isinstance(option, click.Option) and option.is_flag and not isinstance(value, bool):
+        wanted = "true or false"
+    elif option.multiple != isinstance(value, list):
+        wanted = "a list" if option.multiple else "a single value"
+    elif isinstance(option.type, click.Path) and not isinstance(value, str):
+        wanted = "a path, as text"
+    else:
+        return
+    raise UsageError("setting-type", f"{source}: {key} must be {wanted}.", setting=key, path=source)
 
 
 def all_settings(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import json
 import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,9 +17,9 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor._version import __version__
-from arbor.cli.build import build_solver, build_task
+from arbor.cli.build import build_solver, build_task, warn_of_guesses
 from arbor.cli.command import Command
-from arbor.cli.eval_dataset import is_task, name_of, read_samples
+from arbor.cli.eval_dataset import STDIN, is_task, name_of, read_samples
 from arbor.cli.eval_options import EvalOptions, eval_options
 from arbor.cli.eval_report import OtherRun, result_lines, write_results
 from arbor.cli.eval_run import solve_all
@@ -24,9 +28,12 @@ from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, UsageError
-from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest
+from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
+from arbor.model.loading import locate_model
+from arbor.retention.msve import MSVE
 
 if TYPE_CHECKING:
+    from arbor.measure.evaluation.dataset import Sample
     from arbor.solver import Solver
 
 
@@ -50,7 +57,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
 
     \b
       arbor eval game24 --limit 50 --budget 0.1 --output runs/tenth
-      arbor eval problems.jsonl --task reasoning --on-error continue
+      arbor eval problems.jsonl --on-error continue
       arbor eval game24 --limit 50 --output runs/full --compare runs/baseline
     """
     output = ctx.ensure_object(Output)
@@ -59,12 +66,19 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
     stop_on_error = options.on_error == "stop"
     samples = read_samples(options.samples, build_task(options.solver), stop_on_error)
     other = None if options.compare is None else OtherRun.read(options.compare, samples)
+    request = request_digest(options)
+    finished = _finished_folder(options, request, samples)
+    if finished is not None:
+        with contextlib.closing(finished):
+            found = write_results(finished, options.samples.dataset, samples, other)
+        return _show(output, options, found)
     with StopSignals() as signals, build_solver(options.solver) as solver:
+        warn_of_guesses(output, options.solver)
         config = run_config(options, solver)
         path = options.output or _new_folder(options.samples.dataset, config)
         if stop_on_error and samples[0].problem is not None:
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
-        folder = RunFolder(path, config, options.fresh)
+        folder = RunFolder(path, config, options.fresh, request)
         resume = resume_command(options, path)
         try:
             solve_all(output, options, solver, folder, samples, signals)
@@ -78,14 +92,56 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
         finally:
             folder.close()
         found = write_results(folder, options.samples.dataset, samples, other)
+    if signals.received is not None:
+        _show(output, options, found)
+        output.warn(f"interrupted; to resume: {resume}")
+        return EXIT_SIGNAL + signals.received
+    return _show(output, options, found)
+
+
+def _finished_folder(options: EvalOptions, request: str, samples: list[Sample]) -> RunFolder | None:
+    """The folder of a run that these options have finished; no solver is built for it."""
+    if options.output is None or options.fresh or not request:
+        return None
+    config = requested_config(options.output, request)
+    if config is None:
+        return None
+    folder = RunFolder(options.output, config, request=request)
+    if all(map(folder.finished, samples)):
+        return folder
+    folder.close()
+    return None
+
+
+def request_digest(options: EvalOptions) -> str:
+    """A digest of everything a configuration is resolved from; empty for a model of the Hub.
+
+    That is the options, the version, plug-ins, and the files of the model's directory that hold
+    settings.
+    """
+    solver = options.solver
+    folder = Path(locate_model(solver.model, solver.revision, solver.trust_remote_code).path)
+    if not folder.is_dir():  # its files may change with the cache
+        return ""
+    facts = dataclasses.asdict(options)
+    for each in ("output", "fresh", "fail_under", "compare"):
+        del facts[each]
+    facts["arbor"] = __version__
+    facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}
+    facts["msve"] = None if solver.msve is None else str(MSVE.parse(solver.msve))
+    files = [folder / "generation_config.json", folder / "msve.json"]
+    facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def _show(output: Output, options: EvalOptions, found: Mapping[str, Any]) -> int:
+    """Prints the results; the exit code says whether they pass ``--fail-under``."""
     if output.json:
         output.document(found)
     else:
         for line in result_lines(found):
             output.print(line)
-    if signals.received is not None:
-        output.warn(f"interrupted; to resume: {resume}")
-        return EXIT_SIGNAL + signals.received
     gate, accuracy = options.fail_under, found["accuracy"]
     if gate is not None and accuracy is not None and accuracy < gate:
         output.warn(f"[fail-under] the accuracy is {accuracy:.4g}, below {gate:g}.")
@@ -106,7 +162,7 @@ def run_config(options: EvalOptions, solver: Solver) -> dict[str, Any]:
         }
     return {
         "arbor": __version__,
-        "dataset": samples.dataset,
+        "dataset": _absolute(samples.dataset),
         **source,
         "limit": samples.limit,
         "on_error": options.on_error,
@@ -118,6 +174,11 @@ def run_config(options: EvalOptions, solver: Solver) -> dict[str, Any]:
         "max_tokens": options.run.max_tokens,
         **solver.config,
     }
+
+
+def _absolute(dataset: str) -> str:
+    """A file's absolute path, so that a configuration works from any folder; others as they are."""
+    return dataset if is_task(dataset) or dataset == STDIN else str(Path(dataset).absolute())
 
 
 def resume_command(options: EvalOptions, path: Path) -> str:

@@ -57,10 +57,11 @@ def read_samples(options: DatasetOptions, task: Task, stop_on_error: bool) -> li
         rows = itertools.islice(_rows(options.dataset, options.encoding), first, last)
         samples = of_rows(rows, task, name, options.input_key, options.target_key)
     if not samples:
+        beyond = bool(first)  # only a window that skips samples can miss those there are
         raise InputError(
             "dataset-empty",
-            f"{name} has no samples" + (f" in {options.limit}." if options.limit else "."),
-            "Leave --limit out, or give a smaller one." if options.limit else "",
+            f"{name} has no samples" + (f" in {options.limit}." if beyond else "."),
+            "Leave --limit out, or give a smaller one." if beyond else "",
         )
     samples = chosen(samples, options.sample_id)
     if stop_on_error:

@@ -107,6 +107,7 @@ eval_options = option_group(
     sampling_options,
     limit_options,
     option(
+        "-o",
         "--output",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",

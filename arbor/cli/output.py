@@ -78,7 +78,9 @@ class Output:
         """Prints a line on stderr if `detailed`."""
         if self.detailed:
             shown = encodable(text, sys.stderr)
-            self.console().print(shown, soft_wrap=True, style="dim", markup=False)
+            console = self.console()
+            wrapped = console.is_terminal  # at words; a pipe gets one line
+            console.print(shown, soft_wrap=not wrapped, style="dim", markup=False)
 
     def warn(self, text: str) -> None:
         """Prints a warning on stderr unless `quiet`."""

@@ -21,7 +21,7 @@ from arbor.cli.command import Command
 from arbor.cli.option_records import SolverOptions, read_options
 from arbor.cli.options import loading_options, max_expansions_option, output_options, search_options
 from arbor.cli.output import Output
-from arbor.errors import ArborError
+from arbor.errors import ArborError, ModelError
 from arbor.support.cache_dir import cache_dir
 from arbor.support.units import human_bytes
 
@@ -82,7 +82,7 @@ def info(output: Output, /, **values: Any) -> int:
                 "note": note,
             }
         )
-        return 0
+        return 0 if model.supported else ModelError.exit_code
     for name, value in model.to_dict().items():
         shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
         output.print(f"{name.replace('_', ' '):<20}{'-' if value in (None, '') else shown}")
@@ -93,7 +93,7 @@ def info(output: Output, /, **values: Any) -> int:
         output.print(f"{'search':<20}{options.task}, {options.controller}: {shape}")
         output.print("")
         output.table(_budget_table(rows, plan))
-    return 0
+    return 0 if model.supported else ModelError.exit_code
 
 
 def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol, Self
 
 EXIT_SIGNAL = 128  # plus the signal's number
+SIGNALS: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+STOPPED = "[interrupted] stopped at once."
 
 
 class Interrupted(KeyboardInterrupt):
@@ -18,6 +22,57 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
         self.exit_code = EXIT_SIGNAL + number
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """A context in which a signal ends the process at once, with a line on stderr.
+
+    For imports: an exception raised in the middle of one may be swallowed or become another.
+    """
+    with handled_by(_end):
+        yield
+
+
+def end_at_once() -> None:
+    """Makes both signals end the process as in `ending_at_once`, until it ends."""
+    with contextlib.suppress(ValueError):
+        for number in SIGNALS:
+            signal.signal(number, _end)
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """A context in which a signal raises `Interrupted`."""
+    with handled_by(_raise):
+        yield
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """A context in which `handler` answers both signals; restores the previous handlers."""
+    before: dict[int, Any] = {}
+    with contextlib.suppress(ValueError):  # only the main thread may handle signals
+        for number in SIGNALS:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"arbor: error: {STOPPED}\n".encode())
+        if "--json" in sys.argv:
+            error = {"code": "interrupted", "message": "stopped at once.", "hint": "", "data": {}}
+            os.write(1, json.dumps({"error": error}).encode() + b"\n")
+    os._exit(EXIT_SIGNAL + number)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
 
 
 class Stoppable(Protocol):
@@ -44,7 +99,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         with contextlib.suppress(ValueError):  # only the main thread may handle signals
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 

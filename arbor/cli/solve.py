@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from arbor.budget import Plan
-from arbor.cli.build import build_solver
+from arbor.cli.build import build_solver, warn_of_guesses
 from arbor.cli.command import Command, option, option_group
 from arbor.cli.configure import CONFIG_PATH
 from arbor.cli.encoding import decoded
@@ -153,6 +153,7 @@ def solve(output: Output, /, **values: Any) -> int:
             print_config(output, solver, problem, options)
             return 0
         assert problem is not None, "it was read above"
+        warn_of_guesses(output, options.solver)
         plan = solver.plan(problem)
         if options.dry_run:
             print_plan(output, plan)
@@ -348,12 +349,13 @@ def unreached_line(metrics: Metrics) -> str:
 def no_answer(solution: Solution) -> str:
     """Why a search has no answer, and what to try."""
     reasons = {
-        "exhausted": ("search exhausted", " Try another --seed, or a wider search."),
-        "limit": ("limit reached", " Raise --max-expansions or --max-tokens."),
-        "timeout": ("time up", " Raise --timeout."),
+        "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
+        "limit": ("limit reached", "a larger --max-expansions or --max-tokens"),
+        "timeout": ("time up", "a larger --timeout"),
     }
-    reason, hint = reasons.get(solution.finish_reason, (solution.finish_reason, ""))
-    return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer.{hint}"
+    other = solution.finish_reason, "again"
+    reason, hint = reasons.get(solution.finish_reason, other)
+    return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer; try {hint}."
 
 
 def print_plan(output: Output, plan: Plan) -> None:

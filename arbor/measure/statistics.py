@@ -1,7 +1,7 @@
 """Confidence intervals of shares, means, medians and paired differences, and McNemar's test.
 
-The computations are SciPy's. It is imported where it is used: `scipy.stats` takes half a second to
-import, and the command line imports this module.
+The computations are SciPy's. It is imported where it is used, and `scipy.stats`, which takes half a
+second to import, only by the bootstrap; exact intervals and tests need `scipy.special` alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def clopper_pearson(right: int, n: int, level: float = 0.95) -> tuple[float, flo
         n: trials; without any the interval is [0, 1].
         level: lower bound of the probability that the interval covers the share.
     """
-    from scipy.stats import binomtest
+    from scipy.special import betaincinv  # quantiles of the beta distribution
 
     assert 0 <= right <= n, f"{right} successes in {n} trials"
     if n == 0:
         return 0.0, 1.0
-    interval = binomtest(right, n).proportion_ci(level, method="exact")
-    return float(interval.low), float(interval.high)
+    tail = (1 - level) / 2
+    low = betaincinv(right, n - right + 1, tail) if right else 0.0
+    high = betaincinv(right + 1, n - right, 1 - tail) if right < n else 1.0
+    return float(low), float(high)
 
 
 def bootstrap(
@@ -112,10 +114,10 @@ def mcnemar(only_first: int, only_second: int) -> float:
     Args:
         only_first, only_second: pairs in which only that one succeeded.
     """
-    from scipy.stats import binomtest
+    from scipy.special import bdtr
 
     differing = only_first + only_second
-    return float(binomtest(only_first, differing).pvalue) if differing else 1.0
+    return min(1.0, 2 * float(bdtr(min(only_first, only_second), differing, 0.5)))
 
 
 @dataclass(frozen=True, slots=True)

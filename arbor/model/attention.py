@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import AttentionInterface
 
 from arbor.kernels.base import AttentionShape
 
@@ -105,7 +105,12 @@ def arbor_paged(
     return attend(call).unsqueeze(0), None
 
 
-AttentionInterface.register(IMPLEMENTATION, arbor_paged)
+@functools.cache
+def register_implementation() -> None:
+    """Makes the implementation known to transformers; only now imports its modelling code."""
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, arbor_paged)
 
 
 @dataclass(frozen=True, slots=True)

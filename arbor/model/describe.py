@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from arbor.errors import ModelError
 from arbor.kernels.base import AttentionShape
 from arbor.memory.pool import LayerKV, bytes_per_token
-from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe
+from arbor.model.attention import IMPLEMENTATION, LayerSpec, probe, register_implementation
 from arbor.model.context_limit import context_limit
 from arbor.model.loading import (
     ModelLocation,
@@ -23,6 +22,7 @@ from arbor.model.loading import (
     needs_remote_code,
     remote_code_error,
 )
+from arbor.model.names import check_dtype
 from arbor.model.runner import check_layer_types, check_specs
 
 EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
@@ -144,6 +144,9 @@ def describe_attention(
 
 
 def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[LayerSpec, ...], int]:
+    from transformers import AutoModelForCausalLM
+
+    register_implementation()
     check_layer_types(config.get_text_config())
     config = copy.deepcopy(config)  # transformers writes to it
     try:
@@ -184,14 +187,11 @@ def resolve_dtype(dtype: str, config: Any) -> torch.dtype:
     """`auto` is the dtype the weights were saved in; otherwise a torch dtype by name.
 
     Raises:
-        ModelError: not a floating-point dtype.
+        UsageError: unknown or unsupported dtype.
     """
+    check_dtype(dtype)
     if dtype == "auto":
         saved = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
         return saved if isinstance(saved, torch.dtype) else torch.float32
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ModelError(
-            "dtype", f"--dtype {dtype} is not a floating-point dtype.", "Use float32 or bfloat16."
-        )
+    found: torch.dtype = getattr(torch, dtype)
     return found

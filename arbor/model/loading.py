@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging as loading_bars
-from transformers.utils.import_utils import is_accelerate_available
+from typing import TYPE_CHECKING, Any
 
 from arbor.errors import ModelError, UnknownName, UsageError
-from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.sampling_params import Sampling
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +147,8 @@ def load_config(source: ModelLocation) -> Any:
     Raises:
         ModelError: unreadable, or a model_type unknown to transformers.
     """
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(source.path, **source.loading)
     except (OSError, ValueError, KeyError) as error:
@@ -161,6 +159,8 @@ def cached_commit(source: ModelLocation) -> str | None:
     """The commit of a Hub model's cached config; None for a directory, or before it is read."""
     if Path(source.path).is_dir():
         return None
+    from huggingface_hub import try_to_load_from_cache
+
     found = try_to_load_from_cache(source.path, "config.json", revision=source.revision)
     return Path(found).parent.name if isinstance(found, str) else None
 
@@ -171,6 +171,8 @@ def load_tokenizer(source: ModelLocation) -> Any:
     Raises:
         ModelError: no readable tokenizer.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source.path, **source.loading)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -202,6 +204,12 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
         ModelError: weights that cannot be read or do not fit the config.
         OutOfMemory: they do not fit into memory.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.import_utils import is_accelerate_available
+
+    from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
+
     direct = device.type != "cpu" and is_accelerate_available()
     placement = {"device_map": {"": device}} if direct else {}
     try:
@@ -238,6 +246,8 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Hide transformers' bar; the command line shows the progress of loading."""
+    from transformers.utils import logging as loading_bars
+
     shown = loading_bars.is_progress_bar_enabled()
     loading_bars.disable_progress_bar()
     try:
@@ -294,6 +304,8 @@ def _first_line(error: Exception) -> str:
 
 def load_generation_config(source: ModelLocation) -> Any:
     """The model's generation config; None if it has none."""
+    from transformers import GenerationConfig
+
     try:
         return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
     except OSError as error:

@@ -10,6 +10,7 @@ import torch
 from arbor import registry
 from arbor.errors import UsageError
 from arbor.kernels.linear import batch_dependent
+from arbor.model.names import check_device
 
 FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
@@ -21,14 +22,10 @@ def resolve_device(device: str) -> torch.device:
     Raises:
         UsageError: an unknown or unavailable device.
     """
+    check_device(device)
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(
-            "device", f"unknown device: --device {device}.", "Use auto, cpu or cuda."
-        ) from error
+    chosen = torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device", "--device cuda, but torch sees no GPU.", "Use --device cpu.")
     return chosen

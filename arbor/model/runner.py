@@ -25,6 +25,7 @@ from arbor.model.attention import (
     LayerSpec,
     answered_by,
     probe,
+    register_implementation,
 )
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install
@@ -98,6 +99,7 @@ class ModelRunner:
         self.config = config.get_text_config() if hasattr(config, "get_text_config") else config
         check_layer_types(self.config)
         self.layer_count = int(self.config.num_hidden_layers)
+        register_implementation()
         try:
             model.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
         except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:

@@ -11,6 +11,18 @@ from arbor.errors import UsageError
 from arbor.events import Boundary, Event
 
 
+def check_rehydration(mode: str, rehydrate: str | None) -> None:
+    """Refuses lossless search without rehydration.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if mode == "lossless" and rehydrate == "off":
+        raise UsageError(
+            "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
+        )
+
+
 def check_seed(seed: Any) -> int:
     """A seed.
 

@@ -8,60 +8,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from arbor import components
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
-from arbor.retention.base import Allocator, Scorer
 from arbor.retention.msve import MSVE
-from arbor.retention.policy import Policy
-from arbor.run.limits import check_count
+from arbor.run.limits import check_count, check_rehydration
 from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits
 
-
-def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
-    """A component with every member that its kind needs.
-
-    Args:
-        kind: as in `components.build`.
-        given: a name, a table of settings, a class or a ready component; for a policy also an
-            allocator, which becomes `Policy(allocator)`.
-        protocol: the members needed; for a policy the class `Policy`.
-
-    Raises:
-        UsageError: a member is missing; names it.
-    """
-    built = components.build(kind, given)
-    if protocol is Policy:
-        if isinstance(built, Allocator):
-            built = Policy(built)
-        wrong = "" if isinstance(built, Policy) else "is not an arbor.retention.policy.Policy"
-        if isinstance(built, Scorer):
-            wrong += f" but a scorer: write Policy(allocator, {type(built).__name__}(…))"
-        parts = () if wrong else ((built.allocator, Allocator), (built.scorer, Scorer))
-        missing = [name for part, wanted in parts for name in missing_members(part, wanted)]
-    else:
-        wrong, missing = "", missing_members(built, protocol)
-    if missing:
-        wrong = f"has no {' and no '.join(repr(name) for name in missing)}"
-    if wrong:
-        name = components.spec_of(built)["name"]
-        raise UsageError(
-            "component-incomplete",
-            f"'{name}' cannot be the {kind}: it {wrong}.",
-            f"docs/{kind}.md has a complete example.",
-            kind=kind,
-            lacking=missing,
-        )
-    return built
-
-
-def missing_members(component: Any, protocol: type[Any]) -> list[str]:
-    """Public names of a protocol that a component does not have."""
-    wanted = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
-    return [name for name in wanted if not name.startswith("_") and not hasattr(component, name)]
+# settings of a solver that are texts, and those that are true or false
+TEXTS = ("model", "revision", "mode", "rehydrate", "msve", "dtype", "device", "backend")
+SWITCHES = ("deterministic", "cuda_graphs", "debug")
 
 
 def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocation) -> MSVE:
@@ -94,10 +52,7 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     if chosen not in get_args(Rehydrate):
         known = ", ".join(get_args(Rehydrate))
         raise UsageError("rehydrate", f"unknown rehydration '{chosen}'.", f"Known: {known}.")
-    if mode == "lossless" and chosen == "off":
-        raise UsageError(
-            "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
-        )
+    check_rehydration(mode, chosen)
     return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
@@ -125,6 +80,24 @@ def refuse_unknown(owner: str, settings: Iterable[str], known: Iterable[str]) ->
     for name in settings:
         if name not in names:
             raise unknown_setting(f"{owner} has", name, names)
+
+
+def check_plain_types(settings: Mapping[str, Any]) -> None:
+    """Refuses values of a configuration that are of another type than their setting.
+
+    Raises:
+        UsageError: names the setting and its type.
+    """
+    for names, kind, wanted in (
+        (TEXTS, str | os.PathLike, "text"),
+        (SWITCHES, bool, "true or false"),
+    ):
+        for name in names:
+            value = settings.get(name)
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(
+                    "setting-type", f"{name} = {value}: it must be {wanted}.", setting=name
+                )
 
 
 def resolve_boundary(

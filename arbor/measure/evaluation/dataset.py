@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.tasks.base import Problem, Task
 from arbor.tasks.splits import content_id
+
+logger = logging.getLogger(__name__)
 
 INPUT_KEY = "problem"
 TARGET_KEY = "answer"
@@ -106,7 +109,8 @@ def of_rows(
         InputError: a column is missing, holds no text, or one id names two problems.
     """
     found: dict[str, Sample] = {}
-    for line, row in rows:
+    count = 0
+    for count, (line, row) in enumerate(rows, 1):  # noqa: B007, the last number is needed
         where = f"line {line}"
         text = _text(row, input_key, "--input-key", name, where)
         expected = None
@@ -124,6 +128,8 @@ def of_rows(
                 path=name,
                 line=line,
             )
+    if count > len(found):
+        logger.warning("%s: %s duplicate row(s) left out", name, f"{count - len(found):,}")
     return list(found.values())
 
 

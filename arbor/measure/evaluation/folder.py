@@ -49,6 +49,27 @@ def digest(config: Mapping[str, Any]) -> str:
     return hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
 
 
+def requested_config(path: Path, request: str) -> dict[str, Any] | None:
+    """The configuration in a run's folder if the same request wrote it, unchanged; else None.
+
+    Args:
+        path: of the folder.
+        request: as in `RunFolder`.
+    """
+    try:
+        last = (path / CONFIG).read_text(encoding="utf-8").splitlines()[-1]
+        config = read_config(path / CONFIG)
+    except (OSError, ValueError, IndexError):  # InputError and UsageError are ValueErrors
+        return None
+    return config if last == _request_line(config, request) else None
+
+
+def _request_line(config: Mapping[str, Any], request: str) -> str:
+    """A comment of ``run.toml``: digests of the request and of the settings it resolved to."""
+    settings = json.dumps(config, sort_keys=True, default=str)
+    return f"# {request} {hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()}"
+
+
 class RunFolder:
     """A run's folder, opened to start or resume it; one process at a time.
 
@@ -56,6 +77,8 @@ class RunFolder:
         path: created if missing.
         config: every setting of the run.
         fresh: whether to delete an earlier run in it.
+        request: digest of the options that `config` was resolved from; noted in ``run.toml``, so
+            that a finished run can be shown again without resolving them. Empty for none.
 
     Attributes:
         rows: sample id -> its last line in ``samples.jsonl``.
@@ -66,7 +89,9 @@ class RunFolder:
             run in progress.
     """
 
-    def __init__(self, path: Path, config: Mapping[str, Any], fresh: bool = False) -> None:
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], fresh: bool = False, request: str = ""
+    ) -> None:
         self.path = path
         self.config = tomllib.loads(config_text(config))
         try:
@@ -88,7 +113,8 @@ class RunFolder:
                 self._compare()
             self._cut_torn_line()
             self.rows, self.unreadable = read_rows(path)
-            self.write(CONFIG, config_text(config))
+            note = f"\n{_request_line(self.config, request)}\n" if request else ""
+            self.write(CONFIG, config_text(config) + note)
         except BaseException:
             self._file.close()
             raise

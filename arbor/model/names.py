@@ -1,0 +1,32 @@
+"""Names of devices and dtypes, checked without torch."""
+
+from __future__ import annotations
+
+import re
+
+from arbor.errors import UsageError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
+
+
+def check_device(device: str) -> None:
+    """Refuses an unknown device; whether a GPU is there is checked later.
+
+    Raises:
+        UsageError: neither auto, cpu nor cuda, perhaps with a number.
+    """
+    if _DEVICE.fullmatch(device) is None:
+        raise UsageError("device", f"unknown device: --device {device}.", "Use auto, cpu or cuda.")
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuses an unknown dtype, and one that no kernel computes in.
+
+    Raises:
+        UsageError: neither auto nor one of `DTYPES`.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(
+            "dtype", f"--dtype {dtype} is not supported.", f"Use auto, {', '.join(DTYPES)}."
+        )

@@ -1,0 +1,103 @@
+"""CPU seconds of whole commands: misuse, plans, traces, a finished evaluation, a first block.
+
+    python scripts/bench_start.py --n 5
+    python scripts/bench_start.py --n 1 --commands misuse plan --json out.json
+
+Every run is a process of its own, so imports count; a first run of each command writes bytecode and
+is not counted. `first block` is a search that grows one leaf. The trace and the evaluation that
+other commands read are made before the measurement, with the built-in model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PUZZLE = "4 5 6 10"
+ROOT = Path(__file__).parents[1]
+TRACE, RUN = "run.arbor.jsonl", "run"
+SOLVE = ["solve", PUZZLE]
+EVAL = ["eval", "game24", "--limit", "1", "--output", RUN]
+
+# name -> arguments and exit code
+COMMANDS: dict[str, tuple[list[str], int]] = {
+    "version": (["--version"], 0),
+    "misuse: budget": ([*SOLVE, "--budget", "25"], 2),
+    "misuse: policy": ([*SOLVE, "--policy", "arbokv"], 2),
+    "misuse: dtype": ([*SOLVE, "--dtype", "float33"], 2),
+    "misuse: device": ([*SOLVE, "--device", "tpu"], 2),
+    "misuse: backend": ([*SOLVE, "--backend", "troch"], 2),
+    "misuse: mode": ([*SOLVE, "--rehydrate", "off"], 2),
+    "misuse: model": ([*SOLVE, "--model", "./nowhere"], 5),
+    "misuse: setting": ([*SOLVE, "--set", "widht=3"], 2),
+    "misuse: run-differs": ([*EVAL, "--seed", "1"], 2),
+    "list": (["list"], 0),
+    "info": (["info"], 0),
+    "plan": ([*SOLVE, "--dry-run"], 0),
+    "trace info": (["trace", "info", TRACE], 0),
+    "replay": (["replay", TRACE], 0),
+    "finished evaluation": (EVAL, 0),
+    "first block": ([*SOLVE, "--max-expansions", "1"], 3),
+}
+
+
+def run(arguments: list[str], folder: Path) -> tuple[int, float]:
+    """Exit code and CPU seconds of a command in a process of its own."""
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "arbor", *arguments]
+    code = subprocess.run(command, cwd=folder, env=settings, capture_output=True).returncode
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return code, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure(name: str, n: int, folder: Path) -> dict[str, Any]:
+    """The CPU seconds of `n` runs after one that is not counted."""
+    arguments, expected = COMMANDS[name]
+    runs = [run(arguments, folder) for _ in range(n + 1)]
+    seconds = [taken for _, taken in runs[1:]]
+    return {
+        "what": name,
+        "command": " ".join(["arbor", *arguments]),
+        "n": n,
+        "median_s": round(statistics.median(seconds), 3),
+        "low_s": round(min(seconds), 3),
+        "high_s": round(max(seconds), 3),
+        "exit_code": runs[-1][0],
+        "expected_exit_code": expected,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--n", type=int, default=5, help="runs counted of each command")
+    parser.add_argument("--commands", nargs="+", default=[""], help="names begin with one of these")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    given = parser.parse_args()
+    names = [name for name in COMMANDS if name.startswith(tuple(given.commands))]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        used = {word for name in names for word in COMMANDS[name][0]}
+        if TRACE in used:
+            run([*SOLVE, "--trace", TRACE], folder)
+        if RUN in used:
+            run(EVAL, folder)
+        rows = []
+        for name in names:
+            rows.append(measure(name, given.n, folder))
+            print(json.dumps(rows[-1]), flush=True)
+    if given.json is not None:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
