@@ -8,6 +8,7 @@ from arbor import components, registry
 from arbor.budget import Budget
 from arbor.cli.component_settings import settings_by_part
 from arbor.cli.option_records import SolverOptions
+from arbor.run.plugin_answers import checked_task
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
     settings = settings_by_part(options.set, options.components)
     task = components.build("task", options.task, **settings["task"])
     if problem is not None:
-        task.parse(problem)
+        checked_task(task).parse(problem)
     controller = components.build("controller", options.controller, **settings["controller"])
 
     from arbor.solver import Solver

@@ -26,6 +26,7 @@ from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.limits import TokenLimit
 from arbor.run.planning import encode_prompt, plan_search
+from arbor.run.plugin_answers import checked_task
 from arbor.run.questions import PlannedQuestions
 from arbor.run.request import Request
 from arbor.run.session import Limits, Outcome, Session, Status
@@ -50,7 +51,8 @@ class Run:
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
-        parsed = problem if isinstance(problem, Problem) else setup.task.parse(problem)
+        self.task = checked_task(setup.task)
+        parsed = problem if isinstance(problem, Problem) else self.task.parse(problem)
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
@@ -107,7 +109,7 @@ class Run:
     @cached_property
     def prompt(self) -> list[int]:
         """Token ids of the root."""
-        text = self.setup.task.prompt(self.problem)
+        text = self.task.prompt(self.problem)
         return encode_prompt(self.setup.checkpoint.read().tokenizer, text)
 
     @cached_property
@@ -168,7 +170,7 @@ class Run:
         )
         emit(self._header())
         try:
-            outcome = self.session.run(self.prompt, setup.task.prompt(self.problem))
+            outcome = self.session.run(self.prompt, self.task.prompt(self.problem))
         except BaseException:
             cost = metrics.metrics()
             emit.fail(Ended("error", cost.nodes, cost.to_dict()))
@@ -212,7 +214,7 @@ class Run:
     # After the search
 
     def _solution(self, outcome: Outcome, metrics: Metrics, writer: TraceWriter | None) -> Solution:
-        best, task, problem = outcome.best, self.setup.task, self.problem
+        best, task, problem = outcome.best, self.task, self.problem
         path: list[Node] = [] if best is None else best.path
         return Solution(
             id=problem.id,
