@@ -53,12 +53,12 @@ class Answers:
             if any(module.startswith(NOT_ITS_OWN) for module in modules):
                 raise
             frame, line = frames[-1]
-            place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
+            kind, place = self._kind, f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
             raise UsageError(
-                f"{self._kind}-raised",
-                f"the {self._kind} '{self._name}' raised {type(error).__name__} in '{member}': "
+                f"{kind}-raised",
+                f"the {kind} '{self._name}' raised {type(error).__name__} in '{member}': "
                 f"{shown(str(error))} ({place}).",
-                f"docs/{self._kind}.md says what it is called with.",
+                f"docs/{kind}.md says what it is called with.",
                 name=self._name,
                 member=member,
             ) from error
@@ -69,11 +69,12 @@ class Answers:
         Args:
             wanted: what it should be.
         """
+        kind = self._kind
         return UsageError(
-            f"{self._kind}-answer",
-            f"the {self._kind} '{self._name}' answered '{member}' with "
+            f"{kind}-answer",
+            f"the {kind} '{self._name}' answered '{member}' with "
             f"{shown(reprlib.repr(answer))}, not {wanted}.",
-            f"docs/{self._kind}.md says what it answers.",
+            f"docs/{kind}.md says what it answers.",
             name=self._name,
             member=member,
         )
@@ -273,7 +274,7 @@ class _CheckedForesight(_CheckedSearch):
         """See `Foresight.prospects`."""
         found = self._answers.of("prospects", lambda: dict(self._search.prospects()))
         for node, likely in found.items():
-            known = isinstance(node, numbers.Integral) and 0 <= node < len(self._tree)
+            known = isinstance(node, numbers.Integral) and 0 <= int(node) < len(self._tree)
             if not known or not is_finite(likely) or not 0 <= likely <= 1:
                 wanted = "probabilities of ids of blocks"
                 raise self._answers.wrong("prospects", {node: likely}, wanted)
