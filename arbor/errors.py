@@ -27,7 +27,7 @@ class ArborError(Exception):
 
     Args:
         code: stable kebab-case name, e.g. ``budget-infeasible``.
-        message: one sentence with the offending value.
+        message: one sentence with the offending value; what is not printable in it is escaped.
         hint: what would work; empty if nothing would.
         data: the same facts, JSON-able.
     """
@@ -36,8 +36,8 @@ class ArborError(Exception):
 
     def __init__(self, code: str, message: str, hint: str = "", **data: Any) -> None:
         self.code = code
-        self.message = message
-        self.hint = hint
+        self.message = printable(message)
+        self.hint = printable(hint)
         self.data = data
         super().__init__(str(self))
 
@@ -48,6 +48,16 @@ class ArborError(Exception):
     def to_dict(self) -> dict[str, Any]:
         """The error as the ``error`` object of ``--json``."""
         return {"code": self.code, "message": self.message, "hint": self.hint, "data": self.data}
+
+
+def printable(text: str) -> str:
+    """A text without control characters: a terminal would obey them. They are shown escaped."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 class UsageError(ArborError, ValueError):

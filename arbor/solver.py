@@ -31,6 +31,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import check_count, check_seed
+from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
@@ -157,7 +158,7 @@ class Solver:
         if isinstance(sampling, Mapping):
             resolve_sampling(sampling)  # refuses invalid settings before anything loads
         self._sampling = sampling
-        self.boundary = resolve_boundary(self.task.boundary, max_depth, step_tokens)
+        self.boundary = resolve_boundary(check_boundary(self.task), max_depth, step_tokens)
         self.max_expansions = check_count("max_expansions", max_expansions)
         self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)

@@ -20,6 +20,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import check_rehydration
+from arbor.run.plugin_answers import checked_task
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
     settings = settings_by_part(options.set, options.components)
     task = _component("task", options, settings, Task)
     if problem is not None:
-        _check_problem(task, problem)
+        _check_problem(checked_task(task), problem)
     controller = _component("controller", options, settings, Controller)
     policy = _component("policy", options, settings, Policy)
     Sampling(**(settings["sampling"] | options.sampling))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONGEST_REASON = 300  # characters of another library's message in an error
+
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
 
 
@@ -151,7 +153,9 @@ def load_config(source: ModelLocation) -> Any:
 
     try:
         return AutoConfig.from_pretrained(source.path, **source.loading)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # transformers checks little of what a file holds
+        if not _is_the_files(source, error, OSError, ValueError, KeyError):
+            raise
         raise _unreadable(source, error) from error
 
 
@@ -175,7 +179,9 @@ def load_tokenizer(source: ModelLocation) -> Any:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source.path, **source.loading)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        if not _is_the_files(source, error, OSError, ValueError, KeyError, TypeError):
+            raise
         if Path(source.path).is_dir() and not needs_remote_code(error):
             raise _no_tokenizer(source, _first_line(error)) from error
         raise _unreadable(source, error) from error
@@ -217,14 +223,15 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.path, dtype=dtype, output_loading_info=True, **placement, **source.loading
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise weights_too_large(device if direct else torch.device("cpu"), None) from error
-        raise _unreadable(source, error) from error
     except Exception as error:
-        if type(error).__name__ == "SafetensorError":
-            raise _unreadable(source, error) from error
-        raise
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise weights_too_large(device if direct else torch.device("cpu"), None) from error
+        torn = type(error).__name__ == "SafetensorError"
+        if not torn and not _is_the_files(
+            source, error, OSError, ValueError, KeyError, RuntimeError
+        ):
+            raise
+        raise _unreadable(source, error) from error
     model, report = loaded
     missing = sorted(report.get("missing_keys") or ())
     if missing:
@@ -272,6 +279,13 @@ def remote_code_error(name: str) -> ModelError:
     )
 
 
+def _is_the_files(source: ModelLocation, error: Exception, *kinds: type[Exception]) -> bool:
+    """Whether an error of reading is the files' and not arbor's: any error, for a directory."""
+    return isinstance(error, kinds) or (
+        Path(source.path).is_dir() and not isinstance(error, MemoryError)
+    )
+
+
 def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
     if needs_remote_code(error):
         return remote_code_error(source.label)
@@ -299,7 +313,10 @@ def _unreadable(source: ModelLocation, error: Exception) -> ModelError:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    line = "".join(each if each.isprintable() else " " for each in lines[0]) if lines else ""
+    if len(line) > LONGEST_REASON:
+        line = f"{line[:LONGEST_REASON]}…"
+    return line or type(error).__name__
 
 
 def load_generation_config(source: ModelLocation) -> Any:

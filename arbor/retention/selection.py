@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import overload
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import numpy as np
 
-from arbor.errors import UsageError
+from arbor.errors import ArborError, UsageError
 from arbor.retention.base import (
     Allocator,
     Blocks,
@@ -123,16 +124,20 @@ def select(
         UsageError: an answer of the allocator or the scorer that breaks its protocol.
     """
     if isinstance(allocator, TokenAllocator):
-        gone = _whole_numbers(allocator, "leaving", allocator.leaving(blocks, room, scorer))
+        leaving = _answer(allocator, "leaving", lambda: allocator.leaving(blocks, room, scorer))
+        gone = _whole_numbers(allocator, "leaving", leaving)
         if len(gone) and not (gone.min() >= 0 and gone.max() < len(blocks.tokens.block)):
             raise _refused(allocator, f"named a token outside 0 to {len(blocks.tokens.block) - 1}")
         counts, chosen = select_all_but(blocks, gone)
     else:
-        counts = _whole_numbers(allocator, "counts", allocator.counts(blocks, room, scorer))
+        answer = _answer(allocator, "counts", lambda: allocator.counts(blocks, room, scorer))
+        counts = _whole_numbers(allocator, "counts", answer)
         if len(counts) != len(blocks):
             raise _refused(allocator, f"gave {len(counts)} counts for {len(blocks)} blocks")
-        if (counts < 0).any() or (counts > blocks.resident).any():
-            raise _refused(allocator, "gave a count below 0 or above what the block holds")
+        wrong = np.flatnonzero((counts < 0) | (counts > blocks.resident))
+        if len(wrong):
+            count, held = int(counts[wrong[0]]), int(blocks.resident[wrong[0]])
+            raise _refused(allocator, f"gave a count of {count} for a block that holds {held}")
         chosen = select_by_count(blocks, counts, scorer)
     if int(counts.sum()) > room:
         raise _refused(allocator, f"keeps {counts.sum()} tokens where there is room for {room}")
@@ -143,11 +148,35 @@ def _whole_numbers(allocator: Allocator, method: str, answer: object) -> Ints:
     """An allocator's answer, int64 [n]."""
     try:
         array = np.asarray(answer)
-    except ValueError:  # rows of different lengths
+    except Exception:  # rows of different lengths, or an object that refuses
         array = np.empty((0, 0))
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise _refused(allocator, f"answered '{method}' with no list of whole numbers")
+        raise _refused(allocator, f"answered '{method}' with {_shown(answer)}, not whole numbers")
     return array.astype(np.int64, copy=False)
+
+
+def _answer(component: Allocator | Scorer, method: str, call: Callable[[], Any]) -> Any:
+    """What a method of a policy's part answers.
+
+    Raises:
+        UsageError: a part that is not arbor's raised something other than an `ArborError`.
+    """
+    try:
+        return call()
+    except ArborError:
+        raise
+    except Exception as error:
+        if type(component).__module__.startswith("arbor."):
+            raise
+        what = f"raised {type(error).__name__} in '{method}': {_shown(error)}"
+        raise _refused(component, what) from error
+
+
+def _shown(value: object) -> str:
+    """A value on one short line."""
+    text = str(value) if isinstance(value, Exception) else reprlib.repr(value)
+    line = "".join(each if each.isprintable() else " " for each in text[:80])
+    return " ".join(line.split())
 
 
 def _refused(component: Allocator | Scorer, what: str) -> UsageError:
@@ -185,10 +214,11 @@ def checked_scores(scorer: Scorer, tokens: Tokens) -> Floats:
     Raises:
         UsageError: anything else.
     """
+    answer = _answer(scorer, "scores", lambda: scorer.scores(tokens))
     try:
-        scores = np.asarray(scorer.scores(tokens))
-    except ValueError as error:
-        raise _refused(scorer, "gave scores of different lengths") from error
+        scores = np.asarray(answer)
+    except Exception as error:
+        raise _refused(scorer, f"answered 'scores' with {_shown(answer)}") from error
     if scores.shape != tokens.block.shape or scores.dtype.kind not in "fiu":
         raise _refused(
             scorer,

@@ -50,4 +50,11 @@ def resolve_component(kind: str, given: Any, protocol: type[Any]) -> Any:
 def missing_members(component: Any, protocol: type[Any]) -> list[str]:
     """Public names of a protocol that a component does not have."""
     wanted = {**vars(protocol), **getattr(protocol, "__annotations__", {})}
-    return [name for name in wanted if not name.startswith("_") and not hasattr(component, name)]
+    return [name for name in wanted if not name.startswith("_") and not _has(component, name)]
+
+
+def _has(component: Any, name: str) -> bool:
+    try:
+        return hasattr(component, name)
+    except Exception:  # a property that fails, which its use reports
+        return True

@@ -8,6 +8,7 @@ from typing import Any
 from arbor.budget import Budget, Footprint, Plan
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.run.limits import check_count
+from arbor.run.plugin_answers import checked_task, most_blocks
 from arbor.run.setup import Setup
 from arbor.tasks.base import BoundedQuestions, Problem, Task
 from arbor.verifiers.base import ChecksQuestions
@@ -68,7 +69,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         prompt_tokens,
         boundary.max_tokens,
         boundary.max_depth,
-        setup.controller.max_blocks(boundary.max_depth),
+        most_blocks(setup.controller, boundary.max_depth),
         question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0,
         protect.sinks + protect.recent if setup.mode == "lossy" else None,
     )
@@ -121,7 +122,7 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
         UsageError: the declared number is not a whole number of at least 1.
     """
     task = setup.task
-    text = task.question(problem, ()).text
+    text = checked_task(task).question(problem, ()).text
     declared = None
     if isinstance(task, BoundedQuestions):
         declared = check_count("max_question_tokens", task.max_question_tokens)

@@ -26,6 +26,7 @@ from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.limits import TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search
+from arbor.run.plugin_answers import checked_task
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
@@ -51,7 +52,8 @@ class Run:
     """
 
     def __init__(self, setup: Setup, problem: str | Problem, request: Request) -> None:
-        parsed = parse_problem(setup.task, problem)
+        self.task = checked_task(setup.task)
+        parsed = parse_problem(self.task, problem)
         if request.expected is not None:
             parsed = dataclasses.replace(parsed, expected=request.expected)
         self.setup = setup
@@ -110,7 +112,7 @@ class Run:
     @cached_property
     def prompt(self) -> list[int]:
         """Token ids of the root."""
-        text = self.setup.task.prompt(self.problem)
+        text = self.task.prompt(self.problem)
         return encode_prompt(self.setup.checkpoint.read().tokenizer, text)
 
     @cached_property
@@ -170,7 +172,7 @@ class Run:
         )
         emit(self._header())
         try:
-            outcome = self.session.run(self.prompt, setup.task.prompt(self.problem))
+            outcome = self.session.run(self.prompt, self.task.prompt(self.problem))
         except BaseException:
             cost = metrics.metrics()
             emit.fail(Ended("error", cost.nodes, cost.to_dict()))
@@ -226,7 +228,7 @@ class Run:
         writer: TraceWriter | None,
         recording: Recording | None,
     ) -> Solution:
-        best, task, problem = outcome.best, self.setup.task, self.problem
+        best, task, problem = outcome.best, self.task, self.problem
         path: list[Node] = [] if best is None else best.path
         return Solution(
             id=problem.id,

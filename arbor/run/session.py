@@ -27,6 +27,7 @@ from arbor.events import (
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
+from arbor.run.plugin_answers import Answers, checked_search, checked_task, most_blocks, verdict_of
 from arbor.tasks.base import Guesses, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Verdict, Verifier
@@ -107,7 +108,7 @@ class Session:
         asker: Asker | None = None,
     ) -> None:
         self.engine = engine
-        self.task = task
+        self.task = checked_task(task)
         self.problem = problem
         self.controller = controller
         self.verifier = verifier
@@ -190,15 +191,19 @@ class Session:
         return self._finish(tree, search.best())
 
     def _start(self, tree: ThoughtTree) -> Search:
-        search = self.controller.start(tree, self.limits.max_depth)
+        depth = self.limits.max_depth
+        search = Answers("controller", self.controller).of(
+            "start", lambda: self.controller.start(tree, depth)
+        )
         if not isinstance(search, Search):
             raise UsageError(
                 "component-incomplete",
                 f"the controller's search, {type(search).__name__}, lacks something: it needs ask, tell and best.",
                 "docs/controller.md has an example.",
             )
-        self._search = search
-        return search
+        most = most_blocks(self.controller, depth)
+        self._search = checked_search(self.controller, search, tree, most)
+        return self._search
 
     # One round
 
@@ -263,7 +268,7 @@ class Session:
         if not children:
             return
         began = time.perf_counter()
-        verdict = self.verifier.verify(self.task, self.problem, children, self.asker)
+        verdict = verdict_of(self.verifier, self.task, self.problem, children, self.asker)
         name = str(components.spec_of(self.verifier)["name"])
         values = _values(name, children, verdict)
         for child, value in zip(children, values, strict=True):

@@ -21,6 +21,9 @@ INPUT_KEY = "problem"
 TARGET_KEY = "answer"
 ID_KEY = "id"
 
+LONGEST_SHOWN = 200  # characters of a row's columns in an error
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which no tokenizer reads
 _COUNT = re.compile(r"[1-9][0-9]*")
 _RANGE = re.compile(r"([1-9][0-9]*)-([1-9][0-9]*)")
 
@@ -155,11 +158,11 @@ def _read(sample: Sample, task: Task, name: str) -> Sample:
 def _text(row: Mapping[str, Any], key: str, flag: str, name: str, where: str) -> str:
     """A column's text; of a number its JSON form."""
     value = row.get(key)
-    if isinstance(value, str):
+    if isinstance(value, str) and not _SURROGATE.search(value):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
-    has = ", ".join(str(column) for column in row) or "nothing"
+    has = ", ".join(str(column) for column in row)[:LONGEST_SHOWN] or "nothing"
     wrong = f"has no text in '{key}'" if key in row else f"has no '{key}'"
     raise InputError(
         "dataset-invalid",
