@@ -298,7 +298,7 @@ def test_all_is_sorted_and_complete(path: Path) -> None:
     assert kinds == sorted(set(kinds)), f"{label(path)}: __all__ is not sorted"
     assert set(names) <= own, f"{label(path)}: no {sorted(set(names) - own)}"
     if path.name == "__init__.py":
-        loose = {"TYPE_CHECKING", "Any", "annotations", "importlib"}
+        loose = {"TYPE_CHECKING", "Any", "annotations", *sys.stdlib_module_names}
         public = {name for name in own if not name.startswith("_")} - loose
         assert public <= set(names), f"{label(path)}: __all__ lacks {sorted(public - set(names))}"
 
