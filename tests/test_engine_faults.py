@@ -22,7 +22,7 @@ from arbor.memory.pool import KVPool
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.full import Full
 from arbor.retention.base import Blocks, Ints, Scorer
-from arbor.retention.policy import PATH_ENDS, Policy
+from arbor.retention.policy import Policy
 from arbor.run.session import Session
 from arbor.trace import read_trace
 from arbor.trace.fold import Replay
@@ -248,7 +248,7 @@ def test_a_search_that_runs_out_of_room_reports_the_best_answer_until_then(
     search = {"name": "tot", "strategy": "dfs", "width": 4, "max_visited": 12, "stop_value": None}
     budget = "188tok" if lacking == "budget" else "full"
     kind = BudgetInfeasible if lacking == "budget" else OutOfMemory
-    policy = Policy(Stingy(), protect=PATH_ENDS)
+    policy = Policy(Stingy())
     with Solver(controller=search, policy=policy, budget=budget, debug=True) as solver:
         if lacking == "memory":
             solver.load()
