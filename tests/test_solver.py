@@ -592,9 +592,9 @@ class Saying:
 @pytest.mark.parametrize(
     ("verdict", "code", "words"),
     [
-        ([1.0], "verdict-type", "returned list, not a Verdict"),
-        (None, "verdict-type", "returned NoneType, not a Verdict"),
-        (Verdict(0.5, 0), "verdict-type", "a Verdict with values of type float"),  # type: ignore[arg-type]
+        ([1.0], "verifier-answer", r"\[1.0\], not a Verdict"),
+        (None, "verifier-answer", "None, not a Verdict"),
+        (Verdict(0.5, 0), "verifier-answer", "not a Verdict with a tuple of values"),  # type: ignore[arg-type]
         (Verdict((0.5, 0.5), 0), "verdict-count", "gave 2 values for 1 candidates"),
         (Verdict(("high",), 0), "verdict-range", "at 'high'"),  # type: ignore[arg-type]
         (Verdict((True,), 0), "verdict-range", "at True"),

@@ -64,7 +64,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     if not info.supported:
         raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
     if isinstance(setup.verifier, ChecksQuestions):
-        setup.verifier.check(setup.task, problem, Words(files.tokenizer))
+        setup.verifier.check(checked_task(setup.task), problem, Words(files.tokenizer))
     shape = Footprint(
         prompt_tokens,
         boundary.max_tokens,

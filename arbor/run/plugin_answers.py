@@ -287,7 +287,7 @@ class _CheckedForesight(_CheckedSearch):
 def verdict_of(
     verifier: Verifier, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
 ) -> Verdict:
-    """A verifier's verdict; its values are numbers, neither counted nor checked for range here.
+    """A verifier's verdict; its values are neither counted nor checked for range here.
 
     Args:
         task: whose answers are checked; a plug-in gets the task itself.
@@ -297,11 +297,8 @@ def verdict_of(
     given = task._task if isinstance(task, CheckedTask) else task
     answers = Answers("verifier", verifier)
     found = answers.of("verify", lambda: verifier.verify(given, problem, candidates, engine))
-    if not isinstance(found, Verdict) or not isinstance(found.values, Sequence):
-        raise answers.wrong("verify", found, "a Verdict with a number for each candidate")
-    asked = found.asked
-    counted = isinstance(asked, numbers.Integral) and int(asked) >= 0
-    if not counted or not all(isinstance(value, numbers.Real) for value in found.values):
-        raise answers.wrong("verify", found, "a Verdict with a number for each candidate")
-    values = answers.of("verify", lambda: tuple(map(float, found.values)))
-    return Verdict(values, int(asked))
+    right = isinstance(found, Verdict) and isinstance(found.values, tuple | list)
+    asked = found.asked if right else None
+    if not isinstance(asked, numbers.Integral) or int(asked) < 0:
+        raise answers.wrong("verify", found, "a Verdict with a tuple of values")
+    return Verdict(tuple(found.values), int(asked))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal
 
 from arbor import components
@@ -27,7 +25,14 @@ from arbor.events import (
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
-from arbor.run.plugin_answers import Answers, checked_search, checked_task, most_blocks, verdict_of
+from arbor.run.plugin_answers import (
+    Answers,
+    checked_search,
+    checked_task,
+    is_finite,
+    most_blocks,
+    verdict_of,
+)
 from arbor.tasks.base import Guesses, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Verdict, Verifier
@@ -335,24 +340,13 @@ class Session:
         return self.task.grade(self.problem, answer).correct
 
 
-def _values(verifier: str, children: Sequence[Node], verdict: object) -> tuple[float, ...]:
+def _values(verifier: str, children: Sequence[Node], verdict: Verdict) -> tuple[float, ...]:
     """A verifier's values, refused where a search cannot order them.
 
     Raises:
-        UsageError: not a `Verdict`, not one value for each candidate, or a value that is not a
-            finite number.
+        UsageError: not one value for each candidate, or a value that is not a finite number.
     """
-    values = verdict.values if isinstance(verdict, Verdict) else None
-    if not isinstance(values, tuple | list):
-        given = type(verdict).__name__
-        if isinstance(verdict, Verdict):
-            given = f"a Verdict with values of type {type(values).__name__}"
-        raise UsageError(
-            "verdict-type",
-            f"the verifier '{verifier}' returned {given}, not a Verdict with a tuple of values.",
-            "Return arbor.verifiers.base.Verdict(values, asked): one value for each candidate, and "
-            "the number of questions asked.",
-        )
+    values: Sequence[object] = verdict.values
     if len(values) != len(children):
         raise UsageError(
             "verdict-count",
@@ -360,11 +354,11 @@ def _values(verifier: str, children: Sequence[Node], verdict: object) -> tuple[f
             "It must give one for each, in their order.",
         )
     for child, value in zip(children, values, strict=True):
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        if isinstance(value, bool) or not is_finite(value):
             raise UsageError(
                 "verdict-range",
                 f"the verifier '{verifier}' valued block {child.id} at {value!r:.40}.",
                 "Values are finite numbers, from 0 to 1 where they are probabilities.",
                 node=child.id,
             )
-    return tuple(map(float, values))
+    return tuple(map(float, verdict.values))
