@@ -240,9 +240,20 @@ def test_another_encoding_is_read(command: Arbor, tmp_path: Path) -> None:
 # How it goes wrong
 
 
-def test_help_is_a_command_too(command: Arbor) -> None:
-    assert command("help").out == command("--help").out
-    assert command("help", "solve").out == command("solve", "--help").out
+@pytest.mark.parametrize("words", [[], ["solve"], ["trace"], ["trace", "check"]], ids=" ".join)
+def test_help_is_a_command_too(command: Arbor, words: list[str]) -> None:
+    shown = command("help", *words)
+
+    assert shown.code == 0
+    assert shown.out == command(*words, "-h").out == command(*words, "--help").out
+    assert command("help", *words, "--help-all").out == command(*words, "--help-all").out
+
+
+def test_help_of_an_unknown_command_suggests_the_closest_match(command: Arbor) -> None:
+    ran = command("help", "slove")
+
+    assert ran.code == 2
+    assert "Did you mean 'solve'?" in ran.err
 
 
 def test_an_environment_variable_that_sets_nothing_is_named(
@@ -364,18 +375,20 @@ def test_no_arguments_show_the_help(command: Arbor) -> None:
     assert "Usage: arbor" in ran.err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["solve", "-h"], ["trace", "-h"], ["trace", "check", "--help"]]
-)
-def test_help_ends_with_the_exit_codes(command: Arbor, arguments: list[str]) -> None:
-    ran = command(*arguments)
+@pytest.mark.parametrize("words", [[], ["solve"], ["trace"], ["trace", "check"]], ids=" ".join)
+def test_the_long_help_ends_with_the_exit_codes(command: Arbor, words: list[str]) -> None:
+    ran = command(*words, "--help-all")
 
     assert ran.code == 0
     assert "130 Ctrl-C" in ran.out.splitlines()[-1]
 
 
-def test_help_groups_options_and_shows_defaults(command: Arbor) -> None:
-    text = command("solve", "--help").out
+def test_an_unknown_option_points_to_the_long_help(command: Arbor) -> None:
+    assert "See 'arbor solve --help-all'." in command("solve", "--nothing").err
+
+
+def test_the_long_help_groups_options_and_shows_defaults(command: Arbor) -> None:
+    text = command("solve", "--help-all").out
 
     for heading in ("Problem:", "Search:", "KV budget:", "Model:", "Sampling:", "Output:"):
         assert f"\n{heading}\n" in text
@@ -397,6 +410,7 @@ def test_an_environment_variable_sets_an_option(
         ["--version"],
         ["--help"],
         ["solve", "--help"],
+        ["solve", "--help-all"],
         ["solve", "4 5"],
         ["eval", "--help"],
         ["bench", "--help"],
