@@ -17,7 +17,8 @@ from support.fake_run import fake_run, tick
 from support.run_cli import REAL, Arbor, await_line, environment, spawn
 
 import arbor
-from arbor import registry
+from arbor import components, registry
+from arbor.cli.show import listed
 from arbor.cli.signals import Interrupted, StopSignals
 from arbor.cli.solve import unreached_line
 from arbor.metrics import Metrics
@@ -704,6 +705,40 @@ def test_list_without_a_kind_lists_every_kind(
     kinds = [registry.plural(kind) for kind in registry.KINDS]
     assert list(document) == ["schema", *kinds, "models"]
     assert [line for line in lines if line in document] == [*kinds, "models"]
+
+
+@pytest.mark.parametrize("columns", ["60", "100", "300"])
+def test_list_is_wrapped_at_words_and_shows_settings_as_they_are_set(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    for kind in registry.KINDS:
+        lines = command("list", registry.plural(kind)).out.splitlines()
+        rows = command("list", registry.plural(kind), "--json").document[registry.plural(kind)]
+        assert max(map(len, lines)) <= min(int(columns), 100)
+        words = iter(" ".join(lines).split())
+        for row in rows:
+            default = registry.resolve(kind, row["name"])
+            settings = {
+                name: components.setting_text(value) for name, value in row["settings"].items()
+            }
+            written = ", ".join(f"{name}={text}" for name, text in settings.items())
+            expected = f"{row['name']} {row['what']} {written}".split()
+            assert [next(words) for _ in expected] == expected
+            assert row["what"].endswith((".", ")"))
+            # backends need a device to be built
+            if kind != "backend":
+                plain = default() if isinstance(default, type) else default
+                assert components.build(kind, row["name"], **settings) == plain
+        assert next(words, None) is None
+
+
+def test_list_shows_a_name_without_a_sentence_and_one_that_is_long() -> None:
+    long = "package.module:" + "Class" * 12
+    rows = [{"name": "short", "what": "", "settings": {}}, {"name": long, "what": "Does it."}]
+
+    assert list(listed(rows, 40, "")) == ["short", long, "       Does it."]
 
 
 def test_doctor_is_one_document(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
