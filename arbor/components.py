@@ -97,9 +97,40 @@ def defaults_of(component: Any) -> dict[str, Any]:
     return {name: "?" if each is dataclasses.MISSING else each for name, each in found.items()}
 
 
+def flat_defaults_of(component: Any) -> dict[str, Any]:
+    """`defaults_of` as JSON-able values, with the settings of parts that ``--set`` takes.
+
+    A part that is a component is its name; its settings follow, under their own names.
+    """
+    own = defaults_of(component)
+    found: dict[str, Any] = {}
+    for name, value in own.items():
+        is_part = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if name in registry.KINDS and value is not None and not isinstance(value, str):
+            found[name] = registry.name_of(value)
+        elif not is_part:
+            found[name] = _jsonable(value)
+        for inner, each in defaults_of(value).items() if is_part else ():
+            if inner not in own:
+                found[inner] = _jsonable(each)
+    return found
+
+
+def setting_text(value: Any) -> str:
+    """A JSON-able setting as ``--set`` takes it: ``none``, ``true``, ``10,99``, ``["a","b"]``."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return "none"
+    numbers = isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    if numbers and value:
+        return ",".join(map(str, value))
+    return json.dumps(value, separators=(",", ":"))
+
+
 def summary_of(component: Any) -> str:
-    """One line on a class or a ready component: its `summary`, or its docstring's first line."""
-    documented = (component.__doc__ or "").strip().partition("\n")[0]
+    """A sentence on a class or a ready component: its `summary`, or its docstring's beginning."""
+    documented = " ".join((component.__doc__ or "").partition("\n\n")[0].split())
     return documented if isinstance(component, type) else getattr(component, "summary", documented)
 
 

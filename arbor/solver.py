@@ -305,7 +305,7 @@ class Solver:
         max_depth: int | None = None,
         step_tokens: int | None = None,
     ) -> Plan:
-        """What a budget buys for a problem; reads no weights.
+        """Memory of a problem at a budget, as a plan; reads no weights.
 
         Args:
             problem: one of the task's own if there is none.

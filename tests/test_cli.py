@@ -17,7 +17,8 @@ from support.fake_run import fake_run, tick
 from support.run_cli import REAL, Arbor, await_line, environment, spawn
 
 import arbor
-from arbor import registry
+from arbor import components, registry
+from arbor.cli.show import listed
 from arbor.cli.signals import Interrupted, StopSignals
 from arbor.cli.solve import unreached_line
 from arbor.metrics import Metrics
@@ -240,9 +241,20 @@ def test_another_encoding_is_read(command: Arbor, tmp_path: Path) -> None:
 # How it goes wrong
 
 
-def test_help_is_a_command_too(command: Arbor) -> None:
-    assert command("help").out == command("--help").out
-    assert command("help", "solve").out == command("solve", "--help").out
+@pytest.mark.parametrize("words", [[], ["solve"], ["trace"], ["trace", "check"]], ids=" ".join)
+def test_help_is_a_command_too(command: Arbor, words: list[str]) -> None:
+    shown = command("help", *words)
+
+    assert shown.code == 0
+    assert shown.out == command(*words, "-h").out == command(*words, "--help").out
+    assert command("help", *words, "--help-all").out == command(*words, "--help-all").out
+
+
+def test_help_of_an_unknown_command_suggests_the_closest_match(command: Arbor) -> None:
+    ran = command("help", "slove")
+
+    assert ran.code == 2
+    assert "Did you mean 'solve'?" in ran.err
 
 
 def test_an_environment_variable_that_sets_nothing_is_named(
@@ -364,18 +376,20 @@ def test_no_arguments_show_the_help(command: Arbor) -> None:
     assert "Usage: arbor" in ran.err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["solve", "-h"], ["trace", "-h"], ["trace", "check", "--help"]]
-)
-def test_help_ends_with_the_exit_codes(command: Arbor, arguments: list[str]) -> None:
-    ran = command(*arguments)
+@pytest.mark.parametrize("words", [[], ["solve"], ["trace"], ["trace", "check"]], ids=" ".join)
+def test_the_long_help_ends_with_the_exit_codes(command: Arbor, words: list[str]) -> None:
+    ran = command(*words, "--help-all")
 
     assert ran.code == 0
     assert "130 Ctrl-C" in ran.out.splitlines()[-1]
 
 
-def test_help_groups_options_and_shows_defaults(command: Arbor) -> None:
-    text = command("solve", "--help").out
+def test_an_unknown_option_points_to_the_long_help(command: Arbor) -> None:
+    assert "See 'arbor solve --help-all'." in command("solve", "--nothing").err
+
+
+def test_the_long_help_groups_options_and_shows_defaults(command: Arbor) -> None:
+    text = command("solve", "--help-all").out
 
     for heading in ("Problem:", "Search:", "KV budget:", "Model:", "Sampling:", "Output:"):
         assert f"\n{heading}\n" in text
@@ -397,6 +411,7 @@ def test_an_environment_variable_sets_an_option(
         ["--version"],
         ["--help"],
         ["solve", "--help"],
+        ["solve", "--help-all"],
         ["solve", "4 5"],
         ["eval", "--help"],
         ["bench", "--help"],
@@ -690,6 +705,40 @@ def test_list_without_a_kind_lists_every_kind(
     kinds = [registry.plural(kind) for kind in registry.KINDS]
     assert list(document) == ["schema", *kinds, "models"]
     assert [line for line in lines if line in document] == [*kinds, "models"]
+
+
+@pytest.mark.parametrize("columns", ["60", "100", "300"])
+def test_list_is_wrapped_at_words_and_shows_settings_as_they_are_set(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    for kind in registry.KINDS:
+        lines = command("list", registry.plural(kind)).out.splitlines()
+        rows = command("list", registry.plural(kind), "--json").document[registry.plural(kind)]
+        assert max(map(len, lines)) <= min(int(columns), 100)
+        words = iter(" ".join(lines).split())
+        for row in rows:
+            default = registry.resolve(kind, row["name"])
+            settings = {
+                name: components.setting_text(value) for name, value in row["settings"].items()
+            }
+            written = ", ".join(f"{name}={text}" for name, text in settings.items())
+            expected = f"{row['name']} {row['what']} {written}".split()
+            assert [next(words) for _ in expected] == expected
+            assert row["what"].endswith((".", ")"))
+            # backends need a device to be built
+            if kind != "backend":
+                plain = default() if isinstance(default, type) else default
+                assert components.build(kind, row["name"], **settings) == plain
+        assert next(words, None) is None
+
+
+def test_list_shows_a_name_without_a_sentence_and_one_that_is_long() -> None:
+    long = "package.module:" + "Class" * 12
+    rows = [{"name": "short", "what": "", "settings": {}}, {"name": long, "what": "Does it."}]
+
+    assert list(listed(rows, 40, "")) == ["short", long, "       Does it."]
 
 
 def test_doctor_is_one_document(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:

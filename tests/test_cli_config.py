@@ -28,7 +28,7 @@ import arbor.measure.calibrate
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
-from arbor.cli.command import Group
+from arbor.cli.command import SHORT_HELP_END, Group
 from arbor.cli.demo import DemoOptions
 from arbor.cli.eval_options import EvalOptions
 from arbor.cli.option_records import SolverOptions
@@ -406,6 +406,53 @@ def test_help_is_a_sentence_three_examples_and_short_options(
         if isinstance(parameter, click.Option):
             assert parameter.help and parameter.help.endswith("."), parameter.name
             assert len(parameter.help) <= 100, parameter.name
+
+
+def help_pages() -> list[tuple[str, ...]]:
+    """The words before ``-h`` of every help page, those of groups included."""
+    names = [tuple(name.split()) for name, _ in commands(cli)]
+    return list(dict.fromkeys(name[:length] for name in names for length in range(len(name) + 1)))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("words", help_pages(), ids=" ".join)
+def test_the_short_help_fits_one_screen_and_the_long_help_has_every_option(
+    words: tuple[str, ...], command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    context = click.Context(cli, info_name="arbor", **cli.context_settings)
+    for word in words:
+        assert isinstance(context.command, Group)
+        below = context.command.get_command(context, word)
+        assert below is not None
+        context = click.Context(below, parent=context, info_name=word)
+    parameters = context.command.get_params(context)
+    records = {each: each.get_help_record(context) for each in parameters}
+    rows = {each: one_line(" ".join(record)) for each, record in records.items() if record}
+
+    short, long = command(*words, "-h").out, command(*words, "--help-all").out
+
+    assert command(*words, "--help").out == short
+    assert len(short.splitlines()) <= 40
+    assert max(map(len, [*short.splitlines(), *long.splitlines()])) <= 80
+    listed = [row for each, row in rows.items() if getattr(each, "common", False)]
+    assert listed and len(listed) < len(rows)
+    assert not [row for row in rows.values() if row not in one_line(long)]
+    head, options = short.split("\nOptions:\n")
+    assert one_line(options) == f"{' '.join(listed)} {SHORT_HELP_END}"
+    assert set(head.splitlines()) <= set(long.splitlines())
+
+
+@pytest.mark.parametrize("name", ["solve", "eval", "trace events"])
+def test_every_option_completes(name: str) -> None:
+    words = name.split()
+    found = dict(commands(cli))[name]
+    flags = [max(each.opts, key=len) for each in found.params if isinstance(each, click.Option)]
+
+    assert set(complete("arbor", *words, "--")) >= {*flags, "--help", "--help-all"}
 
 
 @pytest.mark.parametrize(("name", "found"), list(commands(cli)), ids=lambda value: str(value))

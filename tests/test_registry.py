@@ -619,6 +619,39 @@ def test_the_defaults_of_a_component_are_its_settings() -> None:
     ]
 
 
+def test_flat_defaults_have_the_settings_of_parts() -> None:
+    assert components.flat_defaults_of(Needs) == {"size": "?"}
+    assert components.flat_defaults_of(Composed) == {"depth": 2}
+    assert components.flat_defaults_of(resolve("policy", "random")) == {
+        "allocator": "pooled",
+        "scorer": "random",
+        "seed": 0,
+        "sinks": 4,
+        "recent": 8,
+        "tail": 0,
+        "floor": 0,
+        "threshold": 0.0001,
+        "spares_paths": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "none"),
+        (True, "true"),
+        (0.5, "0.5"),
+        ("bfs", "bfs"),
+        ([10, 99], "10,99"),
+        ([], "[]"),
+        (["a b", "\n"], '["a b","\\n"]'),
+        ({"a": 1}, '{"a":1}'),
+    ],
+)
+def test_a_setting_is_written_as_it_is_read(value: object, text: str) -> None:
+    assert components.setting_text(value) == text
+
+
 def test_every_kind_has_a_plural() -> None:
     assert [registry.plural(kind) for kind in ("policy", "task")] == ["policies", "tasks"]
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import click
 
 from arbor._version import __version__
-from arbor.cli.command import Group, unknown_variables
+from arbor.cli.command import Group, Option, unknown_variables
 from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
 
-# module and purpose of each command; --help, --version and TAB import none of them
+# module and purpose of each command; help, --version and TAB import none of them
 COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
     "eval": ("arbor.cli.eval:eval_", "Solve many problems into a resumable folder."),
@@ -50,16 +50,18 @@ EXIT_INTERRUPTED = 130
 
 
 @click.group(cls=Group, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="arbor", message="%(prog)s %(version)s")
+@click.version_option(
+    __version__, prog_name="arbor", message="%(prog)s %(version)s", cls=Option, common=True
+)
 @output_options
 @click.pass_obj
 def cli(output: Output) -> None:
     """Search a tree of thoughts with a language model, within a KV budget.
 
     \b
-      arbor solve "4 5 6 10"                  the built-in model, offline, on a CPU
-      arbor solve "4 5 6 10" --budget 0.1     the same answer in half the KV
-      arbor info                              its size, and the memory at each budget
+      arbor solve "4 5 6 10"               the built-in model, offline, on a CPU
+      arbor solve "4 5 6 10" --budget 0.1  the same answer in half the KV
+      arbor info                           its size, and the memory at each budget
     """
     configure_log(output)
     for warning in unknown_variables(cli):
@@ -152,6 +154,8 @@ def _usage(error: click.ClickException) -> UsageError:
     message, hint = f"{error.format_message().rstrip('.')}.", f"See '{path} --help'."
     if "unexpected extra argument" in message and context and "problem" in context.params:
         hint = f'Put the problem in quotes: {path} "4 5 6 10".'
+    if isinstance(error, click.NoSuchOption):
+        hint = f"See '{path} --help-all'."
     if isinstance(error, click.NoSuchOption) and error.option_name == "-o" and context:
         names = {parameter.name for parameter in context.command.params}
         files = [flag for flag in ("--trace", "--html") if flag[2:] in names]

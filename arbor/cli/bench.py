@@ -86,6 +86,7 @@ class BenchOptions:
     default=5,
     metavar="N",
     heading="Timing",
+    common=True,
     help="Timed rounds; each solves the problem once per budget and policy.",
 )
 @option(
@@ -93,6 +94,7 @@ class BenchOptions:
     multiple=True,
     metavar="X",
     heading="KV budget",
+    common=True,
     help="As for solve; may be repeated; default full and 0.25.",
 )
 @option(
@@ -100,6 +102,7 @@ class BenchOptions:
     multiple=True,
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
+    common=True,
     shell_complete=names_of("policy"),
     help="May be repeated; each policy loads the weights once more. Default reentry.",
 )
@@ -114,6 +117,7 @@ class BenchOptions:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
+    common=True,
     help="Write all timings, for --compare.",
 )
 @option(
@@ -121,12 +125,14 @@ class BenchOptions:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
+    common=True,
     help="Compare with timings of --output-json that have the same settings.",
 )
 @option(
     "--max-regress",
     metavar="P%",
     heading="Output",
+    common=True,
     help="With --compare: exit code 7 if a median grew by more than this and than the noise.",
 )
 @output_options
@@ -139,7 +145,7 @@ def bench(
 
     \b
       arbor bench "4 5 6 10" --budget full --budget 0.1
-      arbor bench --controller beam --policy reentry --policy lru --output-json now.json
+      arbor bench --controller beam --policy lru --output-json now.json
       arbor bench --budget 0.1 --policy arborkv --policy arborkv,scorer=recency
       arbor bench --controller beam --compare before.json --max-regress 5%
     """

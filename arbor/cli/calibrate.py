@@ -18,6 +18,7 @@ from arbor.support.cache_dir import msve_file
 
 
 @click.group(cls=Group)
+@output_options
 def calibrate() -> None:
     """Calibrate the estimates of retention policies.
 
@@ -34,6 +35,7 @@ def calibrate() -> None:
     default="builtin:sapling",
     metavar="NAME|DIR",
     heading="Model",
+    common=True,
     help="Model to calibrate.",
 )
 @revision_option
@@ -43,6 +45,7 @@ def calibrate() -> None:
     default="chains",
     metavar="NAME",
     heading="Search",
+    common=True,
     help="Task whose training problems are solved.",
 )
 @option(
@@ -51,6 +54,7 @@ def calibrate() -> None:
     default=100,
     metavar="N",
     heading="Search",
+    common=True,
     help="Problems to solve.",
 )
 @option(
@@ -66,6 +70,7 @@ def calibrate() -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     heading="Output",
+    common=True,
     help="File for --msve; default: msve.json, or for a Hub model the cache.",
 )
 @output_options

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import click
@@ -12,8 +13,11 @@ from click.shell_completion import CompletionItem
 
 from arbor.errors import UsageError, did_you_mean
 
+HELP_ALL = "help_all"  # key of a context's `meta`: the help shows every option
+SHORT_HELP_END = "--help-all shows every option, the environment variables and the exit codes."
 EXIT_CODES = """\b
-Every option is an environment variable too: ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
+Every option is an environment variable too:
+  ARBOR_SOLVE_BUDGET=0.5 is 'solve --budget 0.5'.
 Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
 
 \b
@@ -30,15 +34,60 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Option(click.Option):
-    """An option with a heading in the help."""
+    """An option with a heading in the help.
 
-    def __init__(self, *arguments: Any, heading: str = GENERAL, **settings: Any) -> None:
+    Attributes:
+        heading: its group in the long help.
+        common: whether the short help shows it.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        heading: str = GENERAL,
+        common: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__(*arguments, **settings)
         self.heading = heading
+        self.common = common
 
 
-class Command(click.Command):
-    """A command whose help groups its options and ends with the exit codes."""
+class DocumentedCommand(click.Command):
+    """A command with a short help, and with a long one: ``--help-all``.
+
+    The short help has the options marked `common`; the long one has all, under their headings, and
+    ends with the exit codes.
+    """
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The command's parameters, ``--help`` and ``--help-all``."""
+        return [*super().get_params(ctx), self._help_all]
+
+    @cached_property
+    def _help_all(self) -> Option:
+        return Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            allow_from_autoenv=False,
+            callback=_show_all,
+            help="Show every option and exit.",
+        )
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the common options, or all of them under their headings."""
+        _write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes where the other options are, or the exit codes."""
+        formatter.write_paragraph()
+        formatter.write_text(EXIT_CODES if ctx.meta.get(HELP_ALL) else SHORT_HELP_END)
+
+
+class Command(DocumentedCommand):
+    """A command that refuses the former names of its options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the arguments; refuses the former names of options.
@@ -64,17 +113,8 @@ class Command(click.Command):
         names = {parameter.name for parameter in self.params}
         return [(former, name) for former, name in RENAMED.items() if name in names]
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the options under their headings."""
-        _write_groups(self, ctx, formatter)
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the exit codes."""
-        formatter.write_paragraph()
-        formatter.write_text(EXIT_CODES)
-
-
-class Group(click.Group):
+class Group(DocumentedCommand, click.Group):
     """A group of such commands, in the order they were added."""
 
     command_class = Command
@@ -103,10 +143,12 @@ class Group(click.Group):
         """A command by its name; an unknown command's error suggests the closest match."""
         known = self.list_commands(ctx)
         if args and args[0] == "help" and "help" not in known:
-            args = [*args[1:], "--help"]
-            if len(args) == 1:
+            args = args[1:]
+            if not args or args[0].startswith("-"):
+                ctx.meta[HELP_ALL] = "--help-all" in args
                 click.echo(ctx.get_help())
                 ctx.exit()
+            args = [*args, "--help"]
         mistyped = args and not args[0].startswith("-") and args[0] not in known
         if mistyped and not ctx.resilient_parsing:  # which completion is
             guess = did_you_mean(args[0], known).strip() or f"Commands: {', '.join(known)}."
@@ -130,20 +172,15 @@ class Group(click.Group):
         return known[1] if known else self.commands[name].get_short_help_str(100)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the commands, then the options under their headings."""
+        """Writes the commands, then the options."""
         self.format_commands(ctx, formatter)
-        _write_groups(self, ctx, formatter)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the exit codes."""
-        formatter.write_paragraph()
-        formatter.write_text(EXIT_CODES)
+        _write_options(self, ctx, formatter)
 
 
-def option(*names: str, heading: str, **settings: Any) -> Callable[[F], F]:
-    """`click.option` under a heading; its default is shown."""
+def option(*names: str, heading: str, common: bool = False, **settings: Any) -> Callable[[F], F]:
+    """`click.option` under a heading, perhaps in the short help too; its default is shown."""
     settings.setdefault("show_default", settings.get("default") is not None)
-    return click.option(*names, cls=Option, heading=heading, **settings)
+    return click.option(*names, cls=Option, heading=heading, common=common, **settings)
 
 
 def option_group(*options: Callable[[Any], Any]) -> Callable[[F], F]:
@@ -227,17 +264,31 @@ def flag_of(name: str) -> str:
 
 
 def _is_now(ctx: click.Context, former: str, name: str) -> UsageError:
-    return UsageError("usage", f"{former} is now {name}.", f"See '{ctx.command_path} --help'.")
+    return UsageError("usage", f"{former} is now {name}.", f"See '{ctx.command_path} --help-all'.")
 
 
-def _write_groups(
+def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Prints the long help, and ends."""
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def _write_options(
     command: click.Command, ctx: click.Context, formatter: click.HelpFormatter
 ) -> None:
+    """Writes the common options as one list, or all of them under their headings."""
     groups: dict[str, list[tuple[str, str]]] = {}
+    everything = ctx.meta.get(HELP_ALL, False)
     for parameter in command.get_params(ctx):
         row = parameter.get_help_record(ctx)
-        if row is not None and isinstance(parameter, click.Option):
+        if row is None or not isinstance(parameter, click.Option):
+            continue
+        if everything:
             groups.setdefault(getattr(parameter, "heading", GENERAL), []).append(row)
+        elif getattr(parameter, "common", False):
+            groups.setdefault("Options", []).append(row)
     last = [heading for heading in LAST_HEADINGS if heading in groups]
     for heading in [*(each for each in groups if each not in last), *last]:
         with formatter.section(heading):

@@ -52,15 +52,17 @@ class DemoOptions:
     default=PAGE,
     metavar="FILE",
     heading="Page",
+    common=True,
     help="The page.",
 )
-@option("--open", is_flag=True, heading="Page", help="Open the page in the browser.")
+@option("--open", is_flag=True, heading="Page", common=True, help="Open the page in the browser.")
 @option(
     "--seed",
     type=Integer(0),
     metavar="N",
     default=FIRST_SEED,
     heading="Sampling",
+    common=True,
     help="First seed to try.",
 )
 @output_options

@@ -50,7 +50,7 @@ def _complete_dataset(
 @eval_options
 @click.pass_context
 def eval_(ctx: click.Context, /, **values: Any) -> int:
-    """Solve many problems; the same command with the same --output resumes the run.
+    """Solve many problems; the same command with the same --output resumes.
 
     DATASET is a task that has problems (chains, countdown, game24, recall), a .jsonl or .csv file,
     or '-' for JSON lines on stdin.

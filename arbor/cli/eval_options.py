@@ -92,6 +92,7 @@ eval_options = option_group(
         "--limit",
         metavar="N|A-B",
         heading="Dataset",
+        common=True,
         help="The first N samples, or samples A to B; default: 100 of a task, all of a file.",
     ),
     option(
@@ -112,6 +113,7 @@ eval_options = option_group(
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
         heading="Output",
+        common=True,
         help="Folder of the run, new or to resume; default: runs/{time}_{dataset}_{id}.",
     ),
     option(
@@ -122,6 +124,7 @@ eval_options = option_group(
         type=click.Choice(["stop", "continue"]),
         default="stop",
         heading="Output",
+        common=True,
         help="At a sample that cannot be solved; continue counts it as wrong.",
     ),
     option(
@@ -136,6 +139,7 @@ eval_options = option_group(
         type=click.Path(path_type=Path, file_okay=False),
         metavar="DIR",
         heading="Output",
+        common=True,
         help="Compare with another run, sample by sample.",
     ),
     option(

@@ -47,9 +47,20 @@ _OUTPUT_OPTION: dict[str, Any] = {
 }
 
 output_options = option_group(
-    option("--json", is_flag=True, help="Print one JSON document on stdout.", **_OUTPUT_OPTION),
     option(
-        "-q", "--quiet", is_flag=True, help="Print only the result and errors.", **_OUTPUT_OPTION
+        "--json",
+        is_flag=True,
+        common=True,
+        help="Print one JSON document on stdout.",
+        **_OUTPUT_OPTION,
+    ),
+    option(
+        "-q",
+        "--quiet",
+        is_flag=True,
+        common=True,
+        help="Print only the result and errors.",
+        **_OUTPUT_OPTION,
     ),
     option(
         "-v",
@@ -120,6 +131,7 @@ search_shape_options = option_group(
         default="game24",
         metavar="NAME",
         heading="Search",
+        common=True,
         shell_complete=names_of("task"),
         help="Kind of problem; see 'arbor list tasks'.",
     ),
@@ -128,6 +140,7 @@ search_shape_options = option_group(
         default="tot",
         metavar="NAME",
         heading="Search",
+        common=True,
         shell_complete=names_of("controller"),
         help="Chooses the leaves to grow; see 'arbor list controllers'.",
     ),
@@ -144,6 +157,7 @@ search_shape_options = option_group(
         type=Integer(1),
         metavar="N",
         heading="Search",
+        common=True,
         help="Most thoughts on one path; default: the task's.",
     ),
     option(
@@ -158,6 +172,7 @@ search_shape_options = option_group(
         multiple=True,
         metavar="KEY=VALUE",
         heading="Search",
+        common=True,
         help="Setting of controller, verifier, task, policy or sampling, as in width=4; may be repeated.",
     ),
 )
@@ -167,7 +182,8 @@ budget_option = option(
     default="full",
     metavar="X",
     heading="KV budget",
-    help="KV to keep: a share of full retention in (0, 1], or a size, as in 8192tok or 6GiB.",
+    common=True,
+    help="KV to keep: a share of full retention in (0, 1], or a size: 8192tok, 6GiB.",
 )
 
 policy_option = option(
@@ -175,6 +191,7 @@ policy_option = option(
     default="reentry",
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
+    common=True,
     shell_complete=names_of("policy"),
     help="Chooses the KV to evict; see 'arbor list policies'.",
 )
@@ -242,6 +259,7 @@ model_option = option(
     default="builtin:sapling",
     metavar="NAME|DIR",
     heading="Model",
+    common=True,
     help="The built-in model, a directory, or a Hugging Face id.",
 )
 
@@ -251,6 +269,7 @@ sampling_options = option_group(
         type=Number(0),
         metavar="X",
         heading="Sampling",
+        common=True,
         help="0 is greedy; default: the model's.",
     ),
     option(
@@ -273,6 +292,7 @@ sampling_options = option_group(
         metavar="N",
         default=0,
         heading="Sampling",
+        common=True,
         help="Seed of all random streams.",
     ),
     option(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
+    common=True,
     shell_complete=names_of("policy"),
     help="May be repeated; default: lru, arborkv, reentry and belady.",
 )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="X",
     heading="KV budget",
+    common=True,
     help="Share of full retention's peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
 )
 @option(
@@ -41,12 +43,14 @@ if TYPE_CHECKING:
     type=click.Choice(["selective", "span"]),
     default="selective",
     heading="KV budget",
+    common=True,
     help="Recompute missing tokens (selective) or whole blocks (span).",
 )
 @option(
     "--model",
     metavar="NAME|DIR",
     heading="Model",
+    common=True,
     help="Model whose tokenizer the run used; default: the one in the trace.",
 )
 @trust_option
@@ -67,7 +71,7 @@ def replay(
     \b
       arbor replay run.arbor.jsonl
       arbor replay run.arbor.jsonl --policy lru --policy reentry --budget 0.25
-      arbor replay run.arbor.jsonl --policy arborkv --policy arborkv,scorer=recency
+      arbor replay run.arbor.jsonl --policy kkt --policy kkt,scorer=recency
       arbor replay run.arbor.jsonl --rehydrate span --json
     """
     chosen = policy or ("lru", "arborkv", "reentry", "belady")

@@ -6,6 +6,8 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -28,6 +30,7 @@ from arbor.support.units import human_bytes
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
 KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # plural -> kind
 MODELS = "models"
+LIST_WIDTH = 100  # columns, also where stdout is not a terminal
 PACKAGES = (
     "torch",
     "transformers",
@@ -151,22 +154,39 @@ def list_(output: Output, kind: str | None) -> int:
     if output.json:
         output.document({"schema": "arbor.list/1", **tables})
         return 0
+    width = min(LIST_WIDTH, shutil.get_terminal_size((LIST_WIDTH, 24)).columns)
     for number, (each, rows) in enumerate(tables.items()):
         if kind is None:
             output.print(f"{chr(10) if number else ''}{each}")
-        table = Table(box=None, pad_edge=False)
-        for column in rows[0] if rows else ("name",):
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*(_cell(value) for value in row.values()))
-        output.table(table)
+        for line in listed(rows, width, "" if kind else "  "):
+            output.print(line)
     return 0
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name}={each}" for name, each in value.items())
-    return str(value)
+def listed(rows: list[dict[str, Any]], width: int, indent: str) -> Iterator[str]:
+    """Names, each with its sentence and below that its settings, wrapped at words."""
+    lengths = [len(row["name"]) for row in rows]
+    column = max((each for each in lengths if each <= width // 3), default=0) + 2
+    for row in rows:
+        settings = row.get("settings", {}).items()
+        # a setting stays on one line, spaces in its value too
+        parts = [f"{name}={components.setting_text(value)}" for name, value in settings]
+        joined = ", ".join(part.replace(" ", "\0") for part in parts)
+        name = row["name"].ljust(column)
+        if len(name) > column or not row["what"]:
+            yield f"{indent}{name}".rstrip()
+            name = " " * column
+        for text in (row["what"], joined):
+            lines = textwrap.wrap(
+                text,
+                width,
+                initial_indent=f"{indent}{name}",
+                subsequent_indent=" " * len(f"{indent}{name}"),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            yield from (line.replace("\0", " ") for line in lines)
+            name = " " * column if lines else name
 
 
 def _components(kind: str) -> list[dict[str, Any]]:
@@ -177,7 +197,8 @@ def _components(kind: str) -> list[dict[str, Any]]:
         except ArborError as error:
             rows.append({"name": name, "what": str(error), "settings": {}})
             continue
-        what, settings = components.summary_of(component), components.defaults_of(component)
+        what = components.summary_of(component).replace("``", "`")
+        settings = components.flat_defaults_of(component)
         rows.append({"name": name, "what": what, "settings": settings})
     return rows
 

@@ -85,6 +85,7 @@ _options = option_group(
         type=click.Path(path_type=Path),
         metavar="FILE",
         heading="Output",
+        common=True,
         help="Write all events to FILE (.arbor.jsonl or .gz); off: no trace.",
     ),
     trace_detail_options,
@@ -94,6 +95,7 @@ _options = option_group(
         type=click.Path(path_type=Path),
         metavar="FILE",
         heading="Output",
+        common=True,
         help="Write the search as an HTML page.",
     ),
     option(

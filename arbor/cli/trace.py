@@ -60,7 +60,7 @@ def trace() -> None:
       arbor trace check run.arbor.jsonl
       arbor trace events run.arbor.jsonl --type evict --type rehydrate
       arbor trace convert run.arbor.jsonl --output run.perfetto.json
-      arbor trace config run.arbor.jsonl > run.toml && arbor solve --config run.toml
+      arbor trace config run.arbor.jsonl > my.toml && arbor solve --config my.toml
     """
 
 
@@ -183,9 +183,17 @@ def check(output: Output, file: Path) -> int:
     type=click.Choice([kind.name for kind in EVENTS]),
     metavar="NAME",
     heading="Selection",
+    common=True,
     help="Only events of this type, as in evict; may be repeated.",
 )
-@option("--limit", type=Integer(1), metavar="N", heading="Selection", help="Only the first N.")
+@option(
+    "--limit",
+    type=Integer(1),
+    metavar="N",
+    heading="Selection",
+    common=True,
+    help="Only the first N.",
+)
 @output_options
 @click.pass_obj
 def events(output: Output, file: Path, type: tuple[str, ...], limit: int | None) -> int:
@@ -233,6 +241,7 @@ def _short(value: Any) -> str:
     type=click.Path(path_type=Path),
     metavar="PATH",
     heading="Conversion",
+    common=True,
     help="The file; default: stdout.",
 )
 @output_options
@@ -266,7 +275,13 @@ def convert(output: Output, /, **values: Any) -> int:
 @trace.command(cls=Command)
 @click.argument("first", type=TRACE_PATH)
 @click.argument("second", type=TRACE_PATH)
-@option("--exit-code", is_flag=True, heading="Gate", help="Exit with 7 if the trees differ.")
+@option(
+    "--exit-code",
+    is_flag=True,
+    heading="Gate",
+    common=True,
+    help="Exit with 7 if the trees differ.",
+)
 @output_options
 @click.pass_obj
 def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
@@ -296,6 +311,7 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
     type=click.Path(path_type=Path),
     metavar="PATH",
     heading="Repair",
+    common=True,
     help="The copy; default: NAME.repaired.arbor.jsonl in the folder of the trace.",
 )
 @option(
@@ -303,6 +319,7 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
     type=click.Choice(["full", "none"]),
     default="full",
     heading="Repair",
+    common=True,
     help="none omits the text of problem, thoughts and answer.",
 )
 @output_options
@@ -363,7 +380,7 @@ def config(output: Output, file: Path) -> int:
 
     \b
       arbor trace config run.arbor.jsonl
-      arbor trace config run.arbor.jsonl > run.toml && arbor solve --config run.toml
+      arbor trace config run.arbor.jsonl > my.toml && arbor solve --config my.toml
       arbor trace config run.arbor.jsonl --json
     """
     read = read_trace(file)

@@ -43,15 +43,17 @@ class ViewOptions:
     type=click.Path(path_type=Path),
     metavar="FILE",
     heading="Page",
+    common=True,
     help="The page; '-' is stdout, the default the trace's name with .html.",
 )
-@option("--open", is_flag=True, heading="Page", help="Open the page in the browser.")
-@option("--term", is_flag=True, heading="Terminal", help="Print the tree instead.")
+@option("--open", is_flag=True, heading="Page", common=True, help="Open the page in the browser.")
+@option("--term", is_flag=True, heading="Terminal", common=True, help="Print the tree instead.")
 @option(
     "--event",
     type=Integer(0),
     metavar="N",
     heading="Terminal",
+    common=True,
     help="With --term: the tree after the Nth event, from 0.",
 )
 @output_options

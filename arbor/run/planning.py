@@ -1,4 +1,4 @@
-"""Planning: a prompt as token ids, and what a budget buys for it; reads no weights."""
+"""Planning: a prompt as token ids, and its memory at a budget; reads no weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budget) -> Plan:
-    """What a budget buys for one problem.
+    """The memory of one problem at a budget.
 
     Args:
         setup: how it is searched.

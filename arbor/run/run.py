@@ -117,7 +117,7 @@ class Run:
 
     @cached_property
     def plan(self) -> Plan:
-        """What the budget buys."""
+        """The plan of this run: its memory at the budget."""
         return plan_search(self.setup, self.problem, len(self.prompt), self.budget)
 
     @cached_property
