@@ -423,7 +423,7 @@ def test_the_short_help_fits_one_screen_and_the_long_help_has_every_option(
     words: tuple[str, ...], command: Arbor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    context = click.Context(cli, info_name="arbor", **cli.context_settings)
+    context = click.Context(cli, info_name="arbor")
     for word in words:
         assert isinstance(context.command, Group)
         below = context.command.get_command(context, word)

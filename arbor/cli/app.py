@@ -49,7 +49,7 @@ EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
 
-@click.group(cls=Group, lazy=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, lazy=COMMANDS)
 @click.version_option(
     __version__, prog_name="arbor", message="%(prog)s %(version)s", cls=Option, common=True
 )

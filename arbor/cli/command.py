@@ -64,6 +64,10 @@ class DocumentedCommand(click.Command):
         """The command's parameters, ``--help`` and ``--help-all``."""
         return [*super().get_params(ctx), self._help_all]
 
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        """The names of the short help, whatever context asks first: click keeps the option."""
+        return ["-h", "--help"]
+
     @cached_property
     def _help_all(self) -> Option:
         return Option(
