@@ -30,6 +30,7 @@ EVAL = ["eval", "game24", "--limit", "1", "--output", RUN]
 # name -> arguments and exit code
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "version": (["--version"], 0),
+    "help": (["--help"], 0),
     "misuse: budget": ([*SOLVE, "--budget", "25"], 2),
     "misuse: policy": ([*SOLVE, "--policy", "arbokv"], 2),
     "misuse: dtype": ([*SOLVE, "--dtype", "float33"], 2),

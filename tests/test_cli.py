@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import resource
 import select
 import signal
 import subprocess
@@ -456,24 +455,6 @@ def test_completion_after_a_mistyped_command_says_nothing_worse(words: str) -> N
         _, err = process.communicate(timeout=60)
 
     assert (process.returncode, err) == (0, b"")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asked", ["--version", "--help", "TAB"])
-def test_the_first_answer_takes_a_fifth_of_a_second_of_the_processor(asked: str) -> None:
-    tab = {"_ARBOR_COMPLETE": "bash_complete", "COMP_WORDS": "arbor solve --mod", "COMP_CWORD": "2"}
-    taken = []
-    for _ in range(6):  # the first writes bytecode
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        words = [] if asked == "TAB" else [asked]
-        settings = environment(**(tab if asked == "TAB" else {}))
-        with spawn(*words, code=REAL, env=settings) as process:
-            out, _ = process.communicate(timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert b"arbor" in out or b"--model" in out
-
-    assert min(taken) <= 0.2
 
 
 def test_the_version_is_arbors(command: Arbor) -> None:

@@ -27,6 +27,18 @@ class Sampling:
     arithmetic: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind, words in (
+            ("temperature", (int, float), "a number"),
+            ("top_p", (int, float), "a number"),
+            ("top_k", int, "a whole number"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise UsageError("sampling", f"{name} is {value!r:.40}.", f"It is {words}.")
+        if not isinstance(self.arithmetic, bool):
+            raise UsageError(
+                "sampling", f"arithmetic is {self.arithmetic!r:.40}.", "It is true or false."
+            )
         if not 0 <= self.temperature < math.inf:
             raise UsageError(
                 "sampling", f"temperature is {self.temperature}.", "It is 0 or more, and finite."
