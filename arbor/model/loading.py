@@ -188,6 +188,9 @@ def load_tokenizer(source: ModelLocation) -> Any:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         # what transformers builds without files, for some architectures
         raise _no_tokenizer(source, "its vocabulary is empty")
+    longest = tokenizer.model_max_length  # compared with every text's length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise _no_tokenizer(source, f"model_max_length is {longest!r:.40}, not a number")
     return tokenizer
 
 

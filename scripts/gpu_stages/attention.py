@@ -269,7 +269,10 @@ def run(job: Job) -> None:
     device = torch.device(job.device)
     names = [job.part]
     if job.part == "rowwise":  # and backends that were added later
-        names += sorted({*registry.names("backend")} - {"reference", "rowwise", "torch"})
+        others = {*registry.names("backend")} - {"reference", "rowwise", "torch"}
+        if device.type != "cuda":
+            others -= {"invariant"}  # Triton kernels
+        names += sorted(others)
     todo = [(name, case) for name in names for case in cases(job.small)]
     backends: dict[str, AttentionBackend] = {}
     while todo and job.left_s > 0:
