@@ -157,7 +157,7 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
                 experts_implementation=EXPERTS,
                 trust_remote_code=source.trust_remote_code,
             )
-    except (ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers checks little of what a config holds
         if needs_remote_code(error):
             raise remote_code_error(source.label) from error
         raise _unbuilt(

@@ -231,7 +231,7 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
             raise weights_too_large(device if direct else torch.device("cpu"), None) from error
         torn = type(error).__name__ == "SafetensorError"
         if not torn and not _is_the_files(
-            source, error, OSError, ValueError, KeyError, RuntimeError
+            source, error, OSError, ValueError, KeyError, TypeError, RuntimeError
         ):
             raise
         raise _unreadable(source, error) from error
