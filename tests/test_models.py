@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from arbor.events import Rehydrated
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool
+from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner, check_layer_types
 from arbor.tree import ThoughtTree
 
@@ -177,6 +181,28 @@ def test_a_models_attention_outside_an_engine_says_whose_it_is() -> None:
 
     with pytest.raises(AssertionError, match="belongs to arbor"):
         path_logits(lab.runner.model, [1, 2, 3])
+
+
+def test_a_forward_on_cuda_launches_on_the_runners_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Lab(build("llama")).runner
+    monkeypatch.setattr(runner, "device", torch.device("cuda", 1))
+    current: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def forward(*_: object) -> list[torch.device]:
+        return list(current)
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(runner, "_forward", forward)
+    plan, pool = cast(ForwardPlan, None), cast(KVPool, None)
+
+    assert runner.forward(plan, pool) == [torch.device("cuda", 1)]  # type: ignore[comparison-overlap]
+    assert not current
 
 
 def test_two_engines_in_one_process_do_not_meet() -> None:

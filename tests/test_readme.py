@@ -90,11 +90,3 @@ def test_it_shows_the_output_of_a_command(shell: tuple[Path, dict[str, str]]) ->
     printed = without_times(done.stdout + done.stderr).splitlines()
     missing = [line for line in without_times(shown).splitlines() if line not in printed]
     assert not missing, "\n".join(["not printed:", *missing, "printed:", *printed])
-
-
-def test_every_file_it_names_exists() -> None:
-    linked = re.findall(r"\]\(([^)#:]+)\)", README)
-    named = re.findall(r"`((?:arbor|kernels|controllers|verifiers|tests)/[\w./]+)`", README)
-
-    for name in [*linked, *named]:
-        assert (ROOT / name).exists(), name

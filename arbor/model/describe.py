@@ -122,7 +122,7 @@ def describe_attention(
     info = ModelInfo(
         id=source.name,
         revision=cached_commit(source),
-        architecture=(getattr(config, "architectures", None) or [type(config).__name__])[0],
+        architecture=_architecture(config),
         model_type=config.model_type,
         supported=not reason,
         reason=reason,
@@ -141,6 +141,13 @@ def describe_attention(
         vocabulary=int(getattr(text, "vocab_size", 0) or 0),
     )
     return info, tuple(dict.fromkeys(spec.shape for spec in specs))
+
+
+def _architecture(config: Any) -> str:
+    named = getattr(config, "architectures", None)
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        return str(named[0])
+    return type(config).__name__
 
 
 def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[LayerSpec, ...], int]:

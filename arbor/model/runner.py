@@ -32,6 +32,7 @@ from arbor.model.layers import Leave, Tap, install
 from arbor.model.plan import ForwardPlan, select_rows
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+MOST_LAYERS = 10_000  # more would take minutes to describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,13 @@ def check_layer_types(config: Any) -> None:
         places = [i for i, kind in enumerate(kinds) if kind in wrong]
         runs = " and ".join(SUPPORTED_LAYERS)
         raise _unsupported(config, f"are {', '.join(wrong)}; arbor runs {runs} exactly", places)
-    every = list(range(config.num_hidden_layers))
+    every = range(config.num_hidden_layers)
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise ModelError(
+            "arch-unsupported",
+            f"num_hidden_layers is {config.num_hidden_layers}; arbor runs up to {MOST_LAYERS:,}.",
+            "Mend config.json.",
+        )
     if getattr(config, "is_causal", True) is False:
         raise _unsupported(config, "are not causal", every)
     # Llama 4: by a row's place in the batch, as if that were its place in the text; the same up to

@@ -62,7 +62,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     files, boundary, protect = setup.checkpoint.read(), setup.boundary, setup.policy.protect
     info = files.info
     if not info.supported:
-        raise ModelError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+        raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info MODEL'.")
     if isinstance(setup.verifier, ChecksQuestions):
         setup.verifier.check(checked_task(setup.task), problem, Words(files.tokenizer))
     shape = Footprint(
