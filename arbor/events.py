@@ -40,11 +40,13 @@ class KV:
         device: allocated on the device, temporary ones included.
         host: in host memory; 0, since this tier is not implemented.
         compressed: in compressed form; 0 likewise.
+        pool: of all searches that share the budget; written only where there are several.
     """
 
     device: int
     host: int = 0
     compressed: int = 0
+    pool: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

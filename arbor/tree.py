@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ from arbor.support.graph import Vertex, search_graph
 
 if TYPE_CHECKING:
     import networkx
+
+    from arbor.forest import Forest
 
 NO_SLOT = -1
 
@@ -42,6 +44,8 @@ class Spans:
     Only `KVMemory` writes it.
 
     Attributes:
+        size: tokens of all stretches, in use or not.
+        unused: tokens of stretches that no span has any more.
         tier: int8 [size], a `Tier` per token.
         slot: int32 [size], the pool slot; `NO_SLOT` unless the tier is DEVICE.
         exact: bool [size], every earlier token of the path was resident and exact when this one was
@@ -50,10 +54,13 @@ class Spans:
             left early).
     """
 
-    __slots__ = ("_end", "depth", "exact", "slot", "tier")
+    __slots__ = ("depth", "exact", "size", "slot", "tier", "unused")
 
     def __init__(self) -> None:
-        self._end = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.size = self.unused = 0
         self.tier = np.empty(0, np.int8)
         self.slot = np.empty(0, np.int32)
         self.exact = np.empty(0, np.bool_)
@@ -61,19 +68,33 @@ class Spans:
 
     def reserve(self, count: int) -> int:
         """The begin of a new stretch of `count` tokens, which hold no KV yet (tier DROPPED)."""
-        begin, self._end = self._end, self._end + count
-        if self._end > len(self.slot):
-            extra = max(self._end, 2 * len(self.slot), 256) - len(self.slot)
+        begin, self.size = self.size, self.size + count
+        if self.size > len(self.slot):
+            extra = max(self.size, 2 * len(self.slot), 256) - len(self.slot)
             self.tier = np.concatenate([self.tier, np.full(extra, Tier.DROPPED, np.int8)])
             self.slot = np.concatenate([self.slot, np.full(extra, NO_SLOT, np.int32)])
             self.exact = np.concatenate([self.exact, np.zeros(extra, np.bool_)])
             self.depth = np.concatenate([self.depth, np.zeros(extra, np.int16)])
         return begin
 
-    def move(self, begin: int, target: int, count: int) -> None:
-        """Copy a stretch to another place."""
-        for column in (self.tier, self.slot, self.exact, self.depth):
-            column[target : target + count] = column[begin : begin + count]
+    def copy(self, source: Spans, begin: int, target: int, count: int) -> None:
+        """Copy a stretch of these or other spans to a place in these."""
+        for name in ("tier", "slot", "exact", "depth"):
+            values = getattr(source, name)[begin : begin + count]
+            getattr(self, name)[target : target + count] = values
+
+    def compact(self, spans: Iterable[Span]) -> None:
+        """Give back the stretches that none of these spans has.
+
+        Args:
+            spans: every span of these arrays that is in use.
+        """
+        old = Spans()
+        for name in ("tier", "slot", "exact", "depth"):
+            setattr(old, name, getattr(self, name))
+        self._clear()
+        for span in spans:
+            span.move_to(self, old)
 
     def drop(self, at: NDArray[np.int64]) -> None:
         """Mark tokens as without KV."""
@@ -136,9 +157,22 @@ class Span:
         if needed > self._capacity:
             capacity = max(needed, 2 * self._capacity, 16)
             begin = self.spans.reserve(capacity)
-            self.spans.move(self.begin, begin, self._length)
+            self.spans.copy(self.spans, self.begin, begin, self._length)
+            self.spans.unused += self._capacity
             self.begin, self._capacity = begin, capacity
         self._length = needed
+
+    def move_to(self, spans: Spans, source: Spans | None = None) -> None:
+        """Become a stretch of other arrays.
+
+        Args:
+            spans: where the span is from now on.
+            source: where its values are; by default where it was.
+        """
+        begin = spans.reserve(self._capacity)
+        spans.copy(self.spans if source is None else source, self.begin, begin, self._length)
+        self.spans.unused += self._capacity if source is None else 0
+        self.spans, self.begin = spans, begin
 
     def pop(self) -> None:
         """Remove the last token, which holds no KV."""
@@ -151,7 +185,7 @@ class Node:
     """A thought block.
 
     Attributes:
-        id: small integer in order of creation; the root is 0.
+        id: its place in its tree: a small integer in order of creation; the root is 0.
         parent: None for the root.
         index: which child of its parent this is, 0-based; part of the random stream's key.
         start: position of its first token on the path.
@@ -165,6 +199,8 @@ class Node:
         logprob: sum of the tokens' log probabilities under the model.
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
+        row: its place among the blocks of a forest; the id where the tree is in none.
+        tree: its tree.
     """
 
     id: int
@@ -182,6 +218,8 @@ class Node:
     logprob: float = 0.0
     confidence: float = 0.0
     top1: float = 0.0
+    row: int = 0
+    tree: ThoughtTree = field(default=cast("ThoughtTree", None), repr=False)
 
     def __repr__(self) -> str:
         return f"Node({self.id}, {self.state}, tokens={len(self.tokens)}, value={self.value:.3f})"
@@ -214,11 +252,29 @@ class Node:
 
 
 class ThoughtTree:
-    """Blocks in order of creation, and their geometry for retention policies."""
+    """Blocks in order of creation, and their geometry for retention policies.
+
+    Attributes:
+        nodes: the blocks, by id.
+        forest: the trees whose pool of KV it shares; None while it is in no engine.
+        number: its place in the forest.
+        spans: residency of its tokens, those of the forest's other trees included.
+    """
 
     def __init__(self, prompt: Iterable[int], text: str = "") -> None:
+        self.forest: Forest | None = None
+        self.number = 0
         self.spans = Spans()
-        root = Node(id=0, parent=None, index=0, start=0, depth=0, text=text, span=Span(self.spans))
+        root = Node(
+            id=0,
+            parent=None,
+            index=0,
+            start=0,
+            depth=0,
+            text=text,
+            span=Span(self.spans),
+            tree=self,
+        )
         root.tokens.extend(prompt)
         root.span.grow(len(root.tokens))
         root.state = NodeState.CLOSED
@@ -251,9 +307,13 @@ class ThoughtTree:
             start=parent.end,
             depth=parent.depth + 1,
             span=Span(self.spans),
+            row=len(self.nodes),
+            tree=self,
         )
         parent.children.append(child)
         self.nodes.append(child)
+        if self.forest is not None:
+            self.forest.add(child)
         return child
 
     def append(self, node: Node, token: int) -> None:
@@ -270,13 +330,7 @@ class ThoughtTree:
 
     def paths(self, leaves: Iterable[Node]) -> list[Node]:
         """Path*: the union of the leaves' paths, each block once, parents before children."""
-        seen: dict[int, Node] = {}
-        for leaf in leaves:
-            node: Node | None = leaf
-            while node is not None and node.id not in seen:
-                seen[node.id] = node
-                node = node.parent
-        return [seen[node_id] for node_id in sorted(seen)]
+        return paths_of(leaves)
 
     def common_ancestor(self, first: Node, second: Node) -> Node:
         """The deepest block on both paths."""
@@ -326,3 +380,15 @@ class ThoughtTree:
             )
             for node in self.nodes
         )
+
+
+def paths_of(leaves: Iterable[Node]) -> list[Node]:
+    """Path*: the union of the paths of blocks of one or several trees, each block once, parents
+    before children: tree by tree, in order of creation."""
+    seen: dict[int, Node] = {}
+    for leaf in leaves:
+        node: Node | None = leaf
+        while node is not None and node.row not in seen:
+            seen[node.row] = node
+            node = node.parent
+    return sorted(seen.values(), key=lambda node: (node.tree.number, node.id))

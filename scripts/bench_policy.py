@@ -37,10 +37,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from arbor.engine.forest_state import ForestState
+from arbor.engine.open_tree import OpenTree, RunHooks
 from numpy.typing import NDArray
 
 from arbor.engine.residency import Residency
-from arbor.engine.tree_state import RunHooks, TreeState
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.retention.allocators.kkt import KKT
@@ -201,9 +202,10 @@ def engine_event(
     for node in tree:
         node.span = Span(tree.spans)
         node.span.grow(len(node.tokens))
-    memory.attach(tree)
+    memory.adopt(tree)
     likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))
-    state = TreeState(tree, memory, policy.protect, RunHooks(outlook=lambda: likely))
+    state = ForestState(memory, policy.protect)
+    state.open(OpenTree(tree, memory, total, RunHooks(outlook=lambda: likely)))
     state.statistics = search.statistics
     residency = Residency(state, policy, MSVE())
     for node in tree:

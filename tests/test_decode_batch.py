@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,6 +50,11 @@ def levels(layout: CascadeLayout) -> list[tuple[list[int], list[int], list[int],
     ]
 
 
+def row_of(child: Node, leaf: Node, code: ArithmeticCode, **more: Any) -> Row:
+    """A row of no operation."""
+    return Row(cast(Any, None), 0, cast(Any, None), child, leaf, code, **more)
+
+
 class Decoding(RuleBasedStateMachine):
     """Rows decode, end, wait again and join in any order; blocks they read lose tokens."""
 
@@ -59,7 +65,7 @@ class Decoding(RuleBasedStateMachine):
         self.memory = KVMemory(
             [LayerKV(1, 1, 1)], SLOTS, torch.float32, torch.device("cpu"), debug=True
         )
-        self.memory.attach(self.tree)
+        self.memory.adopt(self.tree)
         self.batch = DecodeBatch(self.memory, 1, least)
         self.rows: list[Row] = []
         self.place(self.tree.root)
@@ -92,7 +98,7 @@ class Decoding(RuleBasedStateMachine):
         for _ in range(count if len(self.rows) < 9 else 0):
             child = self.tree.fork(leaf)
             code = ArithmeticCode(0, child, Sampling())
-            row = Row(child, leaf, code, first_slot=hint, exact=len(self.rows) % 2 == 0)
+            row = row_of(child, leaf, code, first_slot=hint, exact=len(self.rows) % 2 == 0)
             self.rows.append(row)
         if len(self.rows) % 2:  # as in the order of the tree
             self.rows.sort(key=lambda row: row.node.key)
@@ -170,13 +176,13 @@ TestDecoding = Decoding.TestCase
 def test_tokens_of_a_block_lie_side_by_side_until_they_meet_another_one() -> None:
     tree = ThoughtTree(range(3))
     memory = KVMemory([LayerKV(1, 1, 1)], 64, torch.float32, torch.device("cpu"))
-    memory.attach(tree)
+    memory.adopt(tree)
     memory.place(tree.root, np.arange(3), exact=True, depth=1)
     rows = []
     for first in (10, 20):
         child = tree.fork(tree.root)
         code = ArithmeticCode(0, child, Sampling())
-        rows.append(Row(child, tree.root, code, first_slot=first))
+        rows.append(row_of(child, tree.root, code, first_slot=first))
     batch = DecodeBatch(memory, 1, 0)
     batch.hold(rows)
 

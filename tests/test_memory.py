@@ -21,7 +21,7 @@ SLOTS = 24
 def memory_of(slots: int = SLOTS, prompt: int = 4) -> tuple[KVMemory, ThoughtTree]:
     memory = KVMemory([LayerKV(1, 2, 1)] * 2, slots, torch.float32, torch.device("cpu"), debug=True)
     tree = ThoughtTree(range(prompt))
-    memory.attach(tree)
+    memory.adopt(tree)
     return memory, tree
 
 
@@ -188,11 +188,11 @@ class Oracle(RuleBasedStateMachine):
             self.exact[twin.id, offset] = self.exact[source.id, offset]
 
     @precondition(lambda self: self.memory.free)
-    @rule(data=st.data(), position=st.integers(0, 30))
-    def borrow(self, data: st.DataObject, position: int) -> None:
+    @rule(data=st.data())
+    def borrow(self, data: st.DataObject) -> None:
         tokens = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=self.memory.free))
 
-        slots = self.memory.borrow(tokens, position)
+        slots = self.memory.borrow(tokens, self.node(data))
 
         self.borrowed.append((slots, [-1] * len(tokens)))
         self.borrowed[-1] = (slots, self.write(slots))
@@ -231,7 +231,7 @@ class Oracle(RuleBasedStateMachine):
 
         lost = self.memory.rollback()
 
-        assert lost == {node.id: len(offsets)}
+        assert lost == {node: len(offsets)}
         assert not self.memory.pending
         self.borrowed.clear()
         if rewritten:
@@ -240,9 +240,10 @@ class Oracle(RuleBasedStateMachine):
     @precondition(lambda self: not self.borrowed)
     @rule()
     def attach(self) -> None:
+        self.memory.drop(self.tree)
         self.tree = ThoughtTree(range(4))
 
-        self.memory.attach(self.tree)
+        self.memory.adopt(self.tree)
 
         self.held.clear()
         self.exact.clear()
@@ -283,7 +284,7 @@ TestAnyHistory = Oracle.TestCase
 def test_a_slot_is_never_freed_twice() -> None:
     memory, tree = memory_of()
     place(memory, tree.root, 0, 1, 2)
-    slots = memory.borrow([1, 2], 4)
+    slots = memory.borrow([1, 2], tree.root)
     memory.evict(tree.root, np.array([1]))
     memory.give_back(slots)
 
@@ -308,7 +309,7 @@ def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
     assert child.span.exact.tolist() == [False, True]
     tree.append(child, 9)
     append(memory, [child], [NO_SLOT], [True])
-    assert memory.rollback() == {child.id: 1}
+    assert memory.rollback() == {child: 1}
     assert child.span.resident.tolist() == [False, True, False]
     assert memory.used == 5
 
@@ -347,7 +348,7 @@ def test_the_peak_counts_temporary_slots_and_stays() -> None:
     memory, tree = memory_of()
     place(memory, tree.root, 0, 1, 2)
 
-    memory.give_back(memory.borrow([1] * 5, 4))
+    memory.give_back(memory.borrow([1] * 5, tree.root))
     memory.release([tree.root])
 
     assert (memory.used, memory.peak) == (0, 8)

@@ -54,10 +54,10 @@ class Ledger:
         self.most = 0
         claim, retain, release = table._claim, table.retain, table.release
 
-        def claimed(slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        def claimed(slots: NDArray[np.int32], trees: Any) -> NDArray[np.int32]:
             assert not self.held.keys() & set(slots.tolist()), "a slot in use was claimed"
             self.enter(slots, 1)
-            return claim(slots)
+            return claim(slots, trees)
 
         def retained(slots: NDArray[np.int32]) -> None:
             self.enter(slots, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
@@ -12,12 +11,15 @@ from hypothesis import strategies as st
 from support.models import Words, build
 from support.trees import LENGTH, PROMPT, SAMPLED, Lab
 
+from arbor.engine.decoding import Decoding
+from arbor.engine.open_tree import OpenTree, RunHooks
+from arbor.engine.operation import Growing, Operation
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import (
     MARGIN,
-    DecodeScheduler,
     Lengths,
     Row,
+    Scheduler,
     WaveScheduler,
     most_held,
 )
@@ -25,28 +27,52 @@ from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Evicted, Forwarded, Rehydrated
+from arbor.memory import KVMemory
+from arbor.memory.pool import LayerKV
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
 
 
-def row(tree: ThoughtTree, leaf: Node, length: int = 0) -> Row:
+def operation(tree: ThoughtTree, slots: int, expected: int = 0) -> Growing:
+    """An operation on a tree in a budget; blocks are expected to have `expected` tokens."""
+    memory = KVMemory((LayerKV(1, 1, 1),), slots, torch.float32, torch.device("cpu"))
+    opened = OpenTree(tree, memory, slots, RunHooks())
+    if expected:
+        opened.lengths.add(expected)
+    return Growing(opened, [])
+
+
+def row(work: Operation, leaf: Node, length: int = 0, longest: int = 30) -> Row:
+    tree = leaf.tree
     child = tree.fork(leaf)
     for _ in range(length):
         tree.append(child, 7)
-    return Row(child, leaf, ArithmeticCode(0, child, Sampling()))
+    growth = Growth(0, Sampling(), StopRule(Words(), BlockLimits((), longest, 8), ()))
+    return Row(work, child.id, growth, child, leaf, ArithmeticCode(0, child, Sampling()))
 
 
-def running(
-    slots: int, rows: list[Row], *, longest: int = 8, lossy: bool = False
-) -> DecodeScheduler:
-    return (WaveScheduler if lossy else DecodeScheduler)(slots, longest, deque(rows))
+def queue_of(rows: list[Row], *, lossy: bool = False) -> Scheduler:
+    """A scheduler in which all of these wait."""
+    (work,) = {each.operation for each in rows}
+    queue = (WaveScheduler if lossy else Scheduler)(work.opened._memory)
+    work.waiting.extend(rows)
+    queue.operations.append(work)
+    return queue
+
+
+def expect(queue: Scheduler, expected: int) -> None:
+    """From now on blocks are expected to have so many tokens."""
+    opened = queue.operations[0].opened
+    opened.lengths = Lengths()
+    opened.lengths.add(expected)
 
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 30))
 def test_most_held_is_what_a_step_by_step_account_gives(lengths: list[int], expected: int) -> None:
     tree = ThoughtTree(PROMPT)
-    rows = [row(tree, tree.root, each) for each in lengths]
+    work = operation(tree, 99, expected)
+    rows = [row(work, tree.root, each) for each in lengths]
     left = [max(expected - each, MARGIN) for each in lengths]
 
     account = [
@@ -54,7 +80,7 @@ def test_most_held_is_what_a_step_by_step_account_gives(lengths: list[int], expe
         for step in range(1, max(left, default=0) + 1)
     ]
 
-    assert most_held(rows, expected) == max(account, default=0)
+    assert most_held(rows) == max(account, default=0)
 
 
 def test_a_block_is_expected_to_be_as_long_as_those_before_it() -> None:
@@ -68,85 +94,92 @@ def test_a_block_is_expected_to_be_as_long_as_those_before_it() -> None:
 
 def test_blocks_join_while_they_fit_and_later_as_others_end() -> None:
     tree = ThoughtTree(PROMPT)
-    rows = [row(tree, tree.root) for _ in range(5)]
-    queue = running(len(PROMPT) + 2 * 6, rows)
+    work = operation(tree, len(PROMPT) + 2 * 6, 6)
+    rows = [row(work, tree.root) for _ in range(5)]
+    queue = queue_of(rows)
 
-    assert queue.admit(6) == rows[:2]
-    assert queue.admit(6) == []
-    queue.finish(rows[:1])
-    assert queue.admit(6) == rows[2:3]
+    assert queue.admit().rows == rows[:2]
+    assert not queue.admit()
+    queue.leave(rows[:1])
+    assert queue.admit().rows == rows[2:3]
     assert queue.rows == rows[1:3]
-    queue.finish(rows[1:3])
-    assert queue.admit(6) == rows[3:]
-    queue.finish(rows[3:])
-    assert not queue
+    queue.leave(rows[1:3])
+    assert queue.admit().rows == rows[3:]
+    queue.leave(rows[3:])
+    assert not queue.rows and not queue.waiting
 
 
 def test_a_young_block_joins_where_an_old_one_will_have_ended_before_it_grows() -> None:
     tree = ThoughtTree(PROMPT)
-    old, other = row(tree, tree.root, 6), row(tree, tree.root, 6)
-    queue = running(len(PROMPT) + 24, [old, other, row(tree, tree.root), row(tree, tree.root)])
+    work = operation(tree, len(PROMPT) + 24, 10)
+    queue = queue_of([row(work, tree.root, length) for length in (6, 6, 0, 0)])
 
     # 10 + 10 + 4 when the old ones end; two young ones would be 28
-    assert len(queue.admit(10)) == 3
+    assert len(queue.admit().rows) == 3
 
 
 def test_one_block_joins_however_little_room_there_is() -> None:
     tree = ThoughtTree(PROMPT)
-    queue = running(1, [row(tree, tree.root), row(tree, tree.root)])
-    assert len(queue.admit(8)) == 1
+    work = operation(tree, 1, 8)
+    queue = queue_of([row(work, tree.root), row(work, tree.root)])
+    assert len(queue.admit().rows) == 1
 
 
 def test_the_block_that_joined_last_waits_again_and_is_the_next_to_join() -> None:
     tree = ThoughtTree(PROMPT)
-    rows = [row(tree, tree.root) for _ in range(4)]
-    queue = running(len(PROMPT) + 3 * 4, rows)
-    queue.admit(4)
+    work = operation(tree, len(PROMPT) + 3 * 4, 4)
+    rows = [row(work, tree.root) for _ in range(4)]
+    queue = queue_of(rows)
+    queue.admit()
 
     assert queue.preempt() is rows[2]
-    assert queue.admit(5) == []
-    queue.finish(rows[:1])
-    assert queue.admit(5) == rows[2:3]
+    expect(queue, 5)
+    assert not queue.admit()
+    queue.leave(rows[:1])
+    assert queue.admit().rows == rows[2:3]
 
 
 def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> None:
     tree = ThoughtTree(PROMPT)
-    rows = [row(tree, tree.root) for _ in range(5)]
-    queue = running(50, rows, longest=8, lossy=True)
+    work = operation(tree, 50, 1)
+    rows = [row(work, tree.root, longest=8) for _ in range(5)]
+    queue = queue_of(rows, lossy=True)
 
-    assert queue.admit(1) == rows[:3]
-    queue.finish(rows[:2])
-    assert queue.admit(1) == []
-    queue.finish(rows[2:3])
-    assert queue.admit(1) == rows[3:]
+    assert queue.admit().rows == rows[:3]
+    queue.leave(rows[:2])
+    assert not queue.admit()
+    queue.leave(rows[2:3])
+    assert queue.admit().rows == rows[3:]
 
 
 @given(st.data())
 def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
     tree = ThoughtTree(PROMPT)
+    slots, expected = data.draw(st.integers(10, 90)), data.draw(st.integers(1, 8))
+    work = operation(tree, slots, expected)
     leaves = [tree.root]
     for _ in range(data.draw(st.integers(0, 6))):
-        leaf = row(tree, data.draw(st.sampled_from(leaves)), data.draw(st.integers(1, 5))).node
+        leaf = row(work, data.draw(st.sampled_from(leaves)), data.draw(st.integers(1, 5))).node
         leaf.state = NodeState.CLOSED
         leaves.append(leaf)
-    rows = [row(tree, data.draw(st.sampled_from(leaves))) for _ in range(8)]
-    slots, expected = data.draw(st.integers(10, 90)), data.draw(st.integers(1, 8))
-    queue = running(slots, rows)
+    rows = [row(work, data.draw(st.sampled_from(leaves))) for _ in range(8)]
+    queue = queue_of(rows)
     over: set[int] = set()
-    while queue:
-        before = len(queue.rows)
-        joined = queue.admit(expected)
-        assert queue.rows[before:] == joined and queue.rows
+    while queue.rows or queue.waiting:
+        before = list(queue.rows)
+        joined = queue.admit().rows
+        assert queue.rows == sorted([*before, *joined], key=lambda each: each.place)
+        assert queue.rows
         paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in queue.rows))
         if len(queue.rows) > 1 and joined:
-            assert paths + most_held(queue.rows, expected) <= slots
+            assert paths + most_held(queue.rows) <= slots
         if data.draw(st.booleans()) and len(queue.rows) > 1:
             queue.preempt()
         else:
             done = data.draw(st.lists(st.sampled_from(queue.rows), min_size=1, unique_by=id))
             assert over.isdisjoint(each.node.id for each in done)
             over |= {each.node.id for each in done}
-            queue.finish(done)
+            queue.leave(done)
     assert over == {each.node.id for each in rows}
 
 
@@ -220,14 +253,13 @@ def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_we
     tree = lab.plant(len(PROMPT) + 17)
     lab.forget(lab.sprout([(tree.root, 2)], length=2))
     lab.events.clear()
-    decoding = lab._parts.decoding
-    right = decoding._preempt
+    right = Decoding.suspend
 
-    def preempt(queue: DecodeScheduler) -> None:
-        right(queue)
+    def suspend(self: Decoding, row: Row) -> None:
+        right(self, row)
         raise BudgetInfeasible(99, lab.memory.slots, "a test")
 
-    monkeypatch.setattr(decoding, "_preempt", preempt)
+    monkeypatch.setattr(Decoding, "suspend", suspend)
     with pytest.raises(BudgetInfeasible):
         lab.sprout([(tree.root, 4)], length=8)
 

@@ -36,7 +36,7 @@ class Outlooks:
             self.round.append(event.node)
         if session._search is None:
             return
-        outlook = dict(session.engine.state.run.outlook())
+        outlook = dict(session.engine.opened.run.outlook())
         stack = [node.id for node in session._search._stack]
         self.asked.append((event, outlook, list(self.round), stack))
 

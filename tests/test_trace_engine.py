@@ -50,8 +50,8 @@ class Watch:
     def __call__(self, event: Event) -> None:
         self.fold(event)
         memory = self.solver.engine._memory
-        opened = memory is not None and memory.tree is not None and event.name != "header"
-        nodes = list(memory.tree) if opened else []
+        opened = memory is not None and memory.forest.trees and event.name != "header"
+        nodes = list(memory.forest) if opened else []
         self.seen.append(
             Seen(
                 event.name,

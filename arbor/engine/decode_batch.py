@@ -11,16 +11,21 @@ from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
 from arbor.model.plan import ForwardPlan, SegmentTable, plan_table
 from arbor.model.sharing import SharedPrefix, Sharing
-from arbor.tree import NO_SLOT
+from arbor.tree import NO_SLOT, ThoughtTree
 
 
 class DecodeBatch:
-    """Plans decode steps for rows as a whole: one array for each thing a step needs of every row.
+    """Lays out decode steps for rows as a whole: one array for each thing a step needs of every
+    row.
 
     Args:
         memory: gives the slots.
         layers: of the model.
         min_saved_reads: see `plan_forward`.
+
+    Attributes:
+        trees: of the rows, each once.
+        tree: int64 [n], place of each row's tree in `trees`.
     """
 
     def __init__(self, memory: KVMemory, layers: int, min_saved_reads: int) -> None:
@@ -40,9 +45,22 @@ class DecodeBatch:
         self._exact = np.array([row.exact for row in rows], np.bool_)
         self._first_slots = np.array([row.first_slot for row in rows], np.int64)
         self._shared: SharedPrefix | None = None
+        places: dict[ThoughtTree, int] = {}
+        self.tree = np.array([places.setdefault(row.node.tree, len(places)) for row in rows], int)
+        self.trees = list(places)
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
     def plan(self) -> ForwardPlan:
-        """Plan the step that computes each row's last token.
+        """Plan the step that computes each row's last token, and nothing else."""
+        table = self.table()
+        if self._shared is None:
+            self._shared = self._sharing.of(table.contexts, [1] * len(self))
+        return plan_table(table, self._shared)
+
+    def table(self) -> SegmentTable:
+        """The segments that compute each row's last token.
 
         Each is given a slot, next to the one of the token before it if that is free.
         """
@@ -53,7 +71,7 @@ class DecodeBatch:
         count = len(slots)
         ends = (last.begin + last.length).tolist()
         held = last.spans.slot
-        table = SegmentTable(
+        return SegmentTable(
             contexts=self._contexts,
             context_lengths=self._context_lengths,
             tails=[held[a:b] for a, b in zip(last.begin.tolist(), ends, strict=True)],
@@ -65,6 +83,3 @@ class DecodeBatch:
             logit_rows=np.arange(count),
             again=np.zeros(count, np.bool_),
         )
-        if self._shared is None:
-            self._shared = self._sharing.of(table.contexts, [1] * count)
-        return plan_table(table, self._shared)

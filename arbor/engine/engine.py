@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,45 +12,53 @@ import torch
 from torch import Tensor
 
 from arbor.engine.decoding import Decoding
-from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.forest_state import ForestState
+from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
-from arbor.engine.nvtx import nvtx_range
+from arbor.engine.open_tree import OpenTree, RunHooks, ignore
+from arbor.engine.operation import Asking, Extending, Growing, Operation
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
-from arbor.engine.scheduler import Row
+from arbor.engine.scheduler import Question, Row, Visit
+from arbor.engine.step import Stepper
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
-from arbor.engine.tree_state import RunHooks, TreeState, ignore
-from arbor.errors import ArborError, BudgetInfeasible
-from arbor.events import KV, Detail, Evicted, ForwardKind, Listener, Opened
+from arbor.errors import BudgetInfeasible
+from arbor.events import KV, Detail, Listener, Opened
+from arbor.forest import by_tree
 from arbor.memory import KVMemory
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, ThoughtTree
 
 T = TypeVar("T")
+Ended = TypeVar("Ended", bound=Operation)
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of the engine that work on one tree."""
+    """The parts of the engine that work on the trees of one pool."""
 
+    state: ForestState
     rules: Rules
     residency: Residency
     forwards: ForwardPasses
-    rehydration: Rehydration
-    decoding: Decoding
+    stepper: Stepper
 
 
 class Engine:
-    """Runs the model over one tree at a time. Knows no search.
+    """Runs the model over the trees of many searches, in one budget. Knows no search.
 
-    Every public operation is a transaction: plan what it needs, evict to fit, allocate, only then
-    compute. It succeeds, or raises `BudgetInfeasible` with the smallest budget that would do and
-    leaves the tree as it was. So it does where the machine runs out of memory (`OutOfMemory`), with
+    A search asks for operations on its tree (`begin_grow`, `begin_ask`, `begin_extend`), and `step`
+    works on all of them: one forward, in which rows of any tree take part. `grow`, `ask` and
+    `extend` take steps until their own operation is done.
+
+    Every operation is a transaction: plan what it needs, evict to fit, allocate, only then compute.
+    It succeeds, or raises `BudgetInfeasible` with the smallest budget that would do and leaves the
+    tree as it was. So it does where the machine runs out of memory (`OutOfMemory`), with
     a budget that leaves room for the forward. Whatever else cuts it off (a listener that raises, an
     interruption), no token claims KV that was not computed, and the engine can go on.
 
@@ -101,8 +108,8 @@ class Engine:
             ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
         )
         self._memory: KVMemory | None = None
-        self._state: TreeState | None = None
         self._opened: _Parts | None = None
+        self._latest: OpenTree | None = None
 
     # Life of a tree
 
@@ -111,18 +118,21 @@ class Engine:
         tree: ThoughtTree,
         slots: int,
         *,
+        pool: int | None = None,
         emit: Listener = ignore,
         detail: Detail = "events",
         outlook: Callable[[], Mapping[int, float]] = dict,
         interrupted: Callable[[], bool] = bool,
         reads: FutureReads | None = None,
     ) -> None:
-        """Begin a run on a tree within a budget of `slots`; the last tree's KV is freed.
+        """Begin a run on a tree, next to those in progress; the KV of finished trees is freed.
 
         Args:
             tree: holds only its root.
-            slots: tokens of KV.
-            emit: listener for everything that happens, until `finish`.
+            slots: the budget of this search alone, in tokens of KV.
+            pool: the budget of all searches; by default that of this one. What the first search
+                sets holds until all have ended.
+            emit: listener for everything that happens to the tree, until `finish`.
             detail: how finely decoding is reported to it.
             outlook: probability that a later operation reads the path to a block, by node id.
             interrupted: asked after every decode step whether to give up the blocks in progress.
@@ -131,9 +141,22 @@ class Engine:
         Raises:
             OutOfMemory: the machine has less memory than that.
         """
+        if self._opened is not None:
+            for opened in list(self._opened.state.trees.values()):
+                if opened.finished or opened.tree is tree:
+                    self.close(opened.tree)
+        if self._opened is None or not self._opened.state.trees:
+            self._opened = self._parts_for(slots if pool is None else pool)
+        memory = self._opened.state.memory
+        memory.adopt(tree)
+        run = RunHooks(emit, detail, outlook, interrupted)
+        self._latest = OpenTree(tree, memory, slots, run, reads)
+        self._opened.state.open(self._latest)
+
+    def _parts_for(self, slots: int) -> _Parts:
         if self._memory is None or self._memory.slots != slots:
             # two pools at once may be too much
-            self._memory = self._state = self._opened = None
+            self._memory = self._opened = self._latest = None
             self._memory = KVMemory(
                 self.runner.layer_kv,
                 slots,
@@ -142,9 +165,7 @@ class Engine:
                 weight_bytes=self.runner.weight_bytes,
                 debug=self._debug,
             )
-        self._memory.attach(tree)
-        run = RunHooks(emit, detail, outlook, interrupted)
-        state = TreeState(tree, self._memory, self.policy.protect, run, reads)
+        state = ForestState(self._memory, self.policy.protect)
         rules = self._mode(state, self.policy, self.rehydrate)
         residency = Residency(state, self.policy, self.msve, rules.paths_lose)
         forwards = ForwardPasses(
@@ -153,22 +174,49 @@ class Engine:
             observes=self.policy.observes,
             min_saved_reads=self._min_saved_reads,
         )
-        rehydration = Rehydration(state, residency, forwards, rules)
-        decoding = Decoding(state, residency, forwards, rehydration, self._source, rules)
-        self._state = state
-        self._opened = _Parts(rules, residency, forwards, rehydration, decoding)
+        scheduler = rules.scheduler()
 
-    def finish(self) -> None:
-        """End of the run: nothing is emitted any more; the tree and its KV stay usable until the
-        next `open`."""
-        if self._state is not None:
-            self._state.finish()
+        def run_piece(root: Node, segment: Segment) -> Tensor:
+            return forwards.run([Part(root.tree, "prefill", [segment])])
+
+        rehydration = Rehydration(state, residency, rules, self.runner.layer_count, run_piece)
+        decoding = Decoding(state, forwards, self._source, scheduler)
+        stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, scheduler)
+        return _Parts(state, rules, residency, forwards, stepper)
+
+    def finish(self, tree: ThoughtTree | None = None) -> None:
+        """End of a run: nothing is emitted to it any more, and its operations are given up.
+
+        Alone in the engine, the tree and its KV stay usable until the next `open`; next to other
+        searches its KV is freed at once.
+
+        Args:
+            tree: of the run; by default the one opened last.
+        """
+        if self._opened is None or self._latest is None:
+            return
+        opened = self._opened.state.trees.get(self._latest.tree if tree is None else tree)
+        if opened is None:
+            return
+        stepper = self._opened.stepper
+        stepper.cancel(stepper.operations_of(opened), InterruptedError("the run has ended"))
+        opened.finish()
+        if len(self._opened.state.trees) > 1:
+            self.close(opened.tree)
+
+    def close(self, tree: ThoughtTree) -> None:
+        """Let a tree go: its operations are given up and its KV is freed; it stays readable."""
+        opened = self.state.trees[tree]
+        stepper = self._parts.stepper
+        stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
+        stepper.settle()
+        rows = self.state.close(opened)
+        self.residency.view.forget(rows)
 
     @property
-    def state(self) -> TreeState:
-        """The state of the open tree."""
-        assert self._state is not None, "no tree is open"
-        return self._state
+    def state(self) -> ForestState:
+        """The state of the open trees."""
+        return self._parts.state
 
     @property
     def _parts(self) -> _Parts:
@@ -180,8 +228,15 @@ class Engine:
         return self.state.memory
 
     @property
+    def opened(self) -> OpenTree:
+        """The tree opened last."""
+        assert self._latest is not None, "no tree is open"
+        return self._latest
+
+    @property
     def tree(self) -> ThoughtTree:
-        return self.state.tree
+        """The tree opened last."""
+        return self.opened.tree
 
     @property
     def residency(self) -> Residency:
@@ -189,8 +244,8 @@ class Engine:
 
     @property
     def kv(self) -> KV:
-        """Slots per tier now."""
-        return self.state.kv
+        """Slots per tier now, of the tree opened last."""
+        return self.opened.kv
 
     def changed(self, nodes: Sequence[Node]) -> None:
         """The search has valued these blocks."""
@@ -202,23 +257,43 @@ class Engine:
 
     # Operations
 
+    @property
+    def busy(self) -> bool:
+        """Whether operations are in progress."""
+        return self._opened is not None and self._opened.stepper.busy
+
+    def step(self) -> None:
+        """Run one forward for all operations in progress.
+
+        What goes wrong ends the operations it concerns, and is raised by their `result`.
+        """
+        self._parts.stepper.step()
+
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a
         path."""
-        self._require([node], [0])
-        with self._transaction("prefill"):
-            self._parts.rehydration.complete([node], reserve=0, want=[node])
+        self._complete(self.begin_extend(node)).result()
 
-    def room(self, leaf_tokens: int) -> int:
-        """Blocks of up to `leaf_tokens` tokens that may decode at once, at least 1."""
-        return self._parts.rules.room(leaf_tokens)
+    def begin_extend(self, node: Node) -> Extending:
+        """`extend`, as an operation for `step`."""
+        self._require([node], [0])
+        operation = Extending(self.state.of(node))
+        operation.waiting.append(Visit(operation, 0, node))
+        self._begin(operation)
+        return operation
+
+    def room(self, leaf_tokens: int, tree: ThoughtTree | None = None) -> int:
+        """Blocks of up to `leaf_tokens` tokens of a tree that may decode at once within its own
+        budget, at least 1; by default of the tree opened last."""
+        opened = self.opened if tree is None else self.state.trees[tree]
+        return self._parts.rules.room(opened, leaf_tokens)
 
     def grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> list[Node]:
         """Decode new children, all of them together as far as the budget allows, each up to its own
         boundary.
 
         Args:
-            leaves: (leaf, width) pairs.
+            leaves: (leaf, width) pairs of one tree.
             growth: how.
 
         Returns:
@@ -228,22 +303,28 @@ class Engine:
         Raises:
             BudgetInfeasible: a single child does not fit after its path.
         """
+        return self._complete(self.begin_grow(leaves, growth)).result() if leaves else []
+
+    def begin_grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> Growing:
+        """`grow`, as an operation for `step`; at least one leaf."""
         longest = growth.stop.max_tokens
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
-        children = [self.tree.fork(leaf) for leaf, width in leaves for _ in range(width)]
+        tree = leaves[0][0].tree
+        children = [tree.fork(leaf) for leaf, width in leaves for _ in range(width)]
         self.state.changed(children)
+        opened = self.state.trees[tree]
         for child in children:
             parent = None if child.parent is None else child.parent.id
-            self.state.emit(Opened(child.id, parent, child.index, child.depth, tokens=0, text=""))
-        self.decode(children, growth)
-        return children
+            opened.emit(Opened(child.id, parent, child.index, child.depth, tokens=0, text=""))
+        opened.raise_failure()
+        return self.begin_decode(children, growth)
 
     def decode(self, children: Sequence[Node], growth: Growth) -> None:
         """Decode open blocks up to their boundaries, together as far as the budget allows.
 
         Args:
-            children: open blocks without KV, empty or with a first token that is given rather than
-                sampled.
+            children: open blocks of one tree without KV, empty or with a first token that is given
+                rather than sampled.
             growth: how.
 
         Raises:
@@ -254,38 +335,34 @@ class Engine:
                 After any of these all of the children are PRUNED and hold nothing, those that were
                 finished included.
         """
+        if children:
+            self._complete(self.begin_decode(children, growth)).result()
+
+    def begin_decode(self, children: Sequence[Node], growth: Growth) -> Growing:
+        """`decode`, as an operation for `step`; at least one block."""
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
         parents = [child.parent for child in order if child.parent is not None]
         self._require(parents, [longest] * len(parents))
-        rows = deque(
-            Row(child, leaf, ArithmeticCode(growth.seed, child, growth.sampling))
-            for child, leaf in zip(order, parents, strict=True)
-        )
-        for row in rows:
-            if row.node.tokens:  # it was given, and is run like one that was sampled
-                row.pending = row.node.tokens[-1]
-                self.tree.take_back(row.node)
+        operation = Growing(self.state.of(children[0]), children)
+        for place, (child, leaf) in enumerate(zip(order, parents, strict=True)):
+            code = ArithmeticCode(growth.seed, child, growth.sampling)
+            row = Row(operation, place, growth, child, leaf, code)
+            if child.tokens:  # it was given, and is run like one that was sampled
+                row.pending = child.tokens[-1]
+                child.tree.take_back(child)
+            operation.waiting.append(row)
         self.state.changed(children)
-        if rows:
-            self.state.begin_operation()
-        scheduler = self._parts.rules.scheduler(longest, rows)
-        try:
-            with nvtx_range("decode"), self._transaction("decode"):
-                self._parts.decoding.run(scheduler, growth)
-        except BaseException as error:
-            self._parts.decoding.drop_chosen(scheduler.rows)
-            if isinstance(error, ArborError):
-                self._parts.forwards.report_steps()
-                self._give_up(children)
-            raise
+        operation.opened.begin_operation()
+        self._begin(operation)
+        return operation
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits after `path + question`, for each pair; leaves the tree as
         it was.
 
         Args:
-            nodes: blocks.
+            nodes: blocks of one tree.
             questions: token ids, at least one each.
 
         Returns:
@@ -294,29 +371,38 @@ class Engine:
         Raises:
             BudgetInfeasible: one question does not fit after its path.
         """
+        if not nodes:
+            return torch.empty(0, 0)
+        return self._complete(self.begin_ask(nodes, questions)).result()
+
+    def begin_ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Asking:
+        """`ask`, as an operation for `step`; at least one question."""
         self._require(nodes, [len(question) for question in questions])
-        order = self._in_order(range(len(nodes)), nodes)
-        answers: list[Tensor] = [torch.empty(0)] * len(nodes)
-        lengths = [len(questions[i]) for i in order]
-        for wave in self._waves([nodes[i] for i in order], lengths):
-            chosen = [order[i] for i in wave]
-            with self._transaction("verify"):
-                logits = self._ask([nodes[i] for i in chosen], [questions[i] for i in chosen])
-            for row, index in enumerate(chosen):
-                answers[index] = logits[row]
-        return torch.stack(answers) if answers else torch.empty(0, 0)
+        operation = Asking(self.state.of(nodes[0]), len(nodes))
+        for place in self._in_order(range(len(nodes)), nodes):
+            operation.waiting.append(Question(operation, place, nodes[place], questions[place]))
+        operation.opened.begin_operation()
+        self._begin(operation)
+        return operation
+
+    def _begin(self, operation: Operation) -> None:
+        self._parts.stepper.begin(operation)
+
+    def _complete(self, operation: Ended) -> Ended:
+        """Take steps until an operation is done."""
+        try:
+            while not operation.done:
+                self.step()
+        except BaseException as error:
+            self._parts.stepper.cancel([operation], error)
+            raise
+        return operation
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Free the KV of blocks that the search has given up."""
-        counts = []
-        for node in nodes:
-            self.state.logits.pop(node.id, None)
-            freed = self.memory.release([node])
-            if freed:
-                counts.append((node.id, freed))
-        self.state.changed(nodes)
-        if counts:
-            self.state.emit(Evicted(cause="close", nodes=tuple(sorted(counts)), kv=self.kv))
+        self._parts.stepper.forget(nodes)
+        for tree in by_tree(nodes):
+            self.state.trees[tree].raise_failure()
 
     @contextmanager
     def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
@@ -359,69 +445,3 @@ class Engine:
         if (held * place).sum() > (held * place[::-1]).sum():
             order.reverse()
         return [work[i] for i in order]
-
-    def _waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> Iterator[list[int]]:
-        """Cut one operation into waves that fit, and note for the policy which are still to come.
-
-        Args:
-            nodes: where each piece of work begins, in depth-first order, so that a wave shares what
-                it can.
-            extra: tokens each needs beyond its path.
-
-        Yields:
-            indices into `nodes`.
-        """
-        if nodes:
-            self.state.begin_operation()
-        waves = self._parts.rules.waves(nodes, extra)
-        for index, wave in enumerate(waves):
-            self.state.expect([[nodes[i] for i in later] for later in waves[index + 1 :]])
-            yield wave
-
-    # Parts of operations
-
-    @contextmanager
-    def _transaction(self, kind: ForwardKind) -> Iterator[None]:
-        """Within, slots are given to tokens that forwards then write. After a failure, whatever it
-        is, what has not been written holds none."""
-        if self.memory.pending:  # the last undoing was cut off itself
-            self._parts.rehydration.undo()
-        try:
-            with self._parts.forwards.explaining_out_of_memory(kind):
-                yield
-        except BaseException:
-            self._parts.rehydration.undo()
-            raise
-
-    def _ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
-        memory, rehydration = self.memory, self._parts.rehydration
-        placed = rehydration.place(nodes, reserve=sum(len(question) for question in questions))
-        segments = []
-        borrowed = []
-        contexts = self.state.contexts(nodes)
-        for node, question, context in zip(nodes, questions, contexts, strict=True):
-            slots = memory.borrow(question, node.end)
-            borrowed.append(slots)
-            segments.append(
-                Segment(
-                    context=context,
-                    tokens=question,
-                    positions=np.arange(node.end, node.end + len(question)),
-                    tail=slots,
-                    write=slots,
-                    logits=1,
-                )
-            )
-        logits = rehydration.compute(placed, "verify", segments)
-        for slots in borrowed:
-            memory.give_back(slots)
-        self.state.used(self.tree.paths(nodes))
-        return logits
-
-    def _give_up(self, children: Sequence[Node]) -> None:
-        """An operation that cannot be finished: its blocks hold nothing any more, and none of them
-        is open."""
-        self._parts.decoding.cut([child for child in children if child.state is NodeState.OPEN])
-        for child in children:
-            child.state = NodeState.PRUNED
-        self.forget(children)

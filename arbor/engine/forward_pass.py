@@ -1,4 +1,4 @@
-"""ForwardPasses: the model's forwards over one tree, observed, committed and reported."""
+"""ForwardPasses: the model's forwards, observed, committed and reported to the trees they serve."""
 
 from __future__ import annotations
 
@@ -6,112 +6,181 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
+from arbor.engine.open_tree import OpenTree, Steps
 from arbor.engine.stopwatch import Stopwatch
-from arbor.engine.tree_state import TreeState
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
-from arbor.model.plan import ForwardPlan, Segment, plan_forward, visibility
+from arbor.model.plan import (
+    ForwardPlan,
+    Segment,
+    SegmentTable,
+    joined,
+    plan_table,
+    visibility,
+)
 from arbor.model.runner import ModelRunner
-from arbor.tree import Node, NodeState
+from arbor.model.sharing import share
+from arbor.tree import NodeState, ThoughtTree
 
 OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
 
 
 @dataclass(slots=True)
-class _Steps:
-    """Decode steps that were not reported yet."""
+class Part:
+    """The segments of one tree in a forward, decode steps apart.
 
-    steps: int = 0
-    rows: int = 0
-    read: int = 0
-    unique: int = 0
-    held: int = 0
+    Attributes:
+        tree: whose.
+        kind: their purpose.
+        segments: the tokens to compute.
+    """
+
+    tree: ThoughtTree
+    kind: ForwardKind
+    segments: list[Segment]
 
 
 class ForwardPasses:
-    """Runs the model over one tree.
+    """Runs the model over the open trees.
 
     Args:
-        state: of the tree.
+        state: of the open trees.
         runner: the model.
         observes: whether attention is observed.
         min_saved_reads: see `plan_forward`.
     """
 
     def __init__(
-        self, state: TreeState, runner: ModelRunner, *, observes: bool, min_saved_reads: int
+        self, state: ForestState, runner: ModelRunner, *, observes: bool, min_saved_reads: int
     ) -> None:
         self.runner = runner
         self._state = state
         self._memory = state.memory
         self._observes = observes
         self.min_saved_reads = min_saved_reads
-        self._unreported = _Steps()
-        self._stopwatch = Stopwatch(runner.device)  # of the unreported steps
+        self._stopwatch = Stopwatch(runner.device)  # of the steps whose time was not read yet
 
-    def run(
-        self, kind: ForwardKind, segments: Sequence[Segment], computed: Sequence[Node]
-    ) -> Tensor:
-        """One forward of its own, reported at once.
+    def run(self, parts: Sequence[Part], batch: DecodeBatch | None = None) -> Tensor:
+        """One forward over segments, reported at once, and over the rows that decode if there are
+        any, reported with the decode steps after it.
 
         Args:
-            kind: its purpose.
-            segments: the tokens to compute.
-            computed: blocks that count as computed from now on.
+            parts: at least one; a tree at most once.
+            batch: the rows.
 
         Returns:
-            logits [n, V] float32 where the segments ask for them.
+            logits [n, V] float32: of each row, then where the segments ask for them.
         """
-        self.report_steps()
-        stopwatch = Stopwatch(self.runner.device)
-        with stopwatch.running():
-            plan = plan_forward(segments, min_saved_reads=self.min_saved_reads)
+        for part in parts:
+            self.report_steps(self._state.trees[part.tree])
+        self._read_times()
+        segments = [segment for part in parts for segment in part.segments]
+        decoding = 0 if batch is None else len(batch)
+        with self._stopwatch.running():
+            tables = [SegmentTable.of(segments)] if segments else []
+            if batch is not None:
+                tables.insert(0, batch.table())
+            table = joined(tables)
+            shared = share(table.contexts, table.counts.tolist(), self.min_saved_reads)
+            plan = plan_table(table, shared)
+            kind: ForwardKind = "decode" if decoding else parts[0].kind
             with nvtx_range(kind), self.explaining_out_of_memory(kind, plan.rows):
                 logits = self._forward(plan)
         self._memory.commit()
-        self._state.mark_computed(computed)
-        once = _Steps(1, plan.rows, plan.read_tokens, plan.unique_read_tokens, self._memory.used)
-        self._report(kind, once, stopwatch.take())
+        elapsed_s = self._stopwatch.take() / plan.rows  # of each row
+        if batch is not None:
+            self._count(plan, batch)
+            self._share_time(elapsed_s * decoding)
+        first = decoding
+        for part in parts:
+            mine = slice(first, first + len(part.segments))
+            first += len(part.segments)
+            rows = int(plan.table.counts[mine].sum())
+            opened = self._state.trees[part.tree]
+            once = Steps(
+                steps=1,
+                rows=rows,
+                read=int(plan.reads[mine].sum()),
+                unique=int(plan.unique_reads[mine].sum()),
+                held=self._held(opened),
+                elapsed_s=elapsed_s * rows,
+            )
+            self._report(opened, part.kind, once)
         return logits
 
     def timing(self) -> AbstractContextManager[None]:
         """Count the work within as part of the decode steps that are reported next."""
         return self._stopwatch.running()
 
-    def step(self, plan: ForwardPlan) -> Tensor:
+    def step(self, batch: DecodeBatch) -> Tensor:
         """One decode step, reported together with those after it; logits [n, V] float32."""
+        plan = batch.plan()
         with self.explaining_out_of_memory("decode", plan.rows):
             logits = self._forward(plan)
         self._memory.commit()
-        self._unreported.steps += 1
-        self._unreported.rows += plan.rows
-        self._unreported.read += plan.read_tokens
-        self._unreported.unique += plan.unique_read_tokens
-        self._unreported.held += self._memory.used
+        self._count(plan, batch)
         return logits
 
-    def report_steps(self) -> None:
-        """Report the decode steps since the last forward of another kind."""
-        if self._unreported.steps:
-            steps, self._unreported = self._unreported, _Steps()
-            self._report("decode", steps, self._stopwatch.take())
+    def report_steps(self, opened: OpenTree) -> None:
+        """Report a tree's decode steps since its last forward of another kind."""
+        if opened.steps.steps:
+            self._read_times()
+            steps, opened.steps = opened.steps, Steps()
+            self._report(opened, "decode", steps)
 
-    def _report(self, kind: ForwardKind, what: _Steps, elapsed_s: float) -> None:
-        self._state.emit(
+    def _count(self, plan: ForwardPlan, batch: DecodeBatch) -> None:
+        """Count one step for each tree that has rows in it."""
+        count = len(batch)
+        reads, unique = plan.reads[:count], plan.unique_reads[:count]
+        whole = len(batch.trees) == 1
+        for place, tree in enumerate(batch.trees):
+            opened = self._state.trees[tree]
+            mine: NDArray[np.int64] | slice = (
+                slice(None) if whole else np.flatnonzero(batch.tree == place)
+            )
+            steps, rows = opened.steps, len(reads[mine])
+            steps.steps += 1
+            steps.rows += rows
+            steps.untimed_rows += rows
+            steps.read += int(reads[mine].sum())
+            steps.unique += int(unique[mine].sum())
+            steps.held += self._held(opened)
+
+    def _held(self, opened: OpenTree) -> int:
+        return self._memory.used_by(opened.tree)
+
+    def _read_times(self) -> None:
+        """Divide the time of the steps since the last call among their rows."""
+        if any(opened.steps.untimed_rows for opened in self._state.trees.values()):
+            self._share_time(self._stopwatch.take())
+
+    def _share_time(self, elapsed_s: float) -> None:
+        untimed = [each.steps for each in self._state.trees.values() if each.steps.untimed_rows]
+        rows = sum(steps.untimed_rows for steps in untimed)
+        for steps in untimed:
+            steps.elapsed_s += elapsed_s * steps.untimed_rows / rows
+            steps.untimed_rows = 0
+
+    def _report(self, opened: OpenTree, kind: ForwardKind, what: Steps) -> None:
+        opened.emit(
             Forwarded(
                 kind=kind,
                 rows=what.rows,
                 steps=what.steps,
                 read_tokens=what.read,
                 unique_read_tokens=what.unique,
-                kv=self._state.kv,
-                peak=self._memory.peak,
-                elapsed_s=elapsed_s,
+                kv=opened.kv,
+                peak=self._memory.peak_of(opened.tree),
+                elapsed_s=what.elapsed_s,
                 held=what.held,
             )
         )
@@ -142,7 +211,7 @@ class ForwardPasses:
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, ArborError) or not is_out_of_memory(error):
                 raise
-            alive = [node for node in self._state.tree if node.state is not NodeState.PRUNED]
+            alive = [node for node in self._state.forest if node.state is not NodeState.PRUNED]
             raise forward_too_large(
                 error,
                 self.runner.device,

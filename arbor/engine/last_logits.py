@@ -12,22 +12,22 @@ MOST_BYTES = 256 << 20
 
 
 class LastLogits(dict[int, Tensor]):
-    """Node id -> [V] logits; beyond `MOST_BYTES` the oldest are dropped, and computed again from
-    one token when they are needed."""
+    """Row of a block -> [V] logits; beyond `MOST_BYTES` the oldest are dropped, and computed again
+    from one token when they are needed."""
 
-    def remember(self, nodes: Sequence[int], logits: Tensor) -> None:
+    def remember(self, blocks: Sequence[int], logits: Tensor) -> None:
         """Keep these rows ([n, V]) of these blocks, in any case.
 
         One call copies all rows, each into memory of its own: views of one gathered [n, V] would
         keep every row alive as long as any of them is.
         """
-        for node_id in nodes:
-            self.pop(node_id, None)  # to the end of the order
+        for row in blocks:
+            self.pop(row, None)  # to the end of the order
         # torch's stub says that unbind_copy returns nothing
         rows: Any = torch.unbind_copy(logits)  # type: ignore[func-returns-value]
-        self.update(zip(nodes, rows, strict=True))
-        if nodes:
+        self.update(zip(blocks, rows, strict=True))
+        if blocks:
             row_bytes = logits.shape[-1] * logits.element_size()
-            most = max(len(nodes), MOST_BYTES // row_bytes)
+            most = max(len(blocks), MOST_BYTES // row_bytes)
             while len(self) > most:
                 del self[next(iter(self))]

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.engine.forest_state import ForestState
+from arbor.engine.open_tree import OpenTree
 from arbor.engine.residency import PathsLose, Residency
-from arbor.engine.scheduler import DecodeScheduler, Row, WaveScheduler
-from arbor.engine.tree_state import TreeState
+from arbor.engine.scheduler import Scheduler, WaveScheduler
 from arbor.engine.waves import fitting, halves
 from arbor.retention.policy import Policy
-from arbor.tree import NO_SLOT, Node
+from arbor.tree import NO_SLOT, Node, paths_of
 
 Mode = Literal["lossless", "lossy"]
 Rehydrate = Literal["selective", "span", "off"]
-Holes = dict[int, NDArray[np.int64]]  # by node id, offsets of the tokens to compute, increasing
+Holes = dict[int, NDArray[np.int64]]  # by row, offsets of the tokens to compute, increasing
 
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between
 
 
 class Rules(Protocol):
-    """What a mode decides for one tree.
+    """What a mode decides.
 
     Attributes:
         must_fit: what `required` counts, in words.
@@ -38,8 +38,9 @@ class Rules(Protocol):
         """Tokens of the path to a block that have to be on the device while it grows."""
         ...
 
-    def room(self, leaf_tokens: int) -> int:
-        """Blocks of up to `leaf_tokens` tokens that may decode at once, at least 1."""
+    def room(self, opened: OpenTree, leaf_tokens: int) -> int:
+        """Blocks of up to `leaf_tokens` tokens that may decode at once within a search's own
+        budget, at least 1."""
         ...
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
@@ -55,8 +56,8 @@ class Rules(Protocol):
         """
         ...
 
-    def scheduler(self, longest: int, rows: deque[Row]) -> DecodeScheduler:
-        """Who decodes together; the rows wait, none is longer than `longest`."""
+    def scheduler(self) -> Scheduler:
+        """Decides which work takes part in the next forward."""
         ...
 
     def pinned(self, nodes: Sequence[Node]) -> list[Node]:
@@ -93,7 +94,7 @@ class Lossless:
     """Every running path is complete and exact before anything is computed after it.
 
     Args:
-        state: of the tree.
+        state: of the open trees.
         policy: of the engine.
         rehydrate: see `Engine`.
     """
@@ -101,7 +102,7 @@ class Lossless:
     must_fit = "the longest path"
     paths_lose: PathsLose = "never"
 
-    def __init__(self, state: TreeState, policy: Policy, rehydrate: Rehydrate) -> None:
+    def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
         assert rehydrate != "off", "lossless needs what it evicted back"
         self._state = state
         self._memory = state.memory
@@ -112,9 +113,9 @@ class Lossless:
         """The whole path."""
         return node.end
 
-    def room(self, leaf_tokens: int) -> int:
+    def room(self, opened: OpenTree, leaf_tokens: int) -> int:
         """What fits next to the longest path."""
-        return max(1, (self._memory.slots - self._state.longest) // max(1, leaf_tokens))
+        return max(1, (opened.slots - opened.longest) // max(1, leaf_tokens))
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
         """The union of a wave's paths fits; where the policy gives up nothing, only free slots are
@@ -123,13 +124,13 @@ class Lossless:
             return list(halves(extra, 2 * self._memory.free))
         return list(fitting(nodes, extra, self._memory.slots))
 
-    def scheduler(self, longest: int, rows: deque[Row]) -> DecodeScheduler:
+    def scheduler(self) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
-        return DecodeScheduler(self._memory.slots, longest, rows)
+        return Scheduler(self._memory, keeps_all=self._keeps_all)
 
     def pinned(self, nodes: Sequence[Node]) -> list[Node]:
         """Whole paths."""
-        return self._state.tree.paths(nodes)
+        return paths_of(nodes)
 
     def is_outdated(self, leaf: Node) -> bool:
         """Never: they were computed over a whole path."""
@@ -151,7 +152,7 @@ class Lossy:
     computed over the gaps.
 
     Args:
-        state: of the tree.
+        state: of the open trees.
         policy: of the engine.
         rehydrate: see `Engine`.
     """
@@ -159,7 +160,7 @@ class Lossy:
     must_fit = "what is protected of a path"
     paths_lose: PathsLose
 
-    def __init__(self, state: TreeState, policy: Policy, rehydrate: Rehydrate) -> None:
+    def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
         self.paths_lose = "last" if policy.spares_paths else "equally"
         self._state = state
         self._memory = state.memory
@@ -170,17 +171,17 @@ class Lossy:
         """What the policy protects of a path."""
         return min(node.end, self._protected)
 
-    def room(self, leaf_tokens: int) -> int:
+    def room(self, opened: OpenTree, leaf_tokens: int) -> int:
         """What fits into half of the budget."""
-        return max(1, self._memory.slots // 2 // max(1, leaf_tokens))
+        return max(1, opened.slots // 2 // max(1, leaf_tokens))
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
         """A wave takes at most half of the budget."""
         return list(halves(extra, self._memory.slots))
 
-    def scheduler(self, longest: int, rows: deque[Row]) -> DecodeScheduler:
+    def scheduler(self) -> Scheduler:
         """Blocks join in waves, as any token may leave for good."""
-        return WaveScheduler(self._memory.slots, longest, rows)
+        return WaveScheduler(self._memory)
 
     def pinned(self, nodes: Sequence[Node]) -> list[Node]:
         """The open blocks themselves."""
@@ -194,7 +195,7 @@ class Lossy:
     def pieces(self, root: Node, room: int) -> list[range]:
         """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there
         is."""
-        if root.id in self._state.computed or root.end <= room:
+        if root.row in self._state.computed or root.end <= room:
             return []
         piece = max(1, min(PIECE, self._memory.slots // 4))
         return [range(at, min(root.end, at + piece)) for at in range(0, root.end, piece)]
@@ -211,28 +212,28 @@ class Lossy:
         chosen = residency.choose(path, leaves, self._memory.slots - reserve)
         holes = {}
         for node in path:
-            offsets = chosen[node.id]
+            offsets = chosen[node.row]
             missing = offsets[node.span.slot[offsets] == NO_SLOT]
             all_anew = self._rehydrate == "span" and len(missing)
-            holes[node.id] = offsets if all_anew else missing
+            holes[node.row] = offsets if all_anew else missing
         return holes
 
     def _never_computed(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
     ) -> Holes:
-        never = [node for node in path if node.id not in self._state.computed]
+        never = [node for node in path if node.row not in self._state.computed]
         new = sum(int((~node.span.resident).sum()) for node in never)
         residency.fit(new + reserve, leaves, "transition")
-        holes: Holes = dict.fromkeys((node.id for node in path), np.empty(0, np.int64))
-        return holes | {node.id: np.flatnonzero(~node.span.resident) for node in never}
+        holes: Holes = dict.fromkeys((node.row for node in path), np.empty(0, np.int64))
+        return holes | {node.row: np.flatnonzero(~node.span.resident) for node in never}
 
 
-def _incomplete(state: TreeState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
+def _incomplete(state: ForestState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
     """What is missing or inexact; all tokens of a block that lacks one, where whole spans come
     back."""
-    holes = {node.id: state.missing(node) for node in path}
+    holes = {node.row: state.missing(node) for node in path}
     if rehydrate == "span":
         for node in path:
-            if len(holes[node.id]):
-                holes[node.id] = np.arange(len(node.tokens))
+            if len(holes[node.row]):
+                holes[node.row] = np.arange(len(node.tokens))
     return holes

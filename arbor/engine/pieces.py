@@ -18,7 +18,7 @@ def contexts_of(
 ) -> list[Context]:
     """The context that each of several paths is, by the block it ends with (None: no path).
 
-    It consists of the resident tokens of the blocks that are not hidden, by node id. Paths that
+    It consists of the resident tokens of the blocks that are not hidden, by row. Paths that
     share blocks share their pieces.
     """
     heads: dict[int, list[Piece]] = {}
@@ -26,9 +26,9 @@ def contexts_of(
     for node in nodes:
         path = node.path if node is not None else []
         for each in path:
-            if each.id not in heads:
-                heads[each.id] = [] if each.id in hidden else head(each, len(each.tokens))
-        contexts.append(tuple(piece for each in path for piece in heads[each.id]))
+            if each.row not in heads:
+                heads[each.row] = [] if each.row in hidden else head(each, len(each.tokens))
+        contexts.append(tuple(piece for each in path for piece in heads[each.row]))
     return contexts
 
 
@@ -38,7 +38,7 @@ def head(node: Node, end: int) -> list[Piece]:
     offsets = np.flatnonzero(slots >= 0)
     if len(offsets) == 0:
         return []
-    return [Piece((node.id, end), slots[offsets], (node.start + offsets).astype(np.int32))]
+    return [Piece((node.row, end), slots[offsets], (node.start + offsets).astype(np.int32))]
 
 
 def segments_of(
@@ -50,36 +50,39 @@ def segments_of(
     hidden: AbstractSet[int],
     before: AbstractSet[int],
     computed: AbstractSet[int],
-) -> tuple[list[Segment], list[int]]:
+) -> tuple[list[Segment], list[Node], list[int]]:
     """The runs of tokens to compute; a run's context ends where it begins.
 
     Args:
         ordered: blocks whose tokens have slots, depth first.
-        holes: offsets of the tokens to compute, increasing, by node id.
-        wanted: ids of blocks whose logits after the last token are needed.
+        holes: offsets of the tokens to compute, increasing, by row.
+        wanted: rows of blocks whose logits after the last token are needed.
         trash: the slot for K/V that are there already.
-        hidden: ids of blocks that nothing attends to.
-        before: ids of blocks that were computed before these were hidden: their K/V attend to them
+        hidden: rows of blocks that nothing attends to.
+        before: rows of blocks that were computed before these were hidden: their K/V attend to them
             all the same.
-        computed: ids of blocks computed at least once.
+        computed: rows of blocks computed at least once.
 
     Returns:
-        the segments, and the ids of the blocks whose logits they give, in order.
+        the segments, the block of each, and the rows of the blocks whose logits they give, in
+        order.
     """
     nowhere = np.full(1, trash, np.int32)
     segments: list[Segment] = []
+    owners: list[Node] = []
     order: list[int] = []
     for node in ordered:
-        masked = frozenset() if node.id in before else hidden
-        runs = runs_of(holes[node.id])
+        masked = frozenset() if node.row in before else hidden
+        runs = runs_of(holes[node.row])
         last = len(node.tokens) - 1
-        if node.id in wanted:
-            order.append(node.id)
+        if node.row in wanted:
+            order.append(node.row)
         # the last token runs once more, for its logits only: it is resident, or its K/V attend to
         # more than they do
-        again = node.id in wanted and (not runs or runs[-1][1] != last + 1 or masked != hidden)
+        again = node.row in wanted and (not runs or runs[-1][1] != last + 1 or masked != hidden)
         for begin, end in runs:
             slots = node.span.slot[begin:end]
+            owners.append(node)
             segments.append(
                 Segment(
                     context=(*contexts_of([node.parent], masked)[0], *head(node, begin)),
@@ -87,11 +90,12 @@ def segments_of(
                     positions=np.arange(node.start + begin, node.start + end),
                     tail=slots,
                     write=slots,
-                    logits=int(node.id in wanted and end == last + 1 and not again),
-                    again=node.id in computed,
+                    logits=int(node.row in wanted and end == last + 1 and not again),
+                    again=node.row in computed,
                 )
             )
         if again:
+            owners.append(node)
             segments.append(
                 Segment(
                     context=(*contexts_of([node.parent], hidden)[0], *head(node, last)),
@@ -103,7 +107,7 @@ def segments_of(
                     again=True,
                 )
             )
-    return segments, order
+    return segments, owners, order
 
 
 def runs_of(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:

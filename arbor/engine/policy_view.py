@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.engine.tree_state import TreeState
+from arbor.engine.forest_state import ForestState
 from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
@@ -20,20 +20,20 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far 
 
 
 class PolicyView:
-    """Shows a policy the blocks of one tree, as columns that are made when they are read.
+    """Shows a policy the blocks of the open trees, as columns that are made when they are read.
 
     Args:
-        state: of the tree.
+        state: of the open trees.
         policy: whose protection applies.
         msve: block values for the policies that read them.
     """
 
-    def __init__(self, state: TreeState, policy: Policy, msve: MSVE) -> None:
+    def __init__(self, state: ForestState, policy: Policy, msve: MSVE) -> None:
         self._state = state
         self._table = state.table
         self._policy = policy
         self._msve = msve
-        self._names = np.zeros(0, np.uint64)  # by node id; 0 = not made yet
+        self._names = np.zeros(0, np.uint64)  # by row; 0 = not made yet
 
     def offered(
         self,
@@ -57,7 +57,7 @@ class PolicyView:
         protect = protect or self._policy.protect
         table = self._table
         table.refresh()
-        running = [leaf.id for leaf in leaves]
+        running = [leaf.row for leaf in leaves]
         active = table.on_paths(running)
         if ids is None:
             able = (table.resident > 0) & ~table.open
@@ -127,14 +127,14 @@ class PolicyView:
         return floor
 
     def _oldest(self, leaves: Sequence[Node], protect: Protect) -> NDArray[np.int64]:
-        """Where in each block the window of recent tokens begins, int64 by node id; `NEVER` where
+        """Where in each block the window of recent tokens begins, int64 by row; `NEVER` where
         it does not reach."""
         oldest = np.full(len(self._table), NEVER)
         for leaf in leaves if protect.recent else ():
             # the window of a block several leaves share begins where the shortest one's does
             begin = leaf.end - protect.recent
             for node in reversed(leaf.path):
-                oldest[node.id] = min(oldest[node.id], begin)
+                oldest[node.row] = min(oldest[node.row], begin)
                 if node.start <= begin:
                     break
         return oldest
@@ -145,20 +145,32 @@ class PolicyView:
         return self._state.statistics.block_attention(ids)
 
     def _next_use(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        reads = self._state.reads
-        if reads is None:
-            return np.full(len(ids), NEVER)
-        return reads.after(self._state.operation, ids)
+        result = np.full(len(ids), NEVER)
+        numbers = self._state.forest.numbers_of(ids)
+        for opened in self._state.trees.values():
+            if opened.reads is not None:
+                mine = np.flatnonzero(numbers == opened.tree.number)
+                own = [node.id for node in self._state.forest.nodes(ids[mine].tolist())]
+                result[mine] = opened.reads.after(opened.operation, np.array(own, np.int64))
+        return result
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        upcoming = self._state.upcoming
-        if not upcoming:
+        waits = [
+            (node.row, at)
+            for opened in self._state.trees.values()
+            for at, wave in enumerate(opened.upcoming, 1)
+            for node in wave
+        ]
+        if not waits:
             return np.full(len(ids), NEVER)
-        waits = [(node.id, at) for at, wave in enumerate(upcoming, 1) for node in wave]
         return self._table.soonest(*zip(*waits, strict=True))[ids]
 
     def _reentry(self, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-        likely = self._state.run.outlook()
+        likely = {
+            opened.tree[node_id].row: chance
+            for opened in self._state.trees.values()
+            for node_id, chance in opened.run.outlook().items()
+        }
         if not likely:
             return np.zeros(len(ids))
         leaves = np.fromiter(likely, np.int64, len(likely))
@@ -224,9 +236,13 @@ class PolicyView:
         if len(self._names) < len(self._table):
             more = max(len(self._table), 2 * len(self._names)) - len(self._names)
             self._names = np.concatenate([self._names, np.zeros(more, np.uint64)])
-        for node_id in ids[self._names[ids] == 0].tolist():
-            self._names[node_id] = _name(self._state.tree[node_id])
+        for row in ids[self._names[ids] == 0].tolist():
+            self._names[row] = _name(self._state.forest[row])
         return self._names[ids]
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Remove the blocks of a tree that was dropped; other blocks may have their rows later."""
+        self._names[[row for row in rows if row < len(self._names)]] = 0
 
 
 def _name(node: Node) -> int:

@@ -1,25 +1,25 @@
-"""Rehydration: makes running paths complete, in one forward over the tokens they miss."""
+"""Rehydration: gives slots to what running paths miss, and lays it out for one forward."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.forest_state import ForestState
 from arbor.engine.mode import Rules
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.residency import Residency
-from arbor.engine.tree_state import TreeState
-from arbor.events import Evicted, ForwardKind, Rehydrated
+from arbor.events import Rehydrated
+from arbor.forest import by_tree
 from arbor.model.plan import Segment
-from arbor.tree import NO_SLOT, Node
+from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
 
-logger = logging.getLogger(__name__)
+# runs a segment of a prompt in a forward of its own; logits [n, V] where it asks for them
+RunPiece = Callable[[Node, Segment], Tensor]
 
 
 @dataclass(slots=True)
@@ -28,112 +28,50 @@ class Placed:
 
     Attributes:
         segments: the tokens to run.
-        wanted: ids of the blocks whose logits after the last token it gives, in order.
-        written: blocks of which it writes tokens.
-        again: whether some of these had been computed before.
+        owners: the block of each segment.
+        wanted: blocks whose logits after the last token they give, in order.
+        written: blocks of which they write tokens.
+        again: trees of which some of these had been computed before.
     """
 
-    segments: list[Segment]
-    wanted: list[int]
-    written: list[Node]
-    again: bool
+    segments: list[Segment] = field(default_factory=list)
+    owners: list[Node] = field(default_factory=list)
+    wanted: list[Node] = field(default_factory=list)
+    written: list[Node] = field(default_factory=list)
+    again: set[ThoughtTree] = field(default_factory=set)
 
 
 class Rehydration:
-    """Completes paths of one tree.
+    """Completes paths of the open trees.
+
+    Every run of consecutive missing tokens is one segment whose context ends where the run begins;
+    all K/V are written before anything attends, so earlier runs are context of later ones.
 
     Args:
-        state: of the tree.
+        state: of the open trees.
         residency: frees room.
-        forwards: compute the missing tokens.
         rules: of the mode.
+        layers: of the model.
+        run_piece: runs a piece of a prompt longer than the budget.
     """
 
     def __init__(
         self,
-        state: TreeState,
+        state: ForestState,
         residency: Residency,
-        forwards: ForwardPasses,
         rules: Rules,
+        layers: int,
+        run_piece: RunPiece,
     ) -> None:
         self._state = state
         self._residency = residency
         self._memory = state.memory
-        self._forwards = forwards
         self._logits = state.logits
         self._rules = rules
-        self._layers = forwards.runner.layer_count
-        # ids of the blocks whose tokens were reported to be back, and are not computed yet
-        self._announced: list[int] = []
-
-    def complete(
-        self,
-        leaves: Sequence[Node],
-        *,
-        reserve: int,
-        want: Sequence[Node],
-        running: Sequence[Node] = (),
-    ) -> list[Tensor]:
-        """Bring back what the leaves' paths miss, in one forward over the missing tokens only.
-
-        Every run of consecutive missing tokens is one segment whose context ends where the run
-        begins; all K/V are written before anything attends, so earlier runs are context of later
-        ones.
-
-        Args:
-            leaves: whose paths.
-            reserve: slots that must be free afterwards.
-            want: those of them whose logits after the last token are needed.
-            running: ends of other running paths, which stay.
-
-        Returns:
-            [V] float32 for each that was wanted.
-        """
-        path = self._state.tree.paths(leaves)
-        root = path[0]
-        for leaf in leaves:
-            if self._rules.is_outdated(leaf):
-                self._logits.pop(leaf.id, None)
-        if pieces := self._rules.pieces(root, self._memory.slots - reserve - len(want)):
-            self._prefill_in_pieces(root, pieces)
-        known = {leaf.id: self._logits.get(leaf.id) for leaf in want}
-        placed = self.place(leaves, want=want, reserve=reserve, running=running)
-        if placed.segments:
-            kind: ForwardKind = "rehydrate" if placed.again else "prefill"
-            logits = self.compute(placed, kind)
-            known.update(zip(placed.wanted, logits, strict=True))
-            self._logits.remember(placed.wanted, logits)
-        self._state.used(path)
-        return [row for leaf in want if (row := known[leaf.id]) is not None]
-
-    def compute(self, placed: Placed, kind: ForwardKind, behind: Sequence[Segment] = ()) -> Tensor:
-        """Run placed tokens, in one forward.
-
-        Args:
-            placed: by `place`.
-            kind: its purpose.
-            behind: more segments of the same forward, which write no block.
-
-        Returns:
-            logits [n, V] float32 where the segments ask for them.
-        """
-        logits = self._forwards.run(kind, [*placed.segments, *behind], placed.written)
-        self._announced = []
-        return logits
-
-    def undo(self) -> None:
-        """After a failure: drop tokens that were placed and never computed, and report the eviction
-        of those that were reported as rehydrated."""
-        lost = self._memory.rollback()
-        announced, self._announced = self._announced, []
-        self._state.changed(self._state.tree)
-        gone = sorted((node_id, lost[node_id]) for node_id in announced if lost.get(node_id))
-        if gone:
-            event = Evicted(cause="transition", nodes=tuple(gone), kv=self._state.kv)
-            try:
-                self._state.emit(event)
-            except Exception:  # the failure that is being undone is the one that counts
-                logger.warning("a listener failed at '%s'", event.name, exc_info=True)
+        self._layers = layers
+        self._run_piece = run_piece
+        # blocks whose tokens were reported to be back, and are not computed yet
+        self._announced: list[Node] = []
 
     def place(
         self,
@@ -143,50 +81,65 @@ class Rehydration:
         reserve: int,
         running: Sequence[Node] = (),
     ) -> Placed:
-        """Give slots to the missing tokens of the leaves' paths; `compute` fills them.
+        """Give slots to the missing tokens of the leaves' paths, to be run in the next forward.
 
         Args:
-            leaves: ends of the running paths.
+            leaves: ends of the paths.
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
             running: ends of other running paths, which stay.
+
+        Raises:
+            BudgetInfeasible: the policy will not give up as much.
+            UsageError: the policy's answer breaks its protocol.
         """
-        path = sorted(self._state.tree.paths(leaves), key=lambda node: node.key)
-        wanted = {leaf.id for leaf in want if leaf.id not in self._logits}
+        for leaf in want:
+            if self._rules.is_outdated(leaf):
+                self._logits.pop(leaf.row, None)
+        for tree in by_tree(leaves):
+            room = self._memory.slots - reserve - len(want)
+            if pieces := self._rules.pieces(tree.root, room):
+                self._prefill_in_pieces(tree.root, pieces)
+        path = sorted(paths_of(leaves), key=lambda node: (node.tree.number, node.key))
+        wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
-            if leaf.id in wanted and leaf.span.slot[last] == NO_SLOT:
-                holes[leaf.id] = np.union1d(holes[leaf.id], [last])
+            if leaf.row in wanted and leaf.span.slot[last] == NO_SLOT:
+                holes[leaf.row] = np.union1d(holes[leaf.row], [last])
         absent = {
-            node.id: holes[node.id][node.span.slot[holes[node.id]] == NO_SLOT] for node in path
+            node.row: holes[node.row][node.span.slot[holes[node.row]] == NO_SLOT] for node in path
         }
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
         self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
-        again: list[tuple[int, int]] = []
-        repeated = 0
+        placed = Placed()
+        again: list[tuple[Node, int]] = []
+        repeated: dict[ThoughtTree, int] = {}
         clean: dict[int, bool] = {}
         for node in path:
-            here, hole = absent[node.id], holes[node.id]
+            here, hole = absent[node.row], holes[node.row]
             stale = np.setdiff1d(hole, here, assume_unique=True)
-            above = node.parent is None or clean[node.parent.id]
+            above = node.parent is None or clean[node.parent.row]
             exact = above and self._state.sees_all(node) and _is_whole(node, hole)
             if len(stale):
                 self._memory.rewrite(node, stale, exact=exact, depth=self._layers)
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
-            clean[node.id] = exact
-            if len(hole) and node.id in self._state.computed:
-                again.append((node.id, len(here)))
-                repeated += len(stale)
+            clean[node.row] = exact
+            if len(hole) and node.row in self._state.computed:
+                again.append((node, len(here)))
+                repeated[node.tree] = repeated.get(node.tree, 0) + len(stale)
         self._state.changed(path)
-        if again:
-            nodes, kv = tuple(sorted(again)), self._state.kv
-            self._announced = [node_id for node_id, _ in nodes]
-            self._state.emit(Rehydrated(nodes, mode="recompute", kv=kv, repeated=repeated))
-        segments, order = segments_of(
+        self._announced = [node for node, _ in again]
+        back = dict(again)
+        for tree, nodes in by_tree(back).items():
+            opened = self._state.trees[tree]
+            counts = tuple(sorted((node.id, back[node]) for node in nodes))
+            opened.emit(Rehydrated(counts, mode="recompute", kv=opened.kv, repeated=repeated[tree]))
+            placed.again.add(tree)
+        placed.segments, placed.owners, order = segments_of(
             path,
             holes,
             wanted,
@@ -195,8 +148,23 @@ class Rehydration:
             before=self._state.before_hiding,
             computed=self._state.computed,
         )
-        written = [node for node in path if len(holes[node.id])]
-        return Placed(segments, order, written, bool(again))
+        placed.wanted = self._state.forest.nodes(order)
+        placed.written = [node for node in path if len(holes[node.row])]
+        return placed
+
+    def computed(self) -> None:
+        """Record that a forward has computed what was placed."""
+        self._announced = []
+
+    def undo(self) -> None:
+        """After a failure: drop tokens that were placed and never computed, and report the eviction
+        of those that were reported as rehydrated."""
+        lost = self._memory.rollback()
+        announced, self._announced = self._announced, []
+        self._state.changed(self._state.forest)
+        self._state.report_evicted(
+            {node: lost[node] for node in announced if lost.get(node)}, "transition"
+        )
 
     def _prefill_in_pieces(self, root: Node, pieces: Sequence[range]) -> None:
         """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in
@@ -210,7 +178,7 @@ class Rehydration:
             self._state.changed([root])
             raise
         self._state.mark_computed([root])
-        self._logits.remember([root.id], logits)
+        self._logits.remember([root.row], logits)
 
     def _prefill_piece(self, root: Node, begin: int, end: int) -> Tensor:
         """The tokens of a prompt from `begin` to `end`; logits [1, V] after the last one of all."""
@@ -228,7 +196,7 @@ class Rehydration:
             write=slots,
             logits=int(end == root.end),
         )
-        return self._forwards.run("prefill", [segment], [])
+        return self._run_piece(root, segment)
 
 
 def _is_whole(node: Node, hole: NDArray[np.int64]) -> bool:

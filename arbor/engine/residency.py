@@ -10,11 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
 from arbor.engine.policy_view import PolicyView
-from arbor.engine.tree_state import TreeState
 from arbor.errors import BudgetInfeasible
-from arbor.events import Allocated, Cause, Evicted, Pressure
+from arbor.events import Allocated, Cause, Pressure
+from arbor.forest import by_tree
 from arbor.retention.base import NEVER, Blocks
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
@@ -32,14 +33,14 @@ class Residency:
     allocates and computes.
 
     Args:
-        state: of the tree.
+        state: of the open trees.
         policy: what evictable blocks keep, and which tokens.
         msve: block values for the policies that read them.
         paths_lose: when running paths lose tokens.
     """
 
     def __init__(
-        self, state: TreeState, policy: Policy, msve: MSVE, paths_lose: PathsLose = "never"
+        self, state: ForestState, policy: Policy, msve: MSVE, paths_lose: PathsLose = "never"
     ) -> None:
         self.view = PolicyView(state, policy, msve)
         self._state = state
@@ -79,7 +80,8 @@ class Residency:
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose
     ) -> bool:
         state, memory = self._state, self._memory
-        state.emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
+        for tree in by_tree(leaves) or state.trees:
+            state.trees[tree].emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
         began = time.perf_counter()
         offer = partial(
             self.view.offered, leaves, where="anywhere" if paths_lose == "equally" else "off"
@@ -114,14 +116,14 @@ class Residency:
             room: tokens it may choose.
 
         Returns:
-            offsets of the chosen tokens, increasing, by node id.
+            offsets of the chosen tokens, increasing, by row.
         """
         began = time.perf_counter()
-        ids = np.array(sorted(node.id for node in path), np.int64)
+        ids = np.array(sorted(node.row for node in path), np.int64)
         offer = partial(self.view.offered, leaves, ids, where="on", whole=True)
         blocks, counts, chosen = self.decide(offer(), room, lambda protect: offer(protect=protect))
         self.keep(blocks, chosen, counts, room, "transition", began)
-        return {int(node_id): chosen[index] for index, node_id in enumerate(ids)}
+        return {int(row): chosen[index] for index, row in enumerate(ids)}
 
     def decide(
         self, blocks: Blocks, room: int, eased: Callable[[Protect], Blocks]
@@ -162,25 +164,35 @@ class Residency:
         cause: Cause,
         began: float,
     ) -> None:
-        """Evict what was not chosen, and report what was decided and why."""
-        ids, held, lost = self._evict(blocks, *chosen.leaving())
-        at = np.searchsorted(blocks.ids, ids)
-        losers = zip(ids.tolist(), held.tolist(), counts[at].tolist(), strict=True)
+        """Evict what was not chosen, and report to each tree what was decided of it and why."""
+        rows, held, lost = self._evict(blocks, *chosen.leaving())
+        elapsed_s = time.perf_counter() - began
+        nodes = self._state.forest.nodes(rows.tolist())
+        places = {node: place for place, node in enumerate(nodes)}
+        at = np.searchsorted(blocks.ids, rows)
+        kept = counts[at]
         looked_at = [name for name in blocks.read if name != "length"]
-        self._state.emit(
-            Allocated(
-                policy=self._policy.name,
-                cause=cause,
-                room=room,
-                offered=len(blocks),
-                nodes=tuple(losers),
-                signals={name: _plain(getattr(blocks, name)[at]) for name in looked_at},
-                elapsed_s=time.perf_counter() - began,
+        signals = {name: getattr(blocks, name)[at] for name in looked_at}
+        losers = by_tree(nodes)
+        # a tree alone hears of it also where it loses nothing
+        trees = losers if len(self._state.trees) > 1 else self._state.trees
+        for tree in trees:
+            group = sorted(losers.get(tree, ()), key=lambda node: node.id)
+            mine = [places[node] for node in group]
+            ids = [node.id for node in group]
+            self._state.trees[tree].emit(
+                Allocated(
+                    policy=self._policy.name,
+                    cause=cause,
+                    room=room,
+                    offered=len(blocks),
+                    nodes=tuple(zip(ids, held[mine].tolist(), kept[mine].tolist(), strict=True)),
+                    signals={name: _plain(column[mine]) for name, column in signals.items()},
+                    elapsed_s=elapsed_s,
+                )
             )
-        )
-        gone = tuple(zip(ids.tolist(), lost.tolist(), strict=True))
-        if gone:
-            self._state.emit(Evicted(cause=cause, nodes=gone, kv=self._state.kv))
+        if nodes:
+            self._state.report_evicted(dict(zip(nodes, lost.tolist(), strict=True)), cause)
 
     def _evict(
         self, blocks: Blocks, index: NDArray[np.int64], offsets: NDArray[np.int64]
@@ -189,16 +201,18 @@ class Residency:
         the device.
 
         Returns:
-            int64 each: the blocks that lost some, by node id; what they held before; how many they
+            int64 each: the rows of the blocks that lost some; what they held before; how many they
                 lost.
         """
-        tree = self._state.tree
+        forest = self._state.forest
         offered, counts = np.unique(index, return_counts=True)
-        begins = np.array([tree[i].span.begin for i in blocks.ids[offered].tolist()], np.int64)
-        here = tree.spans.slot[np.repeat(begins, counts) + offsets] != NO_SLOT
+        begins = np.array(
+            [node.span.begin for node in forest.nodes(blocks.ids[offered].tolist())], np.int64
+        )
+        here = forest.spans.slot[np.repeat(begins, counts) + offsets] != NO_SLOT
         offered, counts = np.unique(index[here], return_counts=True)
         ids = blocks.ids[offered]
-        nodes = [tree[i] for i in ids.tolist()]
+        nodes = forest.nodes(ids.tolist())
         held = self._state.table.resident[ids].copy()
         self._memory.evict_from(nodes, offsets[here], counts)
         self._state.changed(nodes)

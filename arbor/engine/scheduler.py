@@ -1,31 +1,42 @@
-"""DecodeScheduler: which open blocks decode together, as many as will probably fit."""
+"""Scheduler: which work of the operations in progress takes part in the next forward."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
+from arbor.memory import KVMemory
 from arbor.model.sharing import Context
 from arbor.tree import NO_SLOT, Node
+
+if TYPE_CHECKING:
+    from arbor.engine.operation import Operation
+    from arbor.engine.token_source import Growth
 
 # tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
 MARGIN = 4
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """One block while it decodes.
 
     Attributes:
+        operation: whose.
+        place: its place in the operation's order.
+        growth: how it is decoded.
         node, leaf: the block, and the one it grows from.
         code: where its next token comes from.
         pending: the token it goes on with when it (re)joins; None: it is still to be sampled.
+        started: its last token is the next to be computed; False until its path is complete.
+        joined: when it joined the batch; later rows have higher numbers.
         first_slot: where the K/V of its first token would best lie; a hint.
         context: resident tokens of the path before the block.
         context_length: how many these are.
@@ -35,10 +46,15 @@ class Row:
             0 if the token was given.
     """
 
+    operation: Operation
+    place: int
+    growth: Growth
     node: Node
     leaf: Node
     code: ArithmeticCode
     pending: int | None = None
+    started: bool = False
+    joined: int = 0
     first_slot: int = NO_SLOT
     context: Context = ()
     context_length: int = 0
@@ -51,6 +67,51 @@ class Row:
     def begin(self) -> Node:
         """The block that has to be complete before it (re)joins."""
         return self.node if self.node.tokens else self.leaf
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """Tokens after a path, whose next-token logits are wanted; the tree does not change.
+
+    Attributes:
+        operation: whose.
+        place: its place in the operation's order.
+        node: the path's last block.
+        tokens: at least one.
+        slots: where their K/V lie during the forward.
+    """
+
+    operation: Operation
+    place: int
+    node: Node
+    tokens: Sequence[int]
+    slots: NDArray[np.int32] | None = None
+
+    @property
+    def leaf(self) -> Node:
+        return self.node
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A path to make complete: the prefill of a prompt, or a rehydration.
+
+    Attributes:
+        operation: whose.
+        place: its place in the operation's order.
+        node: the path's last block.
+    """
+
+    operation: Operation
+    place: int
+    node: Node
+
+    @property
+    def leaf(self) -> Node:
+        return self.node
+
+
+Work = Row | Question | Visit
 
 
 @dataclass(slots=True)
@@ -78,110 +139,187 @@ class Lengths:
 
 
 @dataclass(slots=True)
-class DecodeScheduler:
-    """The blocks of one operation: those that decode now, and those that wait.
+class Joined:
+    """The work that joins the next forward."""
 
-    A block joins as soon as it can be expected to fit, with the paths of all that run, until the
-    others have ended; where blocks grow longer than expected, the last one has to wait again
-    (`preempt`).
-
-    Attributes:
-        slots: the budget in tokens.
-        longest: tokens of a block at most.
-        waiting: in depth-first order of the tree, so that blocks which share a path run together;
-            preempted ones first.
-        rows: those that decode.
-    """
-
-    slots: int
-    longest: int
-    waiting: deque[Row]
     rows: list[Row] = field(default_factory=list)
-    _users: dict[int, int] = field(default_factory=dict)  # rows by block they grow from or above it
-    _paths: int = 0  # tokens of these blocks
+    questions: list[Question] = field(default_factory=list)
+    visits: list[Visit] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.rows or self.waiting)
+        return bool(self.rows or self.questions or self.visits)
+
+    def __iter__(self) -> Iterator[Work]:
+        yield from self.rows
+        yield from self.questions
+        yield from self.visits
+
+    def add(self, work: Work) -> None:
+        """Take one more."""
+        if isinstance(work, Row):
+            self.rows.append(work)
+        elif isinstance(work, Question):
+            self.questions.append(work)
+        else:
+            self.visits.append(work)
+
+
+class Scheduler:
+    """Rows that decode now, and the work that waits.
+
+    Work joins in the order of its operations, and within one in depth-first order of the tree, so
+    that blocks which share a path run together. It joins as soon as it can be expected to fit, with
+    the paths of all that run, until the others have ended; where blocks grow longer than expected,
+    the last row of the youngest operation has to wait again (`preempt`). No work overtakes that of
+    an older operation, so none waits for ever.
+
+    Args:
+        memory: the budget, and what is free of it.
+        keeps_all: the policy evicts nothing, so that questions have only what is free.
+
+    Attributes:
+        operations: in progress, oldest first.
+        rows: blocks that decode, operation by operation.
+    """
+
+    def __init__(self, memory: KVMemory, *, keeps_all: bool = False) -> None:
+        self.operations: list[Operation] = []
+        self.rows: list[Row] = []
+        self._memory = memory
+        self._keeps_all = keeps_all
+        self._joins = 0
+        self._users: dict[int, int] = {}  # work by the row of each block on its path
+        self._paths = 0  # tokens of these blocks
+        self._asked = 0  # tokens of the questions that join the next forward
+        self._missing = 0  # tokens of paths that joined for the next forward, not on the device
+
+    def __bool__(self) -> bool:
+        return bool(self.operations)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether work waits."""
+        return any(operation.waiting for operation in self.operations)
 
     @property
     def nodes(self) -> list[Node]:
         """The blocks that decode: ends of the running paths."""
         return [row.node for row in self.rows]
 
-    def admit(self, expected: int) -> list[Row]:
-        """The rows that join now; one in any case if none runs.
-
-        Args:
-            expected: tokens a block is expected to have.
-        """
-        joined: list[Row] = []
-        while self.waiting and (not self.rows or self._fits(self.waiting[0], expected)):
-            row = self.waiting.popleft()
-            self._take(row)
-            joined.append(row)
+    def admit(self) -> Joined:
+        """The work that joins now; one piece in any case if nothing runs."""
+        joined = Joined()
+        self._asked = self._missing = 0
+        for operation in self.operations:
+            while operation.waiting:
+                work = operation.waiting[0]
+                if (self.rows or joined) and not self._fits(work, joined):
+                    self._in_order(joined)
+                    return joined
+                operation.waiting.popleft()
+                self._take(work)
+                joined.add(work)
+        self._in_order(joined)
         return joined
 
-    def finish(self, done: Iterable[Row]) -> None:
-        """Remove rows that have ended."""
-        gone = {row.node.id for row in done}
-        for row in self.rows:
-            if row.node.id in gone:
-                self._release(row)
-        self.rows = [row for row in self.rows if row.node.id not in gone]
+    def leave(self, work: Iterable[Work]) -> None:
+        """Remove work that is done."""
+        gone = set(work)
+        for each in gone:
+            self._release(each)
+        if any(isinstance(each, Row) for each in gone):
+            self.rows = [row for row in self.rows if row not in gone]
+
+    def wait_again(self, work: Iterable[Work]) -> None:
+        """Put work back, first in the queue of its operation."""
+        again = sorted(work, key=lambda each: each.place)
+        self.leave(again)
+        for each in reversed(again):
+            each.operation.waiting.appendleft(each)
 
     def preempt(self) -> Row:
-        """The row that joined last waits again, first in the queue."""
-        row = self.rows.pop()
-        self._release(row)
-        self.waiting.appendleft(row)
+        """The last row of the youngest operation waits again."""
+        row = max(self.rows, key=lambda row: (row.operation.serial, row.joined))
+        self.wait_again([row])
         return row
 
-    def upcoming(self) -> list[list[Node]]:
-        """Blocks at whose end the waiting rows begin, as many at a time as run now."""
-        width = max(1, len(self.rows))
-        leaves = [row.leaf for row in self.waiting]
-        return [list(dict.fromkeys(leaves[at : at + width])) for at in range(0, len(leaves), width)]
+    def _in_order(self, joined: Joined) -> None:
+        """Rows that share a path next to each other, also those that joined again."""
+        if joined.rows:
+            self.rows.sort(key=lambda row: (row.operation.serial, row.place))
 
-    def _fits(self, row: Row, expected: int) -> bool:
-        new = sum(len(node.tokens) for node in row.leaf.path if node.id not in self._users)
-        return self._paths + new + most_held((*self.rows, row), expected) <= self.slots
+    def _fits(self, work: Work, joined: Joined) -> bool:
+        fresh = [node for node in work.leaf.path if node.row not in self._users]
+        paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
+        if isinstance(work, Row):
+            return paths + most_held((*self.rows, work)) <= self._memory.slots
+        tokens = len(work.tokens) if isinstance(work, Question) else 0
+        if self._keeps_all:
+            missing = self._missing + _missing(fresh)
+            return missing + self._asked + tokens + len(self.rows) <= self._memory.free
+        grown = sum(len(row.node.tokens) + 1 for row in self.rows)
+        return paths + tokens + grown <= self._memory.slots
 
-    def _take(self, row: Row) -> None:
-        self.rows.append(row)
-        for node in row.leaf.path:
-            if node.id not in self._users:
-                self._paths += len(node.tokens)
-            self._users[node.id] = self._users.get(node.id, 0) + 1
+    def _take(self, work: Work) -> None:
+        fresh = [node for node in work.leaf.path if node.row not in self._users]
+        if self._keeps_all:
+            self._missing += _missing(fresh)
+        self._paths += sum(len(node.tokens) for node in fresh)
+        for node in work.leaf.path:
+            self._users[node.row] = self._users.get(node.row, 0) + 1
+        if isinstance(work, Row):
+            self._joins += 1
+            work.joined = self._joins
+            self.rows.append(work)
+        elif isinstance(work, Question):
+            self._asked += len(work.tokens)
 
-    def _release(self, row: Row) -> None:
-        for node in row.leaf.path:
-            self._users[node.id] -= 1
-            if not self._users[node.id]:
-                del self._users[node.id]
+    def _release(self, work: Work) -> None:
+        for node in work.leaf.path:
+            self._users[node.row] -= 1
+            if not self._users[node.row]:
+                del self._users[node.row]
                 self._paths -= len(node.tokens)
 
 
-class WaveScheduler(DecodeScheduler):
-    """Blocks join in waves, each of which takes at most half of the budget at its longest."""
+class WaveScheduler(Scheduler):
+    """Work joins in waves, each of which takes at most half of the budget at its longest."""
 
-    def admit(self, expected: int) -> list[Row]:
+    def admit(self) -> Joined:
         """The next wave, once the last one has ended."""
-        return [] if self.rows else super().admit(expected)
+        return Joined() if self.rows else super().admit()
 
-    def _fits(self, row: Row, expected: int) -> bool:
-        return 2 * self.longest * (len(self.rows) + 1) <= self.slots
+    def _fits(self, work: Work, joined: Joined) -> bool:
+        return 2 * sum(map(_longest, (*joined, work))) <= self._memory.slots
 
 
-def most_held(rows: Iterable[Row], expected: int) -> int:
+def _longest(work: Work) -> int:
+    """Tokens that a piece of work needs beyond its path at most."""
+    if isinstance(work, Row):
+        return work.growth.stop.max_tokens
+    return len(work.tokens) if isinstance(work, Question) else 0
+
+
+def _missing(nodes: Sequence[Node]) -> int:
+    return sum(len(node.tokens) - int(np.count_nonzero(node.span.resident)) for node in nodes)
+
+
+def most_held(rows: Iterable[Row]) -> int:
     """Tokens that the blocks hold together at most while all of them grow, a token a step, and
     leave as they end.
 
-    Each is assumed to end at its expected length, or `MARGIN` tokens from now if it has almost
-    reached it.
+    Each is assumed to end at its tree's expected length, or `MARGIN` tokens from now if it has
+    almost reached it.
     """
-    length = np.array([len(row.node.tokens) for row in rows], np.int64)
-    if not len(length):
+    every = list(rows)
+    if not every:
         return 0
+    length = np.array([len(row.node.tokens) for row in every], np.int64)
+    known: dict[Operation, int] = {}
+    for row in every:
+        if row.operation not in known:
+            known[row.operation] = row.operation.opened.lengths.expected(row.growth.stop.max_tokens)
+    expected = np.array([known[row.operation] for row in every], np.int64)
     steps = np.maximum(expected - length, MARGIN)
     order = np.lexsort((length, steps))[::-1]
     # when a block ends, those before it in this order still run

@@ -31,8 +31,9 @@ class Growth:
 class TokenSource(Protocol):
     """Chooses tokens, and decides where blocks end and how they are reported."""
 
-    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
-        """The next token of each row ([n, V] float32); its `logprob` and `top1` are set."""
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+        """The next token of each row ([n, V] float32), as its `growth` says; its `logprob` and
+        `top1` are set."""
         ...
 
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
@@ -61,9 +62,23 @@ class ModelSampler:
         self._tokenizer = tokenizer
         self._top = top
 
-    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""
-        drawn = sample(logits, [row.code.number for row in rows], growth.sampling)
+        first = rows[0].growth.sampling
+        if all(row.growth.sampling is first for row in rows):
+            return self._drawn(rows, logits, first)
+        alike: dict[Sampling, list[int]] = {}
+        for place, row in enumerate(rows):
+            alike.setdefault(row.growth.sampling, []).append(place)
+        tokens = [0] * len(rows)
+        for sampling, places in alike.items():
+            drawn = self._drawn([rows[place] for place in places], logits[places], sampling)
+            for place, token in zip(places, drawn, strict=True):
+                tokens[place] = token
+        return tokens
+
+    def _drawn(self, rows: Sequence[Row], logits: Tensor, sampling: Sampling) -> list[int]:
+        drawn = sample(logits, [row.code.number for row in rows], sampling)
         for i, row in enumerate(rows):
             row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
             row.code.narrow(drawn.left[i], drawn.share[i])
@@ -99,13 +114,13 @@ class CheckedSource:
     def __init__(self, source: TokenSource) -> None:
         self._source = source
 
-    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One token of the vocabulary per row.
 
         Raises:
             UsageError: anything else.
         """
-        answer: Any = self._source.choose(rows, logits, growth)
+        answer: Any = self._source.choose(rows, logits)
         try:
             tokens = [operator.index(token) for token in answer]
         except TypeError as error:

@@ -222,7 +222,7 @@ class _Recorded(ModelSampler):
         super().__init__(tokenizer)
         self._blocks = record.blocks
 
-    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """The recorded tokens."""
         return [self._of(row.node).ids[len(row.node.tokens)] for row in rows]
 

@@ -18,8 +18,9 @@ class LastTokens:
     Valid until one of the blocks grows.
 
     Attributes:
-        nodes: distinct blocks of one tree, each with a token at least.
-        spans: residency of the tree's tokens.
+        nodes: distinct blocks of one forest, each with a token at least.
+        spans: residency of the forest's tokens.
+        row: int64 [n], the blocks' rows.
         begin: int64 [n], where each block begins in `spans`.
         length: int64 [n], tokens of each block.
         token: int64 [n].
@@ -28,6 +29,7 @@ class LastTokens:
 
     nodes: Sequence[Node]
     spans: Spans
+    row: NDArray[np.int64]
     begin: NDArray[np.int64]
     length: NDArray[np.int64]
     token: NDArray[np.int64]
@@ -40,6 +42,7 @@ class LastTokens:
         return cls(
             nodes=nodes,
             spans=nodes[0].span.spans,
+            row=np.array([node.row for node in nodes], np.int64),
             begin=np.array([node.span.begin for node in nodes], np.int64),
             length=length,
             token=np.array([node.tokens[-1] for node in nodes], np.int64),

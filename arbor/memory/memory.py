@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arbor.forest import Forest
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.slots import NO_OWNER, SlotTable
@@ -15,7 +16,7 @@ from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
 
 class KVMemory:
-    """The KV of one tree.
+    """The KV of the trees of a forest.
 
     The pool has exactly as many slots as the budget, so that no event, transient or not, can hold
     more. Tokens that were given slots are pending until `commit` says that a forward has written
@@ -42,7 +43,7 @@ class KVMemory:
         self.pool = KVPool(layers, slots, dtype, device, weight_bytes=weight_bytes)
         self.table = SlotTable(slots)
         self.debug = debug
-        self.tree: ThoughtTree | None = None
+        self.forest = Forest()
         # tokens whose K/V the next forward writes, and whether they will be exact
         self._placed: list[tuple[Node, NDArray[np.int64], bool]] = []
         self._appended: tuple[LastTokens, NDArray[np.bool_]] | None = None
@@ -65,21 +66,37 @@ class KVMemory:
 
     @property
     def peak(self) -> int:
-        """Most slots ever in use at one instant since `attach`."""
+        """Most slots ever in use at one instant since the forest was empty."""
         return self.table.peak
+
+    def used_by(self, tree: ThoughtTree) -> int:
+        """Slots a tree uses, temporary ones included."""
+        return int(self.table.used_by[tree.number])
+
+    def peak_of(self, tree: ThoughtTree) -> int:
+        """Most slots a tree ever used at one instant."""
+        return int(self.table.peak_of[tree.number])
 
     @property
     def bytes_per_token(self) -> int:
         return self.pool.bytes_per_token
 
-    def attach(self, tree: ThoughtTree) -> None:
-        """Serve a new tree; whatever was held for another one is freed."""
-        if self.tree is not None:
-            self.release(self.tree.nodes)
-        # an interruption may have left slots that nobody gives back
-        self.table = SlotTable(self.slots)
-        self._placed, self._appended = [], None
-        self.tree = tree
+    def adopt(self, tree: ThoughtTree) -> None:
+        """Serve one more tree, of which nothing is on the device."""
+        if not self.forest.trees:
+            # an interruption may have left slots that nobody gives back
+            self.table = SlotTable(self.slots)
+            self._placed, self._appended = [], None
+        self.forest.adopt(tree)
+        self.table.open(tree.number)
+
+    def drop(self, tree: ThoughtTree) -> list[int]:
+        """Free what is held for a tree and serve it no longer; returns the rows its blocks had."""
+        assert not self.pending, "the last step was neither committed nor rolled back"
+        self.release(tree.nodes)
+        left = np.flatnonzero((self.table.tree == tree.number) & (self.table.references > 0))
+        self._release(np.repeat(left, self.table.references[left]).astype(np.int32))
+        return self.forest.drop(tree)
 
     def release(self, nodes: Sequence[Node]) -> int:
         """Drop everything the blocks hold; returns how many slots became free."""
@@ -119,9 +136,9 @@ class KVMemory:
         assert (span.slot[offsets] == NO_SLOT).all(), (
             f"block {node.id}: a resident token was placed again"
         )
-        slots = self.table.take(len(offsets), first)
+        slots = self.table.take(len(offsets), first, tree=node.tree.number)
         self._placed.append((node, offsets, exact))
-        self.table.owner[slots] = node.id
+        self.table.owner[slots] = node.row
         self.table.token[slots] = np.asarray(node.tokens, np.int32)[offsets]
         self.table.position[slots] = node.start + offsets
         span.slot[offsets] = slots
@@ -151,9 +168,9 @@ class KVMemory:
         """
         assert self._appended is None, "the last step was neither committed nor rolled back"
         table, spans, at = self.table, last.spans, last.at
-        slots = table.take_each(near)
+        slots = table.take_each(near, self.forest.numbers_of(last.row))
         self._appended = (last, exact)
-        table.owner[slots] = [node.id for node in last.nodes]
+        table.owner[slots] = last.row
         table.token[slots] = last.token
         table.position[slots] = last.position
         spans.slot[at] = slots
@@ -198,22 +215,22 @@ class KVMemory:
         if self.debug:
             self._changed()
 
-    def rollback(self) -> dict[int, int]:
+    def rollback(self) -> dict[Node, int]:
         """After a failure: drop pending tokens, and free every slot that no block holds, temporary
         ones included.
 
         Returns:
-            how many pending tokens each block lost, by node id.
+            how many pending tokens each block lost.
         """
         pending = self._pending()
-        lost: dict[int, int] = {}
+        lost: dict[Node, int] = {}
         for node, offsets in pending:
             here = offsets[node.span.slot[offsets] != NO_SLOT]
             node.span.spans.drop(node.span.begin + here)
-            lost[node.id] = lost.get(node.id, 0) + len(here)
+            lost[node] = lost.get(node, 0) + len(here)
         self._placed, self._appended = [], None
         held = np.zeros(self.slots, np.int32)
-        for node in self.tree or ():
+        for node in self.forest:
             np.add.at(held, node.span.slot[node.span.resident], 1)
         surplus = np.maximum(self.table.references - held, 0)
         self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus))
@@ -231,7 +248,7 @@ class KVMemory:
         """`evict` for many blocks at once.
 
         Args:
-            nodes: distinct blocks of one tree.
+            nodes: distinct blocks.
             offsets: int64 [sum(counts)], block after block.
             counts: int64 [len(nodes)].
         """
@@ -267,12 +284,17 @@ class KVMemory:
 
     # Questions: tokens that belong to no block
 
-    def borrow(self, tokens: Sequence[int], position: int) -> NDArray[np.int32]:
+    def borrow(self, tokens: Sequence[int], after: Node) -> NDArray[np.int32]:
         """Temporary slots for tokens after a path, at consecutive positions; give them back with
-        `give_back`."""
-        slots = self.table.take(len(tokens))
+        `give_back`.
+
+        Args:
+            tokens: their ids.
+            after: the block at the path's end.
+        """
+        slots = self.table.take(len(tokens), tree=after.tree.number)
         self.table.token[slots] = tokens
-        self.table.position[slots] = np.arange(position, position + len(tokens))
+        self.table.position[slots] = np.arange(after.end, after.end + len(tokens))
         return slots
 
     def give_back(self, slots: NDArray[np.int32]) -> None:
@@ -296,7 +318,7 @@ class KVMemory:
         exactness."""
         table = self.table
         references = np.zeros(table.slots, np.int32)
-        for node in self.tree or ():
+        for node in self.forest:
             span = node.span
             assert len(span) == len(node.tokens), (
                 f"block {node.id}: span and tokens differ in length"
@@ -326,6 +348,9 @@ class KVMemory:
         references[temporary] += 1
         assert (table.references == references).all(), "references do not add up"
         assert table.used == int((table.references > 0).sum()), "used slots do not add up"
+        served = np.bincount(table.tree[table.references > 0], minlength=len(table.used_by))
+        assert (served == table.used_by).all(), "the trees' slots do not add up"
+        assert (table.used_by <= table.peak_of).all(), "the peak of a tree was not recorded"
         assert table.used <= table.peak <= table.slots, (
             "the peak was not recorded, or the budget broken"
         )

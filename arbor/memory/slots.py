@@ -19,10 +19,14 @@ class SlotTable:
     Attributes:
         token: int32 [slots], the token whose K/V lies there; -1 if free.
         position: int32 [slots], its position on the path.
-        owner: int32 [slots], the id of the block that allocated it; `NO_OWNER` for temporary slots.
+        owner: int32 [slots], the row of the block that allocated it; `NO_OWNER` for temporary
+            slots.
+        tree: int32 [slots], the number of the tree it serves; meaningless if free.
         references: int32 [slots], spans (and questions) that use it.
         used: slots in use now.
         peak: most slots ever in use at one instant.
+        used_by: int64 [trees], slots in use per tree number.
+        peak_of: int64 [trees], most slots each tree had in use at one instant since `open`.
     """
 
     def __init__(self, slots: int) -> None:
@@ -30,15 +34,27 @@ class SlotTable:
         self.token = np.full(slots, NO_SLOT, np.int32)
         self.position = np.full(slots, NO_SLOT, np.int32)
         self.owner = np.full(slots, NO_OWNER, np.int32)
+        self.tree = np.zeros(slots, np.int32)
         self.references = np.zeros(slots, np.int32)
         self.used = 0
         self.peak = 0
+        self.used_by = np.zeros(1, np.int64)
+        self.peak_of = np.zeros(1, np.int64)
         self._low = 0  # all slots before it are in use
 
     @property
     def free(self) -> int:
         """Slots nobody uses."""
         return self.slots - self.used
+
+    def open(self, tree: int) -> None:
+        """Begin the account of a tree, which uses no slot yet."""
+        more = tree + 1 - len(self.used_by)
+        if more > 0:
+            self.used_by = np.pad(self.used_by, (0, more))
+            self.peak_of = np.pad(self.peak_of, (0, more))
+        assert not self.used_by[tree], "a slot of the tree before was not given back"
+        self.peak_of[tree] = 0
 
     def runs(self, length: int, count: int) -> NDArray[np.int32]:
         """Starts of `count` free stretches of `length` slots each, back to back where possible;
@@ -64,9 +80,14 @@ class SlotTable:
         place = np.arange(int(fit.sum())) - np.repeat(np.cumsum(fit) - fit, fit)
         return (np.repeat(first, fit) + length * place)[:count].astype(np.int32)
 
-    def take(self, count: int, first: int = NO_SLOT) -> NDArray[np.int32]:
+    def take(self, count: int, first: int = NO_SLOT, *, tree: int = 0) -> NDArray[np.int32]:
         """Claim `count` slots with one reference each: the stretch at `first` if it is free, else a
         contiguous stretch, else the lowest free slots. The caller has made room.
+
+        Args:
+            count: how many.
+            first: preferred first slot.
+            tree: number of the tree they serve.
 
         Returns:
             int32 [count].
@@ -77,14 +98,16 @@ class SlotTable:
         if first >= 0 and first + count <= self.slots:
             near = np.arange(first, first + count, dtype=np.int32)
             if not self.references[near].any():
-                return self._claim(near)
+                return self._claim(near, tree)
         if count > 1:
             start = self.runs(count, 1)
             if len(start):
-                return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32))
-        return self._claim(self._lowest(count)[:count].astype(np.int32))
+                return self._claim(np.arange(start[0], start[0] + count, dtype=np.int32), tree)
+        return self._claim(self._lowest(count)[:count].astype(np.int32), tree)
 
-    def take_each(self, near: NDArray[np.int64]) -> NDArray[np.int32]:
+    def take_each(
+        self, near: NDArray[np.int64], trees: NDArray[np.int64] | int = 0
+    ) -> NDArray[np.int32]:
         """Claim a slot for each hint; the caller has made room.
 
         It is the one the hint names, if that is free and no earlier hint names it; else one of the
@@ -92,6 +115,7 @@ class SlotTable:
 
         Args:
             near: int64 [n]; `NO_SLOT` or any other number that names no slot: no hint.
+            trees: int64 [n] or one number, of the trees they serve.
 
         Returns:
             int32 [n], distinct.
@@ -101,15 +125,17 @@ class SlotTable:
         )
         inside = near.min(initial=0) >= 0 and near.max(initial=0) < self.slots
         if inside and not self.references[near].any() and len(set(near.tolist())) == len(near):
-            return self._claim(near.astype(np.int32))  # mostly
+            return self._claim(near.astype(np.int32), trees)  # mostly
         named = np.flatnonzero((near >= 0) & (near < self.slots))
         named = named[self.references[near[named]] == 0]
         wanted, first = np.unique(near[named], return_index=True)
         slots = np.full(len(near), NO_SLOT, np.int32)
-        slots[named[first]] = self._claim(wanted.astype(np.int32))
+        served = np.broadcast_to(trees, len(near))
+        slots[named[first]] = self._claim(wanted.astype(np.int32), served[named[first]])
         rest = np.flatnonzero(slots == NO_SLOT)
         if len(rest):
-            slots[rest] = self._claim(self._lowest(len(rest))[: len(rest)].astype(np.int32))
+            lowest = self._lowest(len(rest))[: len(rest)].astype(np.int32)
+            slots[rest] = self._claim(lowest, served[rest])
         return slots
 
     def _lowest(self, count: int) -> NDArray[np.int64]:
@@ -127,10 +153,16 @@ class SlotTable:
         self._low = int(free[0]) if len(free) else self.slots
         return free
 
-    def _claim(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _claim(self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int) -> NDArray[np.int32]:
         self.references[slots] = 1
+        self.tree[slots] = trees
         self.used += len(slots)
         self.peak = max(self.peak, self.used)
+        if isinstance(trees, int):
+            self.used_by[trees] += len(slots)
+        else:
+            self.used_by += np.bincount(trees, minlength=len(self.used_by))
+        np.maximum(self.peak_of, self.used_by, out=self.peak_of)
         return slots
 
     def retain(self, slots: NDArray[np.int32]) -> None:
@@ -151,5 +183,6 @@ class SlotTable:
         self.position[freed] = NO_SLOT
         self.owner[freed] = NO_OWNER
         self.used -= len(freed)
+        self.used_by -= np.bincount(self.tree[freed], minlength=len(self.used_by))
         self._low = min(self._low, int(freed.min(initial=self.slots)))
         return freed

@@ -19,6 +19,7 @@ __all__ = [
     "Piece",
     "Segment",
     "SegmentTable",
+    "joined",
     "least_saved_reads",
     "plan_forward",
     "plan_table",
@@ -128,6 +129,27 @@ class SegmentTable:
         )
 
 
+def joined(tables: Sequence[SegmentTable]) -> SegmentTable:
+    """Several tables as one, their segments one after the other."""
+    if len(tables) == 1:
+        return tables[0]
+    begins = np.cumsum([0, *(len(table.ids) for table in tables)])
+    return SegmentTable(
+        contexts=[context for table in tables for context in table.contexts],
+        context_lengths=np.concatenate([table.context_lengths for table in tables]),
+        tails=[tail for table in tables for tail in table.tails],
+        counts=np.concatenate([table.counts for table in tables]),
+        ends=np.concatenate([table.ends for table in tables]),
+        ids=np.concatenate([table.ids for table in tables]),
+        positions=np.concatenate([table.positions for table in tables]),
+        write=np.concatenate([table.write for table in tables]),
+        logit_rows=np.concatenate(
+            [table.logit_rows + begin for table, begin in zip(tables, begins, strict=False)]
+        ),
+        again=np.concatenate([table.again for table in tables]),
+    )
+
+
 @dataclass(slots=True)
 class ForwardPlan:
     """One ragged batch, ready to run.
@@ -141,9 +163,9 @@ class ForwardPlan:
         table: the segments.
         shared: what these share.
         layouts: window (None = full attention) -> layout, built on first use by `layout`.
-        read_tokens: keys read if every row read its whole path by itself.
-        unique_read_tokens: keys the full-attention cascade reads, each shared span once per
-            forward.
+        reads: int64 [n], per segment, keys read if every row read its whole path by itself.
+        unique_reads: int64 [n], per segment, keys the full-attention cascade reads; a span that
+            several segments share counts for the first of them.
     """
 
     ids: Tensor
@@ -153,14 +175,24 @@ class ForwardPlan:
     again: Tensor
     table: SegmentTable
     shared: SharedPrefix
-    read_tokens: int
-    unique_read_tokens: int
+    reads: NDArray[np.int64]
+    unique_reads: NDArray[np.int64]
     layouts: dict[int | None, CascadeLayout] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         """T, rows of the batch."""
         return int(self.ids.shape[0])
+
+    @property
+    def read_tokens(self) -> int:
+        """Keys read if every row read its whole path by itself."""
+        return int(self.reads.sum())
+
+    @property
+    def unique_read_tokens(self) -> int:
+        """Keys the full-attention cascade reads, each shared span once per forward."""
+        return int(self.unique_reads.sum())
 
     def layout(self, window: int | None) -> CascadeLayout:
         """The layout for layers that look back `window` positions (None: all)."""
@@ -202,8 +234,8 @@ def plan_table(table: SegmentTable, shared: SharedPrefix) -> ForwardPlan:
         again=torch.from_numpy(table.again),
         table=table,
         shared=shared,
-        read_tokens=int(reads.sum()),
-        unique_read_tokens=shared.unique_tokens + int(tails.sum()),
+        reads=reads,
+        unique_reads=shared.unique + tails,
     )
 
 

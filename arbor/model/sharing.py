@@ -45,14 +45,20 @@ class SharedPrefix:
         levels: shared spans, one level per depth of sharing.
         private: int32 [*] per segment, the context that no level holds, in order of position.
         private_lengths: int64 [n], tokens of these.
-        unique_tokens: context tokens read once each.
+        unique: int64 [n], context tokens read once each; those of a shared span count for the first
+            segment that reads it.
     """
 
     rows: Tensor
     levels: tuple[CascadeLevel, ...]
     private: tuple[Slots, ...]
     private_lengths: NDArray[np.int64]
-    unique_tokens: int
+    unique: NDArray[np.int64]
+
+    @property
+    def unique_tokens(self) -> int:
+        """Context tokens read once each."""
+        return int(self.unique.sum())
 
     def layout(self, tails: Sequence[Slots]) -> CascadeLayout:
         """Full-attention layout: shared levels, then private contexts and own tokens.
@@ -108,12 +114,15 @@ class Sharing:
         )
         self._contexts = contexts
         lengths = np.array([len(slots) for slots in private], np.int64)
+        unique = lengths.copy()
+        for span in (each for level in spans for each in level):
+            unique[span.first] += len(span.slots)
         return SharedPrefix(
             rows=torch.from_numpy(begins.astype(np.int32)),
             levels=tuple(_level(begins, level) for level in spans),
             private=private,
             private_lengths=lengths,
-            unique_tokens=sum(len(s.slots) for level in spans for s in level) + int(lengths.sum()),
+            unique=unique,
         )
 
     def _spans(

@@ -1,4 +1,4 @@
-"""All blocks of a tree as columns by node id, and the tree's geometry for all of them at once."""
+"""All blocks of a forest as columns by row, and the trees' geometry for all of them at once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import NEVER, Bools, Floats, Ints
-from arbor.retention.growable import grown
 from arbor.retention.held_tokens import HeldTokens
 from arbor.retention.msve import normalised
+from arbor.support.growable import grown
 from arbor.tree import Node, NodeState
 
 NO_PARENT = -1
@@ -27,12 +27,12 @@ FloatsLike = Sequence[float] | NDArray[np.floating]
 
 
 class BlockTable:
-    """Struct of arrays over the blocks of a tree.
+    """Struct of arrays over the blocks of one or several trees.
 
     `refresh` reads the blocks touched since the last one, and no others. Each column is a view of
     the first `len(self)` entries, valid until the next `refresh`:
 
-    parent: int64 [N], node id; `NO_PARENT` for the root.
+    parent: int64 [N], row; `NO_PARENT` for a root.
     depth: int64 [N], edges to the root.
     start: int64 [N], position of the first token on the path.
     length: int64 [N], tokens.
@@ -44,8 +44,8 @@ class BlockTable:
     open: bool [N], still being decoded.
     held: the offsets of the tokens on the device.
 
-    A node id of which neither the block nor a descendant was touched has no tokens and is far from
-    everything. Geometry passes over the tree level by level: O(N) numbers in O(depth) calls of
+    A row of which neither the block nor a descendant was touched has no tokens and is far from
+    everything. Geometry passes over the trees level by level: O(N) numbers in O(depth) calls of
     numpy.
 
     Args:
@@ -59,7 +59,8 @@ class BlockTable:
         self._ints = _UNKNOWN_INTS[:, :0]
         self._floats = _UNKNOWN_FLOATS[:, :0]
         self._open = np.array([], np.bool_)
-        self._touched: dict[int, Node] = {}
+        self._touched: dict[int, Node] = {}  # by row
+        self._forgotten = False
         self._levels = _Levels(self.depth, self.parent)
 
     def __len__(self) -> int:
@@ -107,13 +108,23 @@ class BlockTable:
 
     def touch(self, node: Node) -> None:
         """Have a block read at the next `refresh`: it is new or has changed."""
-        self._touched[node.id] = node
+        self._touched[node.row] = node
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Remove the blocks of a tree that was dropped; other blocks may have their rows later."""
+        for row in rows:
+            self._touched.pop(row, None)
+        known = [row for row in rows if row < self._size]
+        self._ints[:, known] = _UNKNOWN_INTS
+        self._floats[:, known] = _UNKNOWN_FLOATS
+        self._open[known] = False
+        self._forgotten = True
 
     def use(self, nodes: Iterable[Node], clock: int) -> None:
         """Set the clock of a forward that read these blocks."""
-        ids = [node.id for node in nodes]
-        self._reserve(max(ids, default=-1) + 1)
-        self._ints[5, ids] = clock
+        rows = [node.row for node in nodes]
+        self._reserve(max(rows, default=-1) + 1)
+        self._ints[5, rows] = clock
 
     def refresh(self) -> None:
         """Read the touched blocks, and the unknown ancestors of new ones."""
@@ -121,7 +132,8 @@ class BlockTable:
         if self._touched:
             self._read(list(self._touched.values()))
         self._touched.clear()
-        if grown:
+        if grown or self._forgotten:
+            self._forgotten = False
             self._levels = _Levels(self.depth, self.parent)
 
     def on_paths(self, leaf_ids: IntsLike) -> Bools:
@@ -159,7 +171,7 @@ class BlockTable:
         It is the sum over the leaves at or below the block.
 
         Args:
-            leaf_ids: int [L], node ids of the blocks the search may grow next.
+            leaf_ids: int [L], rows of the blocks the search may grow next.
             probabilities: float [L], the probability of each. Where several grow at once the sum is
                 the union bound, cut at 1.
         """
@@ -178,7 +190,7 @@ class BlockTable:
         It is the shortest wait of the leaves at or below the block.
 
         Args:
-            leaf_ids: int [L], node ids of the leaves whose paths are needed.
+            leaf_ids: int [L], rows of the leaves whose paths are needed.
             waits: int [L], waves until then.
         """
         levels = self._levels
@@ -215,17 +227,17 @@ class BlockTable:
         self._size = max(size, self._size)
         for node in new.values():
             each: Node | None = node
-            while each is not None and self._ints[0, each.id] == _ABSENT:
-                parent = NO_PARENT if each.parent is None else each.parent.id
-                self._ints[:3, each.id] = parent, each.depth, each.start
-                self._touched[each.id] = each
+            while each is not None and self._ints[0, each.row] == _ABSENT:
+                parent = NO_PARENT if each.parent is None else each.parent.row
+                self._ints[:3, each.row] = parent, each.depth, each.start
+                self._touched[each.row] = each
                 grown = True
                 each = each.parent
         return grown
 
     def _read(self, nodes: list[Node]) -> None:
-        """Read some blocks of one tree: their tokens on the device and the search's figures."""
-        ids = np.array([node.id for node in nodes])
+        """Read some blocks: their tokens on the device and the search's figures."""
+        ids = np.array([node.row for node in nodes])
         length = np.array([len(node.tokens) for node in nodes])
         begin = np.array([node.span.begin for node in nodes])
         row = np.repeat(np.arange(len(nodes)), length)
@@ -249,9 +261,9 @@ class BlockTable:
 
 
 class _Levels:
-    """The blocks sorted by depth, so that a level is a slice. Unused ids are stored at depth 0.
+    """The blocks sorted by depth, so that a level is a slice. Unused rows are stored at depth 0.
 
-    place: int64 [N], by node id, the block's index in that order.
+    place: int64 [N], by row, the block's index in that order.
     parent: int64 [N], in that order, the index of the block's parent.
     below_root: (begin, end) of the levels 1, 2, ...
     """

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Ints
-from arbor.retention.growable import grown
+from arbor.support.growable import grown
 
 
 class HeldTokens:
@@ -19,7 +19,7 @@ class HeldTokens:
         # where the used part of `_offset` ends
         self._end = 0
         self._offset = np.array([], np.int64)
-        # by node id; the tokens of block i lie at base[i] ... base[i] + count[i]
+        # by row; the tokens of block i lie at base[i] ... base[i] + count[i]
         self._base = np.array([], np.int64)
         self._count = np.array([], np.int64)
         self._capacity = np.array([], np.int64)
@@ -28,15 +28,15 @@ class HeldTokens:
         """Set the resident tokens of some blocks.
 
         Args:
-            ids: int64 [P], node ids, P >= 1.
+            ids: int64 [P], rows, P >= 1.
             lengths: int64 [P], tokens of each block.
             counts: int64 [P], tokens of these on the device.
             offsets: int64 [sum(counts)], their places in their blocks, block after block.
         """
         self._reserve(int(ids.max()) + 1)
         for at in np.flatnonzero(counts > self._capacity[ids]).tolist():
-            node_id = int(ids[at])
-            self._place(node_id, max(int(lengths[at]), 2 * int(self._capacity[node_id])))
+            row = int(ids[at])
+            self._place(row, max(int(lengths[at]), 2 * int(self._capacity[row])))
         shift = self._base[ids] - (np.cumsum(counts) - counts)
         self._offset[np.repeat(shift, counts) + np.arange(len(offsets))] = offsets
         self._count[ids] = counts
@@ -45,7 +45,7 @@ class HeldTokens:
         """The resident tokens of some blocks, each of which has been updated.
 
         Args:
-            ids: int64 [P], node ids.
+            ids: int64 [P], rows.
 
         Returns:
             int64 [P], how many tokens of each block, and int64 [T], their offsets, block after
@@ -63,7 +63,7 @@ class HeldTokens:
         self._count = grown(self._count, size)
         self._capacity = grown(self._capacity, size)
 
-    def _place(self, node_id: int, capacity: int) -> None:
-        self._base[node_id], self._end = self._end, self._end + capacity
-        self._capacity[node_id] = capacity
+    def _place(self, row: int, capacity: int) -> None:
+        self._base[row], self._end = self._end, self._end + capacity
+        self._capacity[row] = capacity
         self._offset = grown(self._offset, self._end)

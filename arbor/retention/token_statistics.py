@@ -1,16 +1,16 @@
-"""Attention received by each token of a tree: flat arrays that survive eviction."""
+"""Attention received by each token of some trees: flat arrays that survive eviction."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Floats, Ints
-from arbor.retention.growable import grown
+from arbor.support.growable import grown
 
 _CLOSED = -1  # capacity of a block that was never opened
 
@@ -34,7 +34,7 @@ class AttentionColumns(NamedTuple):
 
 
 class TokenStatistics:
-    """Attention statistics of all tokens of one tree, block after block in growable arrays.
+    """Attention statistics of all tokens of a forest, block after block in growable arrays.
 
     Eviction and rehydration change nothing here: a token that comes back has the figures it had.
     Only queries that could see a token age it, so an inactive branch does not age.
@@ -51,43 +51,55 @@ class TokenStatistics:
         self._latest = np.zeros(self._end)
         self._queries = np.zeros(self._end, np.int64)
         self._activated = np.zeros(self._end, np.int64)
-        # by node id; the token of block i at position p lies at shift[i] + p, shift = base - start
+        # by row; the token of block i at position p lies at shift[i] + p, shift = base - start
         self._base = np.array([], np.int64)
         self._shift = np.array([], np.int64)
         self._capacity = np.array([], np.int64)
+        self._room = np.array([], np.int64)  # capacity of the stretch at `_base`, forgotten or not
         # mass of all tokens of the block, and queries that could see some token of it
         self._received = np.array([], np.float64)
         self._readers = np.array([], np.int64)
 
-    def open(self, node_id: int, start: int, capacity: int) -> None:
+    def open(self, row: int, start: int, capacity: int) -> None:
         """Make room for a block of `capacity` tokens; an open block grows if it has to.
 
         Args:
-            node_id: of the block.
+            row: of the block.
             start: position of its first token on the path.
             capacity: tokens it may have.
         """
-        size = node_id + 1
+        size = row + 1
         self._base = grown(self._base, size)
         self._shift = grown(self._shift, size)
         self._received = grown(self._received, size)
         self._readers = grown(self._readers, size)
         self._capacity = grown(self._capacity, size, _CLOSED)
-        if self._capacity[node_id] == _CLOSED:
-            self._place(node_id, start, capacity)
+        self._room = grown(self._room, size)
+        if self._capacity[row] == _CLOSED:
+            if 0 < capacity <= self._room[row]:
+                self._reuse(row, start)
+            else:
+                self._place(row, start, capacity)
         else:
-            self.grow(node_id, capacity)
+            self.grow(row, capacity)
 
-    def grow(self, node_id: int, count: int) -> None:
+    def forget(self, rows: Sequence[int]) -> None:
+        """Remove the blocks of a tree that was dropped; other blocks may have their rows later."""
+        known = [row for row in rows if row < len(self._capacity)]
+        self._capacity[known] = _CLOSED
+        self._received[known] = 0
+        self._readers[known] = 0
+
+    def grow(self, row: int, count: int) -> None:
         """Make room for an open block to have `count` tokens; moves its figures if it has to."""
-        capacity = int(self._capacity[node_id])
-        assert capacity != _CLOSED, f"block {node_id} is not open"
+        capacity = int(self._capacity[row])
+        assert capacity != _CLOSED, f"block {row} is not open"
         if count <= capacity:
             return
-        base = int(self._base[node_id])
-        start = base - int(self._shift[node_id])
-        self._place(node_id, start, max(count, 2 * capacity))
-        moved = int(self._base[node_id])
+        base = int(self._base[row])
+        start = base - int(self._shift[row])
+        self._place(row, start, max(count, 2 * capacity))
+        moved = int(self._base[row])
         for values in (self._mass, self._latest, self._queries, self._activated):
             values[moved : moved + capacity] = values[base : base + capacity]
 
@@ -101,7 +113,7 @@ class TokenStatistics:
         """Add the attention of one forward; one call per forward.
 
         Args:
-            owner: int32 [S], node id of each token seen; the tokens are distinct.
+            owner: int32 [S], row of each token seen; the tokens are distinct.
             position: int32 [S], their places on the path.
             mass: float32 [S], attention each received, summed over the rows that could see it.
             queries: int64 [S], number of these rows; tokens with 0 stay unchanged.
@@ -128,7 +140,7 @@ class TokenStatistics:
         np.maximum.at(rows, owner, queries)
         self._readers += rows
 
-    def block_attention(self, node_ids: NDArray[np.integer]) -> Floats:
+    def block_attention(self, rows: NDArray[np.integer]) -> Floats:
         """Mean attention mass a block received per query that could see it: a of ArborKV's MSVE.
 
             a_i = (1 / Q_i) sum_t A_i(t)
@@ -137,12 +149,12 @@ class TokenStatistics:
         every decoded token; this is the mean, in [0, 1], and the block's own queries count too.
 
         Args:
-            node_ids: int [M].
+            rows: int [M].
 
         Returns:
             float64 [M]; 0 for a block that no query could see yet, or that was never opened.
         """
-        ids = np.asarray(node_ids, np.int64)
+        ids = np.asarray(rows, np.int64)
         known = ids < len(self._base)
         ids = ids[known]
         result = np.zeros(len(known))
@@ -150,27 +162,27 @@ class TokenStatistics:
         return result
 
     def view(
-        self, node_id: int | NDArray[np.integer], offsets: NDArray[np.integer]
+        self, row: int | NDArray[np.integer], offsets: NDArray[np.integer]
     ) -> AttentionColumns:
         """Statistics of tokens; zeros beyond a block's capacity, or if it was never opened.
 
         Args:
-            node_id: of their block, or of each token's block, int [T].
+            row: of their block, or of each token's block, int [T].
             offsets: int [T], places in the block.
         """
-        owner = np.broadcast_to(np.asarray(node_id, np.int64), offsets.shape)
+        owner = np.broadcast_to(np.asarray(row, np.int64), offsets.shape)
         at = self._places(owner, np.asarray(offsets, np.int64))
         return AttentionColumns(
             self._mass[at], self._latest[at], self._queries[at], self._activated[at]
         )
 
     def makers(
-        self, node_ids: Ints, sizes: Ints, offsets: Ints
+        self, rows: Ints, sizes: Ints, offsets: Ints
     ) -> dict[str, Callable[[Any], NDArray[Any]]]:
         """The columns of `view`, each by a function, for `Columns.when_read`.
 
         Args:
-            node_ids: int64 [P].
+            rows: int64 [P].
             sizes: int64 [P], tokens of each block; summing to T.
             offsets: int64 [T], places in their blocks, block after block, increasing in each.
         """
@@ -179,10 +191,10 @@ class TokenStatistics:
         def at() -> Ints:
             ends = np.cumsum(sizes)
             some = sizes > 0
-            known = node_ids < len(self._base)
-            if known.all() and (offsets[ends[some] - 1] < self._capacity[node_ids[some]]).all():
-                return np.repeat(self._base[node_ids], sizes) + offsets
-            return self._places(np.repeat(node_ids, sizes), offsets)
+            known = rows < len(self._base)
+            if known.all() and (offsets[ends[some] - 1] < self._capacity[rows[some]]).all():
+                return np.repeat(self._base[rows], sizes) + offsets
+            return self._places(np.repeat(rows, sizes), offsets)
 
         return {
             "mass": lambda _: self._mass.take(at()),
@@ -202,12 +214,20 @@ class TokenStatistics:
         at: Ints = np.where(known, self._base[owner] + offsets, 0)
         return at
 
-    def _place(self, node_id: int, start: int, capacity: int) -> None:
+    def _reuse(self, row: int, start: int) -> None:
+        """Give a block the stretch that the row's last one had."""
+        base, room = int(self._base[row]), int(self._room[row])
+        for values in (self._mass, self._latest, self._queries, self._activated):
+            values[base : base + room] = 0
+        self._shift[row] = base - start
+        self._capacity[row] = room
+
+    def _place(self, row: int, start: int, capacity: int) -> None:
         base, self._end = self._end, self._end + capacity
         self._mass = grown(self._mass, self._end)
         self._latest = grown(self._latest, self._end)
         self._queries = grown(self._queries, self._end)
         self._activated = grown(self._activated, self._end)
-        self._base[node_id] = base
-        self._shift[node_id] = base - start
-        self._capacity[node_id] = capacity
+        self._base[row] = base
+        self._shift[row] = base - start
+        self._capacity[row] = self._room[row] = capacity

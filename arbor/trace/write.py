@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from arbor.errors import UsageError
-from arbor.events import EVENTS, Event
+from arbor.events import EVENTS, KV, Event
 
 SCHEMA = "arbor.trace/1"
 # fields that hold words of the problem, of thoughts or of the answer; token ids are words too
@@ -53,6 +53,8 @@ def to_record(event: Event) -> dict[str, Any]:
     for name, default in _OPTIONAL[type(event)]:
         if record[name] == default:
             del record[name]
+    if isinstance(kv := getattr(event, "kv", None), KV) and not kv.pool:
+        del record["kv"]["pool"]
     return record
 
 
@@ -75,6 +77,9 @@ def to_line(record: dict[str, Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """A value without a JSON form: a dataclass as its fields, others as text."""
+    if isinstance(value, KV):
+        tiers = {"device": value.device, "host": value.host, "compressed": value.compressed}
+        return tiers | {"pool": value.pool} if value.pool else tiers
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return str(value)

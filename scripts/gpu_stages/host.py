@@ -82,9 +82,9 @@ class TimedSampler(ModelSampler):
         self._wait = clock.around("waiting", wait)
         self._sample = clock.around("sampling", super().choose)
 
-    def choose(self, rows: Sequence[Row], logits: Tensor, growth: Growth) -> list[int]:
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         self._wait()
-        tokens: list[int] = self._sample(rows, logits, growth)
+        tokens: list[int] = self._sample(rows, logits)
         return tokens
 
 

@@ -67,8 +67,11 @@ class Lab(Engine):
             debug=debug,
         )
 
-    def open(self, tree: ThoughtTree, slots: int, **run: Any) -> None:
-        """`Engine.open` with `listener`."""
+    def open(self, tree: ThoughtTree, slots: int, *, alone: bool = True, **run: Any) -> None:
+        """`Engine.open` with `listener`, after the trees that are open have been closed."""
+        if alone and self._opened is not None:
+            for other in list(self.state.trees):
+                self.close(other)
         super().open(tree, slots, **{"emit": self.listener} | run)
 
     def plant(

@@ -1,0 +1,167 @@
+"""ForestState: the engine's knowledge of the open trees, read and reported to by its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.engine.last_logits import LastLogits
+from arbor.engine.open_tree import OpenTree
+from arbor.engine.pieces import contexts_of
+from arbor.events import Cause, Evicted
+from arbor.forest import Forest, by_tree
+from arbor.memory import KVMemory
+from arbor.model.sharing import Context
+from arbor.retention.block_table import BlockTable
+from arbor.retention.policy import Protect
+from arbor.retention.token_statistics import TokenStatistics
+from arbor.tree import Node, ThoughtTree, paths_of
+
+
+class ForestState:
+    """The state of the open trees, shared by the parts of the engine.
+
+    Blocks are known by their rows (`Forest`).
+
+    Args:
+        memory: of the trees.
+        protect: the policy's; says which tokens the figures of blocks count.
+
+    Attributes:
+        trees: the open trees, in the order in which they were opened.
+        logits: after blocks' last tokens, where they are known.
+        table: figures of blocks that policies read.
+        statistics: attention that tokens received.
+        computed: rows of the blocks computed at least once; their missing tokens count as
+            rehydrated, not prefilled.
+        hidden: rows of the blocks that nothing attends to.
+        before_hiding: rows of the blocks computed before these were hidden; empty while nothing is.
+    """
+
+    def __init__(self, memory: KVMemory, protect: Protect) -> None:
+        self.memory = memory
+        self.trees: dict[ThoughtTree, OpenTree] = {}
+        self.logits = LastLogits()
+        self.table = BlockTable(protect.tail)
+        self.statistics = TokenStatistics(threshold=protect.threshold)
+        self.computed: set[int] = set()
+        self.hidden: frozenset[int] = frozenset()
+        self.before_hiding: frozenset[int] = frozenset()
+        self._clock = 0
+
+    # Trees
+
+    @property
+    def forest(self) -> Forest:
+        """Every block by its row."""
+        return self.memory.forest
+
+    def open(self, opened: OpenTree) -> None:
+        """Take a tree that the memory has adopted."""
+        self.trees[opened.tree] = opened
+        self.table.touch(opened.tree.root)
+
+    def close(self, opened: OpenTree) -> list[int]:
+        """Let a tree go, and free what it holds; returns the rows its blocks had."""
+        rows = self.memory.drop(opened.tree)
+        del self.trees[opened.tree]
+        for row in rows:
+            self.logits.pop(row, None)
+        self.computed.difference_update(rows)
+        self.table.forget(rows)
+        self.statistics.forget(rows)
+        return rows
+
+    def of(self, node: Node) -> OpenTree:
+        """The open tree of a block."""
+        return self.trees[node.tree]
+
+    def report_evicted(self, counts: Mapping[Node, int], cause: Cause) -> None:
+        """Report to each tree which of its blocks lost how many tokens."""
+        for tree, nodes in by_tree(counts).items():
+            opened = self.trees[tree]
+            gone = tuple(sorted((node.id, counts[node]) for node in nodes))
+            opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv))
+
+    # What the parts report
+
+    def changed(self, nodes: Iterable[Node]) -> None:
+        """Record that these blocks grew, closed, were valued, or gained or lost tokens."""
+        for node in nodes:
+            self.table.touch(node)
+
+    def used(self, path: Sequence[Node]) -> None:
+        """Record that a forward read these blocks."""
+        self._clock += 1
+        self.changed(path)
+        self.table.use(path, self._clock)
+
+    def mark_computed(self, nodes: Iterable[Node]) -> None:
+        """Record that the tokens of these blocks were run through the model."""
+        for tree, group in by_tree(nodes).items():
+            self.computed.update(node.row for node in group)
+            self.trees[tree].reached(group)
+
+    def observe(
+        self, slots: NDArray[np.int64], mass: NDArray[np.float32], queries: NDArray[np.int64]
+    ) -> None:
+        """Attention of one forward.
+
+        Args:
+            slots: int64 [S], distinct.
+            mass: float32 [S], attention each received, summed over rows (each row: mean over layers
+                and heads).
+            queries: int64 [S], rows that could see it.
+        """
+        owner = self.memory.table.owner[slots]
+        mine = owner >= 0
+        owner = owner[mine]
+        position = self.memory.table.position[slots[mine]]
+        for node in self.forest.nodes(np.unique(owner).tolist()):
+            self.statistics.open(node.row, node.start, len(node.tokens))
+        self.statistics.observe(owner, position, mass[mine], queries[mine])
+
+    # What forwards read
+
+    def contexts(self, nodes: Sequence[Node]) -> list[Context]:
+        """The context of a token after each of these blocks."""
+        return contexts_of(nodes, self.hidden)
+
+    def missing(self, node: Node) -> NDArray[np.int64]:
+        """Offsets of the tokens that are not as full retention would hold them, increasing."""
+        held = node.span.exact if self.sees_all(node) else node.span.resident
+        return np.flatnonzero(~held)
+
+    def sees_all(self, node: Node) -> bool:
+        """Whether a block's tokens attend to every block above it."""
+        if not self.hidden or node.row in self.before_hiding:
+            return True
+        return not any(above.row in self.hidden for above in node.path[:-1])
+
+    def are_exact_after(self, nodes: Sequence[Node]) -> list[bool]:
+        """Whether a token after each of these blocks is exact: every token before it is, and it
+        attends to all of them."""
+        known: dict[int, bool] = {}
+        for each in paths_of(nodes):
+            above = each.parent is None or known[each.parent.row]
+            own = above and each.row not in self.hidden
+            known[each.row] = own and bool(each.span.exact.all())
+        return [known[node.row] for node in nodes]
+
+    @contextmanager
+    def hiding(self, nodes: Sequence[Node]) -> Iterator[None]:
+        """Within, nothing attends to these blocks: neither what is computed for the first time, nor
+        logits."""
+        known = dict(self.logits)
+        self.logits.clear()
+        self.hidden = frozenset(node.row for node in nodes)
+        self.before_hiding = frozenset(self.computed)
+        try:
+            yield
+        finally:
+            self.hidden = self.before_hiding = frozenset()
+            self.logits.clear()
+            self.logits.update(known)

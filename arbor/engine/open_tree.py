@@ -1,0 +1,159 @@
+"""OpenTree: one search's tree in the engine, with the hooks of its run."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from arbor.engine.scheduler import Lengths
+from arbor.events import KV, Detail, Event, Listener
+from arbor.memory import KVMemory
+from arbor.retention.future_reads import FutureReads
+from arbor.tree import Node, NodeState, ThoughtTree
+
+logger = logging.getLogger(__name__)
+
+
+def ignore(event: Event) -> None:
+    """Discard an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunHooks:
+    """The hooks of one run.
+
+    Attributes:
+        emit: listener for everything that happens.
+        detail: how finely decoding is reported.
+        outlook: probability that a later operation reads the path to a block, by node id.
+        interrupted: asked after every decode step whether to give up the blocks in progress.
+    """
+
+    emit: Listener = ignore
+    detail: Detail = "events"
+    outlook: Callable[[], Mapping[int, float]] = dict
+    interrupted: Callable[[], bool] = bool
+
+
+@dataclass(slots=True)
+class Steps:
+    """Decode steps of one tree that were not reported yet.
+
+    Attributes:
+        steps, rows, read, unique, held: as in `Forwarded`.
+        elapsed_s: of those whose time has been read.
+        untimed_rows: rows whose time is still to be read.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    read: int = 0
+    unique: int = 0
+    held: int = 0
+    elapsed_s: float = 0.0
+    untimed_rows: int = 0
+
+
+class OpenTree:
+    """One tree while its search runs, and what only its own search knows.
+
+    Args:
+        tree: holds only its root.
+        memory: has adopted the tree.
+        slots: the budget of this search alone, in tokens.
+        run: the hooks of the run.
+        reads: future reads of a recorded run, for the clairvoyant policy.
+
+    Attributes:
+        run: the run in progress; after `finish` one that listens to nothing.
+        failure: the first exception of a listener that has not been raised yet.
+        operation: number of the operation in progress.
+        upcoming: blocks at whose end each later wave of the operation begins, the next wave first.
+        lengths: of its finished blocks.
+        steps: decode steps that were not reported yet.
+        finished: the run has ended.
+    """
+
+    def __init__(
+        self,
+        tree: ThoughtTree,
+        memory: KVMemory,
+        slots: int,
+        run: RunHooks,
+        reads: FutureReads | None = None,
+    ) -> None:
+        self.tree = tree
+        self.slots = slots
+        self.run = run
+        self.reads = reads
+        self.failure: Exception | None = None
+        self.operation = 0
+        self.upcoming: list[list[Node]] = []
+        self.lengths = Lengths()
+        self.steps = Steps()
+        self.finished = False
+        self._memory = memory
+        # a heap of (-end, node id), from which pruned blocks are removed when they come up, and
+        # the ends in it
+        self._ends = [(-tree.root.end, tree.root.id)]
+        self._reached = {tree.root.id: tree.root.end}
+
+    # The run
+
+    def emit(self, event: Event) -> None:
+        """Report an event to the run's listener.
+
+        An exception of the listener is kept until the operation in progress can be ended without
+        harm to other trees; nothing more is reported until then.
+        """
+        if self.failure is None:
+            try:
+                self.run.emit(event)
+            except Exception as error:
+                self.failure = error
+
+    def raise_failure(self) -> None:
+        """Raise what a listener raised."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def finish(self) -> None:
+        """End of the run: its listener, outlook and interruption are let go; the tree stays
+        usable."""
+        self.run = RunHooks()
+        self.finished = True
+
+    @property
+    def kv(self) -> KV:
+        """Slots per tier now: those of the tree, and those of all trees if there are more."""
+        memory = self._memory
+        if len(memory.forest.trees) == 1:
+            return KV(device=memory.used)
+        return KV(device=memory.used_by(self.tree), pool=memory.used)
+
+    # What is known of the tree
+
+    def reached(self, nodes: Iterable[Node]) -> None:
+        """Record that these blocks were run through the model."""
+        for node in nodes:
+            if node.end > self._reached.get(node.id, 0):
+                self._reached[node.id] = node.end
+                heapq.heappush(self._ends, (-node.end, node.id))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path the search has not given up."""
+        while self._ends[0][1] and self.tree[self._ends[0][1]].state is NodeState.PRUNED:
+            heapq.heappop(self._ends)
+        return -self._ends[0][0]
+
+    def begin_operation(self) -> None:
+        """Count one more operation."""
+        self.operation += 1
+
+    def expect(self, waves: Sequence[Sequence[Node]]) -> None:
+        """Replace `upcoming`."""
+        self.upcoming = [list(wave) for wave in waves]

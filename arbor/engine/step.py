@@ -1,0 +1,422 @@
+"""Stepper: one ragged forward at a time, for all operations in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.decoding import Decoding
+from arbor.engine.forest_state import ForestState
+from arbor.engine.forward_pass import ForwardPasses, Part
+from arbor.engine.mode import Rules
+from arbor.engine.open_tree import OpenTree
+from arbor.engine.operation import Asking, Growing, Operation
+from arbor.engine.rehydration import Placed, Rehydration
+from arbor.engine.residency import Residency
+from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work
+from arbor.errors import ArborError, BudgetInfeasible
+from arbor.events import ForwardKind
+from arbor.forest import by_tree
+from arbor.model.plan import Segment
+from arbor.tree import Node, NodeState, ThoughtTree, paths_of
+
+NO_LOGITS = torch.empty(0, 0)
+
+
+class Stepper:
+    """Works on all operations at once: rows join and leave at every step.
+
+    A step admits what fits, gives slots to what its paths miss, runs one forward and hands out its
+    results. Prefill, rehydration and questions ride along with the rows that decode. A row joins
+    this forward if its path is complete, else the next one.
+
+    Each step is a transaction: after a failure nothing holds KV that was not computed, and
+    operations that have no part in the failure go on.
+
+    Args:
+        state: of the open trees.
+        rules: of the mode.
+        residency: frees room.
+        forwards: run the model.
+        rehydration: completes paths.
+        decoding: the life of the blocks.
+        scheduler: decides what takes part.
+    """
+
+    def __init__(
+        self,
+        state: ForestState,
+        rules: Rules,
+        residency: Residency,
+        forwards: ForwardPasses,
+        rehydration: Rehydration,
+        decoding: Decoding,
+        scheduler: Scheduler,
+    ) -> None:
+        self._state = state
+        self._memory = state.memory
+        self._rules = rules
+        self._residency = residency
+        self._forwards = forwards
+        self._rehydration = rehydration
+        self._decoding = decoding
+        self._scheduler = scheduler
+        layers, least = forwards.runner.layer_count, forwards.min_saved_reads
+        self._batch = DecodeBatch(self._memory, layers, least)
+        self._changed = True  # the rows that decode, or what they read
+        # of the step in progress: what joined, and the logits where rows of it begin
+        self._joined = Joined()
+        self._placed = Placed()
+        self._known: dict[Node, Tensor] = {}
+
+    def begin(self, operation: Operation) -> None:
+        """Take an operation, all of whose work waits."""
+        operation.left = len(operation.waiting)
+        if operation.left:
+            self._scheduler.operations.append(operation)
+            if isinstance(operation, Growing) and operation.opened.run.interrupted():
+                self._interrupt(operation)
+
+    @property
+    def busy(self) -> bool:
+        """Whether operations are in progress."""
+        return bool(self._scheduler.operations)
+
+    def operations_of(self, opened: OpenTree) -> list[Operation]:
+        """The operations of a tree that are in progress."""
+        return [each for each in self._scheduler.operations if each.opened is opened]
+
+    def settle(self) -> None:
+        """Undo what an interruption left of a step."""
+        if self._memory.pending:  # its undoing was cut off itself
+            self._rehydration.undo()
+
+    def cancel(self, operations: Iterable[Operation], error: BaseException) -> None:
+        """End operations that are in progress.
+
+        What was chosen for their blocks and never computed is dropped. After an `ArborError` the
+        blocks are PRUNED and hold nothing; after anything else they are as they were left.
+        """
+        for operation in list(operations):
+            if operation in self._scheduler.operations:
+                self._end(operation, error)
+
+    def step(self) -> None:
+        """One forward for all operations in progress; none if there are none."""
+        self.settle()
+        operations = self._scheduler.operations
+        if not operations:
+            return
+        joining = True
+        try:
+            with self._forwards.explaining_out_of_memory(_kind(operations)):
+                self._join()
+                joining = False
+                self._forward()
+        except BaseException as error:
+            concerned = list(operations)
+            if joining and self._joined:
+                concerned = list(dict.fromkeys(work.operation for work in self._joined))
+            self._undo()
+            if not isinstance(error, Exception):
+                self.cancel(operations, error)
+                raise
+            if joining:  # the others are tried again without the youngest
+                concerned = [max(concerned, key=lambda operation: operation.serial)]
+            self.cancel(concerned, error)
+        self._joined, self._placed, self._known = Joined(), Placed(), {}
+        self._hand_on_failures()
+
+    # Before the forward
+
+    def _join(self) -> None:
+        """Admit what fits, and give slots to what its paths miss."""
+        scheduler = self._scheduler
+        running = scheduler.rows
+        joined = self._joined = scheduler.admit()
+        if not joined:
+            return
+        for operation in dict.fromkeys(work.operation for work in joined):
+            operation.opened.expect(self._upcoming(operation))
+        fresh = [row.leaf for row in joined.rows if row.pending is None]
+        fresh += [visit.node for visit in joined.visits]
+        begins = [row.begin for row in joined.rows]
+        begins += [question.node for question in joined.questions]
+        begins += [visit.node for visit in joined.visits]
+        asked = sum(len(question.tokens) for question in joined.questions)
+        self._placed = self._rehydration.place(
+            begins,
+            want=fresh,
+            reserve=len(scheduler.rows) + asked,
+            running=[row.node for row in running if row not in joined.rows],
+        )
+        for question in joined.questions:
+            question.slots = self._memory.borrow(question.tokens, question.node)
+        self._state.used(paths_of(begins))
+        logits = self._state.logits
+        self._known = {leaf: logits[leaf.row] for leaf in fresh if leaf.row in logits}
+        written = {node.row for node in self._placed.written}
+        self._start(
+            [
+                row
+                for row in joined.rows
+                if (row.pending is not None or row.leaf in self._known)
+                and not any(node.row in written for node in row.begin.path)
+            ]
+        )
+
+    def _start(self, rows: Sequence[Row]) -> None:
+        """Let rows whose paths are complete begin or go on."""
+        if rows:
+            fresh = [row for row in rows if row.pending is None]
+            self._changed = True
+            self._decoding.start(rows)
+            self._decoding.choose(fresh, [self._known[row.leaf] for row in fresh])
+
+    def _upcoming(self, operation: Operation) -> list[list[Node]]:
+        """Blocks at whose end the waiting work begins, as much at a time as fits."""
+        if isinstance(operation, Asking):
+            nodes = [work.leaf for work in operation.waiting]
+            extra = operation.extra
+            return [[nodes[i] for i in wave] for wave in self._rules.waves(nodes, extra)]
+        width = max(1, sum(row.operation is operation for row in self._scheduler.rows))
+        leaves = [work.leaf for work in operation.waiting]
+        return [list(dict.fromkeys(leaves[at : at + width])) for at in range(0, len(leaves), width)]
+
+    # The forward
+
+    def _forward(self) -> None:
+        """Run the rows that have a token to compute, with all that joined."""
+        joined, memory = self._joined, self._memory
+        rows = self._ready()
+        if rows and not joined and memory.free < len(rows) and self._make_room():
+            self._changed = True
+            rows = self._ready()
+        if self._changed or len(self._batch) != len(rows):
+            self._batch.hold(rows)
+            self._changed = False
+        parts = self._parts()
+        if parts:
+            logits = self._forwards.run(parts, self._batch if rows else None)
+        elif rows:
+            with self._forwards.timing():
+                logits = self._forwards.step(self._batch)
+        else:  # paths that are complete already
+            logits = NO_LOGITS
+        if joined:
+            self._settle(parts, logits[len(rows) :])
+            logits = logits[: len(rows)]
+        if rows:
+            self._after(rows, logits)
+        self._start([row for row in joined.rows if self._is_waiting_for_its_path(row)])
+        for operation in [each for each in self._scheduler.operations if not each.left]:
+            self._finish(operation)
+
+    def _ready(self) -> list[Row]:
+        """The rows with a token to compute."""
+        return [row for row in self._scheduler.rows if row.started and row.operation.error is None]
+
+    def _is_waiting_for_its_path(self, row: Row) -> bool:
+        return not row.started and row.operation.error is None and row in self._scheduler.rows
+
+    def _parts(self) -> list[Part]:
+        """What joined, as segments by tree."""
+        parts: dict[ThoughtTree, Part] = {}
+        placed = self._placed
+        for segment, owner in zip(placed.segments, placed.owners, strict=True):
+            kind: ForwardKind = "rehydrate" if owner.tree in placed.again else "prefill"
+            parts.setdefault(owner.tree, Part(owner.tree, kind, [])).segments.append(segment)
+        questions = self._joined.questions
+        contexts = self._state.contexts([question.node for question in questions])
+        for question, context in zip(questions, contexts, strict=True):
+            end, count = question.node.end, len(question.tokens)
+            assert question.slots is not None
+            tree = question.node.tree
+            part = parts.setdefault(tree, Part(tree, "verify", []))
+            part.kind = "verify"
+            part.segments.append(
+                Segment(
+                    context=context,
+                    tokens=question.tokens,
+                    positions=np.arange(end, end + count),
+                    tail=question.slots,
+                    write=question.slots,
+                    logits=1,
+                )
+            )
+        return list(parts.values())
+
+    def _settle(self, parts: Sequence[Part], logits: Tensor) -> None:
+        """Hand out the results of what joined.
+
+        Args:
+            parts: of the forward.
+            logits: [n, V] float32, part by part: after wanted blocks, after questions.
+        """
+        joined, placed = self._joined, self._placed
+        wanted = by_tree(placed.wanted)
+        at = 0
+        for part in parts:
+            nodes = wanted.get(part.tree, [])
+            rows = logits[at : at + len(nodes)]
+            self._state.logits.remember([node.row for node in nodes], rows)
+            self._known.update(zip(nodes, rows, strict=True))
+            at += len(nodes)
+            for question in joined.questions:
+                if question.node.tree is part.tree:
+                    assert isinstance(question.operation, Asking)
+                    question.operation.answers[question.place] = logits[at]
+                    at += 1
+        self._rehydration.computed()
+        self._state.mark_computed(placed.written)
+        for question in joined.questions:
+            assert question.slots is not None
+            self._memory.give_back(question.slots)
+        done: list[Work] = [*joined.questions, *joined.visits]
+        self._scheduler.leave(done)
+        for work in done:
+            work.operation.left -= 1
+
+    # Room for the next tokens
+
+    def _make_room(self) -> bool:
+        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any
+        case.
+
+        Rows wait again where what is pinned leaves no room for all; one always fits.
+
+        Returns:
+            whether the rows or their contexts have changed.
+        """
+        scheduler, slots = self._scheduler, self._memory.slots
+        preempted = False
+        while self._pinned() + len(scheduler.rows) > slots and len(scheduler.rows) > 1:
+            self._decoding.suspend(scheduler.preempt())
+            preempted = True
+        rows, nodes = scheduler.rows, scheduler.nodes
+        most = slots - self._pinned()
+        try:
+            lost = self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+        except BudgetInfeasible:  # the policy gives up less than that
+            lost = self._residency.fit(len(rows), nodes, "pressure")
+        if lost:
+            self._decoding.look_back(rows)
+        return preempted or lost
+
+    def _pinned(self) -> int:
+        """Slots of the tokens that stay while the rows run."""
+        pinned = self._rules.pinned(self._scheduler.nodes)
+        return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
+
+    # After the forward
+
+    def _after(self, rows: Sequence[Row], logits: Tensor) -> None:
+        """End the blocks that have reached their boundary, and choose the others' next tokens.
+
+        Args:
+            rows: that decoded.
+            logits: [n, V] float32, after their last tokens.
+        """
+        for row in rows:
+            row.node.logprob += row.logprob
+            row.node.top1 += row.top1
+        done = [i for i, row in enumerate(rows) if row.stop is not None]
+        going = [i for i, row in enumerate(rows) if row.stop is None]
+        if done:
+            self._changed = True
+            self._decoding.end([rows[i] for i in done], logits[done])
+        for tree in self._batch.trees:
+            opened = self._state.trees[tree]
+            if opened.run.detail != "events":
+                self._forwards.report_steps(opened)
+        for operation in list(self._scheduler.operations):
+            going_on = isinstance(operation, Growing) and operation.left
+            if going_on and operation.opened.run.interrupted():
+                self._interrupt(operation)
+        some = [i for i in going if rows[i].operation.left and rows[i].operation.error is None]
+        if some:
+            chosen = logits if len(some) == len(rows) else logits[some]
+            self._decoding.choose([rows[i] for i in some], chosen)
+
+    def _interrupt(self, operation: Operation) -> None:
+        """Give up the unfinished blocks of an operation."""
+        rows = [row for row in self._scheduler.rows if row.operation is operation]
+        waiting = [work.node for work in operation.waiting]
+        self._leave(operation)
+        self._decoding.cut([*(row.node for row in rows), *waiting])
+
+    def _leave(self, operation: Operation) -> None:
+        """Remove all work of an operation."""
+        rows = [row for row in self._scheduler.rows if row.operation is operation]
+        self._changed = self._changed or bool(rows)
+        self._scheduler.leave(rows)
+        operation.waiting.clear()
+        operation.left = 0
+
+    def _finish(self, operation: Operation) -> None:
+        """End an operation all of whose work is done."""
+        self._forwards.report_steps(operation.opened)
+        if operation.error is None and operation.opened.failure is None:
+            self._scheduler.operations.remove(operation)
+
+    # Failures
+
+    def _undo(self) -> None:
+        """Take back the step in progress: what joined waits again."""
+        self._rehydration.undo()
+        for row in self._joined.rows:
+            if row in self._scheduler.rows:
+                self._decoding.withdraw(row)
+        running = set(self._scheduler.rows)
+        self._scheduler.wait_again(
+            work for work in self._joined if not isinstance(work, Row) or work in running
+        )
+        self._changed = True
+
+    def _hand_on_failures(self) -> None:
+        """End the operations whose listeners or token sources failed."""
+        for operation in list(self._scheduler.operations):
+            error = operation.error or operation.opened.failure
+            if error is not None:
+                operation.opened.failure = None
+                self._end(operation, error)
+
+    def _end(self, operation: Operation, error: BaseException) -> None:
+        rows = [row for row in self._scheduler.rows if row.operation is operation]
+        self._leave(operation)
+        self._scheduler.operations.remove(operation)
+        self._decoding.drop_chosen(rows)
+        operation.error = error
+        if isinstance(error, ArborError) and isinstance(operation, Growing):
+            self._forwards.report_steps(operation.opened)
+            self._give_up(operation.children)
+
+    def _give_up(self, children: Sequence[Node]) -> None:
+        """Blocks of an operation that cannot be finished hold nothing any more, and none of them is
+        open."""
+        self._decoding.cut([child for child in children if child.state is NodeState.OPEN])
+        for child in children:
+            child.state = NodeState.PRUNED
+        self.forget(children)
+
+    def forget(self, nodes: Sequence[Node]) -> None:
+        """Free the KV of blocks, and report it as given up."""
+        freed: dict[Node, int] = {}
+        for node in nodes:
+            self._state.logits.pop(node.row, None)
+            count = self._memory.release([node])
+            if count:
+                freed[node] = count
+        self._state.changed(nodes)
+        self._state.report_evicted(freed, "close")
+
+
+def _kind(operations: Sequence[Operation]) -> ForwardKind:
+    """What an out-of-memory error outside a forward is named after."""
+    if any(isinstance(operation, Growing) for operation in operations):
+        return "decode"
+    return "verify" if any(isinstance(each, Asking) for each in operations) else "prefill"
