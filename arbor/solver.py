@@ -5,9 +5,18 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
+from itertools import islice
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -29,12 +38,14 @@ from arbor.model.threads import keep_threads, thread_count, torch_threads
 from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.run.batch import Batch
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import check_count, check_seed
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
+from arbor.run.searches import as_completed
 from arbor.run.session import Status
 from arbor.run.settings import (
     check_plain_types,
@@ -67,7 +78,8 @@ class Solver:
             print(solver.solve("4 5 6 10"))
 
     Names, settings and the model's directory are checked here; `plan` reads the config and the
-    tokenizer, the first `solve` (or `load`) the weights. One solver runs one search at a time.
+    tokenizer, the first `solve` (or `load`) the weights. One solver runs one search at a time, or
+    many as one batch (`solve_batch`, `imap`, `as_completed`).
 
     Args:
         model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then
@@ -179,7 +191,7 @@ class Solver:
         self.msve = resolve_msve(msve, self.checkpoint.source)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
-        self._run: Run | None = None  # the search in progress
+        self._run: Run | Batch | None = None  # the search in progress, or several
         self._busy = threading.Lock()  # held by it
         self._thread: int | None = None  # in which it runs
 
@@ -363,13 +375,19 @@ class Solver:
         self,
         problems: Iterable[str | Problem],
         *,
+        concurrency: int = 1,
+        ordered: bool = True,
         on_error: Literal["raise", "return"] = "raise",
         **options: Unpack[Options],
     ) -> Iterator[Solution]:
-        """Solve many problems in their order, each when its solution is asked for.
+        """Solve many problems, several at a time in one engine, each when its solution is asked
+        for.
 
         Args:
-            problems: read one at a time.
+            problems: read `concurrency` ahead.
+            concurrency: problems in progress at a time. They share the budget: a ratio is of the
+                sum of theirs. Their trees are those of `solve`, one by one.
+            ordered: solutions in the problems' order; else as they are found.
             on_error: ``return`` gives a solution with `error` where a problem cannot be solved; a
                 bug is always raised.
             options: the same for every problem, so no ``trace``.
@@ -382,36 +400,88 @@ class Solver:
             raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
         if options.get("trace") is not None:
             raise UsageError(
-                "trace-shared", "one trace for many problems.", "Use solve, or stream."
+                "trace-shared", "one trace for many problems.", "Use solve, or as_completed."
             )
-        return self._each(problems, on_error, options)
+        check_count("concurrency", concurrency)
+        return self._each(problems, concurrency, ordered, on_error, options)
 
     def _each(
-        self, problems: Iterable[str | Problem], on_error: str, options: Options
+        self,
+        problems: Iterable[str | Problem],
+        concurrency: int,
+        ordered: bool,
+        on_error: str,
+        options: Options,
     ) -> Iterator[Solution]:
-        for problem in problems:
-            try:
-                yield self.solve(problem, **options)
-            except ArborError as error:
-                if on_error == "raise":
-                    raise
-                seed = options.get("seed")
-                yield failed_solution(
-                    self.task.name, problem, error, self.seed if seed is None else seed, self.config
-                )
+        given: dict[int, str | Problem] = {}  # problems whose solutions are not handed out yet
+
+        def jobs() -> Iterator[tuple[str | Problem, Options]]:
+            for place, problem in enumerate(problems):
+                given[place] = problem
+                yield problem, options
+
+        found: dict[int, Solution | ArborError] = {}
+        turn = 0  # whose solution is handed out next, in order
+        with closing(self.as_completed(jobs(), concurrency=concurrency)) as results:
+            for place, result in results:
+                found[place] = result
+                while turn in found if ordered else found:
+                    at = turn if ordered else place
+                    result = found.pop(at)
+                    problem, turn = given.pop(at), turn + 1
+                    if isinstance(result, ArborError):
+                        if on_error == "raise":
+                            raise result
+                        seed = options.get("seed")
+                        seed = self.seed if seed is None else seed
+                        result = failed_solution(self.task.name, problem, result, seed, self.config)
+                    yield result
+
+    def as_completed(
+        self,
+        jobs: Iterable[tuple[str | Problem, Options]],
+        *,
+        concurrency: int = 8,
+        listen: Callable[[int, Event], None] | None = None,
+    ) -> Generator[tuple[int, Solution | ArborError], None, None]:
+        """Solve many problems, several at a time in one engine, each with options of its own.
+
+        Args:
+            jobs: problems, and keyword arguments of `solve` for each; read `concurrency` ahead.
+            concurrency: as in `imap`.
+            listen: called with the job's place, 0-based, and every event of its search.
+
+        Yields:
+            the job's place, and its solution or the error that ended it, as they are found. Closing
+            the generator gives up what is in progress.
+        """
+        check_count("concurrency", concurrency)
+        source = iter(jobs)
+        batch = Batch(self._setup, list(islice(source, concurrency)), source, listen)
+        with self._lend(batch) as engine:
+            for search in as_completed(engine, batch.searches(engine), concurrency):
+                batch.over(search.place)
+                if isinstance(search.error, ArborError):
+                    yield search.place, search.error
+                elif search.error is not None:
+                    raise search.error
+                else:
+                    assert search.result is not None
+                    yield search.place, search.result
 
     def solve_batch(
         self,
         problems: Iterable[str | Problem],
         *,
+        concurrency: int = 8,
         on_error: Literal["raise", "return"] = "raise",
         **options: Unpack[Options],
     ) -> list[Solution]:
         """`imap`, all at once."""
-        return list(self.imap(problems, on_error=on_error, **options))
+        return list(self.imap(problems, concurrency=concurrency, on_error=on_error, **options))
 
     def stop(self, status: Status = "interrupted") -> None:
-        """End the search in progress after its current forward.
+        """End the search in progress, or all of them, after the current forward.
 
         Safe from a signal handler or another thread.
         """
@@ -442,8 +512,8 @@ class Solver:
         )
 
     @contextmanager
-    def _lend(self, run: Run) -> Iterator[Engine]:
-        """The engine, for one run at a time.
+    def _lend(self, run: Run | Batch) -> Iterator[Engine]:
+        """The engine, loaded, for one run at a time, or for one batch of runs.
 
         Raises:
             UsageError: this thread is in the middle of a run already.

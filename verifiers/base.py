@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -62,6 +62,36 @@ class Verifier(Protocol):
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
         """Values of closed or terminal blocks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """The questions a verifier has about a batch of candidates, and how it judges by the answers.
+
+    Attributes:
+        nodes: the block each question follows.
+        questions: token ids, at least one each.
+        verdict: called with the next-token logits after the questions, [len(nodes), V] float32.
+    """
+
+    nodes: Sequence[Node]
+    questions: Sequence[Sequence[int]]
+    verdict: Callable[[Tensor], Verdict]
+
+
+@runtime_checkable
+class Inquires(Protocol):
+    """The part of a verifier that asks all of its questions at once.
+
+    The engine then answers them together with the work of other searches. A verifier without it
+    asks in `verify`, and holds up the other searches of its process meanwhile.
+    """
+
+    def inquire(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder
+    ) -> Inquiry:
+        """The questions about closed or terminal blocks."""
         ...
 
 

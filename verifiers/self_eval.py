@@ -13,7 +13,7 @@ from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Question, Task
 from arbor.tree import Node
 
-from .base import Asker, Encoder, Verdict
+from .base import Asker, Encoder, Inquiry, Verdict
 
 # The largest value of a model's judgement: 1 is a proof, which only `Exact` gives.
 CERTAIN = 1 - 2**-20
@@ -46,12 +46,21 @@ class SelfEval:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """Values of the candidates, by one `engine.ask`.
+        """Values of the candidates, by one `engine.ask`; see `inquire`."""
+        inquiry = self.inquire(task, problem, candidates, engine)
+        if not inquiry.nodes:
+            return Verdict((), 0)
+        return inquiry.verdict(engine.ask(inquiry.nodes, inquiry.questions))
+
+    def inquire(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder
+    ) -> Inquiry:
+        """The questions about the candidates, one for each state.
 
         Raises:
             UsageError: the question is empty, or two verdicts of different worth begin with the
                 same token.
-            ModelError: the model's logits are not finite.
+            ModelError: by the verdict: the model's logits are not finite.
         """
         place: dict[tuple[tuple[str, ...], str], int] = {}
         rows: list[int] = []  # per candidate, the index of its state
@@ -65,23 +74,23 @@ class SelfEval:
                 nodes.append(node)
                 questions.append(question)
             rows.append(place[state])
-        if not nodes:
-            return Verdict((), 0)
-
-        encoded = [self._encode(question, engine) for question in questions]
+        encoded = [self._encode(question, encoder) for question in questions]
         worths = [
-            verdict_tokens(question, tokens, engine)
+            verdict_tokens(question, tokens, encoder)
             for question, tokens in zip(questions, encoded, strict=True)
         ]
-        logits = engine.ask(nodes, encoded)
         columns = sorted({token for worth in worths for token in worth})
         column_of = {token: column for column, token in enumerate(columns)}
-        known = logits[:, columns].cpu()  # the only copy from a GPU
-        values = [
-            expected_worth(row[[column_of[token] for token in worth]], list(worth.values()))
-            for row, worth in zip(known, worths, strict=True)
-        ]
-        return Verdict(tuple(values[row] for row in rows), len(nodes))
+
+        def verdict(logits: torch.Tensor) -> Verdict:
+            known = logits[:, columns].cpu()  # the only copy from a GPU
+            values = [
+                expected_worth(row[[column_of[token] for token in worth]], list(worth.values()))
+                for row, worth in zip(known, worths, strict=True)
+            ]
+            return Verdict(tuple(values[row] for row in rows), len(nodes))
+
+        return Inquiry(nodes, encoded, verdict)
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
         """Refuse verdicts that this model cannot tell apart, by the question at no thoughts.

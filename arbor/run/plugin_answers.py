@@ -11,14 +11,17 @@ import numbers
 import reprlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question, Task
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Asker, Verdict, Verifier
+from arbor.verifiers.base import Asker, Encoder, Inquires, Inquiry, Verdict, Verifier
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A frame in these marks an exception that the plug-in only passes on: of a listener, or a bug.
 NOT_ITS_OWN = ("arbor.engine.", "arbor.run.callbacks", "arbor.run.questions")
@@ -284,6 +287,40 @@ class _CheckedForesight(_CheckedSearch):
 # Verifiers
 
 
+def inquiry_of(
+    verifier: Inquires,
+    task: Task,
+    problem: Problem,
+    candidates: Sequence[Node],
+    encoder: Encoder,
+) -> Inquiry:
+    """A verifier's questions; its verdict is checked like that of `verdict_of`."""
+    if _own(verifier):
+        return verifier.inquire(task, problem, candidates, encoder)
+    given = task._task if isinstance(task, CheckedTask) else task
+    answers = Answers("verifier", verifier)
+    found = answers.of("inquire", lambda: verifier.inquire(given, problem, candidates, encoder))
+    if not isinstance(found, Inquiry) or not _are_questions(found):
+        raise answers.wrong("inquire", found, "an Inquiry with token ids after blocks")
+
+    def verdict(logits: Tensor) -> Verdict:
+        return _checked_verdict(answers, "verdict", lambda: found.verdict(logits))
+
+    return Inquiry(found.nodes, found.questions, verdict)
+
+
+def _are_questions(inquiry: Inquiry) -> bool:
+    if not all(isinstance(each, list | tuple) for each in (inquiry.nodes, inquiry.questions)):
+        return False
+    return len(inquiry.nodes) == len(inquiry.questions) and all(
+        isinstance(node, Node)
+        and isinstance(tokens, list | tuple)
+        and tokens
+        and all(isinstance(token, numbers.Integral) for token in tokens)
+        for node, tokens in zip(inquiry.nodes, inquiry.questions, strict=True)
+    )
+
+
 def verdict_of(
     verifier: Verifier, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
 ) -> Verdict:
@@ -296,9 +333,15 @@ def verdict_of(
         return verifier.verify(task, problem, candidates, engine)
     given = task._task if isinstance(task, CheckedTask) else task
     answers = Answers("verifier", verifier)
-    found = answers.of("verify", lambda: verifier.verify(given, problem, candidates, engine))
+    return _checked_verdict(
+        answers, "verify", lambda: verifier.verify(given, problem, candidates, engine)
+    )
+
+
+def _checked_verdict(answers: Answers, member: str, call: Callable[[], Any]) -> Verdict:
+    found = answers.of(member, call)
     right = isinstance(found, Verdict) and isinstance(found.values, tuple | list)
     asked = found.asked if right else None
     if not isinstance(asked, numbers.Integral) or int(asked) < 0:
-        raise answers.wrong("verify", found, "a Verdict with a tuple of values")
+        raise answers.wrong(member, found, "a Verdict with a tuple of values")
     return Verdict(tuple(found.values), int(asked))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from arbor.budget import Plan
@@ -45,12 +46,21 @@ class PlannedQuestions:
             BudgetInfeasible: a question does not fit; says so if it is longer than planned.
             InputError: a question longer than planned exceeds the model's context.
         """
+        with self.explaining(nodes, questions):
+            return self._engine.ask(nodes, questions)
+
+    @contextmanager
+    def explaining(
+        self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]
+    ) -> Iterator[None]:
+        """Within, these questions are asked; see `ask`."""
         longest = max(map(len, questions), default=0)
         if longest <= self._plan.question_tokens:
-            return self._engine.ask(nodes, questions)
+            yield
+            return
         self._check_context(nodes, questions, longest)
         try:
-            return self._engine.ask(nodes, questions)
+            yield
         except BudgetInfeasible as error:
             raise self._infeasible(longest) from error
 

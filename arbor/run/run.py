@@ -30,6 +30,7 @@ from arbor.run.plugin_answers import checked_task
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
+from arbor.run.searches import Steps, completed
 from arbor.run.session import Limits, Outcome, Session, Status
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
@@ -62,6 +63,7 @@ class Run:
         self.seed = setup.seed if request.seed is None else request.seed
         self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
         self.session: Session | None = None  # while the engine searches
+        self.pool: int | None = None  # the budget of all runs in the engine
 
     def solve(
         self, lend: Callable[[Run], AbstractContextManager[Engine]], *listeners: Listener
@@ -75,7 +77,37 @@ class Run:
         Raises:
             see `Solver.solve`.
         """
-        plan, reads = self.plan, self._reads()
+        plan = self.plan
+        self._announce(plan)
+        with lend(self) as engine:
+            return completed(engine, self.steps(engine, *listeners))
+
+    def steps(
+        self, engine: Engine, *listeners: Listener, pool: int | None = None
+    ) -> Steps[Solution]:
+        """`solve`, next to other runs in one engine.
+
+        Yields every operation it asks the engine for; to be resumed when that is done.
+
+        Args:
+            engine: loaded.
+            listeners: called with every event, after those of the setup.
+            pool: the budget of all runs in the engine, tokens; by default that of this run.
+        """
+        reads = self._reads()
+        self.pool = pool
+        metrics, writer = MetricsFold(), self.request.writer()
+        recording = self._recording(writer)
+        records = [each for each in (writer, recording) if each is not None]
+        try:
+            outcome = yield from self._search(engine, reads, metrics, records, listeners)
+        finally:
+            self.session = None
+            for each in records:
+                each.close()
+        return self._solution(outcome, metrics.metrics(), writer, recording)
+
+    def _announce(self, plan: Plan) -> None:
         logger.info(
             "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
             self.setup.task.name,
@@ -86,17 +118,6 @@ class Run:
             self.config["policy"]["name"],
             self.setup.mode,
         )
-        with lend(self) as engine:
-            metrics, writer = MetricsFold(), self.request.writer()
-            recording = self._recording(writer)
-            records = [each for each in (writer, recording) if each is not None]
-            try:
-                outcome = self._search(engine, reads, metrics, records, listeners)
-            finally:
-                self.session = None
-                for each in records:
-                    each.close()
-            return self._solution(outcome, metrics.metrics(), writer, recording)
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search after its current forward, if it is running.
@@ -146,7 +167,7 @@ class Run:
         metrics: MetricsFold,
         records: Sequence[Listener],
         listeners: tuple[Listener, ...],
-    ) -> Outcome:
+    ) -> Steps[Outcome]:
         """The session between the header and the end."""
         setup, request = self.setup, self.request
         heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
@@ -166,13 +187,14 @@ class Run:
             emit,
             detail=request.trace_level,
             reads=reads,
-            asker=PlannedQuestions(
+            questions=PlannedQuestions(
                 engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
             ),
+            pool=self.pool,
         )
         emit(self._header())
         try:
-            outcome = self.session.run(self.prompt, self.task.prompt(self.problem))
+            outcome = yield from self.session.steps(self.prompt, self.task.prompt(self.problem))
         except BaseException:
             cost = metrics.metrics()
             emit.fail(Ended("error", cost.nodes, cost.to_dict()))
@@ -211,7 +233,7 @@ class Run:
                 "threads": torch.get_num_threads(),
             },
             config=self.config,
-            kv=self.plan.to_dict(),
+            kv=self.plan.to_dict() | ({} if self.pool is None else {"pool_tokens": self.pool}),
         )
 
     # After the search

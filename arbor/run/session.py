@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
 from arbor import components
 from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
+from arbor.engine.step import NO_LOGITS
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
@@ -29,13 +31,16 @@ from arbor.run.plugin_answers import (
     Answers,
     checked_search,
     checked_task,
+    inquiry_of,
     is_finite,
     most_blocks,
     verdict_of,
 )
+from arbor.run.questions import PlannedQuestions
+from arbor.run.searches import Steps, completed
 from arbor.tasks.base import Guesses, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Asker, Verdict, Verifier
+from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +98,9 @@ class Session:
         emit: called with every event.
         detail: how closely events follow decoding.
         reads: of a recorded run of the same search, for policies that need one.
-        asker: answers the verifier's questions; by default the engine itself.
+        questions: checks the verifier's questions against the plan; by default the engine answers
+            any.
+        pool: the budget of all searches of the engine, tokens; by default `slots`.
     """
 
     def __init__(
@@ -110,7 +117,8 @@ class Session:
         *,
         detail: Detail = "events",
         reads: FutureReads | None = None,
-        asker: Asker | None = None,
+        questions: PlannedQuestions | None = None,
+        pool: int | None = None,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -123,7 +131,8 @@ class Session:
         self.emit = emit
         self.detail = detail
         self.reads = reads
-        self.asker: Asker = engine if asker is None else asker
+        self.questions = questions
+        self.pool = pool
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -134,7 +143,13 @@ class Session:
         self._verified = False  # the round's children have their values
 
     def run(self, prompt: Sequence[int], text: str) -> Outcome:
+        """Search until the end, alone; see `steps`."""
+        return completed(self.engine, self.steps(prompt, text))
+
+    def steps(self, prompt: Sequence[int], text: str) -> Steps[Outcome]:
         """Search from a prompt until the controller is done or a limit is reached.
+
+        Yields every operation it asks the engine for; to be resumed when that is done.
 
         Args:
             prompt: token ids of the root.
@@ -160,10 +175,11 @@ class Session:
                 outlook=lambda: self._outlook(tree),
                 interrupted=self._over,
                 reads=self.reads,
+                pool=self.pool,
             )
-            return self._rounds(tree)
+            return (yield from self._rounds(tree))
         finally:
-            self.engine.finish()
+            self.engine.finish(tree)
 
     def stop(self, status: Status) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
@@ -173,19 +189,21 @@ class Session:
         if self._stopped is None:
             self._stopped = status
 
-    def _rounds(self, tree: ThoughtTree) -> Outcome:
+    def _rounds(self, tree: ThoughtTree) -> Steps[Outcome]:
         """The prompt, then every round of the search."""
         root = tree.root
         self.emit(
             Opened(node=0, parent=None, index=0, depth=0, tokens=len(root.tokens), text=root.text)
         )
-        self.engine.extend(root)
+        prefill = self.engine.begin_extend(root)
+        yield prefill
+        prefill.result()
         search = self._start(tree)
         try:
-            while not self._over() and (expansions := self._allowed(search.ask(self._room()))):
+            while not self._over() and (expansions := self._allowed(search.ask(self._room(tree)))):
                 self._round_start, self._verified = len(tree), False
-                children = self._grow(tree, expansions)
-                self._verify(children)
+                children = yield from self._grow(tree, expansions)
+                yield from self._verify(children)
                 self._verified = True
                 search.tell(children)
                 self._prune(tree)
@@ -212,8 +230,8 @@ class Session:
 
     # One round
 
-    def _room(self) -> int:
-        return self.engine.room(self.growth.stop.max_tokens)
+    def _room(self, tree: ThoughtTree) -> int:
+        return self.engine.room(self.growth.stop.max_tokens, tree)
 
     def _over(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -230,7 +248,7 @@ class Session:
         self._expanded += len(expansions)
         return expansions
 
-    def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> list[Node]:
+    def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> Steps[list[Node]]:
         """Decode the children of all chosen leaves, each to its boundary.
 
         Returns:
@@ -249,7 +267,9 @@ class Session:
                 )
             )
             self._running = leaves
-        grown = self.engine.grow([(e.leaf, e.width) for e in expansions], self.growth)
+        growing = self.engine.begin_grow([(e.leaf, e.width) for e in expansions], self.growth)
+        yield growing
+        grown = growing.result()
         children = [child for child in grown if child.state is NodeState.CLOSED]
         if len(children) < len(grown):  # the verification of the others needs their room
             self._prune(tree)
@@ -269,11 +289,11 @@ class Session:
         """Whether the answer of a finished path is a guess of the task."""
         return isinstance(self.task, Guesses) and self.task.is_guess(self.problem, leaf.thoughts)
 
-    def _verify(self, children: Sequence[Node]) -> None:
+    def _verify(self, children: Sequence[Node]) -> Steps[None]:
         if not children:
             return
         began = time.perf_counter()
-        verdict = verdict_of(self.verifier, self.task, self.problem, children, self.asker)
+        verdict = yield from self._verdict(children)
         name = str(components.spec_of(self.verifier)["name"])
         values = _values(name, children, verdict)
         for child, value in zip(children, values, strict=True):
@@ -288,6 +308,23 @@ class Session:
                 elapsed_s=time.perf_counter() - began,
             )
         )
+
+    def _verdict(self, children: Sequence[Node]) -> Steps[Verdict]:
+        """The verifier's verdict, its questions asked as one operation where it has them ready."""
+        verifier, engine = self.verifier, self.engine
+        if not isinstance(verifier, Inquires):
+            asker: Asker = engine if self.questions is None else self.questions
+            return verdict_of(verifier, self.task, self.problem, children, asker)
+        inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
+        if not inquiry.nodes:
+            return inquiry.verdict(NO_LOGITS)
+        with ExitStack() as within:
+            if self.questions is not None:
+                within.enter_context(self.questions.explaining(inquiry.nodes, inquiry.questions))
+            asking = engine.begin_ask(inquiry.nodes, inquiry.questions)
+            yield asking
+            logits = asking.result()
+        return inquiry.verdict(logits)
 
     def _prune(self, tree: ThoughtTree) -> None:
         """Free the blocks that the search has given up."""

@@ -290,7 +290,8 @@ class Replay:
                 self._wrong(f"the end counts {name} {value:,}, the events {folded[name]:,}")
 
     def _within_budget(self, tokens: int) -> None:
-        budget = self.header.kv.get("budget_tokens") if self.header else None
+        kv = self.header.kv if self.header else {}
+        budget = kv.get("pool_tokens", kv.get("budget_tokens"))
         if budget is not None and tokens > budget:
             self._wrong(
                 f"event {self.events:,}: {tokens:,} tokens on the device, the budget is {budget:,}"

@@ -1,0 +1,114 @@
+"""Batch: the runs of many problems that share one engine and its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+from arbor.budget import Budget
+from arbor.engine.engine import Engine
+from arbor.errors import ArborError
+from arbor.events import Event
+from arbor.run.request import Options, Request
+from arbor.run.run import Run
+from arbor.run.searches import Steps
+from arbor.run.session import Status
+from arbor.run.setup import Setup
+from arbor.run.solution import Solution
+from arbor.tasks.base import Problem
+
+Job = tuple[str | Problem, Options]
+
+
+class Batch:
+    """Many problems, several of which are searched at a time in one budget.
+
+    The budget of all is set by the problems that come first, as many as run at a time: the sum of
+    theirs if it is a ratio, else the amount given, at most full retention of them all. It stays
+    until the engine is idle. A problem that needs more waits until then; where the policy evicts
+    nothing, so does one whose full retention is not free.
+
+    Args:
+        setup: parts and settings, those of the solver.
+        first: the jobs that run at first.
+        rest: those after them, read when a place becomes free.
+        listen: called with a job's place and every event of its search.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        first: Sequence[Job],
+        rest: Iterable[Job],
+        listen: Callable[[int, Event], None] | None = None,
+    ) -> None:
+        self._setup = setup
+        self._first = [self._run(job) for job in first]
+        self._rest = (self._run(job) for job in rest)
+        self._listen = listen
+        self._several = len(first) > 1
+        self._running: dict[int, Run] = {}
+        self._pool = 0
+        self._stopped: Status | None = None
+
+    def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None]]:
+        """What begins each search, see `as_completed`."""
+        self._pool = pool_of([run for run in self._first if isinstance(run, Run)])
+        for place, run in enumerate(chain(self._first, self._rest)):
+            if self._stopped is not None:
+                return
+            yield partial(self._begin, engine, place, run)
+
+    def over(self, place: int) -> None:
+        """Record that a search has ended."""
+        self._running.pop(place, None)
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End the searches in progress after the current forward, and begin no other.
+
+        Safe from a signal handler or another thread.
+        """
+        self._stopped = status
+        for run in list(self._running.values()):
+            run.stop(status)
+
+    def _run(self, job: Job) -> Run | Exception:
+        """The run of a job, or why it cannot be one."""
+        problem, options = job
+        try:
+            run = Run(self._setup, problem, Request(**options))
+            _ = run.plan
+        except ArborError as error:
+            return error
+        return run
+
+    def _begin(
+        self, engine: Engine, place: int, run: Run | Exception, idle: bool
+    ) -> Steps[Solution] | None:
+        if isinstance(run, Exception):
+            raise run
+        plan = run.plan
+        if idle:
+            self._pool = max(self._pool, plan.budget_tokens)
+        elif plan.smallest_tokens > self._pool:
+            return None
+        elif run.setup.policy.keeps_all:
+            taken = sum(other.plan.full_tokens for other in self._running.values())
+            if taken + plan.full_tokens > self._pool:
+                return None
+        self._running[place] = run
+        heard = () if self._listen is None else (partial(self._listen, place),)
+        return run.steps(engine, *heard, pool=self._pool if self._several else None)
+
+
+def pool_of(runs: Sequence[Run]) -> int:
+    """The budget of several runs together, in tokens."""
+    if not runs:
+        return 0
+    plans = [run.plan for run in runs]
+    budget: Budget = runs[0].budget
+    if budget.unit == "ratio":
+        return sum(plan.budget_tokens for plan in plans)
+    full = sum(plan.full_tokens for plan in plans)
+    return budget.tokens(full, plans[0].bytes_per_token)

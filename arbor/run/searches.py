@@ -1,0 +1,136 @@
+"""Searches over one engine: one to its end, or many at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from arbor.engine.engine import Engine
+from arbor.engine.operation import Operation
+
+Result = TypeVar("Result")
+# a search that yields each operation it waits for, and returns its result
+Steps = Generator[Operation, None, Result]
+
+
+def completed(engine: Engine, steps: Steps[Result]) -> Result:
+    """The result of one search, run to its end.
+
+    Args:
+        engine: carries out its operations.
+        steps: the search.
+    """
+    try:
+        operation = next(steps)
+        while True:
+            try:
+                while not operation.done:
+                    engine.step()
+            except BaseException as error:
+                operation = steps.throw(error)
+            else:
+                operation = next(steps)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
+@dataclass(slots=True)
+class Search(Generic[Result]):
+    """One of many searches.
+
+    Attributes:
+        place: its place among them, 0-based.
+        steps: the search; None once it is over.
+        operation: what it waits for.
+        result: what it returned.
+        error: what ended it instead.
+    """
+
+    place: int
+    steps: Steps[Result] | None
+    operation: Operation | None = None
+    result: Result | None = None
+    error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self.steps is None
+
+    def go_on(self) -> None:
+        """Continue until the next operation, or to the end."""
+        assert self.steps is not None, "the search is over"
+        try:
+            self.operation = next(self.steps)
+        except StopIteration as end:
+            self.steps, self.result = None, end.value
+        except Exception as error:
+            self.steps, self.error = None, error
+
+    def close(self) -> None:
+        """Give the search up."""
+        if self.steps is not None:
+            self.steps.close()
+
+
+def as_completed(
+    engine: Engine,
+    searches: Iterable[Callable[[bool], Steps[Result] | None]],
+    concurrency: int,
+) -> Iterator[Search[Result]]:
+    """Many searches in one engine, each when it is over.
+
+    Every step of the engine serves all of them. An error in one leaves the others as they are. What
+    is in progress when the iterator is closed is given up.
+
+    Args:
+        engine: carries out their operations.
+        searches: begin a search each, read as far ahead as there are places; called with whether
+            the engine is idle, one answers None to be asked again later.
+        concurrency: searches in progress at a time.
+    """
+    waiting: deque[tuple[int, Callable[[bool], Steps[Result] | None]]] = deque()
+    source = enumerate(searches)
+    running: list[Search[Result]] = []
+    more = True
+    try:
+        while True:
+            while more and len(running) + len(waiting) < concurrency:
+                found = next(source, None)
+                more = found is not None
+                if found is not None:
+                    waiting.append(found)
+            while waiting:  # in their order: none overtakes one that does not fit yet
+                place, begin = waiting[0]
+                try:
+                    steps = begin(not running)
+                except Exception as error:
+                    waiting.popleft()
+                    yield Search(place, None, error=error)
+                    continue
+                if steps is None:
+                    assert running, "an idle engine has room for a search"
+                    break
+                waiting.popleft()
+                running.append(Search(place, steps))
+                running[-1].go_on()
+            if not running:
+                if not more:
+                    return
+                continue
+            over = []
+            for search in running:
+                while not search.done and (search.operation is None or search.operation.done):
+                    search.go_on()
+                if search.done:
+                    over.append(search)
+            running = [search for search in running if not search.done]
+            yield from over
+            if running and not over:
+                engine.step()
+    finally:
+        for search in running:
+            search.close()
