@@ -761,6 +761,19 @@ def test_equal_runs_are_reported_equal(page: Page, tmp_path: Path) -> None:
     assert "The trees are equal" in text(page, "#panel-6")
 
 
+def test_a_run_without_words_is_compared_by_its_lengths(page: Page, tmp_path: Path) -> None:
+    full = written(tmp_path / "a.arbor.jsonl", fake_run(3))
+    none = tmp_path / "b.arbor.jsonl"
+    with TraceWriter(none, clock=tick(), text="none") as writer:
+        for event in fake_run(3):
+            writer(event)
+
+    page.open(shown(full, none))
+    page.settle()
+
+    assert "the same lengths (texts are left out)" in text(page, "#panel-6")
+
+
 # What it says at the size of a laptop
 
 LAPTOP = (1400, 900)
