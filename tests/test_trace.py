@@ -176,6 +176,9 @@ def test_a_full_disk_stops_the_trace_with_one_warning_and_never_the_search(
         def write(self, data: bytes) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def truncate(self, size: int) -> int:
+            raise OSError(errno.EINVAL, "Invalid argument")  # a device
+
         def close(self) -> None:
             self.closed = True
 

@@ -86,7 +86,8 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
             output.warn(f"to resume: {resume}")
             raise
         except ArborError:
-            write_results(folder, options.samples.dataset, samples, other)
+            with contextlib.suppress(UsageError):  # on a full disk the first error says enough
+                write_results(folder, options.samples.dataset, samples, other)
             output.warn(f"{len(folder.rows):,} finished sample(s) kept; to resume: {resume}")
             raise
         finally:
