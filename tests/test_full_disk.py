@@ -277,6 +277,20 @@ def test_an_evaluation_keeps_whole_samples_and_resumes(tmp_path: Path) -> None:
     assert after[: len(lines)] == lines and len(after) == 12
 
 
+def test_results_that_do_not_fit_are_one_error_and_written_later(tmp_path: Path) -> None:
+    words = ["eval", problems(tmp_path, 2), "--task", "reasoning", "--output", "out"]
+
+    done = arbor(*words, "--trace", "off", most=3000, folder=tmp_path)
+
+    assert done.returncode == 2, done.stderr
+    (error,) = errors(done)
+    assert "index.html cannot be written: File too large. Free some space first." in error
+    assert "2 finished sample(s) kept; to resume: arbor eval --config" in done.stderr
+    assert not (tmp_path / "out" / "index.html").exists()
+    assert arbor(*words, "--trace", "off", most=10**9, folder=tmp_path).returncode == 0
+    assert (tmp_path / "out" / "index.html").is_file()
+
+
 def test_traces_that_do_not_fit_are_cut_and_the_samples_finish(tmp_path: Path) -> None:
     words = ["eval", problems(tmp_path, 2), "--task", "reasoning", "--output", "out", "--json"]
 

@@ -460,6 +460,17 @@ def test_a_sample_whose_trace_cannot_be_read_keeps_its_link(
     assert not list(tmp_path.glob("*.html"))
 
 
+def test_the_list_of_an_evaluation_is_made_again_with_its_pages(
+    command: Command, tmp_path: Path
+) -> None:
+    folder = finished(tmp_path / "runs", "a.arbor.jsonl.gz")
+    (folder / "index.html").unlink()
+
+    assert command("view", str(folder))[0] == 2
+    assert command("view", str(folder), "--samples")[0] == 0
+    assert links(folder) == ["traces/a.html"]
+
+
 @pytest.mark.parametrize("text", [None, "[]", "{}", "nothing", '{"dataset": "x", "n": "many"}'])
 def test_samples_without_results_are_one_error(
     command: Command, tmp_path: Path, text: str | None

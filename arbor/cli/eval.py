@@ -82,6 +82,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
         resume = resume_command(options, path)
         try:
             solve_all(output, options, solver, folder, samples, signals)
+            found = write_results(folder, options.samples.dataset, samples, other)
         except KeyboardInterrupt:
             output.warn(f"to resume: {resume}")
             raise
@@ -92,7 +93,6 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
             raise
         finally:
             folder.close()
-        found = write_results(folder, options.samples.dataset, samples, other)
     if signals.received is not None:
         _show(output, options, found)
         output.warn(f"interrupted; to resume: {resume}")

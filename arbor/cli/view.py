@@ -114,7 +114,7 @@ def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
     found = islice(folder.glob(f"*{TRACE_GLOB}"), 1), islice(folder.glob(f"*/*{TRACE_GLOB}"), 1)
     trace = next(chain(*found), None)
     alone = len(options.traces) == 1 and options.output is None and not options.term
-    if not page.is_file() or not alone:
+    if not alone or not (page.is_file() or options.samples):
         raise UsageError(
             "usage",
             f"{folder} is a folder, not a trace.",
