@@ -450,7 +450,7 @@ def test_backtracks_are_transitions_that_leave_the_path(page: Page, trace: Path)
     assert found == expected != []
 
 
-def test_the_first_transition_and_going_on_below_are_no_backtracks(
+def test_neither_the_first_transition_nor_going_on_below_is_a_backtrack(
     page: Page, tmp_path: Path
 ) -> None:
     events: list[Event] = [header(), Opened(0, None, 0, 0, 3, "prompt")]

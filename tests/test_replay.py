@@ -154,7 +154,7 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     assert again.nodes == run.nodes
 
 
-def test_a_replay_tells_its_events(tokenizer: object) -> None:
+def test_a_replay_reports_its_events(tokenizer: object) -> None:
     record = Recording.of(live(SEARCHES[0])[1])
     heard: list[Event] = []
     replay(record, tokenizer, policy="kkt", slots=tight(record, tokenizer), listen=heard.append)

@@ -226,7 +226,7 @@ def test_a_repair_never_writes_over_its_source(tmp_path: Path, run: list[Event])
         repair_trace(path, tmp_path / "no" / "where.jsonl")
 
 
-def test_what_is_no_trace_cannot_be_repaired(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_cannot_be_repaired(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
 
     with pytest.raises(TraceError, match=r"no line is an event of arbor.trace/1"):
