@@ -286,6 +286,7 @@ TABLES: dict[str, Table] = {
             Column("seek p95", "seek_p95_ms", unit=" ms"),
             Column("heap", "heap_mb", unit=" MB"),
         ),
+        {"machine": "xeon-amx"},
     ),
 }
 

@@ -60,7 +60,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert read == [b"words"] and pipe.is_fifo()
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_device_that_takes_nothing_is_an_error_and_stays() -> None:
     with pytest.raises(UsageError, match="/dev/full cannot be written: No space left"):
         write_atomically(Path("/dev/full"), b"words")
@@ -108,7 +108,7 @@ def test_stdout_by_its_name_is_added_to(tmp_path: Path) -> None:
     assert (tmp_path / "all.txt").read_text("utf-8") == "zero\none\ntwo\nthree\n"
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no /dev/shm")
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm")
 def test_a_file_below_dev_is_a_file() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         for words in ("one", "two"):
@@ -129,7 +129,7 @@ def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
         refuse_unwritable("-o", tmp_path / "link")
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Name a file in a folder") as caught:
         write_atomically(tmp_path / "no" / "page.html", "words")
     assert caught.value.data["path"].endswith("page.html")

@@ -135,13 +135,13 @@ def test_events_of_later_versions_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("not JSON", "no JSON"),
+        ("not JSON", "not JSON"),
         ('{"e":"evict"}', "an event without its fields"),
-        ("[1,2]", "no object"),
-        ('{"e":"retain","x":NaN}', "no number of JSON"),
+        ("[1,2]", "not an object"),
+        ('{"e":"retain","x":NaN}', "not a number of JSON"),
     ],
 )
-def test_lines_that_are_no_events_are_left_out_and_counted(
+def test_lines_that_are_not_events_are_left_out_and_counted(
     trace: Path, line: str, what: str
 ) -> None:
     before = len(read_page_trace(trace).records)

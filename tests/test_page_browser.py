@@ -450,7 +450,7 @@ def test_backtracks_are_transitions_that_leave_the_path(page: Page, trace: Path)
     assert found == expected != []
 
 
-def test_the_first_transition_and_going_on_below_are_no_backtracks(
+def test_neither_the_first_transition_nor_going_on_below_is_a_backtrack(
     page: Page, tmp_path: Path
 ) -> None:
     events: list[Event] = [header(), Opened(0, None, 0, 0, 3, "prompt")]
@@ -759,6 +759,19 @@ def test_equal_runs_are_reported_equal(page: Page, tmp_path: Path) -> None:
     page.settle()
 
     assert "The trees are equal" in text(page, "#panel-6")
+
+
+def test_a_run_without_words_is_compared_by_its_lengths(page: Page, tmp_path: Path) -> None:
+    full = written(tmp_path / "a.arbor.jsonl", fake_run(3))
+    none = tmp_path / "b.arbor.jsonl"
+    with TraceWriter(none, clock=tick(), text="none") as writer:
+        for event in fake_run(3):
+            writer(event)
+
+    page.open(shown(full, none))
+    page.settle()
+
+    assert "the same lengths (texts are left out)" in text(page, "#panel-6")
 
 
 # What it says at the size of a laptop

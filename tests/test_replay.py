@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from support.run_cli import in_process
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
-from arbor.events import Boundary, Event, Rehydrated, Selected
+from arbor.events import Boundary, Event, Header, Opened, Rehydrated, Selected, Verified
 from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.metrics import Metrics
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.trace.fold import Replay
+from arbor.trace.read import read_trace
 
 TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
 SEARCHES = (
@@ -152,7 +154,7 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     assert again.nodes == run.nodes
 
 
-def test_a_replay_tells_its_events(tokenizer: object) -> None:
+def test_a_replay_reports_its_events(tokenizer: object) -> None:
     record = Recording.of(live(SEARCHES[0])[1])
     heard: list[Event] = []
     replay(record, tokenizer, policy="kkt", slots=tight(record, tokenizer), listen=heard.append)
@@ -225,3 +227,64 @@ def test_the_command_compares_policies_on_a_trace(
     wrong = run("replay", str(path), "--policy", "lrv")
     assert wrong.code == 2
     assert "lru" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (2**31, "block 2,147,483,648 opens where block 2 is the next"),
+        (2**63 - 1, "block 9,223,372,036,854,775,807 opens where block 2 is the next"),
+        (-5, "block -5 opens where block 2 is the next"),
+        (7, "block 7 opens where block 2 is the next"),
+    ],
+)
+def test_a_block_with_a_strange_id_is_one_error(
+    node: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The id is strange everywhere in the trace, which is consistent otherwise."""
+    trace = tmp_path / "run.arbor.jsonl"
+    with Solver(controller="chain,samples=2", max_depth=2, max_expansions=2) as solver:
+        solver.solve("4 5 6 10", trace=trace)
+    records = [json.loads(line) for line in trace.read_bytes().splitlines()]
+    for record in records:
+        for name in ("node", "parent"):
+            if record.get(name) == 2:
+                record[name] = node
+        for name in ("leaves", "previous", "nodes", "path"):
+            if name in record and record["e"] != "end":
+                record[name] = [
+                    [node if each[0] == 2 else each[0], *each[1:]]
+                    if isinstance(each, list)
+                    else (node if each == 2 else each)
+                    for each in record[name]
+                ]
+    trace.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    assert Replay.of(read_trace(trace)).problems == []
+
+    code = in_process(capsys)("replay", str(trace), "--policy", "belady")
+
+    assert code.code == 4
+    assert code.err.startswith("arbor: error: [trace-replay] the trace is inconsistent: ")
+    assert said in code.err and len(code.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("token", [-7, 2**40])
+def test_a_token_that_no_model_has_is_one_error(token: int) -> None:
+    events = live(SEARCHES[0])[1]
+    at = next(i for i, event in enumerate(events) if isinstance(event, Boundary))
+    ids = (token, *events[at].ids[1:])
+    changed = [*events[:at], dataclasses.replace(events[at], ids=ids), *events[at + 1 :]]
+
+    with pytest.raises(TraceError, match=r"trace-replay.* has a token id outside 0 to 16,777,215"):
+        Recording.of(changed)
+
+
+def test_a_block_without_tokens_is_one_error() -> None:
+    """Without the end and its counters, nothing else in the trace contradicts the block."""
+    kept = (Header, Opened, Boundary, Verified, Selected)
+    events = [event for event in live(SEARCHES[0])[1] if isinstance(event, kept)]
+    at = next(i for i, event in enumerate(events) if isinstance(event, Boundary))
+    changed = [*events[:at], dataclasses.replace(events[at], ids=()), *events[at + 1 :]]
+
+    with pytest.raises(TraceError, match=r"trace-replay.*block 1 has no tokens"):
+        Recording.of(changed)

@@ -176,6 +176,9 @@ def test_a_full_disk_stops_the_trace_with_one_warning_and_never_the_search(
         def write(self, data: bytes) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        def truncate(self, size: int) -> int:
+            raise OSError(errno.EINVAL, "Invalid argument")  # a device
+
         def close(self) -> None:
             self.closed = True
 
@@ -315,7 +318,7 @@ def test_a_newer_minor_version_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"a,b\n1,2\n", b"\x1f\x8bnot gzip at all"])
-def test_a_file_without_events_is_no_trace(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_events_is_not_a_trace(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other.csv"
     path.write_bytes(content)
 

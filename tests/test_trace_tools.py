@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_run import fake_run, tick
 
+from arbor.cli import main
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS, Boundary, Ended, Event, Opened, Pruned, Rehydrated, Transition
 from arbor.trace import Replay, TraceWriter, read_trace
@@ -225,7 +226,7 @@ def test_a_repair_never_writes_over_its_source(tmp_path: Path, run: list[Event])
         repair_trace(path, tmp_path / "no" / "where.jsonl")
 
 
-def test_what_is_no_trace_cannot_be_repaired(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_cannot_be_repaired(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("buy milk\n", encoding="utf-8")
 
     with pytest.raises(TraceError, match=r"no line is an event of arbor.trace/1"):
@@ -302,6 +303,74 @@ def test_a_comparison_counts_what_a_rehydration_more_costs(tmp_path: Path) -> No
 
     reported = {d.name: d for d in diff.metrics}
     assert reported["rehydrations"].first == reported["rehydrations"].second + 1
+
+
+def test_a_trace_does_not_differ_from_the_same_run_without_words(
+    tmp_path: Path, run: list[Event]
+) -> None:
+    full = read_trace(write(tmp_path / "a.jsonl", run))
+    none = read_trace(write(tmp_path / "b.jsonl", run, text="none"))
+
+    for first, second in ((full, none), (none, full), (none, none)):
+        diff = diff_traces(first, second)
+
+        assert diff.same_tree and diff.parting is None
+        assert (diff.settings, diff.blocks, diff.metrics) == ((), (), ())
+        assert diff.words == (first.words, second.words)
+    assert diff_traces(full, full).words == (True, True)
+
+
+def test_without_words_the_rest_is_compared(tmp_path: Path, run: list[Event]) -> None:
+    changed = list(run)
+    at = next(i for i, event in enumerate(run) if isinstance(event, Boundary))
+    changed[at] = dataclasses.replace(run[at], ids=(7, *run[at].ids), stop="length")
+    changed[0] = dataclasses.replace(changed[0], seed=5, problem="1 2 3 4")
+
+    diff = diff_traces(
+        read_trace(write(tmp_path / "a.jsonl", run)),
+        read_trace(write(tmp_path / "b.jsonl", changed, text="none")),
+    )
+
+    assert [(d.name, d.first, d.second) for d in diff.settings] == [("seed", 0, 5)]
+    assert not diff.same_tree and len(diff.blocks) == 1
+    assert diff.parting is not None
+    assert (diff.parting.at, diff.parting.fields) == (at - 1, ("stop", "tokens"))
+
+
+def test_a_trace_whose_header_is_lost_has_no_words_all_the_same(
+    tmp_path: Path, run: list[Event]
+) -> None:
+    path = write(tmp_path / "a.jsonl", run, text="none")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+
+    assert not read_trace(path).words
+    assert read_trace(write(tmp_path / "b.jsonl", run[1:])).words
+
+
+def test_the_command_says_on_which_side_words_are_left_out(
+    tmp_path: Path, run: list[Event], capsys: pytest.CaptureFixture[str]
+) -> None:
+    full, none = (
+        str(write(tmp_path / "a.jsonl", run)),
+        str(write(tmp_path / "b.jsonl", run, text="none")),
+    )
+
+    code = main(["trace", "diff", full, none, "--exit-code"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines == [
+        f"words     (left out) of {none}: lengths of blocks are compared, not texts",
+        "tree      the same, block by block, by length",
+        "events    the same",
+    ]
+    main(["trace", "diff", none, none])
+    assert f"(left out) of {none} and {none}: " in capsys.readouterr().out
+    main(["trace", "diff", none, full, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert (document["words"], document["same_tree"]) == ([False, True], True)
+    main(["trace", "diff", full, full])
+    assert "words" not in capsys.readouterr().out
 
 
 # Timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from support.fake_run import fake_run, header, tick
 
 from arbor.cli import main
+from arbor.cli.eval_report import write_index
 from arbor.events import KV, Answered, Boundary, Ended, Event, Evicted, Opened, Pruned, Verified
+from arbor.measure.evaluation.results import results
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.view import html_page, read_page_trace
 
@@ -196,6 +199,7 @@ def test_a_file_that_is_not_a_trace_is_refused(
         (("a", "--term", "--json"), "--term prints one trace"),
         (("a", "--term", "-o", "x"), "--term prints one trace"),
         (("a", "--event", "3"), "--event belongs to --term"),
+        (("a", "--samples"), "--samples belongs to a folder of 'arbor eval'"),
     ],
 )
 def test_invalid_arguments_are_a_usage_error(
@@ -384,6 +388,102 @@ def test_a_program_reads_an_evaluations_page(command: Command, tmp_path: Path) -
     _, out, _ = command("view", str(tmp_path / "runs"), "--json")
 
     assert json.loads(out)["path"] == str(tmp_path / "runs" / "index.html")
+
+
+def finished(folder: Path, *traces: str) -> Path:
+    """A folder as `arbor eval` leaves it, with its samples and results."""
+    (folder / "traces").mkdir(parents=True)
+    rows = [
+        {"id": str(number), "problem": "one", "answer": "1", "trace": f"traces/{name}"}
+        for number, name in enumerate(traces)
+    ]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+    for name in traces:
+        written(folder / "traces" / name)
+    found = results(rows) | {"dataset": "game24", "folder": str(folder), "missing": 0}
+    (folder / "results.json").write_text(json.dumps(found), encoding="utf-8")
+    write_index(folder, found, rows)
+    return folder
+
+
+def links(folder: Path) -> list[str]:
+    return re.findall(r'<a href="([^"]+)">', (folder / "index.html").read_text("utf-8"))
+
+
+def test_each_sample_of_an_evaluation_is_a_page_one_click_away(
+    command: Command, tmp_path: Path
+) -> None:
+    folder = finished(tmp_path / "runs", "a.arbor.jsonl.gz", "b~1.arbor.jsonl.gz")
+    assert links(folder) == ["traces/a.arbor.jsonl.gz", "traces/b~1.arbor.jsonl.gz"]
+    assert "arbor view . --samples --open" in (folder / "index.html").read_text("utf-8")
+
+    code, out, _ = command("view", str(folder), "--samples")
+
+    assert (code, out) == (0, f"{folder / 'index.html'}\n")
+    assert links(folder) == ["traces/a.html", "traces/b~1.html"]
+    trace = folder / "traces" / "a.arbor.jsonl.gz"
+    page = folder / "traces" / "a.html"
+    assert page.read_text("utf-8") == html_page(read_page_trace(trace))
+    assert "--samples" not in (folder / "index.html").read_text("utf-8")
+
+
+def test_pages_of_samples_are_made_again_only_where_their_traces_are_newer(
+    command: Command, tmp_path: Path
+) -> None:
+    folder = finished(tmp_path / "runs", "a.arbor.jsonl.gz", "b.arbor.jsonl.gz")
+    command("view", str(folder), "--samples")
+    for name in "ab":
+        (folder / "traces" / f"{name}.html").write_text("kept", encoding="utf-8")
+    os.utime(folder / "traces" / "b.html", (0, 0))
+
+    command("view", str(folder), "--samples")
+
+    pages = [(folder / "traces" / f"{name}.html").read_text("utf-8") for name in "ab"]
+    assert pages[0] == "kept" and pages[1].startswith("<!doctype html>")
+
+
+def test_a_sample_whose_trace_cannot_be_read_keeps_its_link(
+    command: Command, tmp_path: Path
+) -> None:
+    names = [f"{name}.arbor.jsonl.gz" for name in "abc"]
+    folder = finished(tmp_path / "runs", *names)
+    (folder / "traces" / names[0]).unlink()
+    (folder / "traces" / names[1]).write_bytes(b"")
+    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"id": "far", "trace": "traces/../../far.arbor.jsonl.gz"}) + "\n")
+
+    code, _, err = command("view", str(folder), "--samples")
+
+    assert code == 0 and err.count("arbor: warning: ") == 2
+    assert links(folder)[:3] == [f"traces/{names[0]}", f"traces/{names[1]}", "traces/c.html"]
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_the_list_of_an_evaluation_is_made_again_with_its_pages(
+    command: Command, tmp_path: Path
+) -> None:
+    folder = finished(tmp_path / "runs", "a.arbor.jsonl.gz")
+    (folder / "index.html").unlink()
+
+    assert command("view", str(folder))[0] == 2
+    assert command("view", str(folder), "--samples")[0] == 0
+    assert links(folder) == ["traces/a.html"]
+
+
+@pytest.mark.parametrize("text", [None, "[]", "{}", "nothing", '{"dataset": "x", "n": "many"}'])
+def test_samples_without_results_are_one_error(
+    command: Command, tmp_path: Path, text: str | None
+) -> None:
+    folder = finished(tmp_path / "runs", "a.arbor.jsonl.gz")
+    (folder / "results.json").unlink()
+    if text is not None:
+        (folder / "results.json").write_text(text, encoding="utf-8")
+
+    code, _, err = command("view", str(folder), "--samples")
+
+    assert code == 4
+    assert f"[run-unreadable] {folder / 'results.json'} is not the results of a run." in err
 
 
 @pytest.mark.parametrize("more", [["--term"], ["-o", "page.html"], ["other"]])

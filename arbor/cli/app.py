@@ -22,6 +22,7 @@ from arbor.cli.options import COMPLETION, output_options
 from arbor.cli.output import Output, close_log, configure_log, encodable
 from arbor.cli.signals import Interrupted, raising
 from arbor.errors import ArborError, OutOfMemory, UsageError
+from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
 
 # module and purpose of each command; help, --version and TAB import none of them
 COMMANDS = {
@@ -44,7 +45,6 @@ COMMANDS = {
         "Print a shell script for completion on TAB.",
     ),
 }
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
@@ -88,9 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if COMPLETION in os.environ:
             cli.main(words, prog_name="arbor")
         with raising():
-            code = _run(words, output)
-            sys.stdout.flush()
-        return code
+            return _run(words, output)
     except BrokenPipeError:
         _discard_stdout()  # the reader has closed the pipe
         return 0
@@ -109,6 +107,7 @@ def _run(words: list[str], output: Output) -> int:
     try:
         with cli.make_context("arbor", words, obj=output, auto_envvar_prefix="ARBOR") as ctx:
             code = cli.invoke(ctx)
+            sys.stdout.flush()
             return code if isinstance(code, int) else 0
     except click.exceptions.Exit as end:
         return end.exit_code
@@ -127,11 +126,11 @@ def _run(words: list[str], output: Output) -> int:
         if isinstance(error, PermissionError) and error.filename:
             what = f"{os.fsdecode(error.filename)}: {error.strerror}."
             return _fail(output, UsageError("no-permission", what, "See its permissions: ls -ld."))
-        if error.errno not in DISK_FULL:
+        if error.errno not in (*DISK_FULL, errno.EIO):
             return _crash(output, words, error)
         _discard_stdout()
         what = f"the output cannot be written: {error.strerror}."
-        return _fail(output, UsageError("output-unwritable", what, "Free some space first."))
+        return _fail(output, UsageError("output-unwritable", what, FREE_SPACE))
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, recognised without importing it
             hint = "Try a smaller --budget, --device cpu, or a smaller model."
@@ -170,7 +169,10 @@ def _fail(output: Output, error: ArborError) -> int:
     with contextlib.suppress(OSError):
         print(encodable(f"arbor: error: {error}", sys.stderr), file=sys.stderr)
     if output.json:
-        click.echo(json.dumps({"error": error.to_dict()}, default=str))
+        try:
+            click.echo(json.dumps({"error": error.to_dict()}, default=str))
+        except OSError:
+            _discard_stdout()
     return error.exit_code
 
 
@@ -183,10 +185,14 @@ def _crash(output: Output, words: list[str], error: Exception) -> int:
     saved = "it could not be saved"
     for folder in (Path.cwd(), Path(tempfile.gettempdir())):
         path = folder / f"arbor-crash-{stamp}.txt"
-        with contextlib.suppress(OSError):
+        try:
             path.write_text(report, encoding="utf-8", errors="backslashreplace")
-            saved = f"the traceback is in {path}"
-            break
+        except OSError:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            continue
+        saved = f"the traceback is in {path}"
+        break
     hint = "Please attach it and the output of 'arbor doctor --json' to a report."
     _fail(output, ArborError("bug", f"{type(error).__name__}: {error}; {saved}.", hint))
     return EXIT_BUG

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+
 from arbor.errors import InputError, UsageError
+from arbor.support.texts import clipped, refuse_surrogates
 
 
 def decoded(data: bytes, encoding: str, name: str) -> str:
@@ -14,22 +17,27 @@ def decoded(data: bytes, encoding: str, name: str) -> str:
         name: its source, for the error.
 
     Raises:
-        UsageError: an unknown encoding.
-        InputError: the data is in another encoding; names the first wrong byte.
+        UsageError: an unknown encoding, or one that cannot decode the data.
+        InputError: the data is in another encoding, or has half of a character; names the place.
     """
     try:
-        return data.decode(encoding).removeprefix("\ufeff")
-    except LookupError as error:
-        raise UsageError(
-            "encoding", f"unknown encoding '{encoding}'.", "Use --encoding utf-8 or latin-1."
-        ) from error
+        known = codecs.lookup(encoding).name
+        text = data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputError(
-            f"not-{encoding.lower().replace('utf-8', 'utf8')}",
+            f"not-{known.replace('utf-8', 'utf8')}",
             f"{name}: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line}).",
             "It may be Latin-1: iconv -f latin1 -t utf8, or --encoding latin-1.",
             path=name,
             offset=error.start,
             line=line,
         ) from error
+    except (LookupError, ValueError) as error:
+        raise UsageError(
+            "encoding",
+            f"unknown encoding '{clipped(encoding)}'.",
+            "Use --encoding utf-8 or latin-1.",
+        ) from error
+    refuse_surrogates(text, name)
+    return text

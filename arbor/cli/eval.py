@@ -82,16 +82,17 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
         resume = resume_command(options, path)
         try:
             solve_all(output, options, solver, folder, samples, signals)
+            found = write_results(folder, options.samples.dataset, samples, other)
         except KeyboardInterrupt:
             output.warn(f"to resume: {resume}")
             raise
         except ArborError:
-            write_results(folder, options.samples.dataset, samples, other)
+            with contextlib.suppress(UsageError):  # on a full disk the first error says enough
+                write_results(folder, options.samples.dataset, samples, other)
             output.warn(f"{len(folder.rows):,} finished sample(s) kept; to resume: {resume}")
             raise
         finally:
             folder.close()
-        found = write_results(folder, options.samples.dataset, samples, other)
     if signals.received is not None:
         _show(output, options, found)
         output.warn(f"interrupted; to resume: {resume}")

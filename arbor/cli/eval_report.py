@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arbor._version import __version__
 from arbor.cli.eval_dataset import name_of
-from arbor.errors import UsageError
+from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
 from arbor.measure.evaluation.page import index_page
 from arbor.measure.evaluation.results import compare, results
+from arbor.measure.evaluation.sample_pages import linked_pages, write_sample_pages
+from arbor.support.atomic_write import write_atomically
 from arbor.support.units import human_bytes
 from arbor.trace.write import finite
 
@@ -74,8 +76,51 @@ def write_results(
     if other is not None and any(each in other.rows for each in folder.rows):
         found["comparison"] = {"with": str(other.path), **compare(folder.rows, other.rows)}
     folder.write(RESULTS, json.dumps(finite(found), allow_nan=False, indent=1) + "\n")
-    folder.write(PAGE, index_page(f"arbor eval {name_of(dataset)}", result_lines(found), rows))
+    write_index(folder.path, found, rows)
     return found
+
+
+def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes the list of a run's samples, with links to the pages of their searches.
+
+    Args:
+        folder: of the run.
+        found: the results, as in ``results.json``.
+        rows: rows of ``samples.jsonl``.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    title, pages = f"arbor eval {name_of(str(found['dataset']))}", linked_pages(folder, rows)
+    write_atomically(folder / PAGE, index_page(title, result_lines(found), rows, pages))
+    return folder / PAGE
+
+
+def write_samples(folder: Path) -> list[str]:
+    """Writes the pages of a run's searches, and its list of samples with links to them.
+
+    Returns:
+        A sentence for each trace that cannot be read.
+
+    Raises:
+        InputError: not a run's folder, or one without results.
+        UsageError: a page cannot be written.
+    """
+    rows, _ = read_rows(folder)
+    unread = write_sample_pages(folder, rows.values())
+    try:
+        found = json.loads((folder / RESULTS).read_bytes())
+        write_index(folder, found, list(rows.values()))
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise InputError(
+            "run-unreadable",
+            f"{folder / RESULTS} is not the results of a run.",
+            "The command that resumes the run writes them again.",
+            path=str(folder),
+        ) from error
+    return unread
 
 
 def result_lines(found: Mapping[str, Any]) -> list[str]:

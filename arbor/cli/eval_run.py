@@ -100,6 +100,9 @@ def solve_one(
         }
         outcome |= {"metrics": solution.metrics.to_dict(), "error": None}
     traced = path is not None and path.is_file()
+    if traced and path and not path.stat().st_size:  # the disk was full before its first event
+        path.unlink()
+        traced = False
     return {
         "id": sample.id,
         "problem": sample.text,

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import click
 
 from arbor.errors import UsageError
+from arbor.support.texts import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +68,11 @@ class Output:
         """A rich console on `stream`; stderr by default."""
         from arbor.cli.console import PipedConsole  # rich takes too long to import for --version
 
-        settings: dict[str, Any] = {"file": stream or sys.stderr, "highlight": False}
+        settings: dict[str, Any] = {
+            "file": stream or sys.stderr,
+            "highlight": False,
+            "emoji": False,
+        }
         if self.color == "always":
             settings["force_terminal"] = True
         elif self.color == "never":
@@ -77,7 +82,7 @@ class Output:
     def say(self, text: str) -> None:
         """Prints a line on stderr if `detailed`."""
         if self.detailed:
-            shown = encodable(text, sys.stderr)
+            shown = encodable(visible(text), sys.stderr)
             console = self.console()
             wrapped = console.is_terminal  # at words; a pipe gets one line
             console.print(shown, soft_wrap=not wrapped, style="dim", markup=False)
@@ -85,11 +90,11 @@ class Output:
     def warn(self, text: str) -> None:
         """Prints a warning on stderr unless `quiet`."""
         if not self.quiet:
-            print(encodable(f"arbor: {text}", sys.stderr), file=sys.stderr)
+            print(encodable(f"arbor: {visible(text)}", sys.stderr), file=sys.stderr)
 
     def print(self, text: str) -> None:
-        """Prints a line of the result on stdout."""
-        click.echo(encodable(text, sys.stdout))
+        """Prints a line of the result on stdout; what a terminal would obey is escaped."""
+        click.echo(encodable(visible(text), sys.stdout))
 
     def document(self, data: Any) -> None:
         """Prints the JSON document of ``--json``, in ASCII, which every stream can encode."""
@@ -121,11 +126,35 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Writes one record."""
         with contextlib.suppress(OSError, ValueError):
-            print(f"arbor: {record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+            line = f"arbor: {record.levelname.lower()}: {visible(record.getMessage())}"
+            print(line, file=sys.stderr)
 
 
 class LogFile(logging.FileHandler):
-    """Appends arbor's log to a file, one JSON object per line."""
+    """Appends arbor's log to a file, one JSON object per line; a full disk stops it."""
+
+    stopped = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record."""
+        if not self.stopped:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warns that the log stops where the file cannot be written; the command goes on."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self.stopped = True
+        what = f"{self.baseFilename}: the log stopped ({error.strerror}); the command goes on."
+        with contextlib.suppress(OSError, ValueError):
+            print(f"arbor: warning: [no-space] {visible(what)}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Closes the file; what a full disk refused is lost."""
+        with contextlib.suppress(OSError):
+            super().close()
 
     def format(self, record: logging.LogRecord) -> str:
         """A record as JSON, with its traceback if any."""

@@ -20,6 +20,7 @@ from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS, Event
 from arbor.support.atomic_write import write_atomically
+from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
 from arbor.trace.perfetto import to_perfetto
@@ -28,6 +29,7 @@ from arbor.trace.schema import trace_schema
 from arbor.trace.write import to_record, without_words
 
 SHOWN_CHARACTERS = 60
+SETTING_CHARACTERS = 200  # of a setting that differs
 LEFT_OUT = "(left out)"  # in place of words that a trace was written without
 
 _file = click.argument("file", type=TRACE_PATH)
@@ -100,17 +102,21 @@ def info(output: Output, file: Path) -> int:
     warn_if_damaged(output, read)
     if header is not None:
         problem = header.problem if read.words else LEFT_OUT
-        output.print(f"problem   {problem}  ({header.task}, seed {header.seed})")
-        output.print(f"model     {header.model.get('id', '?')}")
+        output.print(
+            f"problem   {one_line(problem)}  ({one_line(header.task)}, seed {header.seed})"
+        )
+        output.print(f"model     {one_line(str(header.model.get('id', '?')))}")
         names = (f"{part} {_name(header.config.get(part))}" for part in ("controller", "verifier"))
-        output.print(f"search    {', '.join(names)}, budget {header.config.get('budget', '?')}")
-        output.print(f"run       {header.run}, {header.created}, arbor {header.arbor}")
+        budget = one_line(str(header.config.get("budget", "?")))
+        output.print(f"search    {', '.join(names)}, budget {budget}")
+        output.print(
+            f"run       {one_line(f'{header.run}, {header.created}, arbor {header.arbor}')}"
+        )
     if answer is not None:
         path = " > ".join(map(str, answer.path))
         text = answer.text if read.words or answer.node is None else LEFT_OUT
-        output.print(
-            f"answer    {'(no answer)' if text is None else text}  (score {answer.score:.3f}, path {path})"
-        )
+        shown = "(no answer)" if text is None else one_line(text)
+        output.print(f"answer    {shown}  (score {answer.score:.3f}, path {path})")
     output.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
     output.print(f"events    {len(read.events):,}")
     return 0
@@ -124,7 +130,7 @@ def _record(read: Trace, event: Event) -> dict[str, Any]:
 def _name(spec: Any) -> str:
     """The name of a component in a header; ``?`` where there is none."""
     name = spec.get("name") if isinstance(spec, dict) else spec
-    return "?" if name is None else str(name)
+    return "?" if name is None else one_line(str(name))
 
 
 @trace.command(cls=Command)
@@ -299,7 +305,7 @@ def diff(output: Output, first: Path, second: Path, exit_code: bool) -> int:
     if output.json:
         output.document({"schema": "arbor.trace-diff/1", **_diff_record(found)})
     else:
-        print_diff(output, found)
+        print_diff(output, found, (first, second))
     return EXIT_GATE if exit_code and not found.same_tree else 0
 
 
@@ -442,6 +448,7 @@ def _diff_record(found: TraceDiff) -> dict[str, Any]:
 
     parting = found.parting
     return {
+        "words": list(found.words),
         "same_tree": found.same_tree,
         "same_events": parting is None,
         "settings": rows(found.settings),
@@ -458,12 +465,21 @@ def _diff_record(found: TraceDiff) -> dict[str, Any]:
     }
 
 
-def print_diff(output: Output, found: TraceDiff) -> None:
-    """Prints a comparison: settings, tree, events, cost."""
+def print_diff(output: Output, found: TraceDiff, paths: tuple[Path, Path]) -> None:
+    """Prints a comparison of two traces: words left out, settings, tree, events, cost."""
+    words = all(found.words)
+    if not words:
+        without = " and ".join(
+            str(path) for path, has in zip(paths, found.words, strict=True) if not has
+        )
+        output.print(
+            f"words     {LEFT_OUT} of {without}: lengths of blocks are compared, not texts"
+        )
     for setting in found.settings:
-        output.print(f"setting   {setting.name}: {setting.first} | {setting.second}")
+        first, second = (_setting(value) for value in (setting.first, setting.second))
+        output.print(f"setting   {one_line(setting.name)}: {first} | {second}")
     if found.same_tree:
-        output.print("tree      the same, block by block")
+        output.print(f"tree      the same, block by block{'' if words else ', by length'}")
     else:
         first = ".".join(map(str, found.blocks[0])) or "root"
         output.print(f"tree      {len(found.blocks):,} blocks differ, the first is {first}")
@@ -479,6 +495,10 @@ def print_diff(output: Output, found: TraceDiff) -> None:
         else:
             times = ""
         output.print(f"cost      {row.name}: {_number(row.first)} | {_number(row.second)}{times}")
+
+
+def _setting(value: Any) -> str:
+    return one_line(clipped(str(value), SETTING_CHARACTERS))
 
 
 def _event_line(record: dict[str, Any] | None, fields: tuple[str, ...]) -> str:

@@ -31,6 +31,7 @@ class ViewOptions:
     traces: tuple[Path, ...]
     output: Path | None
     open: bool
+    samples: bool
     term: bool
     event: int | None
 
@@ -47,6 +48,13 @@ class ViewOptions:
     help="The page; '-' is stdout, the default the trace's name with .html.",
 )
 @option("--open", is_flag=True, heading="Page", common=True, help="Open the page in the browser.")
+@option(
+    "--samples",
+    is_flag=True,
+    heading="Page",
+    common=True,
+    help="Of an evaluation's folder: a page of each sample too, linked from the list.",
+)
 @option("--term", is_flag=True, heading="Terminal", common=True, help="Print the tree instead.")
 @option(
     "--event",
@@ -65,8 +73,8 @@ def view(output: Output, /, **values: Any) -> int:
 
     \b
       arbor view run.arbor.jsonl --open
-      arbor view full.arbor.jsonl.gz tenth.arbor.jsonl.gz -o compared.html
       arbor view run.arbor.jsonl --term
+      arbor view runs/tenth --samples --open
     """
     options = read_options(ViewOptions, values)
     traces = options.traces
@@ -79,6 +87,10 @@ def view(output: Output, /, **values: Any) -> int:
     folder = next((path for path in traces if path.is_dir()), None)
     if folder is not None:
         return show_folder(output, folder, options)
+    if options.samples:
+        raise UsageError(
+            "usage", "--samples belongs to a folder of 'arbor eval'.", "arbor view runs/x --samples"
+        )
     if options.term:
         if len(traces) > 1 or options.output is not None or options.open or output.json:
             raise UsageError(
@@ -102,13 +114,18 @@ def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
     found = islice(folder.glob(f"*{TRACE_GLOB}"), 1), islice(folder.glob(f"*/*{TRACE_GLOB}"), 1)
     trace = next(chain(*found), None)
     alone = len(options.traces) == 1 and options.output is None and not options.term
-    if not page.is_file() or not alone:
+    if not alone or not (page.is_file() or options.samples):
         raise UsageError(
             "usage",
             f"{folder} is a folder, not a trace.",
             f"arbor view {folder / 'NAME.arbor.jsonl' if trace is None else trace}",
             path=str(folder),
         )
+    if options.samples:
+        from arbor.cli.eval_report import write_samples
+
+        for sentence in write_samples(folder):
+            output.warn(f"warning: {sentence}")
     if output.json:
         size = page.stat().st_size
         output.document({"schema": "arbor.view/1", "path": str(page), "bytes": size, "traces": []})
@@ -116,6 +133,8 @@ def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
         output.print(str(page))
         if trace is not None:
             output.say(f"the samples of an evaluation; one of its searches: arbor view {trace}")
+            if not options.samples:
+                output.say(f"all of its searches as pages: arbor view {folder} --samples")
     if options.open:
         open_page(output, page)
     return 0
@@ -189,7 +208,7 @@ def print_tree(output: Output, path: Path, event: int | None) -> int:
     from rich.text import Text
 
     from arbor.trace import Replay, read_trace
-    from arbor.view.draw import NARROW, meter_lines, tree_lines
+    from arbor.view.draw import NARROW, meter_lines, plain, tree_lines
     from arbor.view.live import glyphs_of
 
     trace = read_trace(path)
@@ -206,13 +225,9 @@ def print_tree(output: Output, path: Path, event: int | None) -> int:
     at = min(last, last if event is None else event)
     where = f"event {at:,} of {last:,}, {trace.events[at].name}"
     if replay.header is not None:
-        words = replay.header.problem if trace.words else "(left out)"
-        problem = "".join(c if c.isprintable() else " " for c in words)
-        where = f"{problem}  ({where})"
-    title = (
-        where if console.encoding.startswith("utf") else where.encode("ascii", "replace").decode()
-    )
-    lines = [Text(title, "bold"), *meter_lines(replay, replay.metrics(), glyphs, console.width)]
+        problem = replay.header.problem if trace.words else "(left out)"
+        where = f"{plain(problem, glyphs)}  ({where})"
+    lines = [Text(where, "bold"), *meter_lines(replay, replay.metrics(), glyphs, console.width)]
     if console.width >= NARROW:
         lines += tree_lines(replay, glyphs, console.width, rows=len(replay.blocks) + 1)
     else:

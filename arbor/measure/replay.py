@@ -11,7 +11,7 @@ close, not equal. A run that was cut short is replayed up to its last complete r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,12 +92,11 @@ class Recording:
         state = Replay()
         for event in events:
             state(event)
-        if any(max(block.ids, default=0) >= MOST_VOCABULARY for block in blocks.values()):
-            state.problems.append(f"a token id is {MOST_VOCABULARY:,} or more")
-        if state.problems:
+        problems = [*state.problems, *_unplayable(opened, blocks)]
+        if problems:
             raise TraceError(
                 "trace-replay",
-                f"the trace is inconsistent: {state.problems[0]}.",
+                f"the trace is inconsistent: {problems[0]}.",
                 "'arbor trace check' lists every inconsistency.",
             )
         end = next((event for event in events if isinstance(event, Ended)), None)
@@ -111,6 +110,19 @@ class Recording:
     def eos(self) -> frozenset[int]:
         """Tokens that ended a sequence."""
         return frozenset(block.ids[-1] for block in self.blocks.values() if block.stop == "eos")
+
+
+def _unplayable(opened: Sequence[Opened], blocks: Mapping[int, Boundary]) -> Iterator[str]:
+    """What no search of arbor records and a replay of it cannot do, one phrase each."""
+    for due, event in enumerate(opened):
+        if event.node != due:
+            yield f"block {event.node:,} opens where block {due:,} is the next"
+            break
+    for block in blocks.values():
+        if not block.ids:
+            yield f"block {block.node:,} has no tokens"
+        elif min(block.ids) < 0 or max(block.ids) >= MOST_VOCABULARY:
+            yield f"block {block.node:,} has a token id outside 0 to {MOST_VOCABULARY - 1:,}"
 
 
 def replay(

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from arbor.events import Event, Opened, Selected, Verified
 from arbor.retention.base import NEVER
 
-_STRIDE = 1 << 32
-
 
 class FutureReads:
     """The operations of a run, in order, from 1, and the blocks each reads.
@@ -21,14 +19,16 @@ class FutureReads:
     budget makes the same tree in the same order.
 
     Args:
-        reads: for each operation, the ids of all blocks on its paths.
+        reads: for each operation, the ids of all blocks on its paths; ids are integers of 64 bits.
     """
 
     def __init__(self, reads: Sequence[Iterable[int]]) -> None:
-        keys = [
-            node * _STRIDE + operation for operation, nodes in enumerate(reads, 1) for node in nodes
-        ]
-        self._keys = np.array(sorted(keys), np.int64)
+        pairs = [(node, operation) for operation, nodes in enumerate(reads, 1) for node in nodes]
+        nodes, operations = np.array(pairs, np.int64).reshape(-1, 2).T
+        # Ranks instead of ids: a key of rank and operation fits into 64 bits, whatever the ids.
+        self._ids, ranks = np.unique(nodes, return_inverse=True)
+        self._stride = len(reads) + 1
+        self._keys = np.sort(ranks * self._stride + operations)
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Self:
@@ -59,10 +59,12 @@ class FutureReads:
         """
         if len(self._keys) == 0:
             return np.full(len(ids), NEVER)
-        at = np.searchsorted(self._keys, ids * _STRIDE + operation, side="right")
+        ranks = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
+        operation = min(operation, self._stride - 1)
+        at = np.searchsorted(self._keys, ranks * self._stride + operation, side="right")
         found = self._keys[np.minimum(at, len(self._keys) - 1)]
-        known = (at < len(self._keys)) & (found // _STRIDE == ids)
-        return np.where(known, found % _STRIDE, NEVER)
+        known = (at < len(self._keys)) & (found // self._stride == ranks)
+        return np.where(known & (self._ids[ranks] == ids), found % self._stride, NEVER)
 
 
 def _paths(nodes: Iterable[int], parent: dict[int, int | None]) -> set[int]:

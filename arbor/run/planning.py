@@ -10,6 +10,7 @@ from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.run.limits import check_count
 from arbor.run.plugin_answers import checked_task, most_blocks
 from arbor.run.setup import Setup
+from arbor.support.texts import refuse_surrogates
 from arbor.tasks.base import BoundedQuestions, Problem, Task
 from arbor.verifiers.base import ChecksQuestions
 
@@ -19,7 +20,7 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
 
     Raises:
         UsageError: neither a text nor a `Problem`.
-        InputError: the task cannot read it.
+        InputError: the task cannot read it, or it has half of a character.
     """
     if isinstance(problem, Problem):
         return problem
@@ -29,11 +30,17 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
             f"a problem is a text, or a Problem, not {type(problem).__name__}: {problem!r:.60}.",
             f'As in solve("{task.example}").',
         )
+    refuse_surrogates(problem, "the problem")
     return task.parse(problem)
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of a prompt: one user message where the tokenizer has a chat template."""
+    """Token ids of a prompt: one user message where the tokenizer has a chat template.
+
+    Raises:
+        InputError: the prompt has half of a character.
+    """
+    refuse_surrogates(prompt, "the prompt")
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": prompt}]
         encoded = tokenizer.apply_chat_template(
@@ -109,6 +116,7 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a continuation (no special tokens)."""
+        refuse_surrogates(text, "the question to the model")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from arbor.budget import Plan
 from arbor.errors import BudgetInfeasible, InputError
+from arbor.support.texts import refuse_surrogates
 from arbor.tree import Node
 from arbor.verifiers.base import Asker
 
@@ -36,7 +37,12 @@ class PlannedQuestions:
         self._context = context
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a continuation (no special tokens)."""
+        """Token ids of a continuation (no special tokens).
+
+        Raises:
+            InputError: the text has half of a character.
+        """
+        refuse_surrogates(text, "the question to the model")
         return self._engine.encode(text)
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:

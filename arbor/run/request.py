@@ -11,6 +11,7 @@ from arbor.errors import UsageError
 from arbor.events import Detail
 from arbor.retention.future_reads import FutureReads
 from arbor.run.limits import check_count, check_seed, check_timeout
+from arbor.support.texts import clipped, refuse_surrogates
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
 
@@ -45,6 +46,7 @@ class Request:
 
     Raises:
         UsageError, BudgetRange: an invalid value.
+        InputError: `expected` has half of a character.
     """
 
     expected: str | None = None
@@ -57,6 +59,14 @@ class Request:
     recorded: str | os.PathLike[str] | FutureReads | None = None
 
     def __post_init__(self) -> None:
+        if self.expected is not None:
+            if not isinstance(self.expected, str):
+                raise UsageError(
+                    "problem-type",
+                    f"expected={self.expected!r:.60}: the answer key is a text.",
+                    "As in expected='24'.",
+                )
+            refuse_surrogates(self.expected, "the answer key")
         if self.budget is not None:
             Budget.parse(self.budget)
         checked = {
@@ -113,13 +123,13 @@ class Request:
         header = trace.header
         other = "does not say what it is a run of"
         if header is not None:
-            known = repr(header.problem) if trace.words else "a problem it does not name"
+            known = repr(clipped(header.problem)) if trace.words else "a problem it does not name"
             other = f"is a run of {known} with seed {header.seed}"
             if header.seed == seed and (not trace.words or header.problem == problem):
                 return FutureReads.of(trace.events)
         raise UsageError(
             "recorded-other",
-            f"{self.recorded} {other}; this one is of {problem!r} with seed {seed}.",
+            f"{self.recorded} {other}; this one is of {clipped(problem)!r} with seed {seed}.",
             "Record this search first: solve(problem, trace=…) with the same settings.",
             path=str(self.recorded),
         )

@@ -14,6 +14,7 @@ from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
 from arbor.run.recording import Recording
 from arbor.support.graph import Vertex, search_graph
+from arbor.support.texts import one_line
 from arbor.support.units import human_bytes
 from arbor.tasks.base import Problem
 from arbor.tasks.splits import content_id
@@ -214,15 +215,15 @@ class Solution:
         from arbor.view.draw import draw
         from arbor.view.live import glyphs_of
 
-        console = Console(file=file, highlight=False)
+        console = Console(file=file, highlight=False, markup=False, emoji=False)
         guessed = " (guessed)" if self.guessed else ""
-        console.print(f"{self.problem} -> {self.answer}{guessed}", markup=False)
+        console.print(f"{one_line(self.problem)} -> {one_line(str(self.answer))}{guessed}")
         if self._has_events:
             size = console.size
             console.print(draw(self.replay(), size.width, size.height, glyphs_of(console)))
             return
         for step in self.steps:
-            console.print(f"#{step.node} v={step.value:.2f} {step.text.strip()}", markup=False)
+            console.print(f"#{step.node} v={step.value:.2f} {one_line(step.text)}")
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the search as one HTML file that needs no server and no network.
@@ -304,9 +305,12 @@ def failed_solution(
     task: str, problem: str | Problem, error: ArborError, seed: int, config: Mapping[str, Any]
 ) -> Solution:
     """The solution of a problem that could not be solved because of an error."""
-    text = problem if isinstance(problem, str) else problem.text
+    if isinstance(problem, Problem):
+        identity, text = problem.id, problem.text
+    else:
+        identity, text = content_id(task, str(problem)), str(problem)
     return Solution(
-        id=content_id(task, text) if isinstance(problem, str) else problem.id,
+        id=identity,
         task=task,
         problem=text,
         answer=None,

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from arbor.errors import UsageError
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also a quota, and a limit of the process
+FREE_SPACE = "Free some space first."
+
 # names of open streams, whatever is behind them
 STREAMS = re.compile(r"/dev/(stdin|stdout|stderr|fd/.*)|/proc/[^/]+/fd/.*")
 
@@ -26,7 +29,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         data: bytes, or text, encoded as UTF-8 with escapes for lone surrogates.
 
     Raises:
-        UsageError: the file cannot be written.
+        UsageError: the file cannot be written; an existing one is as it was.
     """
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")
@@ -38,10 +41,11 @@ def write_atomically(path: Path, data: str | bytes) -> None:
             _replace(path.resolve(), data)
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         reason = error.strerror if isinstance(error, OSError) else error
+        full = isinstance(error, OSError) and error.errno in DISK_FULL
         raise UsageError(
             "output-unwritable",
             f"{path} cannot be written: {reason}.",
-            "Name a file in a folder that exists and may be written.",
+            FREE_SPACE if full else "Name a file in a folder that exists and may be written.",
             path=str(path),
         ) from error
 
@@ -61,7 +65,7 @@ def _replace(target: Path, data: bytes) -> None:
     if there and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
     if there and not os.access(target.parent, os.W_OK):
-        target.write_bytes(data)
+        _overwrite(target, data)
         return
     draft = target.with_name(f".arbor-{os.getpid()}-{threading.get_ident()}")
     try:
@@ -72,3 +76,19 @@ def _replace(target: Path, data: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+
+
+def _overwrite(target: Path, data: bytes) -> None:
+    """Overwrites a file where it is; writes the old bytes back if the new ones do not fit.
+
+    Raises:
+        OSError: no space.
+    """
+    old = target.read_bytes() if os.access(target, os.R_OK) else None
+    try:
+        target.write_bytes(data)
+    except OSError:
+        if old is not None:
+            with contextlib.suppress(OSError):
+                target.write_bytes(old)
+        raise

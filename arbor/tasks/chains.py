@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arbor.support.texts import clipped
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
@@ -232,7 +233,7 @@ class Chains(Generated):
         for sentence in sentences:
             fact = parse_fact(sentence)
             if fact is None:
-                raise self._invalid(text, f"'{sentence}' is not a fact")
+                raise self._invalid(text, f"'{clipped(sentence)}' is not a fact")
             facts.append(fact)
         if len({fact.who for fact in facts}) != len(facts):
             raise self._invalid(text, "has two facts about one person")

@@ -20,6 +20,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from arbor.support.texts import clipped
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
@@ -420,7 +421,7 @@ class Countdown(Generated):
         for word in words:
             if not re.fullmatch("[0-9]{1,6}", word) or int(word) == 0:
                 raise self._invalid(
-                    text, f"'{word}' is not a whole number from 1 to {_LARGEST_INPUT}"
+                    text, f"'{clipped(word)}' is not a whole number from 1 to {_LARGEST_INPUT}"
                 )
         return [int(word) for word in words]
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from arbor.errors import InputError
+from arbor.support.texts import clipped, refuse_surrogates
 from arbor.tasks.base import SPLITS, Problem
 
 
@@ -44,11 +45,12 @@ class Generated(ABC):
         return itertools.islice(self._generate(split), limit)
 
     def _demand_text(self, text: str) -> None:
+        refuse_surrogates(text, "the problem")
         if not text.strip():
             raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
 
     def _invalid(self, text: str, why: str) -> InputError:
-        shown = text.strip()[:60]
+        shown = " ".join(clipped(text.strip()).split())
         return InputError(
             "problem-invalid", f"'{shown}': {why}.", f"Try: {self.example}", text=shown
         )

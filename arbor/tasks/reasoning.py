@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from arbor.errors import InputError, UsageError
+from arbor.support.texts import refuse_surrogates, surrogate_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.splits import content_id
 
@@ -87,6 +88,10 @@ class Reasoning:
                 raise UsageError(
                     "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
                 )
+        for name in ("stop", "yes", "no"):
+            half = next(filter(None, map(surrogate_of, getattr(self, name))), "")
+            if half:
+                raise UsageError("setting-range", f"{name} holds {half}, half of a character.")
         if "" in self.stop:
             raise UsageError(
                 "setting-range", "stop holds an empty text, which every token contains."
@@ -109,6 +114,7 @@ class Reasoning:
         return BlockLimits(stop=self.stop, max_tokens=self.max_tokens, max_depth=self.max_depth)
 
     def parse(self, text: str) -> Problem:
+        refuse_surrogates(text, "the problem")
         if not text.strip():
             raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
         return Problem(content_id("reasoning", text.strip()), self.name, text.strip())

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arbor.support.texts import clipped
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
@@ -101,7 +102,7 @@ class Recall(Generated):
         for sentence in sentences:
             match = _ROOM.fullmatch(sentence)
             if match is None:
-                raise self._invalid(text, f"'{sentence}' is not a room")
+                raise self._invalid(text, f"'{clipped(sentence)}' is not a room")
             rooms.append((match[1], tuple(match[2].split()) if match[2] else ()))
         names = [room for room, _ in rooms]
         behind = [door for _, doors in rooms for door in doors]

@@ -10,7 +10,7 @@ TEST_SHARE = 10
 
 def content_id(task: str, text: str) -> str:
     """Stable id of a problem: 16 hex digits of sha256 over task name and canonical text."""
-    return hashlib.sha256(f"{task}\n{text}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{task}\n{text}".encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def split_of(identity: str) -> str:

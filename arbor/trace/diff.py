@@ -11,6 +11,7 @@ from arbor.events import Boundary, Opened
 from arbor.metrics import Metrics
 from arbor.trace.fold import Replay, canonical
 from arbor.trace.read import Trace
+from arbor.trace.write import PRIVATE
 
 Key = tuple[int, ...]  # child indices from the root
 
@@ -50,6 +51,8 @@ class TraceDiff:
         blocks: blocks in one tree only or with other tokens, by their child indices.
         parting: the first event that differs, times and machine aside; None if none does.
         metrics: counters and seconds that differ.
+        words: whether each trace has texts and token ids (`Trace.words`). Unless both have,
+            blocks, events and settings are compared without them: blocks by their lengths.
     """
 
     settings: tuple[Difference, ...]
@@ -57,25 +60,28 @@ class TraceDiff:
     blocks: tuple[Key, ...]
     parting: Parting | None
     metrics: tuple[Difference, ...]
+    words: tuple[bool, bool] = (True, True)
 
 
 def diff_traces(first: Trace, second: Trace) -> TraceDiff:
     """Compares two traces; either may be incomplete."""
-    trees = _thoughts(first), _thoughts(second)
+    words = first.words and second.words
+    trees = _thoughts(first, words), _thoughts(second, words)
     keys = sorted({*trees[0], *trees[1]}, key=lambda key: (len(key), key))
     blocks = tuple(key for key in keys if trees[0].get(key) != trees[1].get(key))
     costs = tuple(Replay.of(trace).metrics() for trace in (first, second))
     return TraceDiff(
-        settings=tuple(_unequal(_settings(first), _settings(second))),
+        settings=tuple(_unequal(_settings(first, words), _settings(second, words))),
         same_tree=not blocks,
         blocks=blocks,
-        parting=_parting(first, second),
+        parting=_parting(first, second, words),
         metrics=tuple(_costs(*costs)),
+        words=(first.words, second.words),
     )
 
 
-def _thoughts(trace: Trace) -> dict[Key, tuple[int, ...]]:
-    """The tokens of every closed block."""
+def _thoughts(trace: Trace, words: bool) -> dict[Key, tuple[int, ...]]:
+    """The tokens of every closed block; without `words`, their number."""
     keys: dict[int, Key] = {}
     thoughts: dict[Key, tuple[int, ...]] = {}
     for event in trace.events:
@@ -83,18 +89,19 @@ def _thoughts(trace: Trace) -> dict[Key, tuple[int, ...]]:
             parent = () if event.parent is None else keys.get(event.parent, ())
             keys[event.node] = () if event.parent is None else (*parent, event.index)
         elif isinstance(event, Boundary) and event.node in keys:
-            thoughts[keys[event.node]] = event.ids
+            thoughts[keys[event.node]] = event.ids if words else (len(event.ids),)
     return thoughts
 
 
-def _settings(trace: Trace) -> dict[str, Any]:
-    """The settings in a header, machine excluded, flat."""
+def _settings(trace: Trace, words: bool) -> dict[str, Any]:
+    """The settings in a header, machine excluded, flat; without `words`, no problem and key."""
     header = trace.header
     if header is None:
         return {}
-    said = {name: getattr(header, name) for name in ("task", "problem", "seed", "expected")}
+    names = ("task", "problem", "seed", "expected")
+    fields = {name: getattr(header, name) for name in names if words or name not in PRIVATE}
     tables = {"model": header.model, **header.config, "kv": header.kv}
-    return dict(_flat(said | tables))
+    return dict(_flat(fields | tables))
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -111,10 +118,10 @@ def _unequal(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Di
             yield Difference(name, first.get(name), second.get(name))
 
 
-def _parting(first: Trace, second: Trace) -> Parting | None:
+def _parting(first: Trace, second: Trace, words: bool) -> Parting | None:
     """The first event that differs; headers are compared as settings."""
     lines = [
-        [line for line in canonical(trace) if not line.startswith('{"e":"header"')]
+        [line for line in canonical(trace, words) if not line.startswith('{"e":"header"')]
         for trace in (first, second)
     ]
     for at in range(max(map(len, lines))):

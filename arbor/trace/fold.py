@@ -27,7 +27,7 @@ from arbor.events import (
 )
 from arbor.metrics import Metrics, MetricsFold
 from arbor.trace.read import Trace
-from arbor.trace.write import to_line, to_record
+from arbor.trace.write import to_line, to_record, without_words
 from arbor.tree import NodeState
 
 MOST_PROBLEMS = 100  # a damaged trace fails everywhere; the first hundred suffice
@@ -311,12 +311,16 @@ class Replay:
             self.problems.append(sentence)
 
 
-def canonical(trace: Trace) -> list[str]:
+def canonical(trace: Trace, words: bool = True) -> list[str]:
     """A trace as lines of JSON, without times, run id, version and machine.
 
-    Fields whose names end in ``_s`` are times; floats keep five significant digits.
+    Fields whose names end in ``_s`` are times; floats keep five significant digits. Without
+    `words`, the fields in `PRIVATE` are left out, as ``--trace-text none`` does.
     """
-    return [to_line(_steady(to_record(event))).decode() for event in trace.events]
+    records = map(to_record, trace.events)
+    if not words:
+        records = map(without_words, records)
+    return [to_line(_steady(record)).decode() for record in records]
 
 
 _PASSING = {"header": ("run", "created", "arbor", "device")}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arbor.errors import TraceError
-from arbor.events import Ended, Event, Header
+from arbor.events import Boundary, Ended, Event, Header
 from arbor.trace.records import Unreadable, from_record, number_of, parse, seconds_of
 from arbor.trace.write import GZIP, SCHEMA
 
@@ -171,6 +171,8 @@ class Reading:
             return record
         if isinstance(event, Header):
             self.words = "problem" in record
+        elif isinstance(event, Boundary) and "ids" not in record:  # its header may be lost
+            self.words = False
         self.events.append(event)
         self.sequence.append(number)
         self.times.append(seconds)

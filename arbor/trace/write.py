@@ -7,6 +7,7 @@ end. NaN and infinity become null. Fields named in `PRIVATE` can be left out.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -108,7 +109,8 @@ class TraceWriter:
     """A listener that appends each event to a file as it happens.
 
     Each line is written before the next event (`SYNC_EVERY` together in a gzip stream, after the
-    header), so a killed run leaves a readable trace. A full disk stops the trace, never the search.
+    header), so a killed run leaves a readable trace. A full disk stops the trace after its last
+    whole line, never the search.
 
     Args:
         path: overwritten; compressed if its name ends in ``.gz``.
@@ -136,6 +138,7 @@ class TraceWriter:
         self._packer = zlib.compressobj(LEVEL, wbits=GZIP) if self.path.suffix == ".gz" else None
         self._together = 1 if self._packer is None else SYNC_EVERY
         self._waiting: list[tuple[Event, float]] = []  # with their seconds, not yet written
+        self._written = 0  # bytes
         try:
             self._file = self.path.open("wb", buffering=0)
         except OSError as error:
@@ -205,8 +208,11 @@ class TraceWriter:
             rest = memoryview(data)
             while rest:
                 rest = rest[self._file.write(rest) :]
+            self._written += len(data)
         except OSError as error:
             self.stopped = True
+            with contextlib.suppress(OSError):  # a pipe or a device
+                self._file.truncate(self._written)
             logger.warning(
                 "[no-space] %s: the trace stopped at event %d (%s); the search goes on.",
                 self.path,

@@ -22,6 +22,7 @@ NARROW = 60  # columns; below this there is only the meter
 MOST_ROWS = 24
 MOST_SIBLINGS = 3  # off the running paths, per parent
 MOST_NAMED = 5  # blocks of one movement
+MOST_CHARACTERS = 1000  # of a text; no terminal is wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,8 @@ def draw(replay: Replay, width: int, height: int, glyphs: Glyphs = UNICODE) -> G
         return Group(*meter)
     shown: list[Text | Panel] = list(meter)
     if glyphs is UNICODE:
-        title = "arbor" if replay.header is None else f"arbor {replay.header.task}"
+        task = "" if replay.header is None else plain(replay.header.task, glyphs)
+        title = Text(f"arbor {task}".rstrip())
         shown = [Panel(Group(*meter), title=title, title_align="left", width=width)]
     rows = min(MOST_ROWS, height - len(meter) - 4)
     return Group(*shown, *tree_lines(replay, glyphs, width, rows))
@@ -203,13 +205,19 @@ def _line(block: Block, times: int, stem: str, running: bool, glyphs: Glyphs) ->
     if block.state is NodeState.PRUNED:
         marks.append(f"{glyphs.pruned} pruned")
     if block.state is NodeState.TERMINAL:
-        marks.append(glyphs.answer if block.answer is None else f"{glyphs.answer} {block.answer}")
-    text = "".join(each if each.isprintable() else " " for each in " ".join(block.text.split()))
-    if glyphs is ASCII:
-        text = text.encode("ascii", "replace").decode("ascii")
+        answer = "" if block.answer is None else plain(block.answer, glyphs)
+        marks.append(f"{glyphs.answer} {answer}".rstrip())
     style = "bold" if running else ("dim" if block.state is NodeState.PRUNED else "")
     line = Text().append(stem, "dim")  # as a base style it would dim the whole line
     line.append(f"#{block.id} ", style)
     line.append(cells, "blue")
-    line.append(" ".join(["", *marks, text]), style)
+    line.append(" ".join(["", *marks, plain(block.text, glyphs)]), style)
     return line
+
+
+def plain(text: str, glyphs: Glyphs) -> str:
+    """The beginning of a text on one line; what the terminal cannot show, or would obey, is not in
+    it."""
+    line = " ".join(text[:MOST_CHARACTERS].split())
+    line = "".join(each if each.isprintable() else " " for each in line)
+    return line.encode("ascii", "replace").decode("ascii") if glyphs is ASCII else line

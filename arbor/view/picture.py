@@ -51,7 +51,8 @@ def search_picture(replay: Replay) -> str:
 
 def plain_text(text: str, most: int = MOST_TITLE) -> str:
     """A model's text on one line, cut and escaped; signs that cannot be printed become spaces."""
-    joined = " ".join("".join(s if s.isprintable() else " " for s in text).split())
+    begun = text[: 4 * most]  # white space collapses
+    joined = " ".join("".join(s if s.isprintable() else " " for s in begun).split())
     return html.escape(joined if len(joined) <= most else f"{joined[: most - 1]}…")
 
 

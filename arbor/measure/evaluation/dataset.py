@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arbor.errors import ArborError, InputError, UsageError
+from arbor.support.texts import clipped, surrogate_of
 from arbor.tasks.base import Problem, Task
 from arbor.tasks.splits import content_id
 
@@ -23,7 +24,6 @@ ID_KEY = "id"
 
 LONGEST_SHOWN = 200  # characters of a row's columns in an error
 
-_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which no tokenizer reads
 _COUNT = re.compile(r"[1-9][0-9]*")
 _RANGE = re.compile(r"([1-9][0-9]*)-([1-9][0-9]*)")
 
@@ -126,7 +126,7 @@ def of_rows(
         if (before.text, before.expected) != (sample.text, sample.expected):
             raise InputError(
                 "dataset-invalid",
-                f"{name}: {before.where} and {where} have the id '{identity}' and differ.",
+                f"{name}: {before.where} and {where} have the id '{clipped(identity)}' and differ.",
                 "Give each problem an id of its own, or none: then it is a hash of the problem.",
                 path=name,
                 line=line,
@@ -158,16 +158,20 @@ def _read(sample: Sample, task: Task, name: str) -> Sample:
 def _text(row: Mapping[str, Any], key: str, flag: str, name: str, where: str) -> str:
     """A column's text; of a number its JSON form."""
     value = row.get(key)
-    if isinstance(value, str) and not _SURROGATE.search(value):
+    half = surrogate_of(value) if isinstance(value, str) else ""
+    if isinstance(value, str) and not half:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return json.dumps(value)
     has = ", ".join(str(column) for column in row)[:LONGEST_SHOWN] or "nothing"
     wrong = f"has no text in '{key}'" if key in row else f"has no '{key}'"
+    hint = f"Name the column: {flag} NAME."
+    if half:
+        wrong, hint = f"has {half} in '{key}', half of a character", "Write the text as UTF-8."
     raise InputError(
         "dataset-invalid",
         f"{name}: {where} {wrong}. It has: {has}.",
-        f"Name the column: {flag} NAME.",
+        hint,
         path=name,
         key=key,
     )
@@ -240,10 +244,10 @@ def chosen(samples: list[Sample], ids: Iterable[str]) -> list[Sample]:
     known = {sample.id for sample in samples}
     for each in wanted:
         if each not in known:
-            some = ", ".join(sample.id for sample in samples[:3])
+            some = ", ".join(clipped(sample.id) for sample in samples[:3])
             raise UsageError(
                 "unknown-sample",
-                f"--sample-id {each}: none of the {len(samples):,} samples has this id.",
+                f"--sample-id {clipped(each)}: none of the {len(samples):,} samples has this id.",
                 f"Ids are as in samples.jsonl, here {some} and so on; --limit leaves samples out.",
                 id=each,
             )

@@ -2,7 +2,7 @@
 
     run.toml        every setting, resolved; ``arbor eval --config`` reads it
     samples.jsonl   one line per finished sample, in the order of finishing
-    traces/         one trace per sample
+    traces/         one trace per sample, and its page once ``arbor view --samples`` made it
     results.json    accuracy and costs
     index.html      a list of the samples
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from typing import Any
 from arbor.config import config_text, read_config
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import Sample
-from arbor.support.atomic_write import write_atomically
+from arbor.support.atomic_write import DISK_FULL, FREE_SPACE, write_atomically
 from arbor.trace.write import to_line
 
 CONFIG, SAMPLES, RESULTS, PAGE, TRACES = (
@@ -102,7 +103,7 @@ class RunFolder:
             raise UsageError(
                 "run-unwritable",
                 f"the folder {path} cannot be written: {error.strerror}.",
-                "Name one that may be: --output DIR.",
+                FREE_SPACE if error.errno in DISK_FULL else "Name one that may be: --output DIR.",
                 path=str(path),
             ) from error
         try:
@@ -133,10 +134,25 @@ class RunFolder:
         )
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Appends a finished sample; when this returns, a killed process no longer loses it."""
+        """Appends a finished sample; when this returns, a killed process no longer loses it.
+
+        Raises:
+            UsageError: the disk is full; the lines before are whole.
+        """
         data = memoryview(to_line({"schema": SAMPLE_SCHEMA, **row}) + b"\n")
-        while data:
-            data = data[self._file.write(data) :]
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise UsageError(
+                "run-unwritable",
+                f"{self.path / SAMPLES} cannot be written: {error.strerror}.",
+                FREE_SPACE,
+                path=str(self.path),
+            ) from error
         self.rows[str(row["id"])] = dict(row)
 
     def write(self, name: str, text: str) -> None:
@@ -187,8 +203,9 @@ class RunFolder:
         self._file.truncate(0)
         for name in (CONFIG, RESULTS, PAGE):
             (self.path / name).unlink(missing_ok=True)
-        for trace in (self.path / TRACES).glob(f"*{TRACE_SUFFIX}"):
-            trace.unlink()
+        for suffix in (TRACE_SUFFIX, ".html"):
+            for path in (self.path / TRACES).glob(f"*{suffix}"):
+                path.unlink()
 
     def _compare(self) -> None:
         """Refuses settings that differ from those of the run in the folder."""

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from arbor.measure.evaluation.results import Row, cost, is_right
+from arbor.support.texts import clipped, visible
 
 LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
 
@@ -98,17 +99,25 @@ td.words {{ max-width: 24rem; }}
 """
 
 
-def index_page(title: str, lines: Sequence[str], rows: Sequence[Row]) -> str:
+def index_page(
+    title: str,
+    lines: Sequence[str],
+    rows: Sequence[Row],
+    pages: Mapping[str, str] | None = None,
+) -> str:
     """The page.
 
     Args:
         title, lines: text above the list.
         rows: rows of ``samples.jsonl``.
+        pages: trace -> page of its search, both in the run's folder; a sample without a page links
+            to its trace.
     """
+    pages = pages or {}
     return _PAGE.format(
-        title=html.escape(title),
-        lines="\n".join(f"<p>{html.escape(line)}</p>" for line in lines) + _traces_line(rows),
-        rows="\n".join(map(_row, rows)),
+        title=_escaped(title),
+        lines="\n".join(f"<p>{_escaped(line)}</p>" for line in lines) + _traces_line(rows, pages),
+        rows="\n".join(_row(row, pages) for row in rows),
         columns="".join(map(_column, COLUMNS)),
         script=_SCRIPT,
         allowed=_ALLOWED,
@@ -120,16 +129,21 @@ def _column(name: str) -> str:
     return f'<th scope="col"{numbers}><button type="button">{name}</button></th>'
 
 
-def _traces_line(rows: Sequence[Row]) -> str:
-    """How to look at a trace; empty where there is none."""
-    trace = next((str(row["trace"]) for row in rows if row.get("trace")), None)
-    if trace is None:
+def _traces_line(rows: Sequence[Row], pages: Mapping[str, str]) -> str:
+    """How to look at a sample's search; empty where there is no trace."""
+    traces = [str(row["trace"]) for row in rows if row.get("trace")]
+    if not traces:
         return ""
-    command = html.escape(f"arbor view {shlex.quote(trace)} --open")
-    return f"<p>A trace as a page, in this folder: <code>{command}</code></p>"
+    if all(trace in pages for trace in traces):
+        return "<p>The name in the last column opens the page of a sample's search.</p>"
+    command = _escaped(f"arbor view {shlex.quote(traces[0])} --open")
+    return (
+        "<p>Searches as pages, in this folder: <code>arbor view . --samples --open</code>; "
+        f"one of them: <code>{command}</code></p>"
+    )
 
 
-def _row(row: Row) -> str:
+def _row(row: Row, pages: Mapping[str, str]) -> str:
     right = is_right(row)
     error: Mapping[str, Any] | None = row.get("error")
     outcome = "right" if right else "no answer" if row.get("answer") is None else "wrong"
@@ -140,11 +154,18 @@ def _row(row: Row) -> str:
     numbers = [f"{cost(row, name):,.0f}" for name in names] + [f"{row.get('cpu_s', 0):.2f}"]
     cells = [f'<td class="words">{_short(word)}</td>' for word in words]
     cells += [f'<td class="n">{number}</td>' for number in numbers]
-    trace = row.get("trace")
-    link = f'<a href="{quote(str(trace))}">{_short(PurePath(str(trace)).name)}</a>' if trace else ""
+    link = ""
+    if row.get("trace"):
+        target = pages.get(str(row["trace"]), str(row["trace"]))
+        address = quote(target, errors="replace")
+        link = f'<a href="{address}">{_short(PurePath(target).name)}</a>'
     return f'<tr class="{"right" if right else "wrong"}">{"".join(cells)}<td>{link}</td></tr>'
 
 
 def _short(word: Any) -> str:
-    text = "" if word is None else str(word)
-    return html.escape(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+    return "" if word is None else _escaped(clipped(str(word), LONGEST + 1))
+
+
+def _escaped(text: str) -> str:
+    """A text as HTML; control characters, which no page may hold, are shown."""
+    return html.escape(visible(text))

@@ -1,0 +1,62 @@
+"""Texts of unknown origin: halves of characters refused, control characters shown, length cut."""
+
+from __future__ import annotations
+
+import re
+
+from arbor.errors import InputError
+
+LONGEST_SHOWN = 60  # characters of a text that an error quotes
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Controls except tab and newline, halves of characters, separators of lines and paragraphs, and
+# what reorders the text around it: embeddings, overrides and isolates
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+)
+
+
+def surrogate_of(text: str) -> str:
+    """The first half of a character in a text (a lone surrogate), escaped; empty without one."""
+    found = _SURROGATE.search(text)
+    return "" if found is None else visible(found[0])
+
+
+def refuse_surrogates(text: str, name: str) -> None:
+    """Refuses a text with half of a character, which neither a tokenizer nor UTF-8 can hold.
+
+    Args:
+        text: from a user, a file or a plug-in.
+        name: beginning of the message, as in ``the problem``.
+
+    Raises:
+        InputError: names the first half and its place.
+    """
+    found = _SURROGATE.search(text)
+    if found is not None:
+        place = found.start() + 1
+        raise InputError(
+            "not-utf8",
+            f"{name}: character {place:,} is {visible(found[0])}, half of a character.",
+            "Write the text as UTF-8.",
+            place=place,
+        )
+
+
+def clipped(text: str, most: int = LONGEST_SHOWN) -> str:
+    """The beginning of a text, with an ellipsis where characters are left out."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def visible(text: str) -> str:
+    r"""A text that a terminal shows and does not obey; unsafe characters become ``\u001b``.
+
+    Tabs and newlines stay. The escapes are those of JSON and TOML, so that a document of either
+    keeps its meaning.
+    """
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def one_line(text: str) -> str:
+    """`visible`, with each run of white space as one space."""
+    return visible(" ".join(text.split()))
