@@ -125,7 +125,7 @@ def request_digest(options: EvalOptions) -> str:
     if not folder.is_dir():  # its files may change with the cache
         return ""
     facts = dataclasses.asdict(options)
-    for each in ("output", "fresh", "fail_under", "compare"):
+    for each in ("output", "fresh", "fail_under", "compare", "concurrency"):
         del facts[each]
     facts["arbor"] = __version__
     facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -20,6 +20,28 @@ from arbor.cli.options import (
     search_options,
     trace_detail_options,
 )
+
+AUTO_CONCURRENCY = 8  # measured: docs/experiments/concurrency.md
+
+
+class Concurrency(click.ParamType[Any]):
+    """A number of samples at a time, or ``auto``."""
+
+    name = "concurrency"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        """The number; None for ``auto``."""
+        if value == "auto":
+            return None
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            number = 0
+        if number < 1:
+            self.fail(f"{value!r} is neither a number of at least 1 nor auto.", param, ctx)
+        return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +68,18 @@ class DatasetOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Options of ``arbor eval``, named as on the command line."""
+    """Options of ``arbor eval``, named as on the command line.
+
+    Attributes:
+        concurrency: samples in progress at a time; None: as many as are worth it.
+    """
 
     samples: DatasetOptions
     solver: SolverOptions
     run: RunOptions
     output: Path | None
     fresh: bool
+    concurrency: int | None
     on_error: Literal["stop", "continue"]
     fail_under: float | None
     compare: Path | None
@@ -118,6 +145,15 @@ eval_options = option_group(
     ),
     option(
         "--fresh", is_flag=True, heading="Output", help="Start over in a folder that has a run."
+    ),
+    option(
+        "--concurrency",
+        type=Concurrency(),
+        default="auto",
+        metavar="N|auto",
+        heading="Output",
+        common=True,
+        help="Samples in progress at a time, sharing the budget; auto: 8.",
     ),
     option(
         "--on-error",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arbor.cli.eval_options import EvalOptions
+from arbor.cli.eval_options import AUTO_CONCURRENCY, EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
@@ -15,12 +16,14 @@ from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
+from arbor.run.solution import Solution
 from arbor.tasks.base import Problem
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
-    from arbor.run.solution import Solution
+    from arbor.events import Event
+    from arbor.run.request import Options
     from arbor.solver import Solver
 
 
@@ -49,56 +52,136 @@ def solve_all(
     output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
     console = None if output.progress == "none" else output.console()
     with Progress(console, output.progress == "live", len(waiting)) as progress:
-        for sample in waiting:
-            row = solve_one(options, solver, folder, sample, signals, progress)
-            if row is None:
-                return
-            folder.add(row)
-            progress.add(is_right(row))
-            if signals.received is not None:
-                return
+        rows = _rows(options, solver, folder, waiting, signals, lambda *_: progress.tick())
+        with contextlib.closing(rows):
+            for row in rows:
+                folder.add(row)
+                progress.add(is_right(row))
 
 
-def solve_one(
+def concurrency(options: EvalOptions) -> int:
+    """Samples in progress at a time: as given; ``auto`` is `AUTO_CONCURRENCY`, or 1 in lossy mode,
+    where a search depends on what shares its budget."""
+    if options.concurrency is not None:
+        return options.concurrency
+    return AUTO_CONCURRENCY if options.solver.mode == "lossless" else 1
+
+
+class Seconds:
+    """Seconds of each sample.
+
+    Alone, they are those from its beginning to its end. Where several are in progress, a sample's
+    wall time is that too, and its CPU time that of the process since the last sample was finished,
+    so that the sum is right.
+
+    Args:
+        several: whether several are in progress at a time.
+    """
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+        self._cpu_s = time.process_time()
+        self._began: dict[str, float] = {}
+
+    def begin(self, sample: str) -> None:
+        """Begin a sample."""
+        self._began[sample] = time.perf_counter()
+        if not self._several:
+            self._cpu_s = time.process_time()
+
+    def end(self, sample: str) -> dict[str, float]:
+        """End a sample; the fields of its row."""
+        now, cpu_s = time.perf_counter(), time.process_time()
+        wall_s, used_s = now - self._began.pop(sample, now), cpu_s - self._cpu_s
+        self._cpu_s = cpu_s
+        return {"cpu_s": round(used_s, 6), "wall_s": round(wall_s, 6)}
+
+
+def _rows(
     options: EvalOptions,
     solver: Solver,
     folder: RunFolder,
-    sample: Sample,
+    waiting: Sequence[Sample],
     signals: StopSignals,
-    progress: Progress,
-) -> dict[str, Any] | None:
-    """A line of ``samples.jsonl``; None if a signal ended the search.
+    listen: Callable[[int, Event], None],
+) -> Generator[dict[str, Any], None, None]:
+    """A line of ``samples.jsonl`` for each sample, as they are finished; none for a search that a
+    signal ended.
 
     Raises:
-        ArborError: the sample cannot be solved, with ``--on-error stop``; or a ModelError, which
+        ArborError: a sample cannot be solved, with ``--on-error stop``; or a ModelError, which
             every other sample would raise too.
     """
-    path = folder.trace_path(sample.id) if options.trace == "on" else None
-    began, began_cpu = time.perf_counter(), time.process_time()
-    try:
+    several = concurrency(options)
+    seconds = Seconds(several > 1)
+    for sample in waiting:
         if sample.problem is None:
             assert sample.error is not None, "a sample has a problem or an error"
-            raise sample.error
-        solver.plan(sample.problem)  # refuses an infeasible budget before the model is loaded
-        solver.load()
-        began, began_cpu = time.perf_counter(), time.process_time()
-        solution = _search(options, solver, sample.problem, path, signals, progress)
-    except ArborError as error:
-        if options.on_error == "stop" or isinstance(error, ModelError):
-            error.data["sample"] = sample.id
-            raise
+            yield _row(options, folder, sample, sample.error, None) | seconds.end(sample.id)
+    readable = [sample for sample in waiting if sample.problem is not None]
+    if not readable:
+        return
+    solver.load()
+    writers: dict[str, TraceWriter] = {}
+
+    def jobs() -> Iterator[tuple[Problem, Options]]:
+        for sample in readable:
+            seconds.begin(sample.id)
+            given: Options = {
+                "timeout": options.run.timeout,
+                "max_tokens": options.run.max_tokens,
+                "trace_level": options.trace_detail.trace_level,
+            }
+            if options.trace == "on":
+                text = options.trace_detail.trace_text
+                given["trace"] = writers[sample.id] = TraceWriter(
+                    folder.trace_path(sample.id), text=text
+                )
+            assert sample.problem is not None
+            yield sample.problem, given
+
+    try:
+        results = solver.as_completed(jobs(), concurrency=several, listen=listen)
+        with contextlib.closing(results), signals.stopping(solver):
+            for place, result in results:
+                sample = readable[place]
+                writer = writers.pop(sample.id, None)
+                if writer is not None:
+                    writer.close()
+                interrupted = isinstance(result, Solution) and result.finish_reason == "interrupted"
+                if not (interrupted and signals.received is not None):
+                    yield _row(options, folder, sample, result, writer) | seconds.end(sample.id)
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def _row(
+    options: EvalOptions,
+    folder: RunFolder,
+    sample: Sample,
+    result: Solution | ArborError,
+    writer: TraceWriter | None,
+) -> dict[str, Any]:
+    """A line of ``samples.jsonl``, without its seconds.
+
+    Raises:
+        ArborError: see `_rows`.
+    """
+    path = None if writer is None else folder.trace_path(sample.id)
+    if isinstance(result, ArborError):
+        if options.on_error == "stop" or isinstance(result, ModelError):
+            result.data["sample"] = sample.id
+            raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}
-        outcome |= {"score": 0.0, "metrics": {}, "error": error.to_dict()}
+        outcome |= {"score": 0.0, "metrics": {}, "error": result.to_dict()}
         if path is not None and not _has_events(path):
             path.unlink(missing_ok=True)
     else:
-        if signals.received is not None and solution.finish_reason == "interrupted":
-            return None
         outcome = {
-            name: getattr(solution, name)
-            for name in ("answer", "correct", "finish_reason", "score")
+            name: getattr(result, name) for name in ("answer", "correct", "finish_reason", "score")
         }
-        outcome |= {"metrics": solution.metrics.to_dict(), "error": None}
+        outcome |= {"metrics": result.metrics.to_dict(), "error": None}
     traced = path is not None and path.is_file()
     if traced and path and not path.stat().st_size:  # the disk was full before its first event
         path.unlink()
@@ -109,8 +192,6 @@ def solve_one(
         "expected": sample.expected,
         **outcome,
         "trace": path.relative_to(folder.path).as_posix() if traced and path else None,
-        "cpu_s": round(time.process_time() - began_cpu, 6),
-        "wall_s": round(time.perf_counter() - began, 6),
     }
 
 
@@ -120,26 +201,3 @@ def _has_events(path: Path) -> bool:
         return bool(read_trace(path).events)
     except ArborError:
         return False
-
-
-def _search(
-    options: EvalOptions,
-    solver: Solver,
-    problem: Problem,
-    path: Path | None,
-    signals: StopSignals,
-    progress: Progress,
-) -> Solution:
-    writer = None if path is None else TraceWriter(path, text=options.trace_detail.trace_text)
-    with writer or contextlib.nullcontext():
-        stream = solver.stream(
-            problem,
-            timeout=options.run.timeout,
-            max_tokens=options.run.max_tokens,
-            trace=writer,
-            trace_level=options.trace_detail.trace_level,
-        )
-        with signals.stopping(stream):
-            for _ in stream:
-                progress.tick()
-    return stream.solution
