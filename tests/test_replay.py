@@ -135,7 +135,7 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
     often = tokenizer.encode("4 - 4", add_special_tokens=False)[1]
-    monkeypatch.setattr("arbor.model.checkpoint.eos_ids", lambda model, tokenizer: (often,))
+    monkeypatch.setattr("arbor.model.weights.eos_ids", lambda model, tokenizer: (often,))
     events: list[Event] = []
     with Solver(
         task="reasoning",

@@ -65,7 +65,7 @@ def info(output: Output, /, **values: Any) -> int:
       arbor info ./my-model --controller beam --json
     """
     options = read_options(SolverOptions, values)
-    with build_solver(options) as solver:
+    with build_solver(options, searches=False) as solver:
         model = solver.describe()
         plan: Plan | None = None
         note = model.reason
