@@ -40,7 +40,6 @@ from arbor.run.settings import (
 )
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
-from arbor.run.stream import SearchStream
 from arbor.tasks.base import Problem, Task
 from arbor.verifiers.base import Verifier
 
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 
     from arbor.engine.engine import Engine
     from arbor.run.session import Status
+    from arbor.run.stream import SearchStream
 
 # Settings in a configuration file that are not a solver's: of one run, and of ``arbor eval``.
 RUN_SETTINGS = ("problem", "expected", "timeout", "max_tokens", "trace", "trace_level")
@@ -351,6 +351,7 @@ class Solver:
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
         from arbor.model.threads import keep_threads
+        from arbor.run.stream import SearchStream
 
         keep_threads()
         run = Run(self._setup, problem, Request(**options))
