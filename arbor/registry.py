@@ -309,9 +309,11 @@ def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
 
 
 @functools.lru_cache(maxsize=1)
-def _entry_points(path: tuple[str, ...]) -> metadata.EntryPoints:
-    """Entry points of all distributions on `path`, which is ``sys.path``; read once for all
-    kinds."""
+def _entry_points(path: tuple[str, ...]) -> Any:
+    """Entry points of all distributions on `path`, which is ``sys.path``; read once for all kinds.
+
+    The class depends on the version of Python; each has ``select(group=…)``.
+    """
     return metadata.entry_points()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.run_cli import in_process
+from support.run_cli import in_process, spawn
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
@@ -225,3 +226,23 @@ def test_the_command_compares_policies_on_a_trace(
     wrong = run("replay", str(path), "--policy", "lrv")
     assert wrong.code == 2
     assert "lru" in wrong.err
+
+
+def test_the_command_imports_no_transformers_and_gives_the_same_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = str(tmp_path / "run.arbor.jsonl")
+    with Solver(controller={"name": "tot", "beam": 2, "width": 3}) as solver:
+        solver.solve("4 5 6 10", trace=trace)
+    arguments = ("replay", trace, "--policy", "lru", "--budget", "0.5", "--json")
+    code = (
+        "import sys; from arbor.cli import main; ended = main(sys.argv[1:])\n"
+        "sys.exit(99 if 'transformers' in sys.modules else ended)"
+    )
+
+    with spawn(*arguments, code=code) as process:
+        out, err = process.communicate(timeout=60)
+    monkeypatch.setattr("arbor.model.description_cache.kept_description", lambda *given: None)
+
+    assert (process.returncode, err) == (0, b"")
+    assert json.loads(out) == in_process(capsys)(*arguments).document
