@@ -288,7 +288,7 @@ def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
     wanted = [word.strip() for word in allowed.split(",") if word.strip()]
     found: dict[str, metadata.EntryPoint] = {}
     points = sorted(
-        metadata.entry_points(group=f"arbor.{plural(kind)}"),
+        _entry_points(tuple(sys.path)).select(group=f"arbor.{plural(kind)}"),
         key=lambda p: (_distribution(p), p.name, p.value),
     )
     for point in points:
@@ -306,6 +306,15 @@ def _installed(kind: str, allowed: str) -> Mapping[str, metadata.EntryPoint]:
         clash = point.name in found or point.name in BUILTIN[kind]
         found.setdefault(full if clash else point.name, point)
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points(path: tuple[str, ...]) -> Any:
+    """Entry points of all distributions on `path`, which is ``sys.path``; read once for all kinds.
+
+    The class depends on the version of Python; each has ``select(group=…)``.
+    """
+    return metadata.entry_points()
 
 
 def _distribution(point: metadata.EntryPoint) -> str:

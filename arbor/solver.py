@@ -18,23 +18,18 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from arbor import components
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.engine import Engine
-from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
-from arbor.model.describe import ModelInfo
-from arbor.model.plan import least_saved_reads
+from arbor.model.model_info import ModelInfo
 from arbor.model.sampling_params import Sampling
-from arbor.model.threads import keep_threads, thread_count, torch_threads
 from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
@@ -46,7 +41,6 @@ from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.searches import as_completed
-from arbor.run.session import Status
 from arbor.run.settings import (
     check_plain_types,
     refuse_unknown,
@@ -57,9 +51,15 @@ from arbor.run.settings import (
 )
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
-from arbor.run.stream import SearchStream
 from arbor.tasks.base import Problem, Task
 from arbor.verifiers.base import Verifier
+
+if TYPE_CHECKING:
+    import torch
+
+    from arbor.engine.engine import Engine
+    from arbor.run.session import Status
+    from arbor.run.stream import SearchStream
 
 # Settings in a configuration file that are not a solver's: of one run, and of ``arbor eval``.
 RUN_SETTINGS = ("problem", "expected", "timeout", "max_tokens", "trace", "trace_level")
@@ -257,7 +257,7 @@ class Solver:
     @property
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer; reads it."""
-        return self.checkpoint.read().tokenizer
+        return self.checkpoint.read_files().tokenizer
 
     @property
     def sampling(self) -> Sampling:
@@ -276,6 +276,9 @@ class Solver:
     @property
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
+        from arbor.engine.engine import Engine
+        from arbor.model.plan import least_saved_reads
+
         with self._loading:
             if self._engine is None:
                 with self._computing():
@@ -359,6 +362,9 @@ class Solver:
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
+        from arbor.model.threads import keep_threads
+        from arbor.run.stream import SearchStream
+
         keep_threads()
         run = Run(self._setup, problem, Request(**options))
         return SearchStream(lambda listener: run.solve(self._lend, listener), run.stop)
@@ -537,4 +543,6 @@ class Solver:
 
     def _computing(self) -> AbstractContextManager[None]:
         """The solver's number of torch threads, in this thread."""
+        from arbor.model.threads import thread_count, torch_threads
+
         return torch_threads(thread_count(self.threads, self.describe()))

@@ -69,7 +69,7 @@ def test_a_model_that_computes_something_else_is_refused_each_time(name: str) ->
 def test_a_ready_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[ModelRunner] = []
     monkeypatch.setattr(
-        "arbor.model.checkpoint.check_agreement", lambda runner, own: compared.append(runner)
+        "arbor.model.weights.check_agreement", lambda runner, own: compared.append(runner)
     )
     model = build("llama")
     model.generation_config.eos_token_id = 2

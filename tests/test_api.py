@@ -615,8 +615,8 @@ def test_searches_that_begin_together_load_the_model_once(monkeypatch: pytest.Mo
         time.sleep(0.3)
         return load_model(*given)
 
-    monkeypatch.setattr("arbor.model.checkpoint.load_tokenizer", read)
-    monkeypatch.setattr("arbor.model.checkpoint.load_model", load)
+    monkeypatch.setattr("arbor.model.weights.load_tokenizer", read)
+    monkeypatch.setattr("arbor.model.weights.load_model", load)
 
     async def solve(solver: Solver) -> list[Solution]:
         return await asyncio.gather(*(solver.asolve(PUZZLE, max_tokens=1) for _ in range(2)))

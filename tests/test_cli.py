@@ -20,10 +20,11 @@ from arbor import components, registry
 from arbor.cli.show import listed
 from arbor.cli.signals import Interrupted, StopSignals
 from arbor.cli.solve import unreached_line
+from arbor.measure.evaluation.folder import RunFolder
 from arbor.metrics import Metrics
 from arbor.trace import Replay, TraceWriter, read_trace
 
-TRACE = "run.arbor.jsonl"
+TRACE, OTHER_RUN = "run.arbor.jsonl", "other-run"
 
 
 @pytest.fixture
@@ -426,6 +427,13 @@ def test_an_environment_variable_sets_an_option(
         ["solve", "4 5 6 10", "--model", "./nowhere"],
         ["solve", "4 5 6 10", "--msve", "./nowhere"],
         ["solve", "4 5 6 10", "--top-k", "-1"],
+        ["solve", "4 5 6 10", "--set", "nonsense=1"],
+        ["solve", "4 5 6 10", "--set", "width=3", "--print-config"],
+        ["solve", "4 5 6 10", "--dry-run"],
+        ["solve", "4 5 6 10", "--dry-run", "--budget", "3tok"],
+        ["info"],
+        ["info", "--controller", "beam", "--json"],
+        ["eval", "game24", "--output", OTHER_RUN],
         ["info", "./nowhere"],
         ["replay", "nowhere", "--policy", "arbokv"],
         ["trace", "info", "nowhere"],
@@ -434,11 +442,16 @@ def test_an_environment_variable_sets_an_option(
         ["view", TRACE, "--term"],
         ["view", TRACE, "-o", "-"],
         ["list", "controllers"],
+        ["list", "verifiers"],
     ],
     ids=" ".join,
 )
-def test_torch_is_not_imported_before_it_is_needed(arguments: list[str], trace: Path) -> None:
-    arguments = [str(trace) if word == TRACE else word for word in arguments]
+def test_torch_is_not_imported_before_it_is_needed(
+    arguments: list[str], trace: Path, tmp_path: Path
+) -> None:
+    RunFolder(tmp_path / "out", {"seed": 5}).close()
+    paths = {TRACE: str(trace), OTHER_RUN: str(tmp_path / "out")}
+    arguments = [paths.get(word, word) for word in arguments]
     code = (
         "import sys; from arbor.cli import main; main(sys.argv[1:]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"

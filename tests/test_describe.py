@@ -28,7 +28,7 @@ def test_every_architecture_is_described_in_every_dtype(name: str, dtype: str | 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_what_is_told_without_weights_is_so_with_them(name: str) -> None:
+def test_a_description_without_weights_is_that_with_them(name: str) -> None:
     model = build(name)
     config = copy.deepcopy(model.config)
 

@@ -177,6 +177,21 @@ def test_the_same_command_again_solves_nothing_again(command: Arbor) -> None:
     assert again.document == first.document
 
 
+def test_a_finished_run_is_shown_without_torch(command: Arbor) -> None:
+    arguments = (three(), "--task", "reasoning", "--output", "out", "--json")
+    first = command("eval", *arguments)
+    code = (
+        "import sys; from arbor.cli import main; ended = main(sys.argv[1:])\n"
+        "sys.exit(99 if {'torch', 'transformers'} & set(sys.modules) else ended)"
+    )
+
+    with spawn("eval", *arguments, code=code) as process:
+        out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (0, b"")
+    assert json.loads(out) == first.document
+
+
 def test_a_larger_limit_goes_on_where_the_smaller_one_ended(command: Arbor) -> None:
     for limit, new, n in (("5", 5, 5), ("8", 3, 8), ("9-12", 4, 12)):
         ran = command("eval", "game24", "--limit", limit, "--output", "out", "--json")

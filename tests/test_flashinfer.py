@@ -530,7 +530,7 @@ def on_cuda(package: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     load = loading.load_model
     monkeypatch.setattr(
-        "arbor.model.checkpoint.load_model", lambda source, dtype, device: load(source, dtype, CPU)
+        "arbor.model.weights.load_model", lambda source, dtype, device: load(source, dtype, CPU)
     )
     make = FlashInferCascade
     monkeypatch.setattr(
@@ -611,7 +611,7 @@ def test_flashinfer_by_name_says_which_module_is_missing(
         raise AssertionError("weights were loaded")
 
     breaks(on_cuda, monkeypatch)
-    monkeypatch.setattr("arbor.model.checkpoint.load_model", load)
+    monkeypatch.setattr("arbor.model.weights.load_model", load)
 
     with pytest.raises(UsageError, match=module) as error:
         Solver(dtype="bfloat16", backend="flashinfer").load()

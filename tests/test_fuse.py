@@ -25,7 +25,7 @@ from arbor.kernels import fused
 from arbor.kernels.fused import Activation, FusedOps, NormForm, fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.model import checkpoint
+from arbor.model import weights
 from arbor.model.fuse import FuseReport, fuse, unfuse
 from arbor.model.runner import ModelRunner
 
@@ -451,7 +451,7 @@ def test_a_fused_forward_does_not_wait_for_the_device() -> None:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, ops: FusedOps | None, model: Any, **given: Any) -> None:
-    monkeypatch.setattr(checkpoint, "fused_ops", lambda device: ops)
+    monkeypatch.setattr(weights, "fused_ops", lambda device: ops)
     model.generation_config.eos_token_id = 2
     Solver(model, tokenizer=Words(), device="cpu", **given).load()
 

@@ -146,7 +146,7 @@ def test_trust_is_in_no_configuration(command: Arbor, own: Path) -> None:
         Solver.from_config("run.toml")
 
 
-def test_a_replay_trusts_the_code_it_is_told_to(command: Arbor, own: Path) -> None:
+def test_a_replay_trusts_code_only_on_request(command: Arbor, own: Path) -> None:
     asked = ("--model", str(own), "--max-expansions", "1", "--trust-remote-code")
     command("solve", "4 5 6 10", *asked, "--trace", "run.jsonl")
     settings = json.loads((own / "tokenizer_config.json").read_text("utf-8"))
@@ -219,7 +219,7 @@ def test_values_fitted_to_a_directory_go_where_one_is(
     assert not (tmp_path / "kept").exists()
 
 
-def test_a_folder_that_cannot_keep_anything_is_told_before_anything_is_solved(
+def test_an_unwritable_folder_is_refused_before_anything_is_solved(
     command: Arbor, hub: Path, fitted: list[Solver], tmp_path: Path
 ) -> None:
     (tmp_path / "kept").write_text("a file", encoding="utf-8")
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_keep_anything_is_told_before_anything_is_solved(
     assert "[output-unwritable]" in ran.err and "ARBOR_CACHE" in ran.err
 
 
-def test_calibration_trusts_the_code_it_is_told_to(
+def test_calibration_trusts_code_only_on_request(
     command: Arbor, own: Path, fitted: list[Solver]
 ) -> None:
     asked = ("calibrate", "msve", "--model", str(own), "--n", "8")
@@ -302,7 +302,7 @@ def test_flashinfer_without_a_kernel_for_the_model_says_so(
         (["--revision", "v1"], "revision", "Leave --revision out, or name a Hub id"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_loads(
+def test_invalid_settings_are_refused_before_anything_loads(
     command: Arbor,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -312,7 +312,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_loads(
     def load(*arguments: object) -> None:
         raise AssertionError("something was loaded")
 
-    monkeypatch.setattr("arbor.model.checkpoint.load_config", load)
+    monkeypatch.setattr("arbor.model.weights.load_config", load)
 
     ran = command("solve", "4 5 6 10", *arguments)
 

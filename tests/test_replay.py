@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.run_cli import in_process
+from support.run_cli import in_process, spawn
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
@@ -137,7 +137,7 @@ def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
     often = tokenizer.encode("4 - 4", add_special_tokens=False)[1]
-    monkeypatch.setattr("arbor.model.checkpoint.eos_ids", lambda model, tokenizer: (often,))
+    monkeypatch.setattr("arbor.model.weights.eos_ids", lambda model, tokenizer: (often,))
     events: list[Event] = []
     with Solver(
         task="reasoning",
@@ -288,3 +288,23 @@ def test_a_block_without_tokens_is_one_error() -> None:
 
     with pytest.raises(TraceError, match=r"trace-replay.*block 1 has no tokens"):
         Recording.of(changed)
+
+
+def test_the_command_imports_no_transformers_and_gives_the_same_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = str(tmp_path / "run.arbor.jsonl")
+    with Solver(controller={"name": "tot", "beam": 2, "width": 3}) as solver:
+        solver.solve("4 5 6 10", trace=trace)
+    arguments = ("replay", trace, "--policy", "lru", "--budget", "0.5", "--json")
+    code = (
+        "import sys; from arbor.cli import main; ended = main(sys.argv[1:])\n"
+        "sys.exit(99 if 'transformers' in sys.modules else ended)"
+    )
+
+    with spawn(*arguments, code=code) as process:
+        out, err = process.communicate(timeout=60)
+    monkeypatch.setattr("arbor.model.description_cache.kept_description", lambda *given: None)
+
+    assert (process.returncode, err) == (0, b"")
+    assert json.loads(out) == in_process(capsys)(*arguments).document

@@ -22,6 +22,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
+    "describe_sapling": ("--check",),
     "docs": ("--check",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
     "eval_policies": (

@@ -25,6 +25,7 @@ from arbor.tasks.countdown import (
     solve,
 )
 from arbor.tasks.game24 import LARGEST_CARD, Game24, classic
+from arbor.tasks.splits import content_id
 
 GAME = Game24()
 COUNTDOWN = Countdown()
@@ -277,6 +278,19 @@ def test_solve_finds_a_solution_for_every_classic_hand() -> None:
         problem = GAME.make(hand)
         assert correct(problem, GAME.answer(problem, path))
     assert solve([1, 1, 1, 1], 24) is None
+
+
+def test_the_hands_kept_as_data_are_those_a_search_finds() -> None:
+    cards = range(1, LARGEST_CARD + 1)
+    every_hand = itertools.combinations_with_replacement(cards, 4)
+    solvable = [hand for hand in every_hand if can_reach(hand, 24)]
+
+    def rank(hand: tuple[int, ...]) -> tuple[int, str]:
+        return solution_paths(hand, 24), content_id("game24", " ".join(map(str, hand)))
+
+    hardest = [tuple(each.data["numbers"]) for each in Game24().problems("hard")]
+    assert list(classic()) == solvable
+    assert hardest == sorted(solvable, key=rank)[:100]
 
 
 def test_splits_are_disjoint_and_held_out() -> None:

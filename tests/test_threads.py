@@ -21,7 +21,7 @@ from arbor.cli.option_records import read_options
 from arbor.cli.solve import SolveOptions, solve
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Selected
-from arbor.model.describe import ModelInfo
+from arbor.model.model_info import ModelInfo
 from arbor.model.threads import SMALL_MODEL, keep_threads, thread_count, torch_threads
 
 PUZZLE = "4 5 6 10"
@@ -150,16 +150,16 @@ def test_a_search_has_its_threads_and_torch_has_its_own_again(
 
 
 def test_loading_has_the_solvers_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from arbor.model import checkpoint
+    from arbor.model import weights
 
     seen: list[int] = []
-    load = checkpoint.load_model
+    load = weights.load_model
 
     def watched(*given: Any) -> Any:
         seen.append(torch.get_num_threads())
         return load(*given)
 
-    monkeypatch.setattr(checkpoint, "load_model", watched)
+    monkeypatch.setattr(weights, "load_model", watched)
     with Solver(threads=2, **SMALL) as solver:
         solver.load()
         assert numbers() == (OUTSIDE, OUTSIDE)

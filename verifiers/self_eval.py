@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from arbor.engine.sampling import not_finite
 from arbor.errors import UsageError
 from arbor.tasks.base import Problem, Question, Task
 from arbor.tree import Node
 
 from .base import Asker, Encoder, Inquiry, Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 # The largest value of a model's judgement: 1 is a proof, which only `Exact` gives.
 CERTAIN = 1 - 2**-20
@@ -119,6 +120,10 @@ def expected_worth(logits: torch.Tensor, worths: Sequence[float]) -> float:
     Raises:
         ModelError: the logits are not finite.
     """
+    import torch
+
+    from arbor.engine.sampling import not_finite
+
     probabilities = torch.softmax(logits.double(), dim=0)
     value = float(probabilities @ torch.tensor(worths, dtype=torch.float64))
     if math.isnan(value):

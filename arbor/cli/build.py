@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +29,22 @@ if TYPE_CHECKING:
 
 FLASHINFER = "flashinfer"
 WORDS = "reasoning"  # the task for problems in words
+ENGINE = ("arbor.engine.engine", "arbor.model.weights", "arbor.run.session")  # import torch
 
 
-def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
+def build_solver(
+    options: SolverOptions, problem: str | None = None, *, searches: bool = True
+) -> Solver:
     """A solver from the options of the command line.
 
     Args:
         options: its settings.
         problem: checked by the task, if given.
+        searches: whether to import the engine. Without it the model is described instead, which
+            imports torch only where no earlier process has kept the description.
 
     Raises:
-        ArborError: an invalid option, or a problem the task cannot read.
+        ArborError: an invalid option, a problem the task cannot read, or an unreadable model.
     """
     check_options(options)
     settings = settings_by_part(options.set, options.components)
@@ -52,8 +58,9 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
 
     with ending_at_once():
         from arbor.solver import Solver
-
-    return Solver(
+    if searches:
+        import_engine()
+    solver = Solver(
         options.model,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
@@ -78,6 +85,17 @@ def build_solver(options: SolverOptions, problem: str | None = None) -> Solver:
         cuda_graphs=options.cuda_graphs,
         record_bytes=0,
     )
+    if not searches:
+        with ending_at_once():
+            solver.describe()
+    return solver
+
+
+def import_engine() -> None:
+    """Imports what a search needs; a signal meanwhile ends the process with one line."""
+    with ending_at_once():
+        for module in ENGINE:
+            importlib.import_module(module)
 
 
 def check_options(options: SolverOptions) -> None:

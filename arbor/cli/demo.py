@@ -122,9 +122,11 @@ def demo(output: Output, /, **values: Any) -> int:
 
 def search(output: Output, folder: Path, seed: int) -> Solution:
     """The first search with an answer and a rehydration, over a few seeds; else the best."""
+    from arbor.cli.build import import_engine
     from arbor.controllers.tot import ToT
     from arbor.solver import Solver
 
+    import_engine()
     began = time.monotonic()
     controller = ToT(beam=4, width=6)
     with Solver(controller=controller) as planner:

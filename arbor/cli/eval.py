@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor._version import __version__
-from arbor.cli.build import build_solver, build_task, warn_of_guesses
+from arbor.cli.build import build_solver, build_task, import_engine, warn_of_guesses
 from arbor.cli.command import Command
 from arbor.cli.eval_dataset import STDIN, is_task, name_of, read_samples
 from arbor.cli.eval_options import EvalOptions, eval_options
@@ -72,7 +72,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
         with contextlib.closing(finished):
             found = write_results(finished, options.samples.dataset, samples, other)
         return _show(output, options, found)
-    with StopSignals() as signals, build_solver(options.solver) as solver:
+    with StopSignals() as signals, build_solver(options.solver, searches=False) as solver:
         warn_of_guesses(output, options.solver)
         config = run_config(options, solver)
         path = options.output or _new_folder(options.samples.dataset, config)
@@ -80,6 +80,8 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
         folder = RunFolder(path, config, options.fresh, request)
         resume = resume_command(options, path)
+        if not all(map(folder.finished, samples)):
+            import_engine()
         try:
             solve_all(output, options, solver, folder, samples, signals)
             found = write_results(folder, options.samples.dataset, samples, other)

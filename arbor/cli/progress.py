@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
@@ -33,9 +33,11 @@ class Progress:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._console = console
-        self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if live and console else None
-        )
+        self._live: Live | None = None
+        if live and console is not None:
+            from rich.live import Live  # here: a finished evaluation shows no progress
+
+            self._live = Live(console=console, auto_refresh=False, transient=True)
         self._clock = clock
         self._began = self._drawn = clock()
         self.total, self.done, self.right = total, 0, 0
@@ -65,6 +67,8 @@ class Progress:
         now = self._clock()
         if self._live is not None:
             if now - self._drawn >= FRAME_S:
+                from rich.text import Text
+
                 self._drawn = now
                 self._live.update(Text(self.line(), "dim", no_wrap=True), refresh=True)
         elif self._console is not None and now - self._drawn >= LINE_S:

@@ -81,7 +81,8 @@ def replay(
     parts = [Budget.parse(text) for text in budget or ("0.5", "0.25", "0.125")]
 
     from arbor.measure.replay import Recording
-    from arbor.model.loading import load_tokenizer, locate_model
+    from arbor.model.description_cache import light_tokenizer
+    from arbor.model.loading import locate_model
     from arbor.trace.read import read_trace
 
     read = read_trace(trace)
@@ -89,7 +90,7 @@ def replay(
     config = record.header.config
     revision = config.get("revision") if model is None else None
     source = locate_model(config["model"] if model is None else model, revision, trust_remote_code)
-    rows = list(_rows(record, load_tokenizer(source), policies, parts, rehydrate))
+    rows = list(_rows(record, light_tokenizer(source), policies, parts, rehydrate))
     if output.json:
         output.document({"schema": "arbor.replay/1", "trace": str(trace), "rows": rows})
         return 0

@@ -9,10 +9,9 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from arbor import components, registry
 from arbor._version import __version__
@@ -26,6 +25,9 @@ from arbor.cli.output import Output
 from arbor.errors import ArborError, ModelError
 from arbor.support.cache_dir import cache_dir
 from arbor.support.units import human_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RATIOS = ("full", "0.75", "0.5", "0.25", "0.1")
 KINDS = {registry.plural(kind): kind for kind in registry.KINDS}  # plural -> kind
@@ -65,7 +67,7 @@ def info(output: Output, /, **values: Any) -> int:
       arbor info ./my-model --controller beam --json
     """
     options = read_options(SolverOptions, values)
-    with build_solver(options) as solver:
+    with build_solver(options, searches=False) as solver:
         model = solver.describe()
         plan: Plan | None = None
         note = model.reason
@@ -117,6 +119,8 @@ def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:
 
 
 def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for name in ("--budget", "tokens", "KV", "workable"):
         table.add_column(name, justify="left" if name == "workable" else "right")

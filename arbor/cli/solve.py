@@ -150,7 +150,11 @@ def solve(output: Output, /, **values: Any) -> int:
         problem = None
     else:
         problem = read_problem(options.problem, options.file, options.encoding)
-    with StopSignals() as signals, build_solver(options.solver, problem) as solver:
+    searches = not (options.dry_run or options.print_config)
+    with (
+        StopSignals() as signals,
+        build_solver(options.solver, problem, searches=searches) as solver,
+    ):
         if options.print_config:
             print_config(output, solver, problem, options)
             return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
+from arbor.engine.mode_names import Mode as Mode
+from arbor.engine.mode_names import Rehydrate as Rehydrate
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.residency import PathsLose, Residency
 from arbor.engine.scheduler import Scheduler, WaveScheduler
@@ -16,8 +18,6 @@ from arbor.engine.waves import fitting, halves
 from arbor.retention.policy import Policy
 from arbor.tree import NO_SLOT, Node, paths_of
 
-Mode = Literal["lossless", "lossy"]
-Rehydrate = Literal["selective", "span", "off"]
 Holes = dict[int, NDArray[np.int64]]  # by row, offsets of the tokens to compute, increasing
 
 PIECE = 64  # tokens of a prompt that lossy mode prefills at once at most, evicting in between

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,55 +21,11 @@ from arbor.model.loading import (
     needs_remote_code,
     remote_code_error,
 )
+from arbor.model.model_info import ModelInfo
 from arbor.model.names import check_dtype
 from arbor.model.runner import check_layer_types, check_specs
 
 EXPERTS = "batched_mm"  # the one way to run experts that computes shapes in every dtype
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A model's sizes, and whether arbor runs it.
-
-    Attributes:
-        id: as the user wrote it.
-        revision: commit of a model of the Hub; None for others.
-        architecture: class name, e.g. ``LlamaForCausalLM``.
-        model_type: as in the config.
-        supported: whether arbor runs it exactly.
-        reason: why not; empty if it does.
-        layers: decoder layers.
-        num_qo_heads, num_kv_heads, head_dim: of the first layer, as probed; 0 if unsupported.
-        head_dims: every size of a head, of keys or values, in any layer; increasing.
-        window: the shortest sliding window of any layer, None if there is none.
-        dtype: of the weights and the KV.
-        kv_bytes_per_token: over all layers; 0 if unsupported.
-        parameters: number of weights.
-        context: longest path that runs exactly, tokens.
-        vocabulary: number of token ids.
-    """
-
-    id: str
-    revision: str | None
-    architecture: str
-    model_type: str
-    supported: bool
-    reason: str
-    layers: int
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dims: tuple[int, ...]
-    window: int | None
-    dtype: str
-    kv_bytes_per_token: int
-    parameters: int
-    context: int
-    vocabulary: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-able."""
-        return asdict(self)
 
 
 def describe(

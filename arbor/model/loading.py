@@ -329,10 +329,15 @@ def load_generation_config(source: ModelLocation) -> Any:
     try:
         return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
     except OSError as error:
-        if (Path(source.path) / "generation_config.json").exists():
+        if has_generation_config(source):
             reason = _first_line(error)
             logger.warning("generation_config.json of %s is left out: %s", source.name, reason)
         return None
+
+
+def has_generation_config(source: ModelLocation) -> bool:
+    """Whether a model directory has a generation config."""
+    return (Path(source.path) / "generation_config.json").exists()
 
 
 def sampling_defaults(generation: Any) -> Sampling:

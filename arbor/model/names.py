@@ -10,14 +10,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
-def check_device(device: str) -> None:
-    """Refuses an unknown device; whether a GPU is there is checked later.
+def check_device(device: str) -> str:
+    """A device by name; whether a GPU is there is checked later.
 
     Raises:
         UsageError: neither auto, cpu nor cuda, perhaps with a number.
     """
     if _DEVICE.fullmatch(device) is None:
         raise UsageError("device", f"unknown device: --device {device}.", "Use auto, cpu or cuda.")
+    return device
 
 
 def check_dtype(dtype: str) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from arbor import registry
 from arbor.errors import UsageError
-from arbor.kernels.linear import batch_dependent
 from arbor.model.names import check_device
+
+if TYPE_CHECKING:
+    import torch
 
 FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
@@ -23,6 +23,9 @@ def resolve_device(device: str) -> torch.device:
         UsageError: an unknown or unavailable device.
     """
     check_device(device)
+
+    import torch
+
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = torch.device(device)
@@ -64,6 +67,18 @@ def device_of_model(model: Any, dtype: str, device: str) -> torch.device:
     return weight.device
 
 
+def check_backend(backend: str) -> str:
+    """An attention backend by name; whether it can run here is checked by `resolve_backend`.
+
+    Raises:
+        UnknownName: unknown backend.
+    """
+    special = ("auto", FLASHINFER)
+    if backend not in (*special, *registry.names("backend")) and ":" not in backend:
+        raise registry.unknown("backend", backend, special)
+    return backend
+
+
 def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> str:
     """An attention backend by name, checked; ``auto`` stays, because it depends on the model.
 
@@ -71,9 +86,7 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
         UnknownName: unknown backend.
         UsageError: it contradicts other settings, or cannot run here.
     """
-    special = ("auto", FLASHINFER)
-    if backend not in (*special, *registry.names("backend")) and ":" not in backend:
-        raise registry.unknown("backend", backend, special)
+    check_backend(backend)
     if deterministic:
         _check_deterministic(backend, device)
     if backend == INVARIANT and (device.type != "cuda" or find_spec("triton") is None):
@@ -124,6 +137,10 @@ def refuse_batch_dependent(model: Any, device: torch.device) -> None:
     Raises:
         UsageError: names the layers, or a dtype without kernels.
     """
+    import torch
+
+    from arbor.kernels.linear import batch_dependent
+
     half_or_single = (torch.float32, torch.float16, torch.bfloat16)
     if device.type == "cuda" and model.dtype not in half_or_single:
         raise UsageError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from arbor.model.describe import ModelInfo
+from arbor.model.model_info import ModelInfo
 
 # Parameters below which one thread is the default: more would mostly wait for each other.
 SMALL_MODEL = 50_000_000

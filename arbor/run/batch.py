@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from arbor.budget import Budget
-from arbor.engine.engine import Engine
 from arbor.errors import ArborError
 from arbor.events import Event
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
 from arbor.run.searches import Steps
-from arbor.run.session import Status
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution
 from arbor.tasks.base import Problem
+
+if TYPE_CHECKING:
+    from arbor.engine.engine import Engine
+    from arbor.run.session import Status
 
 Job = tuple[str | Problem, Options]
 

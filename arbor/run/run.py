@@ -10,15 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
-from arbor.engine.engine import Engine
-from arbor.engine.stop_rule import StopRule
-from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
 from arbor.events import Ended, Header, Listener
 from arbor.metrics import Metrics, MetricsFold
@@ -31,12 +26,15 @@ from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.searches import Steps, completed
-from arbor.run.session import Limits, Outcome, Session, Status
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
 from arbor.tasks.base import Guesses, Problem
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
+
+if TYPE_CHECKING:
+    from arbor.engine.engine import Engine
+    from arbor.run.session import Outcome, Session, Status
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +167,10 @@ class Run:
         listeners: tuple[Listener, ...],
     ) -> Steps[Outcome]:
         """The session between the header and the end."""
+        from arbor.engine.stop_rule import StopRule
+        from arbor.engine.token_source import Growth
+        from arbor.run.session import Limits, Session
+
         setup, request = self.setup, self.request
         heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
@@ -212,6 +214,8 @@ class Run:
         return outcome
 
     def _header(self) -> Header:
+        import torch
+
         checkpoint, problem = self.setup.checkpoint, self.problem
         info = checkpoint.read().info
         created = datetime.now(UTC)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from arbor.engine.engine import Engine
-from arbor.engine.operation import Operation
+if TYPE_CHECKING:
+    from arbor.engine.engine import Engine
+    from arbor.engine.operation import Operation
 
 Result = TypeVar("Result")
 # a search that yields each operation it waits for, and returns its result
-Steps = Generator[Operation, None, Result]
+Steps = Generator["Operation", None, Result]
 
 
 def completed(engine: Engine, steps: Steps[Result]) -> Result:

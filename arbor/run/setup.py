@@ -10,7 +10,7 @@ from typing import Any
 from arbor import components
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
-from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate
 from arbor.events import Listener
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.sampling_params import Sampling

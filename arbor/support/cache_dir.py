@@ -3,9 +3,10 @@
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
     msve/MODEL/REVISION.json    block values of a Hub model, fitted by ``arbor calibrate msve``
+    models/ID.json              description of a model directory, for plans without torch
 
-A model directory holds its own files; Hub models are in the Hugging Face cache. Every file here
-may be deleted.
+A model directory holds its own block values; Hub models are in the Hugging Face cache. Every file
+here may be deleted.
 """
 
 from __future__ import annotations
@@ -36,3 +37,12 @@ def msve_file(model: str, revision: str | None) -> Path:
     return (
         cache_dir() / "msve" / quote(model, safe="") / f"{quote(revision or 'main', safe='')}.json"
     )
+
+
+def description_file(identity: str) -> Path:
+    """The file with the description of a model directory, which may not exist.
+
+    Args:
+        identity: of the directory and the dtype.
+    """
+    return cache_dir() / "models" / f"{identity}.json"

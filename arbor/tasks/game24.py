@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from arbor.tasks.base import BlockLimits, Problem
-from arbor.tasks.countdown import Countdown, can_reach, solution_paths
+from arbor.tasks.countdown import Countdown, can_reach
+from arbor.tasks.game24_hands import HARDEST, UNSOLVABLE, hands
 from arbor.tasks.splits import content_id
 
 TARGET = 24
 LARGEST_CARD = 13
 LARGEST_TRAINED = 25
-HARD = 100
 VALIDATION = 262
 
 
@@ -29,11 +29,9 @@ VALIDATION = 262
 def classic() -> tuple[tuple[int, ...], ...]:
     """The 1,362 solvable multisets of four numbers 1..13, sorted."""
     cards = range(1, LARGEST_CARD + 1)
-    return tuple(
-        hand
-        for hand in itertools.combinations_with_replacement(cards, 4)
-        if can_reach(hand, TARGET)
-    )
+    unsolvable = set(hands(UNSOLVABLE))
+    every_hand = itertools.combinations_with_replacement(cards, 4)
+    return tuple(hand for hand in every_hand if hand not in unsolvable)
 
 
 @lru_cache(maxsize=1)
@@ -41,10 +39,10 @@ def _held_out() -> dict[str, tuple[tuple[int, ...], ...]]:
     def by_content(hand: tuple[int, ...]) -> str:
         return content_id("game24", " ".join(map(str, hand)))
 
-    ranked = sorted(classic(), key=lambda hand: (solution_paths(hand, TARGET), by_content(hand)))
-    rest = sorted(ranked[HARD:], key=by_content)
+    hardest = hands(HARDEST)
+    rest = sorted(set(classic()) - set(hardest), key=by_content)
     return {
-        "hard": tuple(ranked[:HARD]),
+        "hard": hardest,
         "validation": tuple(rest[:VALIDATION]),
         "test": tuple(rest[VALIDATION:]),
     }

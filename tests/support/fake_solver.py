@@ -197,9 +197,12 @@ def install_light() -> None:
     import arbor.cli.eval
     import arbor.cli.solve
 
-    def build(options: SolverOptions, problem: str | None = None) -> FakeSolver:
+    def build(
+        options: SolverOptions, problem: str | None = None, *, searches: bool = True
+    ) -> FakeSolver:
         return FakeSolver(options.model, device=options.device, budget=options.budget)
 
     arbor.cli.solve.build_solver = build
     arbor.cli.eval.build_solver = build
+    arbor.cli.eval.import_engine = lambda: None
     arbor.cli.bench.build_solver = build

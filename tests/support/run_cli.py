@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from arbor.cli import main
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+CACHE = tempfile.TemporaryDirectory(prefix="arbor-cache-")
 
 REAL = "import sys; from arbor.cli import main; sys.exit(main())"
 FAKE = "import sys; from support import fake_solver; fake_solver.install_light(); from arbor.cli import main; sys.exit(main())"
@@ -51,7 +53,7 @@ def environment(**more: str) -> dict[str, str]:
     """This process's environment without variables that change the command's behaviour."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("ARBOR_", "NO_COLOR"))}
     path = os.pathsep.join((str(TESTS), str(ROOT)))
-    return kept | {"PYTHONPATH": path, "COLUMNS": "200"} | more
+    return kept | {"PYTHONPATH": path, "COLUMNS": "200", "ARBOR_CACHE": CACHE.name} | more
 
 
 def spawn(*arguments: str, code: str = FAKE, **settings: Any) -> subprocess.Popen[bytes]:

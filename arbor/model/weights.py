@@ -1,0 +1,185 @@
+"""A model read and loaded: its config and tokenizer, then the weights, checked and packed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from arbor import components
+from arbor.errors import ModelError, UsageError
+from arbor.kernels.base import AttentionBackend
+from arbor.kernels.fused import fused_ops
+from arbor.kernels.linear import pack_linears
+from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
+from arbor.model.agreement import check_agreement, own_logits
+from arbor.model.describe import describe_attention
+from arbor.model.description_cache import keep_description
+from arbor.model.files import Files
+from arbor.model.fuse import fuse, unfuse
+from arbor.model.graphs import CudaRecorder
+from arbor.model.loading import (
+    ModelLocation,
+    eos_ids,
+    has_generation_config,
+    load_config,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    sampling_defaults,
+)
+from arbor.model.placement import FLASHINFER, dtype_name, refuse_batch_dependent
+from arbor.model.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The model, ready to run.
+
+    Attributes:
+        runner: over the model with arbor's attention.
+        eos: token ids that end a text.
+        backend: name of the attention backend in use.
+    """
+
+    runner: ModelRunner
+    eos: tuple[int, ...]
+    backend: str
+
+
+def read_files(
+    source: ModelLocation, given: Any, tokenizer: Any, dtype: str, *, keep: bool
+) -> Files:
+    """Config and tokenizer of a model.
+
+    Args:
+        source: the model.
+        given: the ready model; None: it is read.
+        tokenizer: the ready tokenizer; None: it is read.
+        dtype: as in `resolve_dtype`; that of a ready model is its own.
+        keep: whether to keep the description for later processes.
+
+    Raises:
+        ModelError: unreadable.
+    """
+    config = load_config(source) if given is None else given.config
+    tokenizer = tokenizer or load_tokenizer(source)
+    dtype = dtype if given is None else dtype_name(given.dtype)
+    info, shapes = describe_attention(config, source, dtype=dtype)
+    generation = (
+        load_generation_config(source)
+        if given is None
+        else getattr(given, "generation_config", None)
+    )
+    files = Files(tokenizer, info, sampling_defaults(generation), shapes)
+    # an unreadable generation config is reported whenever it is read
+    if keep and (generation is not None or not has_generation_config(source)):
+        keep_description(source, dtype, config, files)
+    return files
+
+
+def load_weights(
+    source: ModelLocation,
+    given: Any,
+    files: Files,
+    *,
+    device: torch.device,
+    backend: str,
+    required: bool,
+    deterministic: bool,
+    cuda_graphs: bool,
+) -> Weights:
+    """The weights, checked against the model's own forward, packed where that is faster.
+
+    Args:
+        source: the model.
+        given: the ready model; None: it is read.
+        files: its config and tokenizer; the model is supported.
+        device: where it runs.
+        backend: name of the attention backend.
+        required: whether FlashInfer is required where it is the backend; else torch replaces it if
+            it cannot run.
+        deterministic, cuda_graphs: as in `Solver`.
+
+    Raises:
+        ModelError: incomplete or unreadable.
+        UsageError: `deterministic`, and layers of the model depend on the batch; or FlashInfer is
+            required and cannot run.
+    """
+    info = files.info
+    name, attend = _backend(files, device, backend, required)
+    model = given or load_model(source, getattr(torch, info.dtype), device)
+    if deterministic:
+        refuse_batch_dependent(model, device)
+    own, attention = own_logits(model), model.config._attn_implementation
+    graphs = cuda_graphs and device.type == "cuda" and not deterministic
+    recorder = CudaRecorder(device) if graphs else None
+    runner = ModelRunner(model, attend, recorder, deterministic=deterministic)
+    if runner.device.type == "cpu" or deterministic:
+        pack_linears(model, deterministic=deterministic)
+    ops = None if deterministic else fused_ops(runner.device)
+    if ops is None:
+        unfuse(model)  # a ready model that ran elsewhere
+    else:
+        fuse(model, ops)
+    if own is not None:
+        try:
+            check_agreement(runner, own)
+        except ModelError:
+            model.set_attn_implementation(attention)  # or a second load would skip the check
+            raise
+    logger.info(
+        "%s: %s weights, %s on %s, attention by %s",
+        source.name,
+        f"{info.parameters:,}",
+        info.dtype,
+        runner.device,
+        type(attend).__name__,
+    )
+    return Weights(runner, eos_ids(model, files.tokenizer), name)
+
+
+def _backend(
+    files: Files, device: torch.device, name: str, required: bool
+) -> tuple[str, AttentionBackend]:
+    """The attention backend and its name."""
+    if name == FLASHINFER:
+        found = _flashinfer(files, device, required)
+        if found is not None:
+            return name, found
+        name = "torch"
+    return name, cast(AttentionBackend, components.build("backend", name))
+
+
+def _flashinfer(files: Files, device: torch.device, required: bool) -> AttentionBackend | None:
+    """FlashInfer with every kernel this model needs tried once; None where ``auto`` has to do
+    without.
+
+    Raises:
+        UsageError: FlashInfer was asked for and cannot run; the message names the module.
+    """
+    from arbor.kernels.flashinfer_cascade import FlashInferCascade, FlashInferUnusable
+
+    try:
+        backend = FlashInferCascade(device, getattr(torch, files.info.dtype))
+        backend.probe(files.shapes)
+    except FlashInferUnusable as error:
+        if required:
+            raise UsageError(
+                "backend",
+                f"--backend flashinfer: {error}",
+                "Install arbor-search[cuda] and, to compile kernels, the CUDA toolkit; or use "
+                "--backend torch.",
+                module=error.name,
+            ) from error
+        logger.warning("attention runs in torch, slower: %s", error)
+        return None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise weights_too_large(device, None) from error
+    return backend

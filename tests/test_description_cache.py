@@ -1,0 +1,343 @@
+"""Descriptions kept as files: used while nothing they were made from has changed, else ignored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.run_cli import environment, in_process
+
+from arbor.model import description_cache
+from arbor.model.checkpoint import Checkpoint
+from arbor.model.description_cache import (
+    SHIPPED,
+    PlainTokenizer,
+    files_digest,
+    keep_description,
+    kept_description,
+    shipped_text,
+)
+from arbor.model.files import Files
+from arbor.model.loading import BUILTIN, ModelLocation, load_config, load_tokenizer, locate_model
+from arbor.model.weights import read_files
+
+SAPLING = BUILTIN["sapling"]
+PUZZLE = "4 5 6 10"
+PLAN = (
+    "import json, sys; from arbor import Solver\n"
+    "with Solver(sys.argv[1]) as solver:\n"
+    f"    plan = solver.plan('{PUZZLE}').to_dict()\n"
+    "print(json.dumps([plan, 'torch' in sys.modules]))"
+)
+
+
+@pytest.fixture(scope="module")
+def sapling() -> Files:
+    return read_files(locate_model("builtin:sapling"), None, None, "auto", keep=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model directory; its description goes to a cache folder of its own."""
+    monkeypatch.setenv("ARBOR_CACHE", str(tmp_path / "cache"))
+    made = tmp_path / "model"
+    shutil.copytree(SAPLING, made, ignore=shutil.ignore_patterns("*.safetensors", SHIPPED))
+    (made / "model.safetensors").touch()
+    return made
+
+
+def keep(folder: Path, files: Files, dtype: str = "auto") -> ModelLocation:
+    """Keep the description of a directory, and say where the model is."""
+    source = locate_model(folder)
+    keep_description(source, dtype, load_config(source), files)
+    return source
+
+
+def record(folder: Path) -> Path:
+    """The only file in the cache folder."""
+    (found,) = (folder.parent / "cache" / "models").iterdir()
+    return found
+
+
+def plan_of(model: str | Path, cache: Path) -> tuple[dict[str, Any], bool]:
+    """A plan made by a process of its own, and whether that imported torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAN, str(model)],
+        env=environment(ARBOR_CACHE=str(cache)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    plan, torch_imported = json.loads(done.stdout)
+    return plan, torch_imported
+
+
+# The built-in model
+
+
+def test_the_shipped_description_is_what_the_files_give(sapling: Files) -> None:
+    made = shipped_text(SAPLING, sapling)
+
+    assert (SAPLING / SHIPPED).read_text(encoding="utf-8") == made, (
+        "run python scripts/describe_sapling.py"
+    )
+
+
+def test_the_shipped_description_is_used(sapling: Files) -> None:
+    found = kept_description(locate_model("builtin:sapling"), "auto")
+
+    assert found is not None
+    assert (found.info, found.sampling) == (sapling.info, sapling.sampling)
+    assert not isinstance(found, Files)
+
+
+@given(text=st.text(), special=st.booleans())
+def test_the_plain_tokenizer_gives_the_ids_of_transformers(
+    sapling: Files, text: str, special: bool
+) -> None:
+    plain = PlainTokenizer(SAPLING / "tokenizer.json")
+    marked = f"<bos>{text}\n <eos>{text}<pad>"
+
+    for each in (text, marked):
+        ids = plain.encode(each, add_special_tokens=special)
+        assert ids == sapling.tokenizer.encode(each, add_special_tokens=special)
+        decoded = plain.decode(ids, skip_special_tokens=special)
+        assert decoded == sapling.tokenizer.decode(ids, skip_special_tokens=special)
+    assert len(plain) == len(sapling.tokenizer)
+
+
+def test_plans_without_torch_are_those_with_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plan, torch_imported = plan_of("builtin:sapling", tmp_path)
+    with_torch = in_process(capsys)("solve", PUZZLE, "--dry-run", "--json").document
+
+    assert not torch_imported
+    assert plan == {name: with_torch[name] for name in plan}
+
+
+# Directories
+
+
+def test_a_process_keeps_the_description_for_the_next(folder: Path) -> None:
+    cache = folder.parent / "cache"
+    plan, torch_imported = plan_of(folder, cache)
+    assert torch_imported
+    record(folder).write_text("damaged")
+
+    assert plan_of(folder, cache) == (plan, True)
+    assert plan_of(folder, cache) == (plan, False)
+
+
+def test_a_kept_description_is_that_of_the_files(folder: Path, sapling: Files) -> None:
+    source = keep(folder, sapling)
+
+    found = kept_description(source, "auto")
+
+    assert found is not None
+    assert found.info.id == str(folder)
+    assert {**found.info.to_dict(), "id": ""} == {**sapling.info.to_dict(), "id": ""}
+    assert found.sampling == sapling.sampling
+    assert found.tokenizer.chat_template is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "vocabulary",
+    ],
+)
+def test_a_changed_or_new_file_makes_it_stale(folder: Path, sapling: Files, name: str) -> None:
+    source = keep(folder, sapling)
+    assert kept_description(source, "auto") is not None
+    changed = folder / name
+    changed.parent.mkdir(exist_ok=True)
+    before = changed.read_text() if changed.is_file() else ""
+    changed.write_text(f"{before} ")
+
+    assert kept_description(source, "auto") is None
+
+
+def test_a_missing_file_makes_it_stale(folder: Path, sapling: Files) -> None:
+    source = keep(folder, sapling)
+    (folder / "generation_config.json").unlink()
+
+    assert kept_description(source, "auto") is None
+
+
+def test_weights_and_block_values_do_not_make_it_stale(folder: Path, sapling: Files) -> None:
+    source = keep(folder, sapling)
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    (folder / "msve.json").write_text("{}")
+
+    assert kept_description(source, "auto") is not None
+
+
+def test_large_files_are_known_by_size_and_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(description_cache, "LARGE_BYTES", 3)
+    large = folder / "vocabulary"
+    large.write_text("large")
+    before = files_digest(folder)
+    large.write_text("longer")
+
+    assert files_digest(folder) != before
+
+
+def test_another_dtype_has_a_description_of_its_own(folder: Path, sapling: Files) -> None:
+    source = keep(folder, sapling)
+
+    assert kept_description(source, "bfloat16") is None
+
+
+def test_another_directory_has_a_description_of_its_own(folder: Path, sapling: Files) -> None:
+    keep(folder, sapling)
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+
+    assert kept_description(locate_model(other), "auto") is None
+
+
+@pytest.mark.parametrize("package", description_cache.PACKAGES)
+def test_another_version_of_a_package_makes_it_stale(
+    folder: Path, sapling: Files, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    source = keep(folder, sapling)
+    version = description_cache.metadata.version
+    monkeypatch.setattr(
+        description_cache.metadata,
+        "version",
+        lambda name: "0.0" if name == package else version(name),
+    )
+
+    assert kept_description(source, "auto") is None
+
+
+@pytest.mark.parametrize("name", ["__version__", "_code"])
+def test_another_version_of_arbor_makes_it_stale(
+    folder: Path, sapling: Files, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = keep(folder, sapling)
+    monkeypatch.setattr(
+        description_cache, name, "0.0" if name == "__version__" else lambda: "other"
+    )
+
+    assert kept_description(source, "auto") is None
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "null", '{"digest": 1}', "\x00", "cut", "number"]
+)
+def test_a_damaged_file_is_ignored_and_replaced(folder: Path, sapling: Files, damage: str) -> None:
+    source = keep(folder, sapling)
+    file = record(folder)
+    whole = file.read_text()
+    texts = {"cut": whole[: len(whole) // 2], "number": whole.replace('"layers": 6', '"layers": 7')}
+    file.write_text(texts.get(damage, damage))
+    assert file.read_text() != whole
+
+    assert kept_description(source, "auto") is None
+    keep(folder, sapling)
+    assert file.read_text() == whole
+
+
+def test_an_unwritable_cache_folder_is_no_error(folder: Path, sapling: Files) -> None:
+    (folder.parent / "cache").write_text("a file where the folder should be")
+
+    source = keep(folder, sapling)
+
+    assert kept_description(source, "auto") is None
+
+
+# What is never kept
+
+
+def kept_files(folder: Path) -> list[Path]:
+    return list((folder.parent / "cache").rglob("*.json"))
+
+
+def test_a_tokenizer_with_a_chat_template_is_not_kept(folder: Path, sapling: Files) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    read_files(locate_model(folder), None, None, "auto", keep=True)
+
+    assert kept_files(folder) == []
+
+
+def test_a_tokenizer_changed_by_its_settings_is_not_kept(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {"640": {"content": "<new>", "special": True, "normalized": False}}
+    settings["added_tokens_decoder"] = added
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = locate_model(folder)
+    read_files(source, None, None, "auto", keep=True)
+    plain = PlainTokenizer(folder / "tokenizer.json")
+
+    assert load_tokenizer(source).encode("<new>") != plain.encode("<new>")
+    assert kept_files(folder) == []
+
+
+def test_an_unsupported_model_is_not_kept(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "nonsense"}))
+    files = read_files(locate_model(folder), None, None, "auto", keep=True)
+
+    assert not files.info.supported
+    assert kept_files(folder) == []
+
+
+def test_an_unreadable_generation_config_is_reported_every_time(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "generation_config.json").write_text("{")
+    read_files(locate_model(folder), None, None, "auto", keep=True)
+
+    assert "is left out" in caplog.text
+    assert kept_files(folder) == []
+
+
+def test_trusted_code_is_read_every_time(folder: Path, sapling: Files) -> None:
+    source = keep(folder, sapling)
+    trusted = locate_model(folder, None, True)
+    keep_description(trusted, "float32", load_config(source), sapling)
+
+    assert kept_description(trusted, "auto") is None
+    assert len(kept_files(folder)) == 1
+
+
+def test_a_config_of_another_package_is_not_kept(folder: Path, sapling: Files) -> None:
+    keep_description(locate_model(folder), "auto", object(), sapling)
+
+    assert kept_files(folder) == []
+
+
+def test_where_torch_is_imported_the_files_are_read(sapling: Files) -> None:
+    checkpoint = Checkpoint(
+        "builtin:sapling",
+        None,
+        revision=None,
+        trust_remote_code=False,
+        dtype="auto",
+        device="cpu",
+        backend="auto",
+        deterministic=False,
+        cuda_graphs=True,
+    )
+
+    assert checkpoint.read() is checkpoint.read_files()
+    assert isinstance(checkpoint.read(), Files)
