@@ -2,7 +2,8 @@
 
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
-    msve/MODEL/REVISION.json    block values of a Hub model, fitted by ``arbor calibrate msve``
+    msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
+    search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
 
 A model directory holds its own files; Hub models are in the Hugging Face cache. Every file here
 may be deleted.
@@ -33,6 +34,19 @@ def msve_file(model: str, revision: str | None) -> Path:
         model: its id.
         revision: branch, tag or commit; None = its main branch.
     """
-    return (
-        cache_dir() / "msve" / quote(model, safe="") / f"{quote(revision or 'main', safe='')}.json"
-    )
+    return _model_file("msve", model, revision)
+
+
+def search_sizes_file(model: str, revision: str | None) -> Path:
+    """The file with the measured sizes of a model's searches, which may not exist.
+
+    Args:
+        model: its id on the Hub, or the path of its directory.
+        revision: branch, tag or commit; None = its main branch, or a directory.
+    """
+    return _model_file("search_sizes", model, revision)
+
+
+def _model_file(folder: str, model: str, revision: str | None) -> Path:
+    name = f"{quote(revision or 'main', safe='')}.json"
+    return cache_dir() / folder / quote(model, safe="") / name
