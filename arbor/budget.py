@@ -12,6 +12,7 @@ from typing import Any, Literal
 from arbor.errors import BudgetInfeasible, BudgetRange
 
 _FORMS = "For an absolute size write 8192tok or 6GiB."
+_MAX = "max"
 _BYTES = {
     "b": 1,
     "kib": 2**10,
@@ -24,12 +25,13 @@ _BYTES = {
     "tb": 10**12,
 }
 _SIZE = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]+)")
+_RESOLVED = re.compile(r"(\S+)\s+of\s+prompt\s*\+\s*([0-9]{1,15})", re.IGNORECASE)
 _BINARY = ("TiB", "GiB", "MiB", "KiB")
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The largest KV a search can need, in tokens; weights are never counted.
+    """The KV a search can need and is expected to need, in tokens; weights are never counted.
 
     Attributes:
         prompt_tokens: tokens at the root.
@@ -38,6 +40,9 @@ class Footprint:
         blocks: most blocks the search creates, root excluded.
         question_tokens: tokens a verifier appends to one path; 0 for a verifier without a model.
         protected_tokens: lossy mode: tokens of a path that always stay; None: paths stay whole.
+        beyond_prompt: tokens that full retention of this kind of search is expected to hold at its
+            peak, the prompt excluded; None: not measured.
+        searches: number of measured searches behind `beyond_prompt`.
     """
 
     prompt_tokens: int
@@ -46,6 +51,8 @@ class Footprint:
     blocks: int
     question_tokens: int = 0
     protected_tokens: int | None = None
+    beyond_prompt: int | None = None
+    searches: int = 0
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -53,11 +60,19 @@ class Footprint:
         assert self.step_tokens >= 1, f"step_tokens={self.step_tokens} is below 1"
         assert self.max_depth >= 1, f"max_depth={self.max_depth} is below 1"
         assert self.blocks >= 1, f"blocks={self.blocks} is below 1"
+        assert (self.beyond_prompt or 0) >= 0, f"beyond_prompt={self.beyond_prompt} is negative"
 
     @property
     def full_tokens(self) -> int:
-        """Most tokens of full retention: prompt + blocks x step + one question."""
+        """The worst case: most tokens of full retention, prompt + blocks x step + one question."""
         return self.prompt_tokens + self.blocks * self.step_tokens + self.question_tokens
+
+    @property
+    def expected_tokens(self) -> int | None:
+        """Expected peak of full retention, at most the worst case; None: not measured."""
+        if self.beyond_prompt is None:
+            return None
+        return max(1, min(self.prompt_tokens + self.beyond_prompt, self.full_tokens))
 
     @property
     def path_blocks(self) -> int:
@@ -90,10 +105,12 @@ class Plan:
 
     Attributes:
         budget_tokens: slots the search may hold at any instant; at most `full_tokens`.
-        full_tokens: slots full retention could need.
+        full_tokens: slots full retention could need: the worst case.
         smallest_tokens: slots below which the search cannot run.
         bytes_per_token: KV bytes of one token over all layers.
         prompt_tokens, step_tokens, max_depth, blocks, question_tokens: as in `Footprint`.
+        expected_tokens: slots full retention is expected to hold at its peak; None: not measured.
+        searches: number of measured searches behind `expected_tokens`; 0 where it was given.
     """
 
     budget_tokens: int
@@ -105,16 +122,23 @@ class Plan:
     max_depth: int
     blocks: int
     question_tokens: int
+    expected_tokens: int | None = None
+    searches: int = 0
+
+    @property
+    def reference_tokens(self) -> int:
+        """Slots a ratio is a part of: the expected peak, or the worst case if not measured."""
+        return self.full_tokens if self.expected_tokens is None else self.expected_tokens
 
     @property
     def ratio(self) -> float:
-        """The part kept, in (0, 1]."""
-        return self.budget_tokens / self.full_tokens
+        """The part of `reference_tokens` kept, in (0, 1]; 1 for more than all of them."""
+        return min(1.0, self.budget_tokens / self.reference_tokens)
 
     @property
     def smallest_ratio(self) -> float:
         """The smallest ratio that works, rounded up to two significant digits."""
-        return _round_up(Fraction(self.smallest_tokens, self.full_tokens))
+        return _round_up(Fraction(self.smallest_tokens, self.reference_tokens))
 
     @property
     def budget_bytes(self) -> int:
@@ -126,15 +150,35 @@ class Plan:
         """KV bytes of full retention; weights excluded."""
         return self.full_tokens * self.bytes_per_token
 
+    @property
+    def expected_bytes(self) -> int | None:
+        """KV bytes of the expected peak; None: not measured."""
+        if self.expected_tokens is None:
+            return None
+        return self.expected_tokens * self.bytes_per_token
+
+    @property
+    def unmeasured(self) -> Plan:
+        """The same slots without the expectation, for runs whose budget does not depend on it."""
+        return replace(self, expected_tokens=None, searches=0)
+
     def to_dict(self) -> dict[str, Any]:
-        """All fields and derived numbers, JSON-able."""
-        return {
-            **asdict(self),
+        """All fields and derived numbers, JSON-able; the expectation only where there is one."""
+        expectation = ("expected_tokens", "searches")
+        numbers = {
+            **{name: value for name, value in asdict(self).items() if name not in expectation},
             "ratio": self.ratio,
             "smallest_ratio": self.smallest_ratio,
             "budget_bytes": self.budget_bytes,
             "full_bytes": self.full_bytes,
         }
+        if self.expected_tokens is not None:
+            numbers |= {
+                "expected_tokens": self.expected_tokens,
+                "expected_bytes": self.expected_bytes,
+                "searches": self.searches,
+            }
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +186,25 @@ class Budget:
     """How much KV may be resident on the device.
 
     Attributes:
-        unit: ``ratio`` of full retention of the same search that is *kept*, ``tokens``, or
-            ``bytes`` of KV (weights, activations and workspace are not KV and not counted).
-        amount: in (0, 1] for a ratio, a whole number >= 1 otherwise.
+        unit: ``ratio``: the part *kept* of the expected peak of full retention; ``max``: the part
+            kept of the worst case; ``tokens``; or ``bytes`` of KV (weights, activations and
+            workspace are not KV and not counted).
+        amount: in (0, 1] for ``ratio`` and ``max``, a whole number >= 1 otherwise. A ratio of 1
+            is everything, so its unit becomes ``max``.
+        beyond_prompt: for a ratio: the expected peak without the prompt, if it is given rather
+            than measured.
     """
 
-    unit: Literal["ratio", "tokens", "bytes"]
+    unit: Literal["ratio", "max", "tokens", "bytes"]
     amount: float
+    beyond_prompt: int | None = None
 
     def __post_init__(self) -> None:
-        if self.unit == "ratio":
+        if self.unit in ("ratio", "max"):
             if not 0 < self.amount <= 1:  # also refuses nan
                 raise _not_a_ratio(_plain(self.amount), self.amount)
+            if self.amount == 1:
+                object.__setattr__(self, "unit", "max")
         elif not (1 <= self.amount < math.inf and self.amount == math.floor(self.amount)):
             raise BudgetRange(
                 "budget-range",
@@ -161,15 +212,20 @@ class Budget:
                 _FORMS,
                 value=_finite(self.amount),
             )
+        if self.unit != "ratio":
+            object.__setattr__(self, "beyond_prompt", None)
+        elif self.beyond_prompt is not None and self.beyond_prompt < 0:
+            raise _unreadable(f"{self.amount!r} of prompt+{self.beyond_prompt}")
 
     @classmethod
     def parse(cls, value: Budget | float | str) -> Budget:
         """A budget as a user writes it.
 
         Args:
-            value: ``full``; a ratio ``0 < x <= 1`` (the part kept); ``8192tok``; or KV bytes as
-                ``6GiB``, ``512MiB``, ``1.5GB`` (B, KiB to TiB, KB to TB; any case). Digits may be
-                grouped with ``,`` or ``_``.
+            value: ``full``; a ratio ``0 < x <= 1`` of the expected peak (the part kept; 1 is
+                ``full``); ``0.25max``, a part of the worst case; ``0.25 of prompt+669``, a ratio
+                with its expected peak; ``8192tok``; or KV bytes as ``6GiB``, ``512MiB``, ``1.5GB``
+                (B, KiB to TiB, KB to TB; any case). Digits may be grouped with ``,`` or ``_``.
 
         Raises:
             BudgetRange: any other value; suggests the likely form.
@@ -183,7 +239,11 @@ class Budget:
         else:
             raise _unreadable(str(value))
         if text.lower() == "full":
-            return cls("ratio", 1.0)
+            return cls("max", 1.0)
+        if (resolved := _RESOLVED.fullmatch(text)) is not None:
+            return cls("ratio", _part(resolved[1], text), int(resolved[2]))
+        if text.lower().endswith(_MAX):
+            return cls("max", _part(text[: -len(_MAX)], text))
         match = _SIZE.fullmatch(text)
         if match is not None and not math.isinf(_number(match[1])):
             number, unit = Fraction(match[1].replace(",", "").replace("_", "")), match[2].lower()
@@ -213,8 +273,11 @@ class Budget:
 
     def __str__(self) -> str:
         """The form that `parse` reads back to an equal budget."""
+        if self.unit == "max":
+            return "full" if self.amount == 1 else f"{self.amount!r}{_MAX}"
         if self.unit == "ratio":
-            return "full" if self.amount == 1 else repr(self.amount)
+            given = self.beyond_prompt
+            return repr(self.amount) if given is None else f"{self.amount!r} of prompt+{given}"
         amount = int(self.amount)
         if self.unit == "tokens":
             return f"{amount}tok"
@@ -223,18 +286,44 @@ class Budget:
                 return f"{amount // _BYTES[unit.lower()]}{unit}"
         return f"{amount}B"
 
-    def tokens(self, full_tokens: int, bytes_per_token: int) -> int:
+    @property
+    def open(self) -> bool:
+        """Whether the slots depend on measurements: a ratio whose expected peak is not given."""
+        return self.unit == "ratio" and self.beyond_prompt is None
+
+    def resolved(self, beyond_prompt: int | None) -> Budget:
+        """The budget that means the same whatever is measured later.
+
+        An open ratio gets the expected peak, or becomes a part of the worst case; any other budget
+        stays as it is.
+
+        Args:
+            beyond_prompt: the expected peak without the prompt; None: not measured.
+        """
+        if not self.open:
+            return self
+        if beyond_prompt is None:
+            return Budget("max", self.amount)
+        return Budget("ratio", self.amount, beyond_prompt)
+
+    def tokens(
+        self, full_tokens: int, bytes_per_token: int, expected_tokens: int | None = None
+    ) -> int:
         """The budget in slots.
 
         A ratio is read as the decimal in its text, so that 0.29 of 100 is 29; it rounds down, to
-        one token at least. Bytes round down. The result is at most full retention.
+        one token at least. Bytes round down. The result is at most the worst case.
 
         Args:
-            full_tokens: slots of full retention.
+            full_tokens: slots of the worst case.
             bytes_per_token: KV bytes of one token over all layers, >= 1.
+            expected_tokens: slots of the expected peak; None: a ratio is a part of the worst case.
         """
-        if self.unit == "ratio":
-            tokens = max(1, math.floor(Fraction(repr(float(self.amount))) * full_tokens))
+        if self.unit in ("ratio", "max"):
+            reference = full_tokens
+            if self.unit == "ratio" and expected_tokens is not None:
+                reference = expected_tokens
+            tokens = max(1, math.floor(Fraction(repr(float(self.amount))) * reference))
         elif self.unit == "tokens":
             tokens = int(self.amount)
         else:
@@ -245,7 +334,8 @@ class Budget:
         """The budget in slots for one search.
 
         Args:
-            footprint: the most the search can need.
+            footprint: the KV the search can need and is expected to need; an expectation given
+                with the budget replaces it.
             bytes_per_token: KV bytes of one token over all layers, >= 1.
 
         Raises:
@@ -253,7 +343,9 @@ class Budget:
                 and other remedies. `needed` is `Footprint.smallest_tokens`.
         """
         assert bytes_per_token >= 1, f"bytes_per_token={bytes_per_token} is below 1"
-        tokens = self.tokens(footprint.full_tokens, bytes_per_token)
+        if self.beyond_prompt not in (None, footprint.beyond_prompt):
+            footprint = replace(footprint, beyond_prompt=self.beyond_prompt, searches=0)
+        tokens = self.tokens(footprint.full_tokens, bytes_per_token, footprint.expected_tokens)
         plan = Plan(
             budget_tokens=tokens,
             full_tokens=footprint.full_tokens,
@@ -264,6 +356,8 @@ class Budget:
             max_depth=footprint.max_depth,
             blocks=footprint.blocks,
             question_tokens=footprint.question_tokens,
+            expected_tokens=footprint.expected_tokens,
+            searches=footprint.searches,
         )
         if tokens >= footprint.smallest_tokens:
             return plan
@@ -278,22 +372,25 @@ class Budget:
             tokens,
             f"one path ({parts})",
             f"Smallest workable: {plan.smallest_ratio:.12g} or {footprint.smallest_tokens}tok "
-            f"of {footprint.full_tokens:,}. {self._levers(footprint, tokens, bytes_per_token)}",
+            f"of {_reference(plan)}. {self._levers(footprint, tokens, bytes_per_token)}",
         )
 
     def _levers(self, footprint: Footprint, tokens: int, bytes_per_token: int) -> str:
         """Other remedies; with a number only where it is certain to work.
 
         An absolute budget is constant when the search shrinks; a ratio shrinks with it. Only the
-        controller knows how the number of blocks depends on the depth, so a ratio gets no depth.
+        controller knows how the number of blocks depends on the depth, so a part gets no depth; a
+        part of the expected peak gets no shorter step either, since that is another kind of search.
         Steps of less than half the length are not suggested: thoughts cut so short hold no answer.
         """
         fixed = footprint.prompt_tokens + footprint.question_tokens
         levers = []
         depth = (tokens - fixed) // footprint.step_tokens
-        if self.unit != "ratio" and depth >= 1 and footprint.protected_tokens is None:
+        absolute = self.unit in ("tokens", "bytes")
+        if absolute and depth >= 1 and footprint.protected_tokens is None:
             levers.append(f"--max-depth {depth}")
-        for step in range(footprint.step_tokens - 1, (footprint.step_tokens - 1) // 2, -1):
+        steps = range(footprint.step_tokens - 1, (footprint.step_tokens - 1) // 2, -1)
+        for step in () if self.unit == "ratio" and footprint.beyond_prompt is not None else steps:
             shape = replace(footprint, step_tokens=step)
             if self.tokens(shape.full_tokens, bytes_per_token) >= shape.smallest_tokens:
                 levers.append(f"--step-tokens {step}")
@@ -303,6 +400,13 @@ class Budget:
         if footprint.smallest_tokens < footprint.path_tokens and footprint.protected_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
         return "Or: a shorter prompt, or a smaller --max-depth."
+
+
+def _reference(plan: Plan) -> str:
+    """What the smallest workable ratio is a part of."""
+    if plan.expected_tokens is None:
+        return f"{plan.full_tokens:,}"
+    return f"an expected {plan.expected_tokens:,}"
 
 
 def _round_up(ratio: Fraction) -> float:
@@ -319,6 +423,20 @@ def _number(text: str) -> float:
         return float(text.replace(",", "")) if "_" not in text else math.nan
     except ValueError:
         return math.nan
+
+
+def _part(number: str, text: str) -> float:
+    """The decimal in (0, 1] at the beginning of a budget.
+
+    Raises:
+        BudgetRange: another number, or none.
+    """
+    part = math.nan if "," in number else _number(number)
+    if math.isnan(part):
+        raise _unreadable(text)
+    if not 0 < part <= 1:
+        raise _not_a_ratio(text, part)
+    return part
 
 
 def _plain(value: float) -> str:

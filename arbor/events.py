@@ -25,10 +25,13 @@ ONLY_IF_SET = {"only_if_set": True}
 Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
 
 
-# budget_tokens, full_tokens, smallest_tokens, bytes_per_token; numbers derived from them
+# budget_tokens, full_tokens, smallest_tokens, bytes_per_token, and expected_tokens where the budget
+# is a part of it; numbers derived from them
 Slots = Annotated[
     dict[str, Any],
-    Integers(("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token")),
+    Integers(
+        ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token", "expected_tokens")
+    ),
 ]
 
 
@@ -55,8 +58,8 @@ class Header:
 
     Attributes:
         task: its name.
-        kv: slots of the budget, of full retention and of the smallest workable budget; bytes of KV
-            per token.
+        kv: slots of the budget, of full retention (at most, and expected where the budget is a part
+            of that) and of the smallest workable budget; bytes of KV per token.
     """
 
     name: ClassVar[str] = "header"

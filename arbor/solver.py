@@ -40,6 +40,7 @@ from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
+from arbor.run.search_sizes import SearchSizes
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
     check_plain_types,
@@ -74,7 +75,7 @@ EVALUATION_SETTINGS = (
 class Solver:
     """Solves problems by searching a tree of thoughts, within a KV budget.
 
-        with Solver(task="game24", budget=0.1) as solver:
+        with Solver(task="game24", budget=0.25) as solver:
             print(solver.solve("4 5 6 10"))
 
     Names, settings and the model's directory are checked here; `plan` reads the config and the
@@ -92,8 +93,8 @@ class Solver:
             configuration, so that nobody trusts by accident.
         task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table
             (``{"name": "tot", "beam": 3}``), or a ready component.
-        budget: the part of full retention's KV that is kept, in (0, 1]; or ``8192tok``, ``6GiB``;
-            ``full``.
+        budget: the part of the expected peak of full retention that is kept, in (0, 1], or of the
+            worst case, ``0.25max``; or ``8192tok``, ``6GiB``; ``full``.
         policy: what blocks off the running paths keep on the device: likewise a name, a table or a
             ready policy; an allocator alone stands for `Policy(allocator)`.
         mode: ``lossless``: the result is full retention's at any budget; ``lossy``: tokens of
@@ -188,7 +189,9 @@ class Solver:
             deterministic=deterministic,
             cuda_graphs=cuda_graphs,
         )
-        self.msve = resolve_msve(msve, self.checkpoint.source)
+        source = self.checkpoint.source
+        self.msve = resolve_msve(msve, source)
+        self._sizes = SearchSizes(source.path, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
         self._run: Run | Batch | None = None  # the search in progress, or several
@@ -515,6 +518,7 @@ class Solver:
             seed=self.seed,
             listeners=tuple(self.listeners),
             record_bytes=self.record_bytes,
+            sizes=self._sizes,
         )
 
     @contextmanager

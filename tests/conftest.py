@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -37,6 +39,9 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+FOLDER = tempfile.TemporaryDirectory(prefix="arbor-tests-")
+os.environ["ARBOR_CACHE"] = FOLDER.name  # searches outside a test learn nothing for the user
+
 GOLDEN = Path(__file__).parent / "golden"
 SLOW_TIMEOUT_S = 900
 
@@ -61,6 +66,15 @@ def names_are_given_back() -> Iterator[None]:
     yield
     register._named.clear()
     register._named.update(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_learned_from_other_tests(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Every test has a cache folder of its own, made when something is kept in it."""
+    name = hashlib.blake2b(request.node.nodeid.encode(), digest_size=8).hexdigest()
+    monkeypatch.setenv("ARBOR_CACHE", str(Path(FOLDER.name) / name))
 
 
 @pytest.fixture

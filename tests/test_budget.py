@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,9 +26,12 @@ footprints = st.builds(
     max_depth=st.integers(1, 40),
     blocks=st.integers(1, 3000),
     question_tokens=st.integers(0, 60),
+    beyond_prompt=st.none() | st.integers(0, 10**5),
 )
 budgets = st.one_of(
     st.floats(0, 1, exclude_min=True).map(lambda x: Budget("ratio", x)),
+    st.floats(0, 1, exclude_min=True).map(lambda x: Budget("max", x)),
+    st.builds(Budget, st.just("ratio"), st.floats(0, 1, exclude_min=True), st.integers(0, 10**6)),
     st.integers(1, 10**6).map(lambda n: Budget("tokens", n)),
     st.integers(1, 10**12).map(lambda n: Budget("bytes", n)),
 )
@@ -36,10 +40,13 @@ budgets = st.one_of(
 @pytest.mark.parametrize(
     ("written", "unit", "amount"),
     [
-        ("full", "ratio", 1.0),
-        ("FULL", "ratio", 1.0),
-        (1, "ratio", 1.0),
-        ("1", "ratio", 1.0),
+        ("full", "max", 1.0),
+        ("FULL", "max", 1.0),
+        (1, "max", 1.0),
+        ("1", "max", 1.0),
+        ("1max", "max", 1.0),
+        ("0.25max", "max", 0.25),
+        ("1e-2 MAX", "max", 0.01),
         (0.25, "ratio", 0.25),
         (" 0.25 ", "ratio", 0.25),
         ("1e-2", "ratio", 0.01),
@@ -85,6 +92,19 @@ def test_a_budget_is_read_from_each_form(written: float | str, unit: str, amount
         (10**400, "a ratio lies in (0, 1]"),
         (True, "neither a ratio"),
         (None, "neither a ratio"),
+        ("25max", "Did you mean 0.25 (keep 25 %)?"),
+        ("0max", "a ratio lies in (0, 1]"),
+        ("max", "neither a ratio"),
+        ("nanmax", "neither a ratio"),
+        ("infmax", "a ratio lies in (0, 1]"),
+        ("0,5max", "neither a ratio"),
+        ("0.5 max tok", "neither a ratio"),
+        ("2 of prompt+5", "a ratio lies in (0, 1]"),
+        ("x of prompt+5", "neither a ratio"),
+        ("0.5 of prompt+-5", "neither a ratio"),
+        ("0.5 of prompt+1.5", "neither a ratio"),
+        ("0.5 of prompt", "neither a ratio"),
+        ("0.5 of 100tok", "neither a ratio"),
     ],
 )
 def test_a_wrong_budget_names_the_one_that_was_meant(written: float | str, text: str) -> None:
@@ -122,12 +142,15 @@ def test_a_direct_budget_is_checked_too() -> None:
     ):
         with pytest.raises(BudgetRange):
             Budget(unit, amount)  # type: ignore[arg-type]
+    with pytest.raises(BudgetRange, match=r"0.5 of prompt\+-1"):
+        Budget("ratio", 0.5, -1)
 
 
 def test_a_ratio_is_read_as_the_decimal_it_is_written_as() -> None:
     assert int(0.29 * 100) == 28  # what binary floating point alone would give
 
     assert Budget.parse(0.29).tokens(100, 1) == 29
+    assert Budget.parse(0.29).tokens(500, 1, expected_tokens=100) == 29
 
 
 @pytest.mark.parametrize("unit", ["tokens", "bytes"])
@@ -145,6 +168,37 @@ def test_a_search_of_fewer_blocks_than_its_depth_needs_no_deeper_path() -> None:
     footprint = Footprint(prompt_tokens=10, step_tokens=8, max_depth=16, blocks=3)
 
     assert footprint.smallest_tokens == footprint.full_tokens == 10 + 3 * 8
+
+
+def test_a_ratio_is_a_part_of_the_expected_peak_and_max_of_the_worst_case() -> None:
+    measured = replace(SHAPE, beyond_prompt=4000, searches=7)
+
+    plans = {text: Budget.parse(text).plan(measured, BYTES) for text in ("0.5", "0.5max", "full")}
+
+    assert {text: plan.budget_tokens for text, plan in plans.items()} == {
+        "0.5": 2110,
+        "0.5max": 12404,
+        "full": 24808,
+    }
+    assert {plan.expected_tokens for plan in plans.values()} == {4220}
+    assert [plan.ratio for plan in plans.values()] == [0.5, 1.0, 1.0]
+    assert plans["0.5"].to_dict()["searches"] == 7
+    assert plans["0.5"].unmeasured == Budget.parse("2110tok").plan(SHAPE, BYTES)
+
+
+def test_an_expected_peak_in_a_budget_replaces_the_measured_one() -> None:
+    given_one = Budget.parse("0.5 of prompt+3000")
+
+    plans = [given_one.plan(replace(SHAPE, beyond_prompt=n), BYTES) for n in (None, 1, 4000)]
+
+    assert {plan.budget_tokens for plan in plans} == {1610}
+    assert {(plan.expected_tokens, plan.searches) for plan in plans} == {(3220, 0)}
+    with pytest.raises(BudgetInfeasible, match=r"Smallest workable: 0\.32 or 1000tok of an expec"):
+        Budget.parse("0.3 of prompt+3000").plan(SHAPE, BYTES)
+
+
+def test_the_expected_peak_is_never_above_the_worst_case() -> None:
+    assert replace(SHAPE, beyond_prompt=10**9).expected_tokens == SHAPE.full_tokens
 
 
 def test_a_plan_holds_every_number_a_user_is_shown() -> None:
@@ -229,8 +283,10 @@ def test_a_plan_lies_between_one_path_and_full_retention(
         assert error.budget < error.needed == footprint.smallest_tokens
         return
     assert footprint.smallest_tokens <= plan.budget_tokens <= footprint.full_tokens
-    if budget.unit == "ratio":
-        assert plan.budget_tokens <= max(1.0, budget.amount * footprint.full_tokens * (1 + 1e-12))
+    if budget.unit in ("ratio", "max"):
+        whole = plan.reference_tokens if budget.unit == "ratio" else plan.full_tokens
+        assert plan.budget_tokens <= max(1.0, budget.amount * whole * (1 + 1e-12))
+    assert 0 < plan.ratio <= 1 and 1 <= plan.reference_tokens <= plan.full_tokens
     if budget.unit == "bytes":
         assert plan.budget_bytes <= budget.amount
 
@@ -251,9 +307,7 @@ def test_every_lever_an_error_names_works(
     budget: Budget, footprint: Footprint, bytes_per_token: int
 ) -> None:
     def plan(depth: int, step: int) -> Plan:
-        changed = Footprint(
-            footprint.prompt_tokens, step, depth, footprint.blocks, footprint.question_tokens
-        )
+        changed = replace(footprint, step_tokens=step, max_depth=depth)
         return budget.plan(changed, bytes_per_token)
 
     try:

@@ -17,9 +17,11 @@ from support.run_cli import REAL, Arbor, await_line, environment, spawn
 
 import arbor
 from arbor import components, registry
+from arbor.budget import Budget, Footprint
+from arbor.cli.output import Output
 from arbor.cli.show import listed
 from arbor.cli.signals import Interrupted, StopSignals
-from arbor.cli.solve import unreached_line
+from arbor.cli.solve import budget_line, print_plan, unreached_line
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.metrics import Metrics
 from arbor.trace import Replay, TraceWriter, read_trace
@@ -52,7 +54,8 @@ def test_verbose_prints_the_numbers_on_stderr(command: Arbor) -> None:
     assert loading == "loading builtin:sapling · seed 0"
     assert ran.out == "(10 - 4) * 5 - 6\n"
     assert budget == (
-        "budget 0.5 keeps 250 of 500 tokens (250 KiB of 500 KiB) · smallest workable 0.088"
+        "budget 0.5 keeps 250 of 500 tokens (250 KiB of 500 KiB; worst case, since no such search "
+        "was measured yet) · smallest workable 0.088"
     )
     assert numbers.startswith("solved in 0.")
     for part in (" blocks · ", " tok/s · peak KV ", " % of budget", "thoughts"):
@@ -136,14 +139,53 @@ def test_a_budget_that_was_never_reached_is_said(counts: dict[str, int], line: s
     assert unreached_line(Metrics(full_tokens=3533, **counts)) == line
 
 
+MEASURED = Footprint(11, 32, 3, 110, 2, beyond_prompt=677, searches=40)
+
+
+@pytest.mark.parametrize(
+    ("budget", "line"),
+    [
+        ("0.25", "172 of 688 expected tokens (2.02 MiB of 8.06 MiB; 3,533 at most)"),
+        ("200tok", "200 of 688 expected tokens (2.34 MiB of 8.06 MiB; 3,533 at most)"),
+        ("0.25max", "883 of 3,533 tokens (10.3 MiB of 41.4 MiB; 688 expected)"),
+        ("full", "3,533 of 3,533 tokens (41.4 MiB of 41.4 MiB; 688 expected)"),
+    ],
+)
+def test_the_plan_line_has_the_expected_peak_and_the_worst_case(budget: str, line: str) -> None:
+    plan = Budget.parse(budget).plan(MEASURED, 12_288)
+
+    assert budget_line(budget, plan) == f"budget {budget} keeps {line} · smallest workable 0.16"
+
+
+def test_a_dry_run_shows_the_expected_peak_and_the_worst_case(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_plan(Output(), Budget.parse("0.25").plan(MEASURED, 12_288))
+    print_plan(Output(), Budget.parse("0.5 of prompt+400").plan(MEASURED, 12_288))
+
+    assert capsys.readouterr().out.splitlines() == [
+        "budget                   172 tokens  2.02 MiB  0.25 of the expected peak",
+        "expected peak            688 tokens  8.06 MiB  full retention, mean of 40 measured searches",
+        "worst case             3,533 tokens  41.4 MiB  full retention, at most",
+        "smallest workable        109 tokens  1.28 MiB  --budget 0.16 or 109tok",
+        "shape             11 prompt + 110 blocks of 32 + 2 question, 3 deep",
+        "budget                   205 tokens   2.4 MiB  0.499 of the expected peak",
+        "expected peak            411 tokens  4.82 MiB  full retention, given",
+        "worst case             3,533 tokens  41.4 MiB  full retention, at most",
+        "smallest workable        109 tokens  1.28 MiB  --budget 0.27 or 109tok",
+        "shape             11 prompt + 110 blocks of 32 + 2 question, 3 deep",
+    ]
+
+
 def test_a_dry_run_shows_the_plan_only(command: Arbor) -> None:
     ran = command("solve", "4 5 6 10", "--dry-run", "--budget", "100tok")
 
     assert ran.code == 0
     assert ran.out.splitlines() == [
-        "budget                   100 tokens   100 KiB  0.2 of full retention",
-        "full retention           500 tokens   500 KiB",
+        "budget                   100 tokens   100 KiB  0.2 of the worst case",
+        "worst case               500 tokens   500 KiB  full retention, at most",
         "smallest workable         44 tokens    44 KiB  --budget 0.088 or 44tok",
+        "expected peak     not measured yet: a ratio is a part of the worst case",
         "shape             20 prompt + 60 blocks of 8 + 0 question, 3 deep",
     ]
     as_json = command("solve", "4 5 6 10", "--dry-run", "--json").document

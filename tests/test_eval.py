@@ -291,6 +291,25 @@ def test_the_settings_of_a_run_repeat_it(
         assert solver.sampling.temperature == 0.5
 
 
+def test_a_resumed_run_gives_its_ratio_the_same_meaning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real = in_process(capsys)
+    search = ("eval", "game24", "--set", "beam=4", "--set", "width=6", "--output", "out", "--json")
+
+    first = real(*search, "--limit", "1", "--budget", "0.5")  # the first of its kind
+    second = real(*search, "--limit", "2", "--budget", "0.5")  # such a search is measured by now
+    resumed = tomllib.loads(Path("out/run.toml").read_text())["budget"]
+    other = real(*search, "--limit", "2", "--budget", "0.6")
+    fresh = real(*search, "--limit", "1", "--budget", "0.5", "--fresh")
+
+    assert (first.code, second.code, fresh.code) == (0, 0, 0), second.err
+    assert (resumed, second.document["n"]) == ("0.5max", 2)
+    assert (other.code, other.document["error"]["code"]) == (2, "run-differs")
+    assert tomllib.loads(Path("out/run.toml").read_text())["budget"].startswith("0.5 of prompt+")
+
+
 def test_a_folder_with_something_else_is_left_alone(command: Arbor) -> None:
     Path("out").mkdir()
     Path("out/thesis.tex").write_text("years of work", encoding="utf-8")

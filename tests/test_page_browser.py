@@ -908,6 +908,25 @@ def test_a_budget_far_above_use_leaves_the_strip(page: Page, tmp_path: Path) -> 
     assert page.evaluate("arbor.current.strip.most") <= 1.5 * used
 
 
+@pytest.mark.parametrize("expected", [690, None])
+def test_the_run_has_the_expected_peak_and_the_worst_case(
+    page: Page, tmp_path: Path, expected: int | None
+) -> None:
+    plan = {"budget_tokens": 172, "full_tokens": 3533, "smallest_tokens": 50}
+    plan |= {} if expected is None else {"expected_tokens": expected}
+    events = [
+        header(kv={**plan, "bytes_per_token": 64}) if event.name == "header" else event
+        for event in fake_run(6, rounds=20)
+    ]
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)), "#tab=6")
+    page.settle()
+
+    panels = "".join(text(page, f"#panel-{number}") for number in range(6))
+
+    assert "full retention, at most3,533 tokens" in panels
+    assert ("full retention, expected690 tokens" in panels) is (expected is not None)
+
+
 @pytest.mark.parametrize("wide", [1280, 1400, 1440, 1920])
 def test_no_control_wraps_alone_and_no_hint_is_cut(page: Page, trace: Path, wide: int) -> None:
     page.open(shown(trace), size=(wide, 900))

@@ -28,6 +28,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
     ),
+    "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
 }

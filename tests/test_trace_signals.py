@@ -16,7 +16,7 @@ from arbor.trace import Replay, read_trace
 from arbor.trace.repair import repair_trace
 
 MOMENTS = 20
-SEARCH = ("solve", "4 5 6 10", "--budget", "0.1")
+SEARCH = ("solve", "4 5 6 10", "--budget", "0.25")
 BYTES = {"": 50_000, ".gz": 8_000}  # about what such a search writes
 
 pytestmark = pytest.mark.slow

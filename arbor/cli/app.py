@@ -59,9 +59,9 @@ def cli(output: Output) -> None:
     """Search a tree of thoughts with a language model, within a KV budget.
 
     \b
-      arbor solve "4 5 6 10"               the built-in model, offline, on a CPU
-      arbor solve "4 5 6 10" --budget 0.1  the same answer in half the KV
-      arbor info                           its size, and the memory at each budget
+      arbor solve "4 5 6 10"                the built-in model, offline, on a CPU
+      arbor solve "4 5 6 10" --budget 0.25  the same answer, a quarter of the KV
+      arbor info                            its size, and memory at each budget
     """
     configure_log(output)
     for warning in unknown_variables(cli):

@@ -144,9 +144,9 @@ def bench(
     not reported.
 
     \b
-      arbor bench "4 5 6 10" --budget full --budget 0.1
+      arbor bench "4 5 6 10" --budget full --budget 0.25
       arbor bench --controller beam --policy lru --output-json now.json
-      arbor bench --budget 0.1 --policy arborkv --policy arborkv,scorer=recency
+      arbor bench --budget 0.25 --policy arborkv --policy arborkv,scorer=recency
       arbor bench --controller beam --compare before.json --max-regress 5%
     """
     for text in budget:

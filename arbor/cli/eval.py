@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 
 from arbor import registry
 from arbor._version import __version__
+from arbor.budget import Budget
 from arbor.cli.build import build_solver, build_task, import_engine, warn_of_guesses
 from arbor.cli.command import Command
 from arbor.cli.eval_dataset import STDIN, is_task, name_of, read_samples
@@ -27,6 +28,7 @@ from arbor.cli.option_records import read_options
 from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
+from arbor.config import read_config
 from arbor.errors import ArborError, UsageError
 from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
 from arbor.model.loading import locate_model
@@ -56,7 +58,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
     or '-' for JSON lines on stdin.
 
     \b
-      arbor eval game24 --limit 50 --budget 0.1 --output runs/tenth
+      arbor eval game24 --limit 50 --budget 0.25 --output runs/quarter
       arbor eval problems.jsonl --on-error continue
       arbor eval game24 --limit 50 --output runs/full --compare runs/baseline
     """
@@ -72,6 +74,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
         with contextlib.closing(finished):
             found = write_results(finished, options.samples.dataset, samples, other)
         return _show(output, options, found)
+    options = with_recorded_budget(options)
     with StopSignals() as signals, build_solver(options.solver, searches=False) as solver:
         warn_of_guesses(output, options.solver)
         config = run_config(options, solver)
@@ -136,6 +139,24 @@ def request_digest(options: EvalOptions) -> str:
     facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def with_recorded_budget(options: EvalOptions) -> EvalOptions:
+    """The options with the budget recorded in the run's folder, where that is the same ratio.
+
+    A resumed run keeps its slots, whatever has been measured since it began.
+    """
+    budget = Budget.parse(options.solver.budget)
+    if options.output is None or options.fresh or not budget.open:
+        return options
+    try:
+        recorded = Budget.parse(str(read_config(options.output / CONFIG)["budget"]))
+    except (OSError, KeyError, ArborError):
+        return options
+    if budget.resolved(recorded.beyond_prompt) != recorded:
+        return options
+    solver = dataclasses.replace(options.solver, budget=str(recorded))
+    return dataclasses.replace(options, solver=solver)
 
 
 def _show(output: Output, options: EvalOptions, found: Mapping[str, Any]) -> int:

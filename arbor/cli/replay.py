@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     metavar="X",
     heading="KV budget",
     common=True,
-    help="Share of full retention's peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
+    help="Part of this run's own peak, or 512tok; may be repeated; default: 0.5, 0.25 and 0.125.",
 )
 @option(
     "--rehydrate",
@@ -126,10 +126,13 @@ def _rows(
     from arbor.measure.replay import replay_smallest
 
     tree = sum(len(block.ids) for block in record.blocks.values()) + record.prompt
-    slots_of_all = tree * 2 + int(record.header.kv.get("full_tokens", 0))  # more than enough
+    worst_case = int(record.header.kv.get("full_tokens", 0))
+    slots_of_all = tree * 2 + worst_case  # more than enough
     peak = replay_trace(record, tokenizer, policy="lru", slots=slots_of_all).peak_tokens
+    slots_at_most = max(worst_case, peak)
+    bytes_per_token = int(record.header.kv.get("bytes_per_token", 1))
     for budget in budgets:
-        slots = budget.tokens(peak, int(record.header.kv.get("bytes_per_token", 1)))
+        slots = budget.tokens(slots_at_most, bytes_per_token, peak)
         for policy in policies:
             row: dict[str, Any] = {"policy": policy, "budget": str(budget), "budget_tokens": slots}
             needed, cost = replay_smallest(

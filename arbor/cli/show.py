@@ -96,6 +96,12 @@ def info(output: Output, /, **values: Any) -> int:
     if plan is not None:
         shape = f"{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of {plan.step_tokens:,}"
         output.print(f"{'search':<20}{options.task}, {options.controller}: {shape}")
+        peak = (
+            "not measured yet: a ratio is a part of the worst case"
+            if plan.expected_tokens is None
+            else f"{plan.expected_tokens:,} tokens at full retention; {plan.full_tokens:,} at most"
+        )
+        output.print(f"{'expected peak':<20}{peak}")
         output.print("")
         output.table(_budget_table(rows, plan))
     return 0 if model.supported else ModelError.exit_code
@@ -106,7 +112,9 @@ def _budgets(plan: Plan, asked: str) -> list[dict[str, Any]]:
     forms = dict.fromkeys([*RATIOS, str(Budget.parse(asked)), f"{plan.smallest_ratio:g}"])
     rows = []
     for form in forms:
-        tokens = Budget.parse(form).tokens(plan.full_tokens, plan.bytes_per_token)
+        tokens = Budget.parse(form).tokens(
+            plan.full_tokens, plan.bytes_per_token, plan.expected_tokens
+        )
         rows.append(
             {
                 "budget": form,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from arbor.budget import Plan
+from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver, warn_of_guesses
 from arbor.cli.command import Command, option, option_group
 from arbor.cli.configure import CONFIG_PATH
@@ -140,7 +140,7 @@ def solve(output: Output, /, **values: Any) -> int:
 
     \b
       arbor solve "4 5 6 10"
-      arbor solve "4 5 6 10" --budget 0.1 --trace run.arbor.jsonl
+      arbor solve "4 5 6 10" --budget 0.25 --trace run.arbor.jsonl
       echo "4 5 6 10" | arbor solve - --controller beam --json
     """
     options = read_options(SolveOptions, values)
@@ -305,9 +305,18 @@ def write_events_page(
 
 def budget_line(budget: str, plan: Plan) -> str:
     """The budget in tokens and bytes, printed before the search."""
-    size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(plan.full_bytes)}"
+    expected, of_expected = plan.expected_tokens, ""
+    whole, whole_bytes, note = plan.full_tokens, plan.full_bytes, ""
+    if expected is not None and plan.budget_tokens < expected:
+        whole, whole_bytes, of_expected = expected, expected * plan.bytes_per_token, " expected"
+        note = f"; {plan.full_tokens:,} at most"
+    elif expected is not None:
+        note = f"; {expected:,} expected"
+    elif Budget.parse(budget).open:
+        note = "; worst case, since no such search was measured yet"
+    size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(whole_bytes)}"
     return (
-        f"budget {budget} keeps {plan.budget_tokens:,} of {plan.full_tokens:,} tokens ({size})"
+        f"budget {budget} keeps {plan.budget_tokens:,} of {whole:,}{of_expected} tokens ({size}{note})"
         f" · smallest workable {plan.smallest_ratio:g}"
     )
 
@@ -369,14 +378,21 @@ def print_plan(output: Output, plan: Plan) -> None:
     if output.json:
         output.document({"schema": PLAN_SCHEMA, **plan.to_dict()})
         return
-    smallest_bytes = plan.smallest_tokens * plan.bytes_per_token
     least = f"--budget {plan.smallest_ratio:g} or {plan.smallest_tokens}tok"
-    for name, tokens, size, note in (
-        ("budget", plan.budget_tokens, plan.budget_bytes, f"{plan.ratio:.3g} of full retention"),
-        ("full retention", plan.full_tokens, plan.full_bytes, ""),
-        ("smallest workable", plan.smallest_tokens, smallest_bytes, least),
-    ):
-        output.print(f"{name:<18}{tokens:>10,} tokens {human_bytes(size):>9}  {note}".rstrip())
+    rows: list[tuple[str, int, str]] = []
+    if plan.expected_tokens is None:
+        rows.append(("budget", plan.budget_tokens, f"{plan.ratio:.3g} of the worst case"))
+    else:
+        searches = f"mean of {plan.searches:,} measured searches" if plan.searches else "given"
+        rows.append(("budget", plan.budget_tokens, f"{plan.ratio:.3g} of the expected peak"))
+        rows.append(("expected peak", plan.expected_tokens, f"full retention, {searches}"))
+    rows.append(("worst case", plan.full_tokens, "full retention, at most"))
+    rows.append(("smallest workable", plan.smallest_tokens, least))
+    for name, tokens, note in rows:
+        size = human_bytes(tokens * plan.bytes_per_token)
+        output.print(f"{name:<18}{tokens:>10,} tokens {size:>9}  {note}".rstrip())
+    if plan.expected_tokens is None:
+        output.print(f"{'expected peak':<18}not measured yet: a ratio is a part of the worst case")
     output.print(
         f"{'shape':<18}{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of "
         f"{plan.step_tokens:,} + {plan.question_tokens:,} question, {plan.max_depth} deep"

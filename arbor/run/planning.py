@@ -72,6 +72,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info MODEL'.")
     if isinstance(setup.verifier, ChecksQuestions):
         setup.verifier.check(checked_task(setup.task), problem, Words(files.tokenizer))
+    size = setup.size
     shape = Footprint(
         prompt_tokens,
         boundary.max_tokens,
@@ -79,6 +80,8 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         most_blocks(setup.controller, boundary.max_depth),
         question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0,
         protect.sinks + protect.recent if setup.mode == "lossy" else None,
+        None if size is None else size.expected,
+        0 if size is None else size.n,
     )
     if shape.path_tokens > info.context:
         levers = ["Shorten the problem", *shape.levers(info.context)]
@@ -92,7 +95,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         )
     if not setup.policy.keeps_all:
         return budget.plan(shape, info.kv_bytes_per_token)
-    slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token)
+    slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token, shape.expected_tokens)
     if slots < shape.full_tokens:
         raise BudgetInfeasible(
             shape.full_tokens,

@@ -19,6 +19,7 @@ from arbor.events import Ended, Header, Listener
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
+from arbor.run.full_retention import FullRetention
 from arbor.run.limits import TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search
 from arbor.run.plugin_answers import checked_task
@@ -59,7 +60,8 @@ class Run:
         self.problem = parsed
         self.request = request
         self.seed = setup.seed if request.seed is None else request.seed
-        self.budget = setup.budget if request.budget is None else Budget.parse(request.budget)
+        budget = setup.budget if request.budget is None else Budget.parse(request.budget)
+        self.budget = setup.resolved(budget)
         self.session: Session | None = None  # while the engine searches
         self.pool: int | None = None  # the budget of all runs in the engine
 
@@ -172,7 +174,8 @@ class Run:
         from arbor.run.session import Limits, Session
 
         setup, request = self.setup, self.request
-        heard: list[Listener] = [metrics, *records, *setup.listeners, *listeners]
+        full = FullRetention()
+        heard: list[Listener] = [metrics, full, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
             heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit")))
         emit = Broadcast(heard, self.stop)
@@ -202,6 +205,7 @@ class Run:
             emit.fail(Ended("error", cost.nodes, cost.to_dict()))
             raise
         emit(Ended(outcome.status, len(outcome.tree), metrics.metrics().to_dict()))
+        self._learn(outcome.status, full)
         cost = metrics.metrics()
         logger.info(
             "%s: %d tokens in %.2f s, %d recomputed, at most %d tokens of KV",
@@ -212,6 +216,15 @@ class Run:
             cost.peak_tokens,
         )
         return outcome
+
+    def _learn(self, status: Status, full: FullRetention) -> None:
+        """Adds a search that ended by its own rules to the measured sizes."""
+        request = self.request
+        whole = status in ("solved", "exhausted")
+        cut = status == "limit" and request.max_tokens is None  # by `max_expansions`
+        if self.setup.mode == "lossless" and (whole or cut):
+            tokens = full.peak + self.plan.question_tokens
+            self.setup.sizes.learn(self.setup.kind, tokens)
 
     def _header(self) -> Header:
         import torch
@@ -237,8 +250,13 @@ class Run:
                 "threads": torch.get_num_threads(),
             },
             config=self.config,
-            kv=self.plan.to_dict() | ({} if self.pool is None else {"pool_tokens": self.pool}),
+            kv=self._slots(),
         )
+
+    def _slots(self) -> dict[str, Any]:
+        """The plan, as the header holds it, with the budget of all runs where there are several."""
+        plan = self.plan if self.budget.unit == "ratio" else self.plan.unmeasured
+        return plan.to_dict() | ({} if self.pool is None else {"pool_tokens": self.pool})
 
     # After the search
 

@@ -16,6 +16,7 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.run.search_sizes import SearchKind, SearchSize, SearchSizes
 from arbor.run.settings import resolve_sampling
 from arbor.tasks.base import BlockLimits, Task
 from arbor.verifiers.base import Verifier
@@ -33,6 +34,7 @@ class Setup:
         given_sampling: `Solver`'s `sampling`, not resolved: that reads the model's files.
         listeners: called with every event of every run.
         record_bytes: as in `Solver`.
+        sizes: measured sizes of the model's searches.
     """
 
     checkpoint: Checkpoint
@@ -50,6 +52,7 @@ class Setup:
     seed: int
     listeners: tuple[Listener, ...]
     record_bytes: int
+    sizes: SearchSizes
 
     @property
     def sampling(self) -> Sampling:
@@ -59,10 +62,31 @@ class Setup:
         return resolve_sampling(self.given_sampling or {}, self.checkpoint.read().sampling)
 
     @property
+    def kind(self) -> SearchKind:
+        """The kind of search, as sizes are measured by."""
+        return SearchKind.of(
+            self.task, self.controller, self.verifier, self.boundary, self.max_expansions
+        )
+
+    @property
+    def size(self) -> SearchSize | None:
+        """The measured size of such a search; None: not measured."""
+        return self.sizes.expected(self.kind)
+
+    def resolved(self, budget: Budget) -> Budget:
+        """A budget that means the same whatever is measured later; see `Budget.resolved`."""
+        if not budget.open:
+            return budget
+        size = self.size
+        return budget.resolved(None if size is None else size.expected)
+
+    @property
     def config(self) -> dict[str, Any]:
         """Every setting, resolved; enough to build the solver again.
 
-        `cuda_graphs` is named only where it is off.
+        A ratio as a budget has its expected peak, or is one of the worst case where there is none:
+        the solver that is built again gives it the same slots. `cuda_graphs` is named only where it
+        is off.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -70,7 +94,7 @@ class Setup:
             "task": components.spec_of(self.task),
             "controller": components.spec_of(self.controller),
             "verifier": components.spec_of(self.verifier),
-            "budget": str(self.budget),
+            "budget": str(self.resolved(self.budget)),
             "policy": components.spec_of(self.policy),
             "mode": self.mode,
             "rehydrate": self.rehydrate,

@@ -2,8 +2,9 @@
 
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
-    msve/MODEL/REVISION.json    block values of a Hub model, fitted by ``arbor calibrate msve``
-    models/ID.json              description of a model directory, for plans without torch
+    msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
+    models/ID.json                      description of a model directory, for plans without torch
+    search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
 
 A model directory holds its own block values; Hub models are in the Hugging Face cache. Every file
 here may be deleted.
@@ -34,9 +35,7 @@ def msve_file(model: str, revision: str | None) -> Path:
         model: its id.
         revision: branch, tag or commit; None = its main branch.
     """
-    return (
-        cache_dir() / "msve" / quote(model, safe="") / f"{quote(revision or 'main', safe='')}.json"
-    )
+    return _model_file("msve", model, revision)
 
 
 def description_file(identity: str) -> Path:
@@ -46,3 +45,18 @@ def description_file(identity: str) -> Path:
         identity: of the directory and the dtype.
     """
     return cache_dir() / "models" / f"{identity}.json"
+
+
+def search_sizes_file(model: str, revision: str | None) -> Path:
+    """The file with the measured sizes of a model's searches, which may not exist.
+
+    Args:
+        model: its id on the Hub, or the path of its directory.
+        revision: branch, tag or commit; None = its main branch, or a directory.
+    """
+    return _model_file("search_sizes", model, revision)
+
+
+def _model_file(folder: str, model: str, revision: str | None) -> Path:
+    name = f"{quote(revision or 'main', safe='')}.json"
+    return cache_dir() / folder / quote(model, safe="") / name

@@ -461,6 +461,8 @@ class RunPanel {
       ["model", (header.model || {}).id],
       ["device", (header.device || {}).name],
       ["KV per token", isCount(run.plan.bytes_per_token) ? bytes(run.plan.bytes_per_token) : null],
+      ["full retention, expected", tokensOf(run.plan.expected_tokens)],
+      ["full retention, at most", tokensOf(run.plan.full_tokens)],
     ];
     this.body.replaceChildren(
       part(
@@ -492,6 +494,11 @@ class RunPanel {
       ),
     );
   }
+}
+
+/** A number of tokens in words; null where there is none. */
+function tokensOf(value) {
+  return isCount(value) ? plural(value, "token") : null;
 }
 
 function copyButton(text) {
