@@ -38,7 +38,10 @@ TOKENIZER = "tokenizer.json"
 PACKAGES = ("tokenizers", "torch", "transformers")
 # files of a model's directory that hold none of its settings
 WEIGHTS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors")
-OTHER_FILES = (SHIPPED, "msve.json", "README.md", "LICENSE", ".gitattributes", ".gitignore")
+OTHER_FILES = (
+    *(SHIPPED, "msve.json", "search_sizes.json"),
+    *("README.md", "LICENSE", ".gitattributes", ".gitignore"),
+)
 TEMPLATES = "additional_chat_templates"  # the only folder that transformers reads
 # what a tokenizer's class may change between text and ids
 STEPS = (
