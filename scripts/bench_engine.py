@@ -109,6 +109,7 @@ def host_share(size: str, leaves: int, rounds: int, tokens: int = 32) -> dict[st
         began = time.thread_time()
         engine.grow([(tree.root, leaves)], growth)
         total = time.thread_time() - began
+        engine.finish()
         if index:
             shares.append((total - inside.seconds + planning.seconds) / total)
             steps_ms.append(1e3 * total / tokens)
@@ -260,6 +261,7 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
     engine.extend(warm.root)
     children = engine.grow([(warm.root, leaves)], growth)
     warm_logits = engine.ask(children, [[5]] * leaves)
+    engine.finish()
     rows, read, unique = counters()
     worst, same, cold_rows = 0.0, True, 0
     for index, child in enumerate(children):
@@ -268,6 +270,7 @@ def cold_and_warm(size: str, leaves: int) -> dict[str, float]:
         engine.open(cold, PREFIX + leaves * 24 + 8, emit=seen.append)
         engine.extend(cold.root)
         logits = engine.ask([cold.root], [[5]])[0]
+        engine.finish()
         worst = max(worst, float((logits - warm_logits[index]).abs().max()))
         same = same and int(logits.argmax()) == int(warm_logits[index].argmax())
         cold_rows += counters()[0]

@@ -37,10 +37,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from arbor.engine.forest_state import ForestState
-from arbor.engine.open_tree import OpenTree, RunHooks
 from numpy.typing import NDArray
 
+from arbor.engine.forest_state import ForestState
+from arbor.engine.open_tree import OpenTree, RunHooks
 from arbor.engine.residency import Residency
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV

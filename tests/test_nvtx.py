@@ -45,7 +45,7 @@ def test_every_phase_of_a_search_has_its_range(
 
     phases = ("prefill", "decode", "verify", "rehydrate", "policy")
     assert {open_[-1] for open_ in opened} == {f"arbor.{name}" for name in phases}
-    assert ("arbor.decode", "arbor.rehydrate") in opened, "a wave rehydrates its paths first"
+    assert ("arbor.decode", "arbor.rehydrate") in opened, "a rehydration rides along"
 
 
 @pytest.mark.parametrize(("value", "gpu"), [("1", False), ("0", True), ("", True), (None, True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,11 @@ class ForwardPasses:
             shared = share(table.contexts, table.counts.tolist(), self.min_saved_reads)
             plan = plan_table(table, shared)
             kind: ForwardKind = "decode" if decoding else parts[0].kind
-            with nvtx_range(kind), self.explaining_out_of_memory(kind, plan.rows):
+            with (
+                nvtx_range(kind),
+                nvtx_range(parts[0].kind) if decoding else nullcontext(),
+                self.explaining_out_of_memory(kind, plan.rows),
+            ):
                 logits = self._forward(plan)
         self._memory.commit()
         elapsed_s = self._stopwatch.take() / plan.rows  # of each row
@@ -124,7 +128,7 @@ class ForwardPasses:
     def step(self, batch: DecodeBatch) -> Tensor:
         """One decode step, reported together with those after it; logits [n, V] float32."""
         plan = batch.plan()
-        with self.explaining_out_of_memory("decode", plan.rows):
+        with nvtx_range("decode"), self.explaining_out_of_memory("decode", plan.rows):
             logits = self._forward(plan)
         self._memory.commit()
         self._count(plan, batch)

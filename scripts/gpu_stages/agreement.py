@@ -97,6 +97,7 @@ def agreement(engine: Engine, exact: Any, slots: int) -> dict[str, Any]:
         count for event in events if isinstance(event, Rehydrated) for _, count in event.nodes
     )
     tried = tree.tokens <= slots or again > 0  # a budget that held everything shows nothing
+    engine.close(tree)
     ok = error < ERROR and gap < GAP and peak <= slots and tried
     return {"error": error, "gap": gap, "recomputed": again, "over": peak > slots, "ok": ok}
 
