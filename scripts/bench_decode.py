@@ -70,6 +70,7 @@ class Arbor:
 
     def prepare(self) -> None:
         self.tree = ThoughtTree(self.prompt)
+        self.engine.finish()  # the tree before
         self.engine.open(self.tree, self.slots)
         self.engine.extend(self.tree.root)
 

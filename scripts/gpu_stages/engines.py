@@ -152,6 +152,7 @@ def plant(
     """
     tree = ThoughtTree([token(place, vocabulary) for place in range(shape.prompt)])
     slots = shape.unique_tokens(leaves) + leaves * (grow + 4) + 64
+    engine.finish()  # the tree before
     engine.open(tree, slots, **run)
     engine.extend(tree.root)
     level = [tree.root]
