@@ -1,0 +1,155 @@
+"""CPU time of many problems in one engine, by how many are in progress at a time.
+
+    python scripts/bench_concurrency.py --problems 24 --rounds 3 --csv rows.csv
+    python scripts/bench_concurrency.py --only forks --rounds 3
+
+`searches`: problems of game24 solved by the built-in model, under full retention and in a quarter
+of what such searches hold. `forks`: a random Llama of 100 million parameters; each problem is a
+prompt of 512 tokens from which 8 branches of 32 tokens grow (F8). The numbers of problems at a time
+take turns within a round; times are CPU time of the thread, one thread. A row of the CSV is one
+measurement. The table gives, for each, the median of the ratios to one at a time of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_llama import NoText, fixed_length, prefix, random_llama
+
+from arbor import Solver
+from arbor.engine.engine import Engine
+from arbor.engine.token_source import Growth
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
+from arbor.retention.policy import POLICIES
+from arbor.run.searches import Steps, as_completed
+from arbor.tree import ThoughtTree
+
+AT_A_TIME = (1, 2, 4, 8, 16)
+PROMPT, BRANCHES, TOKENS = 512, 8, 32  # F8
+
+
+def searches(controller: str, budget: str, problems: int) -> Callable[[int], dict[str, Any]]:
+    """Problems of game24, solved `concurrency` at a time."""
+    solver = Solver(controller=controller, budget=budget, threads=1)
+    solver.load()
+    every = list(solver.task.problems("test", problems))
+    solver.solve(every[0])
+
+    def run(concurrency: int) -> dict[str, Any]:
+        solutions = solver.solve_batch(every, concurrency=concurrency)
+        return {
+            "tokens": sum(each.metrics.tokens_generated for each in solutions),
+            "recomputed": sum(each.metrics.tokens_recomputed for each in solutions),
+            "solved": sum(bool(each.correct) for each in solutions),
+        }
+
+    return run
+
+
+def forks(problems: int) -> Callable[[int], dict[str, Any]]:
+    """Eight branches of each prompt, by a model that is read from memory at each step."""
+    model = random_llama("100m", torch.float32)
+    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), policy=POLICIES["lru"])
+    pack_linears(model)
+    growth = Growth(0, Sampling(temperature=0), fixed_length(TOKENS))
+    slots = PROMPT + BRANCHES * TOKENS
+
+    def search(place: int, pool: int) -> Steps[int]:
+        prompt = prefix(PROMPT, model.config.vocab_size)
+        tree = ThoughtTree([place + 1, *prompt[1:]])
+        engine.open(tree, slots, pool=pool)
+        prefill = engine.begin_extend(tree.root)
+        yield prefill
+        prefill.result()
+        growing = engine.begin_grow([(tree.root, BRANCHES)], growth)
+        yield growing
+        tokens = sum(len(child.tokens) for child in growing.result())
+        engine.finish(tree)
+        return tokens
+
+    def run(concurrency: int) -> dict[str, Any]:
+        def begin(place: int) -> Callable[[bool], Steps[int]]:
+            return lambda idle: search(place, concurrency * slots)
+
+        done = list(as_completed(engine, map(begin, range(problems)), concurrency))
+        assert not any(each.error for each in done), [each.error for each in done]
+        return {"tokens": sum(each.result or 0 for each in done), "recomputed": 0, "solved": ""}
+
+    return run
+
+
+def cases(only: str | None, problems: int) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
+    if only in (None, "searches"):
+        for controller in ("tot", "beam"):
+            for budget in ("full", "0.25"):
+                yield f"{controller}, {budget}", searches(controller, budget, problems)
+    if only in (None, "forks"):
+        yield "F8, 100M", forks(8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["searches", "forks"])
+    parser.add_argument("--problems", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
+    parser.add_argument("--machine", default="")
+    parser.add_argument("--csv", type=Path, help="append a row per measurement")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    rows: list[dict[str, Any]] = []
+    for name, run in cases(given.only, given.problems):
+        run(8)  # warm
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for index in range(given.rounds):
+            order = given.at_a_time[:: 1 if index % 2 == 0 else -1]
+            for concurrency in order:
+                began = time.thread_time()
+                found = run(concurrency)
+                seconds[concurrency].append(time.thread_time() - began)
+                rows.append(
+                    {
+                        "case": name,
+                        "at_a_time": concurrency,
+                        "round": index,
+                        "cpu_s": round(seconds[concurrency][-1], 3),
+                        **found,
+                        "commit": commit,
+                        "machine": given.machine,
+                        "command": "bench_concurrency.py",
+                    }
+                )
+        for concurrency in given.at_a_time:
+            ratios = [b / a for a, b in zip(seconds[1], seconds[concurrency], strict=True)]
+            print(
+                f"{name}: {concurrency:>2} at a time: {statistics.median(seconds[concurrency]):.2f} s, "
+                f"{statistics.median(ratios):.2f} of one at a time "
+                f"({min(ratios):.2f} to {max(ratios):.2f})",
+                flush=True,
+            )
+    if given.csv is not None:
+        new = not given.csv.exists()
+        with given.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            if new:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
