@@ -105,6 +105,26 @@ SLICES = "rows at a time; slices change no bit"
 CLOCK = "wall time, which no test asserts"
 SHORTCUT = "a shortcut for what the lines after it give too"
 
+# lines of `sampling.py` whose tensors have two axes
+LAST_AXIS = (
+    "highest, tokens = torch.log_softmax(logits, -1, torch.float32).max(dim=-1)",
+    "logprobs = torch.log_softmax(part, -1, torch.float32)",
+    "highest.append(logprobs.amax(-1))",
+    "return torch.softmax(logits.to(torch.float64, copy=True).div_(temperature), dim=-1)",
+    "ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values",
+    "ordered = torch.cat(values).sort(dim=-1, descending=True, stable=True)",
+    "ordered = probability.sort(dim=-1, descending=True, stable=True)",
+    "mass = values.cumsum(dim=-1)",
+    "settled = ~(kept & (values <= lowest)).any(dim=-1)",
+    "cumulative = weight.cumsum(dim=-1)",
+    "logprobs = torch.log_softmax(logits, dim=-1)",
+    "if 0 < top < logits.shape[-1]:",
+    "logprobs = logprobs.topk(top, dim=-1).values",
+    "others = (1.0 - logprobs.exp().sum(dim=-1, keepdim=True)).clamp(min=0.0)",
+    "logprobs = torch.cat((logprobs, others.log()), dim=-1)",
+    "share = 1.0 - entropy / float(np.log(logits.shape[-1]))",
+)
+
 # A change is listed only if it has this effect wherever it occurs in the line.
 EQUIVALENT: tuple[Equivalent, ...] = (
     *_same(
@@ -148,6 +168,11 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "outside = torch.full_like(uniform, -1.0)",
         "1.0 -> 2.0",
         why="any number below every probability",
+    ),
+    *(
+        each
+        for line in LAST_AXIS
+        for each in _same("engine/sampling.py", line, "-1 -> (1)", why="the last of two axes")
     ),
     *_same(
         "engine/residency.py",
