@@ -2,7 +2,7 @@
 
     python scripts/mutate.py --n 100 --workers 2 --csv mutants.csv
     python scripts/mutate.py --folder arbor/memory --n 20 --seed 1
-    python scripts/mutate.py --folder arbor/engine --list
+    python scripts/mutate.py --folder arbor/engine/step.py --list
 
 Mutants are sampled with a seed from all changes of these kinds: a comparison flipped or its bound
 moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a condition negated, a
@@ -96,7 +96,119 @@ class Equivalent(NamedTuple):
     why: str
 
 
-EQUIVALENT: tuple[Equivalent, ...] = ()
+def _same(file: str, line: str, *changes: str, why: str) -> list[Equivalent]:
+    return [Equivalent(f"arbor/{file}", line, change, why) for change in changes]
+
+
+SPEED = "how much is looked at first; the answer is the same"
+SLICES = "rows at a time; slices change no bit"
+CLOCK = "wall time, which no test asserts"
+SHORTCUT = "a shortcut for what the lines after it give too"
+
+# lines of `sampling.py` whose tensors have two axes
+LAST_AXIS = (
+    "highest, tokens = torch.log_softmax(logits, -1, torch.float32).max(dim=-1)",
+    "logprobs = torch.log_softmax(part, -1, torch.float32)",
+    "highest.append(logprobs.amax(-1))",
+    "return torch.softmax(logits.to(torch.float64, copy=True).div_(temperature), dim=-1)",
+    "ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values",
+    "ordered = torch.cat(values).sort(dim=-1, descending=True, stable=True)",
+    "ordered = probability.sort(dim=-1, descending=True, stable=True)",
+    "mass = values.cumsum(dim=-1)",
+    "settled = ~(kept & (values <= lowest)).any(dim=-1)",
+    "cumulative = weight.cumsum(dim=-1)",
+    "logprobs = torch.log_softmax(logits, dim=-1)",
+    "if 0 < top < logits.shape[-1]:",
+    "logprobs = logprobs.topk(top, dim=-1).values",
+    "others = (1.0 - logprobs.exp().sum(dim=-1, keepdim=True)).clamp(min=0.0)",
+    "logprobs = torch.cat((logprobs, others.log()), dim=-1)",
+    "share = 1.0 - entropy / float(np.log(logits.shape[-1]))",
+)
+
+# A change is listed only if it has this effect wherever it occurs in the line.
+EQUIVALENT: tuple[Equivalent, ...] = (
+    *_same(
+        "engine/sampling.py",
+        "_PREFIX = 256  # most probable tokens examined first for a nucleus",
+        *("256 -> 255", "256 -> 257"),
+        why=SPEED,
+    ),
+    *_same(
+        "engine/sampling.py",
+        "_TIES = 64  # tokens examined beyond top-k, which show that no tie crosses the cut",
+        *("64 -> 63", "64 -> 65"),
+        why=SPEED,
+    ),
+    *_same(
+        "engine/sampling.py",
+        "_WIDEN = 16  # factor by which more tokens are examined for rows that need them",
+        *("16 -> 15", "16 -> 17"),
+        why=SPEED,
+    ),
+    *_same(
+        "engine/sampling.py",
+        "return _PREFIX if vocabulary > 4 * _PREFIX else vocabulary",
+        *("4 -> 3", "4 -> 5", "* -> +", "> -> >="),
+        why=SPEED,
+    ),
+    *_same(
+        "engine/sampling.py",
+        "_CPU_SLICE = 2**20",
+        *("2 -> 1", "2 -> 3", "** -> *", "20 -> 19", "20 -> 21"),
+        why=SLICES,
+    ),
+    *_same(
+        "engine/sampling.py",
+        "_GPU_SLICE = 2**22",
+        *("2 -> 1", "2 -> 3", "** -> *", "22 -> 21", "22 -> 23"),
+        why=SLICES,
+    ),
+    *_same(
+        "engine/sampling.py",
+        "outside = torch.full_like(uniform, -1.0)",
+        "1.0 -> 2.0",
+        why="any number below every probability",
+    ),
+    *(
+        each
+        for line in LAST_AXIS
+        for each in _same("engine/sampling.py", line, "-1 -> (1)", why="the last of two axes")
+    ),
+    *_same(
+        "engine/residency.py",
+        "elapsed_s = time.perf_counter() - began",
+        "- -> +",
+        why=CLOCK,
+    ),
+    *_same(
+        "memory/slots.py",
+        "_WINDOW = 1024  # slots that are looked at first",
+        *("1024 -> 1023", "1024 -> 1025"),
+        why=SPEED,
+    ),
+    *_same("memory/slots.py", "width *= 4", "4 -> 3", "4 -> 5", "*= -> +=", why=SPEED),
+    *_same(
+        "memory/slots.py",
+        "if first >= 0 and first + count <= self.slots:",
+        *(">= -> >", "0 -> 1"),
+        why="the stretch at slot 0, where it is free, is the lowest one too",
+    ),
+    *_same("memory/slots.py", "if count > 1:", "1 -> 0", "> -> >=", why=SHORTCUT),
+    *_same("memory/slots.py", "if len(freed) > 1:", "1 -> 0", "> -> >=", why=SHORTCUT),
+    *_same(
+        "memory/slots.py",
+        "inside = near.min(initial=0) >= 0 and near.max(initial=0) < self.slots",
+        ">= -> >",
+        why=SHORTCUT,
+    ),
+    *_same(
+        "retention/allocators/pooled.py",
+        "_SAMPLE = 2048",
+        *("2048 -> 2047", "2048 -> 2049"),
+        why=SPEED,
+    ),
+    *_same("retention/selection.py", "if len(views) == 1:", "1 -> 0", why=SHORTCUT),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,11 +499,13 @@ def _compiles(source: bytes) -> bool:
 def all_mutants(
     root: Path, folders: Sequence[str], equivalent: Sequence[Equivalent] = EQUIVALENT
 ) -> list[Mutant]:
-    """The mutants of every module in some folders, without the equivalent ones."""
+    """The mutants of every module in some folders, or of modules named themselves, without the
+    equivalent ones."""
     listed = {each[:3] for each in equivalent}
     found = []
     for folder in folders:
-        for path in sorted((root / folder).rglob("*.py")):
+        at = root / folder
+        for path in [at] if at.is_file() else sorted(at.rglob("*.py")):
             file, source = str(path.relative_to(root)), path.read_bytes()
             lines = source.decode().splitlines()
             found += [
@@ -536,7 +650,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=100, help="mutants, sampled (default: 100)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", nargs="+", default=FOLDERS, help="folders of the package")
+    parser.add_argument(
+        "--folder", nargs="+", default=FOLDERS, help="folders or modules of the package"
+    )
     parser.add_argument("--workers", type=int, default=1, help="mutants tested at once")
     parser.add_argument("--csv", type=Path, help="write a row per mutant")
     parser.add_argument("--list", action="store_true", help="print the sample, run nothing")

@@ -440,3 +440,10 @@ def test_room_is_counted_after_the_longest_path(lab: Lab) -> None:
 
     assert lab.room(5) == (40 - 17) // 5
     assert lab.room(100) == 1
+
+
+def test_room_in_lossy_mode_is_half_of_the_budget() -> None:
+    lab = Lab(build("llama"), policy="h2o", mode="lossy")
+    lab.plant(41)
+
+    assert [lab.room(tokens) for tokens in (1, 5, 20, 21, 100)] == [20, 4, 1, 1, 1]

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV, bytes_per_token
-from arbor.memory.slots import SlotTable
+from arbor.memory.slots import NO_OWNER, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
 SLOTS = 24
@@ -294,6 +294,17 @@ def test_a_slot_is_never_freed_twice() -> None:
         memory.give_back(slots)
 
 
+def test_a_freed_slot_has_no_token_no_position_and_no_owner() -> None:
+    memory, tree = memory_of()
+    slots = place(memory, tree.root, 0, 1, 2)
+    memory.evict(tree.root, np.array([1]))
+
+    table, freed = memory.table, slots[1]
+    assert (table.token[freed], table.position[freed]) == (NO_SLOT, NO_SLOT)
+    assert table.owner[freed] == NO_OWNER
+    assert table.position[slots].tolist() == [0, NO_SLOT, 2]
+
+
 def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
     memory, tree = memory_of()
     child = blank(tree, tree.root, 2)
@@ -555,6 +566,14 @@ def test_hints_run_out_where_free_slots_are_scattered() -> None:
 
     assert memory.starts(2, 3).tolist() == [0, 5, NO_SLOT]
     assert memory.starts(4, 1).tolist() == [NO_SLOT]
+
+
+def test_the_last_free_slot_is_named_and_no_slot_once_all_are_taken() -> None:
+    table = SlotTable(4)
+    table.take(3)
+    assert table.runs(1, 2).tolist() == [3]
+    table.take(1)
+    assert table.runs(1, 2).tolist() == []
 
 
 def test_a_run_of_tokens_gets_a_run_of_slots_where_there_is_one() -> None:

@@ -116,6 +116,18 @@ def test_equivalent_mutants_are_left_out(tmp_path: Path) -> None:
     assert [(each.line, each.change) for each in every if each not in others] == [(1, "< -> <=")]
 
 
+def test_a_module_is_mutated_alone(tmp_path: Path) -> None:
+    (tmp_path / "arbor").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / f"arbor/{name}.py").write_text("x = 3\n", encoding="utf-8")
+
+    assert {each.file for each in mutate.all_mutants(tmp_path, ["arbor"])} == {
+        "arbor/a.py",
+        "arbor/b.py",
+    }
+    assert {each.file for each in mutate.all_mutants(tmp_path, ["arbor/b.py"])} == {"arbor/b.py"}
+
+
 def test_every_listed_equivalent_is_a_mutant() -> None:
     files = {each.file for each in mutate.EQUIVALENT}
     found = set()

@@ -120,6 +120,15 @@ def test_memory_that_is_free_in_pieces_or_lacks_by_an_unknown_size_is_a_quarter_
     assert 0.7 * 99_999 < fits < 0.75 * 99_999
 
 
+def test_where_neither_what_was_wanted_nor_what_is_free_is_known_a_quarter_of_the_kv_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(out_of_memory, "free_bytes", lambda device: 0)
+    fits = explained(1000, MemoryError()).data["fitting_tokens"]
+
+    assert 0.7 * 99_999 < fits < 0.75 * 99_999
+
+
 @pytest.mark.usefixtures("mib_free")
 def test_kv_that_does_not_fit_says_what_else_is_held() -> None:
     error = kv_too_large(CPU, 9999, 1 << 20, 15 << 30)

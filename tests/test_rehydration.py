@@ -317,3 +317,16 @@ def test_what_was_grown_without_a_block_is_computed_again_with_it() -> None:
     want = path_logits(build("llama"), [*path_ids(second), 7, 8])[-1]
     assert relative_error(answers[2][1], want) < 1e-5
     assert relative_error(answers[1][1], want) > 1e-3
+
+
+def test_a_block_grown_below_a_hidden_one_is_not_computed_again_while_that_is_hidden() -> None:
+    lab = Lab(build("llama"), debug=True)
+    (lost,) = lab.sprout([(lab.plant().root, 1)], GREEDY)
+    with lab.hiding([lost]):
+        (child,) = lab.sprout([(lost, 1)], GREEDY)
+        before = lab.rows()
+        lab.extend(child)
+        assert lab.rows() == before
+    lab.extend(child)
+    assert lab.rows() == before + len(child.tokens)
+    assert child.span.exact.all()

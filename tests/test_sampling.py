@@ -114,6 +114,16 @@ def test_a_uniform_at_either_end_gives_a_token_of_the_distribution(
         assert tokens == [0, vocabulary - 2]
 
 
+def test_a_target_rounded_to_the_end_gives_the_last_token_and_a_number_below_one() -> None:
+    """A number of 1 stands for the rounding of sums in parallel, as a GPU computes them."""
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+
+    drawn = sample(logits, [1.0], EVERYTHING)
+
+    assert drawn.tokens == [1]
+    assert drawn.left == [ALMOST_ONE]
+
+
 @given(seed=st.integers(0, 200), uniform=st.floats(0, 1, exclude_max=True))
 def test_a_wide_nucleus_of_a_large_vocabulary_is_found_whole(seed: int, uniform: float) -> None:
     flat = logits_of(seed, 2, 1500, 0.05)
@@ -457,6 +467,17 @@ def test_the_end_of_a_sequence_goes_before_everything_else() -> None:
     assert rule("END", most=1).after([7, 8]) == "step"
     assert rule("END", most=2).after([0, 0]) == "length"
     assert rule("END", most=3).after([0, 0]) is None
+
+
+def test_only_the_ids_that_end_a_sequence_do() -> None:
+    stop_rule = rule("END", eos=(8, 0))
+
+    assert [token for token in range(10) if stop_rule.is_eos(token)] == [0, 8]
+
+
+def test_a_stop_is_looked_for_in_each_token_once_and_not_before_the_block() -> None:
+    assert rule("bb").after([0, 1, 0]) is None
+    assert rule("b").after([0], before=[2, 0, 1]) is None
 
 
 def test_a_stop_across_tokens_ends_a_grown_block() -> None:

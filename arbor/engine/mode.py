@@ -118,10 +118,7 @@ class Lossless:
         return max(1, (opened.slots - opened.longest) // max(1, leaf_tokens))
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
-        """The union of a wave's paths fits; where the policy gives up nothing, only free slots are
-        used."""
-        if self._keeps_all:
-            return list(halves(extra, 2 * self._memory.free))
+        """The union of a wave's paths fits."""
         return list(fitting(nodes, extra, self._memory.slots))
 
     def scheduler(self) -> Scheduler:

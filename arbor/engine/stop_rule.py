@@ -79,8 +79,9 @@ class StopRule:
     def _end(self, tokens: list[int], before: Sequence[int]) -> str:
         """The text of the block's end, long enough for any stop that the last token completes."""
         most = 4 * self._span + MOST_HELD  # a character has four bytes at most
+        begin = max(0, len(tokens) - most)
         text, enough = "", 0
-        for i in range(len(tokens) - 1, max(-1, len(tokens) - 1 - most), -1):
+        for i in reversed(range(begin, len(tokens))):
             previous = tokens[i - 1 : i] if i else before[-1:]
             text = self._piece(previous, tokens[i]) + text
             enough = enough or self._span + len(text)
@@ -89,7 +90,6 @@ class StopRule:
         if BROKEN not in text:
             return text
         # bytes of characters, which decode only together
-        begin = max(0, len(tokens) - most)
         earlier = [*before, *tokens[max(0, begin - LOOK_BACK) : begin]]
         return added(self._decode, earlier[-LOOK_BACK:], tokens[begin:])
 
