@@ -96,10 +96,12 @@ class Rehydration:
         for leaf in want:
             if self._rules.is_outdated(leaf):
                 self._logits.pop(leaf.row, None)
+        room = self._memory.slots - reserve - len(want)
         for tree in by_tree(leaves):
-            room = self._memory.slots - reserve - len(want)
             if pieces := self._rules.pieces(tree.root, room):
                 self._prefill_in_pieces(tree.root, pieces)
+            elif tree.root.row not in self._state.computed:
+                room -= tree.root.end
         path = sorted(paths_of(leaves), key=lambda node: (node.tree.number, node.key))
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)

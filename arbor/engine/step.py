@@ -118,9 +118,8 @@ class Stepper:
                 joining = False
                 self._forward()
         except BaseException as error:
-            concerned = list(operations)
-            if joining and self._joined:
-                concerned = list(dict.fromkeys(work.operation for work in self._joined))
+            work = [*self._joined] if joining and self._joined else self._taking_part()
+            concerned = list(dict.fromkeys(each.operation for each in work)) or list(operations)
             self._undo()
             if not isinstance(error, Exception):
                 self.cancel(operations, error)
@@ -365,6 +364,10 @@ class Stepper:
 
     # Failures
 
+    def _taking_part(self) -> list[Work]:
+        """The work of the forward in progress."""
+        return [*self._scheduler.rows, *self._joined]
+
     def _undo(self) -> None:
         """Take back the step in progress: what joined waits again."""
         self._rehydration.undo()
@@ -384,6 +387,8 @@ class Stepper:
             if error is not None:
                 operation.opened.failure = None
                 self._end(operation, error)
+            elif not operation.left:  # the failure has ended another one of its tree
+                self._scheduler.operations.remove(operation)
 
     def _end(self, operation: Operation, error: BaseException) -> None:
         rows = [row for row in self._scheduler.rows if row.operation is operation]

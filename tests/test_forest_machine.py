@@ -1,0 +1,670 @@
+"""Random searches over several trees of one engine, step by step, against each tree grown alone."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from support.models import VOCABULARY, Words, build, path_logits
+from support.trees import Lab, path_ids, relative_error
+from torch import Tensor
+
+from arbor.engine import residency
+from arbor.engine.mode import Mode
+from arbor.engine.operation import Operation
+from arbor.engine.scheduler import Row
+from arbor.engine.step import Stepper
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth, ModelSampler
+from arbor.errors import ArborError, OutOfMemory, UsageError
+from arbor.events import Event
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
+from arbor.retention.policy import POLICIES, Protect
+from arbor.tasks.base import BlockLimits
+from arbor.tree import Node, NodeState, ThoughtTree
+
+POLICY_NAMES = sorted(set(POLICIES) - {"belady"})
+PROMPTS = ((5, 17, 40, 8, 77, 23, 61, 5, 90, 33, 12, 50), (9, 3, 3, 41), (60, 2, 71, 8, 8, 19, 35))
+SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))
+LENGTHS = (1, 3, 5)
+EOS = range(VOCABULARY // 8)  # tokens that end a block early
+STOPS = {length: StopRule(Words(), BlockLimits((), length, 8), EOS) for length in LENGTHS}
+MOST_TREES = 4
+MOST_BLOCKS = 14
+DEPTH = 3
+LONGEST = len(PROMPTS[0]) + DEPTH * max(LENGTHS)
+QUESTION = (7, 8, 9)
+FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
+SMALLEST = LONGEST + len(QUESTION)
+PROTECTED = Protect().sinks + Protect().recent
+ROOMY = 1000  # slots for a policy that evicts nothing
+NOISE = 1e-4  # of logits; rounding stays far below it
+
+Lie = Literal["choose", "late choose", "stop", "confidence"]
+Breakdown = Literal["forward", "memory", "policy", "interruption"]
+
+
+class Failure(RuntimeError):
+    """Stands for whatever stops a forward."""
+
+
+class Deaf(RuntimeError):
+    """Stands for whatever a listener raises."""
+
+
+class Source(ModelSampler):
+    """The model's tokens, with wrong answers for some operations.
+
+    Attributes:
+        lies: what is wrong in the answers for an operation.
+        owners: the operations of the blocks that were sampled.
+        noise: added to the logits, [V]; or None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Words())
+        self.lies: dict[Operation, Lie] = {}
+        self.owners: dict[Node, Operation] = {}
+        self.noise: Tensor | None = None
+
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+        self.owners.update((row.node, row.operation) for row in rows)
+        lies = [self.lies.get(row.operation) for row in rows]
+        if "choose" in lies:
+            raise UsageError("token-answer", "none")
+        tokens = super().choose(rows, logits if self.noise is None else logits + self.noise)
+        return [
+            -1 if lie == "late choose" else token for token, lie in zip(tokens, lies, strict=True)
+        ]
+
+    def stop(self, node: Node, growth: Growth) -> Any:
+        if self.lies.get(self.owners[node]) == "stop":
+            return "whim"
+        return super().stop(node, growth)
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        sure = super().confidence(nodes, logits)
+        lies = [self.lies.get(self.owners[node]) == "confidence" for node in nodes]
+        return [float("nan") if lie else each for lie, each in zip(lies, sure, strict=True)]
+
+
+@functools.cache
+def oracle() -> Any:
+    """The model as Hugging Face runs it: no cache, no sharing, no budget."""
+    return build("llama")
+
+
+@functools.cache
+def answer(ids: tuple[int, ...]) -> Tensor:
+    """Logits after these tokens, by Hugging Face."""
+    return path_logits(oracle(), ids)[-1]
+
+
+@functools.cache
+def alone() -> tuple[Lab, Source]:
+    """An engine for one tree at a time, under full retention."""
+    source = Source()
+    return Lab(build("llama"), source=source), source
+
+
+def grown_alone(child: Node, growth: Growth, noise: Tensor | None = None) -> tuple[int, ...]:
+    """The tokens of a block that grows from the same path in an engine of its own."""
+    assert child.parent is not None
+    lab, source = alone()
+    tree = ThoughtTree(child.path[0].tokens)
+    leaf = tree.root
+    for block in child.path[1:]:
+        leaf = tree.fork(leaf)
+        leaf.index = block.index
+        if block is not child:
+            for token in block.tokens:
+                tree.append(leaf, token)
+            leaf.state = NodeState.CLOSED
+    lab.open(tree, ROOMY)
+    lab.events.clear()
+    source.noise = noise
+    lab.decode([leaf], growth)
+    source.owners.clear()
+    return tuple(leaf.tokens)
+
+
+_known: dict[Any, tuple[int, ...]] = {}
+
+
+def expected_tokens(child: Node, growth: Growth) -> tuple[int, ...]:
+    """`grown_alone`, each block once."""
+    assert child.parent is not None
+    place = (growth.seed, growth.sampling, growth.stop.max_tokens)
+    key = (tuple(path_ids(child.parent)), child.start, child.key, *place)
+    if key not in _known:
+        _known[key] = grown_alone(child, growth)
+    return _known[key]
+
+
+def is_a_tie(child: Node, growth: Growth) -> bool:
+    """Whether a difference as small as rounding gives the block these tokens."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        noise = NOISE * torch.randn(VOCABULARY, generator=generator)
+        if grown_alone(child, growth, noise) == tuple(child.tokens):
+            return True
+    return False
+
+
+@dataclass(eq=False)
+class Plot:
+    """One tree in the engine.
+
+    Attributes:
+        left: decode steps until an interruption; below 0: none comes.
+        deaf_in: events until the listener raises; below 0: it does not.
+        raised: the listener has raised what no operation has ended with yet.
+    """
+
+    tree: ThoughtTree
+    slots: int
+    left: int = -1
+    deaf_in: int = -1
+    raised: bool = False
+    interrupted: bool = False
+    heard: int = 0
+
+    def listen(self, event: Event) -> None:
+        self.heard += 1
+        self.deaf_in -= 1
+        if self.deaf_in == 0:
+            self.raised = True
+            raise Deaf
+
+    def is_over(self) -> bool:
+        self.left -= 1
+        if self.left == 0:
+            self.interrupted = True
+            return True
+        return False
+
+    @property
+    def alive(self) -> list[Node]:
+        return [node for node in self.tree if node.state is NodeState.CLOSED]
+
+
+@dataclass(eq=False)
+class Job:
+    """One operation in progress.
+
+    Attributes:
+        kind: of the operation.
+        nodes: that it is about.
+        patience: steps within which it must be done.
+        growth: how blocks are decoded.
+    """
+
+    operation: Any
+    plot: Plot
+    kind: Literal["grow", "ask", "extend"]
+    nodes: list[Node]
+    patience: int
+    growth: Growth | None = None
+
+    @property
+    def work(self) -> int:
+        """Steps that it takes alone at most."""
+        each = 2 if self.growth is None else self.growth.stop.max_tokens + 3
+        return each * len(self.nodes)
+
+
+@dataclass
+class Tally:
+    """What all machines of this process have run.
+
+    Attributes:
+        steps: of the engine.
+        blocks: that were compared with those of a tree alone.
+        ties: of these differed by rounding.
+        ended: operations, by how they ended.
+    """
+
+    steps: int = 0
+    blocks: int = 0
+    ties: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+
+
+TALLY = Tally()
+
+
+class Grove(RuleBasedStateMachine):
+    """Trees are opened, grown, asked about, cut off and closed in any order, in either mode."""
+
+    debug = True
+    lossless = True
+
+    def begin(self, pool: int, policy: str, mode: Mode, rehydrate: Any) -> None:
+        self.source = Source()
+        self.lab = Lab(
+            build("llama"),
+            policy=policy,
+            mode=mode,
+            rehydrate=rehydrate,
+            source=self.source,
+            debug=self.debug,
+        )
+        self.pool = ROOMY if policy == "full" else pool
+        self.plots: list[Plot] = []
+        self.jobs: list[Job] = []
+        self.open_tree(0, 0)
+
+    # What is drawn
+
+    def plot(self, place: int) -> Plot:
+        return self.plots[place % len(self.plots)]
+
+    def job(self, place: int, kind: str = "") -> Job | None:
+        some = [job for job in self.jobs if kind in ("", job.kind)]
+        return some[place % len(some)] if some else None
+
+    def able(self) -> list[tuple[Plot, Node]]:
+        """Leaves that may grow."""
+        return [
+            (plot, node)
+            for plot in self.plots
+            if len(plot.tree) < MOST_BLOCKS and self.busy(plot) < 2
+            for node in plot.alive
+            if node.depth < DEPTH
+        ]
+
+    def busy(self, plot: Plot) -> int:
+        """Operations in progress on a tree."""
+        return sum(job.plot is plot for job in self.jobs)
+
+    # Trees
+
+    @precondition(lambda self: len(self.plots) < MOST_TREES)
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), spare=st.integers(0, 20))
+    def open_tree(self, prompt: int, spare: int) -> None:
+        plot = Plot(ThoughtTree(PROMPTS[prompt]), min(self.pool, SMALLEST + spare))
+        self.lab.open(
+            plot.tree,
+            plot.slots,
+            alone=False,
+            pool=self.pool,
+            emit=plot.listen,
+            interrupted=plot.is_over,
+        )
+        self.plots.append(plot)
+        assert self.lab.memory.slots == self.pool
+        assert self.lab.room(max(LENGTHS), plot.tree) >= 1
+
+    @precondition(lambda self: self.plots)
+    @rule(place=st.integers(0, 100), finish=st.booleans())
+    def leave_tree(self, place: int, finish: bool) -> None:
+        """A tree is given up, in the middle of its operations or not."""
+        plot = self.plot(place)
+        heard = plot.heard
+        (self.lab.finish if finish else self.lab.close)(plot.tree)
+        self.plots.remove(plot)
+        for job in [job for job in self.jobs if job.plot is plot]:
+            assert isinstance(job.operation.error, InterruptedError)
+            assert job.operation.done
+            self.jobs.remove(job)
+            TALLY.ended["closed"] += 1
+        if not finish or self.plots:
+            assert plot.tree.forest is None
+            assert not any(node.span.resident.any() for node in plot.tree)
+            assert all(len(node.span) == len(node.tokens) for node in plot.tree)
+        plot.heard = heard
+
+    # Operations
+
+    def start(self, job: Job) -> None:
+        self.jobs.append(job)
+        # younger operations hold up none
+        job.patience = 20 + 4 * sum(each.work for each in self.jobs)
+
+    @precondition(lambda self: self.able())
+    @rule(
+        place=st.integers(0, 100),
+        other=st.integers(0, 100),
+        width=st.integers(1, 3),
+        length=st.sampled_from(LENGTHS),
+        sampling=st.sampled_from(SAMPLINGS),
+        seed=st.integers(0, 2),
+    )
+    def grow(
+        self, place: int, other: int, width: int, length: int, sampling: Sampling, seed: int
+    ) -> None:
+        able = self.able()
+        plot, leaf = able[place % len(able)]
+        mine = [node for its, node in able if its is plot]
+        leaves = list(dict.fromkeys([leaf, mine[other % len(mine)]]))
+        growth = Growth(seed, sampling, STOPS[length])
+        try:
+            operation = self.lab.begin_grow([(each, width) for each in leaves], growth)
+        except Deaf:
+            assert plot.raised
+            plot.raised = False
+            self.clear_away(plot)
+            return
+        self.start(Job(operation, plot, "grow", operation.children, 0, growth))
+
+    @precondition(lambda self: any(self.busy(plot) < 2 for plot in self.plots))
+    @rule(places=st.lists(st.integers(0, 100), min_size=1, max_size=4))
+    def ask(self, places: list[int]) -> None:
+        plots = [plot for plot in self.plots if self.busy(plot) < 2]
+        plot = plots[places[0] % len(plots)]
+        nodes = [plot.alive[place % len(plot.alive)] for place in places]
+        operation = self.lab.begin_ask(nodes, [QUESTION] * len(nodes))
+        self.start(Job(operation, plot, "ask", nodes, 0))
+
+    @precondition(lambda self: any(self.busy(plot) < 2 for plot in self.plots))
+    @rule(place=st.integers(0, 100), where=st.integers(0, 100))
+    def extend(self, place: int, where: int) -> None:
+        plots = [plot for plot in self.plots if self.busy(plot) < 2]
+        plot = plots[place % len(plots)]
+        node = plot.alive[where % len(plot.alive)]
+        self.start(Job(self.lab.begin_extend(node), plot, "extend", [node], 0))
+
+    @precondition(lambda self: self.jobs)
+    @rule(steps=st.integers(1, 12))
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.lab.busy:
+                return
+            self.step()
+
+    @precondition(lambda self: self.jobs)
+    @rule()
+    def go_on_to_the_end(self) -> None:
+        self.finish_all()
+
+    def finish_all(self) -> None:
+        while self.lab.busy:
+            self.step()
+
+    # What goes wrong
+
+    @precondition(lambda self: self.plots)
+    @rule(place=st.integers(0, 100), steps=st.integers(1, 6))
+    def interrupt(self, place: int, steps: int) -> None:
+        self.plot(place).left = steps
+
+    @precondition(lambda self: self.plots)
+    @rule(place=st.integers(0, 100), events=st.integers(1, 8))
+    def deafen(self, place: int, events: int) -> None:
+        plot = self.plot(place)
+        if not plot.raised:
+            plot.deaf_in = events
+
+    @precondition(lambda self: any(job.kind == "grow" for job in self.jobs))
+    @rule(
+        place=st.integers(0, 100),
+        lie=st.sampled_from(("choose", "late choose", "stop", "confidence")),
+    )
+    def lie(self, place: int, lie: Lie) -> None:
+        job = self.job(place, "grow")
+        assert job is not None
+        self.source.lies[job.operation] = lie
+
+    @precondition(lambda self: self.jobs)
+    @rule(kind=st.sampled_from(FAILURES))
+    def break_down(self, kind: Breakdown) -> None:
+        """The next forward, or decision of the policy, fails; what follows works again."""
+        self.step(kind)
+
+    @precondition(lambda self: self.plots)
+    @rule(place=st.integers(0, 100))
+    def give_up(self, place: int) -> None:
+        plot = self.plot(place)
+        leaves = [node for node in plot.alive if node.parent is not None and not node.children]
+        if leaves and not self.busy(plot):
+            leaf = leaves[place % len(leaves)]
+            leaf.state = NodeState.PRUNED
+            self.forget(plot, [leaf])
+            assert not leaf.span.resident.any()
+
+    def forget(self, plot: Plot, nodes: Sequence[Node]) -> None:
+        try:
+            self.lab.forget(nodes)
+        except Deaf:
+            assert plot.raised
+            plot.raised = False
+
+    def clear_away(self, plot: Plot) -> None:
+        """Give up the open blocks that an operation with an error has left."""
+        used = {node for job in self.jobs if job.kind == "grow" for node in job.nodes}
+        left = [n for n in plot.tree if n.state is NodeState.OPEN and n not in used]
+        for node in left:
+            node.state = NodeState.PRUNED
+        self.forget(plot, left)
+
+    # A step and what it has done
+
+    def step(self, kind: Breakdown | None = None) -> None:
+        concerned: set[Operation] = set()
+        with failing(self.lab, kind, concerned) as failed:
+            TALLY.steps += 1
+            try:
+                self.lab.step()
+            except KeyboardInterrupt:
+                assert failed and kind == "interruption"
+        assert kind is None or failed or not self.jobs or kind == "policy" or not concerned
+        ended = [job for job in self.jobs if job.operation.done]
+        broken = [job for job in ended if failed and is_the_failure(job, kind)]
+        if failed:
+            assert broken, "the failure has ended no operation"
+            if kind == "interruption":
+                assert len(broken) == len(self.jobs)
+            else:
+                assert {job.operation for job in broken} <= concerned
+        self.jobs = [job for job in self.jobs if job not in ended]
+        for job in ended:
+            self.over(job, kind if job in broken else None)
+        for job in self.jobs:
+            job.patience -= not failed
+            assert job.patience > 0, "an operation is starved"
+        for plot in self.plots:
+            assert not plot.raised or not self.busy(plot), "what a listener raised was kept"
+
+    def over(self, job: Job, kind: Breakdown | None) -> None:
+        error, plot = job.operation.error, job.plot
+        TALLY.ended[f"{job.kind} {type(error).__name__}"] += 1
+        if isinstance(error, Deaf):
+            assert plot.raised
+            plot.raised = False
+        elif isinstance(error, UsageError) and kind is None:
+            assert job.operation in self.source.lies
+        elif error is not None and kind is None:
+            raise AssertionError("an operation ended without reason") from error
+        self.source.lies.pop(job.operation, None)
+        if error is None:
+            getattr(self, f"has_{job.kind}")(job)
+        elif isinstance(error, ArborError) and job.kind == "grow":
+            assert all(node.state is NodeState.PRUNED for node in job.nodes)
+            assert not any(node.span.resident.any() for node in job.nodes)
+        self.clear_away(plot)
+        for node in job.nodes:
+            self.source.owners.pop(node, None)
+
+    def has_grow(self, job: Job) -> None:
+        assert job.growth is not None
+        assert job.operation.result() == job.nodes
+        for child in job.nodes:
+            assert len(child.span) == len(child.tokens) <= job.growth.stop.max_tokens
+            if child.state is not NodeState.CLOSED:
+                assert child.state is NodeState.PRUNED and job.plot.interrupted
+                continue
+            full = len(child.tokens) == job.growth.stop.max_tokens
+            assert full or child.tokens[-1] in EOS
+            if self.lossless:
+                TALLY.blocks += 1
+                if expected_tokens(child, job.growth) != tuple(child.tokens):
+                    assert is_a_tie(child, job.growth), "a block differs from the one grown alone"
+                    TALLY.ties += 1
+
+    def has_ask(self, job: Job) -> None:
+        answers = job.operation.result()
+        assert answers.isfinite().all()
+        if self.lossless:
+            for node, got in zip(job.nodes, answers, strict=True):
+                assert relative_error(got, answer((*path_ids(node), *QUESTION))) < 1e-4
+
+    def has_extend(self, job: Job) -> None:
+        job.operation.result()
+        if self.lossless:
+            assert all(block.span.exact.all() for block in job.nodes[0].path)
+
+    # What is always true
+
+    @invariant()
+    def the_account_is_right(self) -> None:
+        if hasattr(self, "lab"):
+            memory = self.lab.memory
+            memory.check()
+            assert memory.used <= self.pool
+            assert not memory.pending
+            assert self.lab.busy == bool(self.jobs)
+            used = {tree: memory.used_by(tree) for tree in memory.forest.trees}
+            for tree, count in used.items():
+                held = [s for node in tree for s in node.span.slot[node.span.resident].tolist()]
+                assert count == len(set(held))
+            assert memory.used == sum(used.values())
+            if not used:
+                return
+            table = self.lab.state.table
+            table.refresh()
+            for node in memory.forest:
+                if node.row < len(table) and node.state is not NodeState.OPEN:
+                    assert table.resident[node.row] == node.span.resident.sum()
+
+    def teardown(self) -> None:
+        """All is done in the end, and afterwards every tree can be grown again."""
+        if not hasattr(self, "lab"):
+            return
+        for plot in self.plots:
+            plot.left = plot.deaf_in = -1
+        self.finish_all()
+        assert not self.jobs
+        for plot in self.plots:
+            plot.raised = False
+            self.lab.state.trees[plot.tree].failure = None
+            self.start(
+                Job(self.lab.begin_extend(plot.tree.root), plot, "extend", [plot.tree.root], 0)
+            )
+            self.finish_all()
+        for plot in list(self.plots):
+            self.lab.close(plot.tree)
+        self.the_account_is_right()
+
+
+def is_the_failure(job: Job, kind: Breakdown | None) -> bool:
+    error = job.operation.error
+    if kind == "policy":
+        return isinstance(error, UsageError) and error.code == "policy"
+    wanted = {"forward": Failure, "memory": OutOfMemory, "interruption": KeyboardInterrupt}
+    return kind is not None and isinstance(error, wanted[kind])
+
+
+@contextmanager
+def failing(
+    lab: Lab, kind: Breakdown | None, concerned: set[Operation]
+) -> Iterator[list[Breakdown]]:
+    """Within, the first forward or decision of the policy fails, with what had a part in it."""
+    failed: list[Breakdown] = []
+    if kind is None:
+        yield failed
+        return
+    where, name = (residency, "select") if kind == "policy" else (ModelRunner, "forward")
+    right = getattr(where, name)
+    errors = {
+        "forward": Failure(),
+        "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB."),
+        "interruption": KeyboardInterrupt(),
+        "policy": UsageError("policy", "a wrong answer"),
+    }
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if failed:
+            return right(*args, **kwargs)
+        failed.append(kind)
+        stepper: Stepper = lab._parts.stepper
+        concerned.update(row.operation for row in stepper._scheduler.rows)
+        concerned.update(work.operation for work in stepper._joined)
+        raise errors[kind]
+
+    with patch.object(where, name, fail_once):
+        yield failed
+
+
+class LosslessGrove(Grove):
+    """In a budget that holds a path, or several: what grows is what grows alone."""
+
+    @initialize(
+        policy=st.sampled_from(POLICY_NAMES),
+        rehydrate=st.sampled_from(("selective", "span")),
+        spare=st.integers(0, 60),
+    )
+    def plant(self, policy: str, rehydrate: Any, spare: int) -> None:
+        self.begin(SMALLEST + spare, policy, "lossless", rehydrate)
+
+
+class LossyGrove(Grove):
+    """In budgets below a path too, reversible or not."""
+
+    lossless = False
+
+    @initialize(
+        policy=st.sampled_from(POLICY_NAMES),
+        rehydrate=st.sampled_from(("off", "selective", "span")),
+        pool=st.integers(PROTECTED + max(LENGTHS) + len(QUESTION), SMALLEST + 20),
+    )
+    def plant(self, policy: str, rehydrate: Any, pool: int) -> None:
+        self.begin(pool, policy, "lossy", rehydrate)
+
+
+for each in (LosslessGrove, LossyGrove):
+    each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestLossless = LosslessGrove.TestCase
+TestLossy = LossyGrove.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grove", [LosslessGrove, LossyGrove])
+def test_many_trees_for_long(grove: type[Grove], record_property: Any) -> None:
+    """More histories, longer ones, other ones every time."""
+
+    class Long(grove):  # type: ignore[valid-type, misc]
+        debug = False
+
+    before = TALLY.steps
+    run_state_machine_as_test(
+        Long,
+        settings=settings(
+            max_examples=400,
+            stateful_step_count=100,
+            deadline=None,
+            derandomize=False,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    record_property("engine steps", TALLY.steps - before)
+    record_property("ended", dict(TALLY.ended))
+    assert TALLY.steps - before > 10_000
