@@ -16,7 +16,6 @@ from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
-from arbor.run.solution import Solution
 from arbor.tasks.base import Problem
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
@@ -24,6 +23,7 @@ from arbor.trace.write import TraceWriter
 if TYPE_CHECKING:
     from arbor.events import Event
     from arbor.run.request import Options
+    from arbor.run.solution import Solution
     from arbor.solver import Solver
 
 
@@ -148,8 +148,8 @@ def _rows(
                 writer = writers.pop(sample.id, None)
                 if writer is not None:
                     writer.close()
-                interrupted = isinstance(result, Solution) and result.finish_reason == "interrupted"
-                if not (interrupted and signals.received is not None):
+                ended = None if isinstance(result, ArborError) else result.finish_reason
+                if ended != "interrupted" or signals.received is None:
                     yield _row(options, folder, sample, result, writer) | seconds.end(sample.id)
     finally:
         for writer in writers.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,10 @@ from support.fake_run import fake_run
 
 from arbor.budget import Budget, Footprint, Plan
 from arbor.cli.option_records import SolverOptions
-from arbor.errors import InputError
+from arbor.errors import ArborError, InputError
 from arbor.events import Answered, Ended, Event
 from arbor.metrics import Metrics, MetricsFold
+from arbor.run.request import Options
 from arbor.tasks.base import Problem
 from arbor.trace import TraceWriter
 
@@ -165,6 +166,31 @@ class FakeSolver:
     def plan(self, problem: str | Problem | None = None, *, budget: str | None = None) -> Plan:
         asked = self._budget if budget is None else Budget.parse(budget)
         return asked.plan(Footprint(PROMPT, STEP_TOKENS, DEPTH, BLOCKS), 1024)
+
+    def as_completed(
+        self,
+        jobs: Iterable[tuple[str | Problem, Options]],
+        *,
+        concurrency: int,
+        listen: Callable[[int, Event], None],
+    ) -> Iterator[tuple[int, FakeSolution | ArborError]]:
+        """One after another."""
+        self._stopped = False
+        for place, (problem, options) in enumerate(jobs):
+            if self._stopped:
+                return
+            self._stream = self.stream(problem, **options)
+            try:
+                for event in self._stream:
+                    listen(place, event)
+            except ArborError as error:
+                yield place, error
+            else:
+                yield place, self._stream.solution
+
+    def stop(self, status: str = "interrupted") -> None:
+        self._stopped = True
+        self._stream.stop(status)
 
     def stream(
         self,
