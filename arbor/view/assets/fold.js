@@ -112,7 +112,8 @@ class Run {
   }
 
   get budget() {
-    return isCount(this.plan.budget_tokens) ? this.plan.budget_tokens : 0;
+    const { pool_tokens: pool, budget_tokens: budget } = this.plan;
+    return isCount(pool) ? pool : isCount(budget) ? budget : 0; // of all searches that share it
   }
 
   // Structure: one entry a block, in the order they were opened
