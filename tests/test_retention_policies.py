@@ -340,6 +340,22 @@ def test_scores_of_another_shape_are_noticed() -> None:
         select_by_count(blocks, np.maximum(blocks.resident - 1, 0), Short(()))
 
 
+def test_only_an_error_in_a_part_from_outside_is_explained() -> None:
+    class Failing(Given):
+        def scores(self, tokens: Tokens) -> Floats:
+            raise ValueError("no scores today")
+
+    class Own(Failing):
+        __module__ = "arbor.retention.scorers.own"
+
+    blocks = offer(1, 8, ties=False)
+    counts = np.maximum(blocks.resident - 1, 0)
+    with pytest.raises(UsageError, match="Failing raised ValueError in 'scores': no scores today"):
+        select_by_count(blocks, counts, Failing(()))
+    with pytest.raises(ValueError, match="no scores today"):
+        select_by_count(blocks, counts, Own(()))
+
+
 def test_floors_that_do_not_fit_are_noticed() -> None:
     blocks = offer(2, 8, ties=False)
     blocks = dataclasses.replace(blocks, floor=blocks.resident)
