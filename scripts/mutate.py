@@ -219,6 +219,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "0 -> 1",
         why="any index; what is read there is not used",
     ),
+    *_same(
+        "retention/selection.py",
+        "if self._tokens is not None and self._stays is not None:",
+        "and -> or",
+        why="both are given, or neither",
+    ),
     *_same("retention/selection.py", "if len(views) == 1:", "1 -> 0", why=SHORTCUT),
 )
 

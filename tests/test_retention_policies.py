@@ -21,7 +21,7 @@ from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.selection import best_tokens, select, select_by_count
+from arbor.retention.selection import best_tokens, select, select_all_but, select_by_count
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
@@ -354,6 +354,14 @@ def test_only_an_error_in_a_part_from_outside_is_explained() -> None:
         select_by_count(blocks, counts, Failing(()))
     with pytest.raises(ValueError, match="no scores today"):
         select_by_count(blocks, counts, Own(()))
+
+
+def test_a_token_that_leaves_twice_is_noticed() -> None:
+    blocks = offer(1, 8, ties=False)
+
+    assert int(blocks.resident.sum() - select_all_but(blocks, np.array([2, 0]))[0].sum()) == 2
+    with pytest.raises(UsageError, match="named a token twice"):
+        select_all_but(blocks, np.array([2, 2]))
 
 
 def test_floors_that_do_not_fit_are_noticed() -> None:
