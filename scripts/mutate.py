@@ -186,6 +186,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         *("1024 -> 1023", "1024 -> 1025"),
         why=SPEED,
     ),
+    *_same(
+        "memory/slots.py",
+        "for wanted in (2 * length * count, self.slots):  # mostly it is found among the lowest",
+        *("2 -> 1", "2 -> 3", "* -> +"),
+        why=SPEED,
+    ),
     *_same("memory/slots.py", "width *= 4", "4 -> 3", "4 -> 5", "*= -> +=", why=SPEED),
     *_same(
         "memory/slots.py",
@@ -198,7 +204,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     *_same(
         "memory/slots.py",
         "inside = near.min(initial=0) >= 0 and near.max(initial=0) < self.slots",
-        ">= -> >",
+        *(">= -> >", "0 -> 1"),
         why=SHORTCUT,
     ),
     *_same(
@@ -206,6 +212,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "_SAMPLE = 2048",
         *("2048 -> 2047", "2048 -> 2049"),
         why=SPEED,
+    ),
+    *_same(
+        "retention/selection.py",
+        "at = np.where(inside, begins[rows, None] + place, 0)",
+        "0 -> 1",
+        why="any index; what is read there is not used",
+    ),
+    *_same(
+        "retention/selection.py",
+        "if self._tokens is not None and self._stays is not None:",
+        "and -> or",
+        why="both are given, or neither",
     ),
     *_same("retention/selection.py", "if len(views) == 1:", "1 -> 0", why=SHORTCUT),
 )

@@ -439,6 +439,7 @@ def test_room_is_counted_after_the_longest_path(lab: Lab) -> None:
     lab.sprout([(tree.root, 1)])
 
     assert lab.room(5) == (40 - 17) // 5
+    assert lab.room(0) == lab.room(1) == 40 - 17
     assert lab.room(100) == 1
 
 
@@ -446,4 +447,4 @@ def test_room_in_lossy_mode_is_half_of_the_budget() -> None:
     lab = Lab(build("llama"), policy="h2o", mode="lossy")
     lab.plant(41)
 
-    assert [lab.room(tokens) for tokens in (1, 5, 20, 21, 100)] == [20, 4, 1, 1, 1]
+    assert [lab.room(tokens) for tokens in (0, 1, 5, 20, 21, 100)] == [20, 20, 4, 1, 1, 1]

@@ -305,6 +305,22 @@ def test_a_freed_slot_has_no_token_no_position_and_no_owner() -> None:
     assert table.position[slots].tolist() == [0, NO_SLOT, 2]
 
 
+def test_a_token_has_as_many_layers_as_were_written_last() -> None:
+    memory, tree = memory_of()
+    memory.place(tree.root, np.array([0, 1, 3]), exact=True, depth=2)
+    memory.commit()
+    memory.rewrite(tree.root, np.array([1]), exact=True, depth=1)
+    memory.commit()
+    assert tree.root.span.depth.tolist() == [2, 1, 0, 2]
+
+    memory.evict(tree.root, np.array([0]))
+
+    assert tree.root.span.depth.tolist() == [0, 1, 0, 2]
+    child = blank(tree, tree.root, 2)
+    append(memory, [child], [NO_SLOT], [True])
+    assert child.span.depth.tolist() == [0, 2]
+
+
 def test_a_token_is_exact_once_its_forward_has_run_and_not_before() -> None:
     memory, tree = memory_of()
     child = blank(tree, tree.root, 2)

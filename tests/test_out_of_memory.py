@@ -147,6 +147,9 @@ def test_a_pool_that_does_not_fit_names_what_does() -> None:
     named = re.search(r"--budget (\d+)tok", str(caught.value))
     assert named is not None and "weights of 1.0 GiB" in str(caught.value)
     assert 0 < int(named[1]) * 8 * 256 * 4 <= out_of_memory.free_bytes(CPU)
+    with pytest.raises(OutOfMemory) as caught:
+        KVPool([LayerKV(8, 128, 128)], 10**12, torch.float32, CPU)
+    assert "weights" not in str(caught.value)
 
 
 def test_weights_that_do_not_fit_are_no_broken_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,6 +319,18 @@ def test_what_was_grown_without_a_block_is_computed_again_with_it() -> None:
     assert relative_error(answers[1][1], want) > 1e-3
 
 
+def test_in_span_mode_a_block_that_lacks_a_token_is_computed_whole_and_no_other() -> None:
+    lab = Lab(build("llama"), rehydrate="span", debug=True)
+    (child,) = lab.sprout([(lab.plant().root, 1)], GREEDY)
+    before = lab.rows()
+    evict(lab, child, [1, 3])
+
+    lab.extend(child)
+
+    assert lab.rows() == before + len(child.tokens)
+    assert child.span.exact.all()
+
+
 def test_a_block_grown_below_a_hidden_one_is_not_computed_again_while_that_is_hidden() -> None:
     lab = Lab(build("llama"), debug=True)
     (lost,) = lab.sprout([(lab.plant().root, 1)], GREEDY)

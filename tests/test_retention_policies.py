@@ -21,7 +21,7 @@ from arbor.retention.ordering import lowest, order
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
-from arbor.retention.selection import best_tokens, select, select_by_count
+from arbor.retention.selection import best_tokens, select, select_all_but, select_by_count
 
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
@@ -338,6 +338,30 @@ def test_scores_of_another_shape_are_noticed() -> None:
     blocks = offer(1, 8, ties=False)
     with pytest.raises(UsageError, match=r"scores of shape \(1,\)"):
         select_by_count(blocks, np.maximum(blocks.resident - 1, 0), Short(()))
+
+
+def test_only_an_error_in_a_part_from_outside_is_explained() -> None:
+    class Failing(Given):
+        def scores(self, tokens: Tokens) -> Floats:
+            raise ValueError("no scores today")
+
+    class Own(Failing):
+        __module__ = "arbor.retention.scorers.own"
+
+    blocks = offer(1, 8, ties=False)
+    counts = np.maximum(blocks.resident - 1, 0)
+    with pytest.raises(UsageError, match="Failing raised ValueError in 'scores': no scores today"):
+        select_by_count(blocks, counts, Failing(()))
+    with pytest.raises(ValueError, match="no scores today"):
+        select_by_count(blocks, counts, Own(()))
+
+
+def test_a_token_that_leaves_twice_is_noticed() -> None:
+    blocks = offer(1, 8, ties=False)
+
+    assert int(blocks.resident.sum() - select_all_but(blocks, np.array([2, 0]))[0].sum()) == 2
+    with pytest.raises(UsageError, match="named a token twice"):
+        select_all_but(blocks, np.array([2, 2]))
 
 
 def test_floors_that_do_not_fit_are_noticed() -> None:
