@@ -203,7 +203,7 @@ def _answers(
     ask: Callable[[Sequence[Row], Tensor], Sequence[T]],
     rows: Sequence[Row],
     logits: Tensor,
-    again: Callable[[], None] = bool,
+    again: Callable[[], object] = bool,
 ) -> list[T | None]:
     """A token source's answer for each row; None for the rows of an operation it fails for, which
     is given the error.
