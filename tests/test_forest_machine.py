@@ -177,6 +177,9 @@ class Plot:
         left: decode steps until an interruption; below 0: none comes.
         deaf_in: events until the listener raises; below 0: it does not.
         raised: the listener has raised what no operation has ended with yet.
+        interrupted: an operation was interrupted.
+        heard: events.
+        kept: steps since the listener raised that.
     """
 
     tree: ThoughtTree
@@ -186,6 +189,7 @@ class Plot:
     raised: bool = False
     interrupted: bool = False
     heard: int = 0
+    kept: int = 0
 
     def listen(self, event: Event) -> None:
         self.heard += 1
@@ -270,6 +274,7 @@ class Grove(RuleBasedStateMachine):
         self.pool = ROOMY if policy == "full" else pool
         self.plots: list[Plot] = []
         self.jobs: list[Job] = []
+        self.left: list[tuple[Plot, int]] = []  # and the events it had heard
         self.open_tree(0, 0)
 
     # What is drawn
@@ -318,7 +323,6 @@ class Grove(RuleBasedStateMachine):
     def leave_tree(self, place: int, finish: bool) -> None:
         """A tree is given up, in the middle of its operations or not."""
         plot = self.plot(place)
-        heard = plot.heard
         (self.lab.finish if finish else self.lab.close)(plot.tree)
         self.plots.remove(plot)
         for job in [job for job in self.jobs if job.plot is plot]:
@@ -330,7 +334,7 @@ class Grove(RuleBasedStateMachine):
             assert plot.tree.forest is None
             assert not any(node.span.resident.any() for node in plot.tree)
             assert all(len(node.span) == len(node.tokens) for node in plot.tree)
-        plot.heard = heard
+        self.left.append((plot, plot.heard))
 
     # Operations
 
@@ -480,8 +484,9 @@ class Grove(RuleBasedStateMachine):
         for job in self.jobs:
             job.patience -= not failed
             assert job.patience > 0, "an operation is starved"
-        for plot in self.plots:
-            assert not plot.raised or not self.busy(plot), "what a listener raised was kept"
+        for plot in self.plots:  # what it raised at the end of an operation ends the next one
+            plot.kept = plot.kept + 1 if plot.raised and self.busy(plot) else 0
+            assert plot.kept < 2, "what a listener raised was kept"
 
     def over(self, job: Job, kind: Breakdown | None) -> None:
         error, plot = job.operation.error, job.plot
@@ -541,6 +546,7 @@ class Grove(RuleBasedStateMachine):
             assert memory.used <= self.pool
             assert not memory.pending
             assert self.lab.busy == bool(self.jobs)
+            assert all(plot.heard == heard for plot, heard in self.left)
             used = {tree: memory.used_by(tree) for tree in memory.forest.trees}
             for tree, count in used.items():
                 held = [s for node in tree for s in node.span.slot[node.span.resident].tolist()]

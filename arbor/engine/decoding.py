@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.scheduler import Row, Scheduler
 from arbor.engine.stop_rule import StopReason
-from arbor.engine.token_source import TokenSource
+from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled
 from arbor.tree import Node, NodeState, paths_of
+
+T = TypeVar("T")
 
 
 class Decoding:
@@ -100,21 +103,17 @@ class Decoding:
 
     def _tokens(self, rows: Sequence[Row], logits: Tensor) -> list[int | None]:
         """A token for each row; None where the source fails for the row's operation."""
-        try:
-            return list(self._source.choose(rows, logits))
-        except Exception as error:
-            operations = dict.fromkeys(row.operation for row in rows)
-            if len(operations) == 1:
-                rows[0].operation.error = error
-                return [None] * len(rows)
-        tokens: list[int | None] = [None] * len(rows)
-        for operation in operations:
-            mine = [i for i, row in enumerate(rows) if row.operation is operation]
-            for i, token in zip(
-                mine, self._tokens([rows[i] for i in mine], logits[mine]), strict=True
-            ):
-                tokens[i] = token
-        return tokens
+        foreign = isinstance(self._source, CheckedSource)
+        codes = [row.code.copy() for row in rows] if foreign and _are_several(rows) else []
+
+        def choose(rows: Sequence[Row], logits: Tensor) -> Sequence[int]:
+            return self._source.choose(rows, logits)
+
+        def again() -> None:
+            for row, code in zip(rows, codes, strict=False):
+                row.code = code
+
+        return _answers(choose, rows, logits, again)
 
     def end(self, done: Sequence[Row], logits: Tensor) -> None:
         """Close blocks that have reached their boundary.
@@ -140,12 +139,11 @@ class Decoding:
 
     def _confidence(self, done: Sequence[Row], logits: Tensor) -> list[float]:
         """The model's confidence after each row; an operation with a wrong answer ends."""
-        try:
-            return self._source.confidence([row.node for row in done], logits)
-        except Exception as error:
-            for row in done:
-                row.operation.error = error
-            return [0.0] * len(done)
+
+        def confidence(rows: Sequence[Row], logits: Tensor) -> Sequence[float]:
+            return self._source.confidence([row.node for row in rows], logits)
+
+        return [sure or 0.0 for sure in _answers(confidence, done, logits)]
 
     def cut(self, nodes: Sequence[Node]) -> None:
         """Give up unfinished blocks as they are."""
@@ -194,3 +192,39 @@ class Decoding:
                 top1=node.top1,
             )
         )
+
+
+def _are_several(rows: Sequence[Row]) -> bool:
+    """Whether rows are of more than one operation."""
+    return any(row.operation is not rows[0].operation for row in rows)
+
+
+def _answers(
+    ask: Callable[[Sequence[Row], Tensor], Sequence[T]],
+    rows: Sequence[Row],
+    logits: Tensor,
+    again: Callable[[], object] = bool,
+) -> list[T | None]:
+    """A token source's answer for each row; None for the rows of an operation it fails for, which
+    is given the error.
+
+    Args:
+        ask: the question.
+        rows: of any operations.
+        logits: [n, V] float32.
+        again: called before each operation's rows are asked about alone.
+    """
+    try:
+        return list(ask(rows, logits))
+    except Exception as error:
+        if not _are_several(rows):
+            rows[0].operation.error = error
+            return [None] * len(rows)
+    again()
+    answers: list[T | None] = [None] * len(rows)
+    for operation in dict.fromkeys(row.operation for row in rows):
+        mine = [i for i, row in enumerate(rows) if row.operation is operation]
+        some = _answers(ask, [rows[i] for i in mine], logits[mine])
+        for i, answer in zip(mine, some, strict=True):
+            answers[i] = answer
+    return answers

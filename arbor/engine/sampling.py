@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ class ArithmeticCode:
             self._fineness = 1.0
         else:
             self.number = float(self._own.random())
+
+    def copy(self) -> ArithmeticCode:
+        """The same numbers once more."""
+        return copy.deepcopy(self)
 
     def narrow(self, left: float, share: float) -> None:
         """After a token: the next number.
