@@ -51,7 +51,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy
 from arbor.retention.selection import select, select_all_but, select_by_count
 from arbor.retention.token_statistics import AttentionColumns, TokenStatistics
-from arbor.tree import Node, NodeState, Span, ThoughtTree
+from arbor.tree import Node, NodeState, Span, Spans, ThoughtTree
 
 BLOCK = 128  # tokens, as in the paper
 PROMPT = 512
@@ -199,8 +199,9 @@ def engine_event(
     tree = search.tree
     total = sum(len(node.tokens) for node in tree)
     memory = KVMemory((LayerKV(1, 1, 1),), total, torch.float32, torch.device("cpu"))
+    tree.forest, tree.spans = None, Spans()  # it was in the memory of the policy before
     for node in tree:
-        node.span = Span(tree.spans)
+        node.row, node.span = node.id, Span(tree.spans)
         node.span.grow(len(node.tokens))
     memory.adopt(tree)
     likely = dict(zip(search.growable.tolist(), search.outlook.tolist(), strict=True))

@@ -19,9 +19,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}
 @pytest.fixture(autouse=True)
 def fresh_probes() -> Iterator[None]:
     """Probes are remembered for the process; tests that break an op must not leave that behind."""
-    linear._works.cache_clear()
+    probe = linear._works
+    probe.cache_clear()
     yield
-    linear._works.cache_clear()
+    probe.cache_clear()
 
 
 def packed(layer: nn.Linear, kind: Packing, deterministic: bool = False) -> PackedLinear:

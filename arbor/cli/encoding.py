@@ -21,12 +21,13 @@ def decoded(data: bytes, encoding: str, name: str) -> str:
         InputError: the data is in another encoding, or has half of a character; names the place.
     """
     try:
-        known = codecs.lookup(encoding).name
-        text = data.decode(encoding).removeprefix("\ufeff")
+        codec = encoding
+        encoding = codecs.lookup(codec).name
+        text = data.decode(codec).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputError(
-            f"not-{known.replace('utf-8', 'utf8')}",
+            f"not-{encoding.replace('utf-8', 'utf8')}",
             f"{name}: byte 0x{data[error.start]:02x} at offset {error.start:,} (line {line}).",
             "It may be Latin-1: iconv -f latin1 -t utf8, or --encoding latin-1.",
             path=name,

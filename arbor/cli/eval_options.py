@@ -152,7 +152,6 @@ eval_options = option_group(
         default="auto",
         metavar="N|auto",
         heading="Output",
-        common=True,
         help="Samples in progress at a time, sharing the budget; auto: 8.",
     ),
     option(

@@ -122,7 +122,7 @@ def light_tokenizer(source: ModelLocation) -> Any:
 
 
 def keep_description(source: ModelLocation, dtype: str, config: Any, files: Description) -> None:
-    """Writes the description of a model that was read, if it may be kept; a failure is no error.
+    """Writes the description of a model that was read, if it may be kept; a failure is ignored.
 
     Args:
         source, dtype: as in `kept_description`.
