@@ -185,3 +185,37 @@ def test_a_listener_that_raises_where_blocks_open_begins_nothing() -> None:
 
     run(lab)
     assert isinstance(growing, Growing) and len(growing.result()) == 1
+
+
+def test_an_interrupted_step_leaves_nothing_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, PROMPT, SHORT)
+    visit = lab.begin_extend(first.root)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lab.step()
+    with pytest.raises(KeyboardInterrupt):
+        visit.result()
+    lab.open(second, 200, alone=False, pool=200, interrupted=lambda: True)
+    forwards = 0
+    right = ModelRunner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    growing = lab.begin_grow([(second.root, 1)], growth())  # which has nothing to do
+    run(lab)
+
+    assert [child.state for child in growing.result()] == [NodeState.PRUNED]
+    assert forwards == 0
+    assert lab.memory.used == 0
