@@ -484,7 +484,12 @@ class Grove(RuleBasedStateMachine):
         for job in self.jobs:
             job.patience -= not failed
             assert job.patience > 0, "an operation is starved"
-        for plot in self.plots:  # what it raised at the end of an operation ends the next one
+        for plot in self.plots:
+            if plot.raised and self.lab.state.trees[plot.tree].failure is None:
+                # an operation that had an error of its own has ended with that
+                assert any(job.plot is plot for job in ended), "what a listener raised was lost"
+                plot.raised = False
+            # what it raised at the end of an operation ends the next one
             plot.kept = plot.kept + 1 if plot.raised and self.busy(plot) else 0
             assert plot.kept < 2, "what a listener raised was kept"
 

@@ -127,7 +127,7 @@ class Stepper:
             if joining:  # the others are tried again without the youngest
                 concerned = [max(concerned, key=lambda operation: operation.serial)]
             self.cancel(concerned, error)
-        self._joined, self._placed, self._known = Joined(), Placed(), {}
+        self._clear()
         self._hand_on_failures()
 
     # Before the forward
@@ -379,6 +379,11 @@ class Stepper:
             work for work in self._joined if not isinstance(work, Row) or work in running
         )
         self._changed = True
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the step in progress."""
+        self._joined, self._placed, self._known = Joined(), Placed(), {}
 
     def _hand_on_failures(self) -> None:
         """End the operations whose listeners or token sources failed."""

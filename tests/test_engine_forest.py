@@ -1,0 +1,221 @@
+"""Operations on several trees of one engine: what goes wrong with one leaves the others as they
+are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.models import Words, build
+from support.trees import PROMPT, SAMPLED, Lab
+from torch import Tensor
+
+from arbor.engine.operation import Growing
+from arbor.engine.scheduler import Row
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth, ModelSampler
+from arbor.errors import UsageError
+from arbor.events import Event, Opened
+from arbor.model.runner import ModelRunner
+from arbor.tasks.base import BlockLimits
+from arbor.tree import Node, NodeState, ThoughtTree
+
+SHORT = (9, 3, 3, 41)
+
+
+def growth(length: int = 5, seed: int = 3) -> Growth:
+    return Growth(seed, SAMPLED, StopRule(Words(), BlockLimits((), length, 8), ()))
+
+
+def opened(lab: Lab, *prompts: Sequence[int], pool: int = 200) -> list[ThoughtTree]:
+    """Trees next to each other, their prompts not computed yet."""
+    trees = [ThoughtTree(prompt) for prompt in prompts]
+    for tree in trees:
+        lab.open(tree, pool, alone=False, pool=pool)
+    return trees
+
+
+def run(lab: Lab) -> None:
+    while lab.busy:
+        lab.step()
+
+
+class Failure(RuntimeError):
+    """Stands for whatever stops a forward."""
+
+
+def test_a_failed_forward_ends_what_took_part_and_not_what_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, PROMPT, PROMPT, pool=20)  # one path fits at a time
+    running = lab.begin_grow([(first.root, 1)], growth())
+    waiting = lab.begin_grow([(second.root, 1)], growth())
+    lab.step()
+    lab.step()
+    right = ModelRunner.forward
+    monkeypatch.setattr(ModelRunner, "forward", lambda *args, **kwargs: raise_failure())
+    lab.step()
+    monkeypatch.setattr(ModelRunner, "forward", right)
+
+    with pytest.raises(Failure):
+        running.result()
+    assert not waiting.done
+    lab.close(first)
+    run(lab)
+    (child,) = waiting.result()
+    assert child.tokens == alone(PROMPT, growth())
+
+
+def raise_failure() -> None:
+    raise Failure
+
+
+def alone(prompt: Sequence[int], how: Growth) -> list[int]:
+    """The tokens of the first child of a root that grows in an engine of its own."""
+    lab = Lab(build("llama"))
+    tree = lab.plant(prompt=prompt)
+    (child,) = lab.grow([(tree.root, 1)], how)
+    return child.tokens
+
+
+def test_prompts_that_do_not_fit_together_go_in_in_pieces() -> None:
+    lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off", debug=True)
+    trees = opened(lab, PROMPT, PROMPT, PROMPT, pool=26)
+    visits = [lab.begin_extend(tree.root) for tree in trees]
+
+    run(lab)
+
+    for visit in visits:
+        visit.result()
+    assert lab.memory.used <= 26
+    assert {tree.root.row for tree in trees} <= lab.state.computed
+
+
+class Wrong(ModelSampler):
+    """The model's own answers, one of them wrong for one tree.
+
+    Attributes:
+        tree: whose answers are wrong.
+        what: which of them.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(Words())
+        self.what = what
+        self.tree: ThoughtTree | None = None
+
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+        tokens = super().choose(rows, logits)
+        here = [row.node.tree is self.tree and len(row.node.tokens) == 2 for row in rows]
+        wrong = self.what == "choose"
+        return [-1 if wrong and mine else t for t, mine in zip(tokens, here, strict=True)]
+
+    def stop(self, node: Node, growth: Growth) -> Any:
+        return (
+            "whim" if self.what == "stop" and node.tree is self.tree else super().stop(node, growth)
+        )
+
+    def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
+        sure = super().confidence(nodes, logits)
+        wrong = self.what == "confidence"
+        return [
+            float("nan") if wrong and node.tree is self.tree else each
+            for node, each in zip(nodes, sure, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("what", ["choose", "stop", "confidence"])
+def test_a_wrong_answer_for_one_operation_ends_that_one_and_changes_no_other(what: str) -> None:
+    source = Wrong(what)
+    lab = Lab(build("llama"), source=source, debug=True)
+    first, second, third = opened(lab, SHORT, PROMPT, SHORT)
+    source.tree = second
+    operations = [lab.begin_grow([(tree.root, 1)], growth()) for tree in (first, second, third)]
+
+    run(lab)
+
+    with pytest.raises(UsageError, match="token-answer"):
+        operations[1].result()
+    assert [child.state for child in second.root.children] == [NodeState.PRUNED]
+    for operation in (operations[0], operations[2]):
+        (child,) = operation.result()
+        assert child.state is NodeState.CLOSED
+        assert child.tokens == alone(SHORT, growth())
+        assert child.confidence > 0
+
+
+def test_an_operation_is_over_in_the_step_in_which_a_listener_ends_another_one_of_its_tree() -> (
+    None
+):
+    lab = Lab(build("llama"), debug=True)
+    (tree,) = opened(lab, PROMPT)
+    heard: list[Event] = []
+
+    def listen(event: Event) -> None:
+        heard.append(event)
+        raise Failure
+
+    lab.open(other := ThoughtTree(SHORT), 200, alone=False, pool=200, emit=listen)
+    visits = [lab.begin_extend(other.root) for _ in range(2)]
+    well = lab.begin_extend(tree.root)
+
+    lab.step()
+
+    assert not lab.busy and len(heard) == 1
+    well.result()
+    with pytest.raises(Failure):
+        visits[0].result()
+    visits[1].result()
+
+
+def test_a_listener_that_raises_where_blocks_open_begins_nothing() -> None:
+    lab = Lab(build("llama"), debug=True)
+    (tree,) = opened(lab, PROMPT)
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Opened):
+            raise Failure
+
+    lab.open(other := ThoughtTree(SHORT), 200, alone=False, pool=200, emit=listen)
+    growing = lab.begin_grow([(tree.root, 1)], growth())
+    with pytest.raises(Failure):
+        lab.begin_grow([(other.root, 1)], growth())
+
+    run(lab)
+    assert isinstance(growing, Growing) and len(growing.result()) == 1
+
+
+def test_an_interrupted_step_leaves_nothing_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, PROMPT, SHORT)
+    visit = lab.begin_extend(first.root)
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "forward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lab.step()
+    with pytest.raises(KeyboardInterrupt):
+        visit.result()
+    lab.open(second, 200, alone=False, pool=200, interrupted=lambda: True)
+    forwards = 0
+    right = ModelRunner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    growing = lab.begin_grow([(second.root, 1)], growth())  # which has nothing to do
+    run(lab)
+
+    assert [child.state for child in growing.result()] == [NodeState.PRUNED]
+    assert forwards == 0
+    assert lab.memory.used == 0
