@@ -148,7 +148,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
     """Add a row to a CSV file."""
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row)
+        writer = csv.DictWriter(file, row, lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)
