@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import datetime
 import statistics
 import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
     parser.add_argument("--machine", default="")
+    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
     parser.add_argument("--csv", type=Path, help="append a row per measurement")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,14 +126,19 @@ def main() -> None:
                 found = run(concurrency)
                 seconds[concurrency].append(time.thread_time() - began)
                 row = {
+                    "date": datetime.date.today().isoformat(),
+                    "commit": commit,
+                    "machine": given.machine,
+                    "conditions": given.conditions,
                     "case": name,
                     "at_a_time": concurrency,
                     "round": index,
                     "cpu_s": round(seconds[concurrency][-1], 3),
                     **found,
-                    "commit": commit,
-                    "machine": given.machine,
-                    "command": f"bench_concurrency.py --rounds {given.rounds}",
+                    "n": 1,
+                    "n_of": "runs",
+                    "command": " ".join(["bench_concurrency.py", *sys.argv[1:]]),
+                    "note": "",
                 }
                 if given.csv is not None:
                     append(given.csv, row)
