@@ -34,6 +34,9 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 SLOW: dict[str, tuple[str, ...]] = {
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --json FOLDER/out.json",),
+    "bench_concurrency": (
+        "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
+    ),
     "bench_decode": ("--size 5m --shapes F8 --rounds 1 --deepcopy --json FOLDER/out.json",),
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),

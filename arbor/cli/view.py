@@ -74,7 +74,7 @@ def view(output: Output, /, **values: Any) -> int:
     \b
       arbor view run.arbor.jsonl --open
       arbor view run.arbor.jsonl --term
-      arbor view runs/tenth --samples --open
+      arbor view runs/baseline --samples --open
     """
     options = read_options(ViewOptions, values)
     traces = options.traces
