@@ -31,7 +31,7 @@ import torch
 from bench_decode import interval
 from eval_policies import SEARCHES, Blocks, problems_of
 
-import arbor.engine.engine as engine
+import arbor.engine.forward_pass as forward_pass
 from arbor import Solver
 from arbor.measure.timing import turned
 
@@ -160,7 +160,7 @@ def main() -> None:
     torch.set_num_threads(1)
     phases = Phases()
     rows = []
-    with mock.patch.object(engine, "nvtx_range", phases.nvtx_range):
+    with mock.patch.object(forward_pass, "nvtx_range", phases.nvtx_range):
         for name in args.searches:
             for each in measure(args, name, phases):
                 rows.append(each)
