@@ -17,6 +17,8 @@ from arbor.errors import BudgetInfeasible, InputError
 from arbor.events import Ended, Event, Header, Sampled, Verified
 from arbor.forest import LEAST_UNUSED
 from arbor.model.checkpoint import Checkpoint
+from arbor.run.request import Request
+from arbor.run.run import Run
 from arbor.run.solution import Solution
 from arbor.trace import Replay, read_trace
 
@@ -419,6 +421,35 @@ def test_a_problem_that_is_larger_than_the_pool_waits_and_is_solved(checkpoint: 
     assert headers[2].kv["pool_tokens"] >= plans[large].smallest_tokens
     assert approximately(solutions[0]) == approximately(solutions[3])
     assert is_idle(solver)
+
+
+def test_a_problem_that_waits_when_all_are_stopped_does_not_begin(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint)
+    large = "What is " + "+".join(["7"] * 150) + "?"
+    together = Together()
+
+    def listen(event: Event) -> None:
+        together(event)
+        if isinstance(event, Verified):
+            solver.stop()
+
+    solver.listeners = (listen,)
+    solutions = solver.solve_batch([PROBLEMS[0], PROBLEMS[1], large], concurrency=2)
+
+    assert [each.problem for each in solutions] == [PROBLEMS[0], PROBLEMS[1]]
+    assert len(together.headers) == 2
+    assert is_idle(solver)
+
+
+def test_a_search_that_is_stopped_before_it_begins_ends_at_once(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint)
+    run = Run(solver._setup, PROBLEMS[0], Request())
+    run.stop()
+
+    solution = run.solve(solver._lend)
+
+    assert solution.finish_reason == "interrupted"
+    assert solution.metrics.tokens_generated == 0
 
 
 # Leaks

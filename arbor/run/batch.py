@@ -89,6 +89,8 @@ class Batch:
     def _begin(
         self, engine: Engine, place: int, run: Run | Exception, idle: bool
     ) -> Steps[Solution] | None:
+        if self._stopped is not None:
+            return None
         if isinstance(run, Exception):
             raise run
         plan = run.plan

@@ -63,6 +63,7 @@ class Run:
         budget = setup.budget if request.budget is None else Budget.parse(request.budget)
         self.budget = setup.resolved(budget)
         self.session: Session | None = None  # while the engine searches
+        self._stopped: Status | None = None
         self.pool: int | None = None  # the budget of all runs in the engine
 
     def solve(
@@ -120,10 +121,11 @@ class Run:
         )
 
     def stop(self, status: Status = "interrupted") -> None:
-        """End the search after its current forward, if it is running.
+        """End the search after its current forward, or as soon as it begins.
 
         Safe from a signal handler or another thread.
         """
+        self._stopped = status
         session = self.session  # read once: the search may end meanwhile
         if session is not None:
             session.stop(status)
@@ -197,6 +199,8 @@ class Run:
             ),
             pool=self.pool,
         )
+        if self._stopped is not None:  # while the search was being set up
+            self.session.stop(self._stopped)
         emit(self._header())
         try:
             outcome = yield from self.session.steps(self.prompt, self.task.prompt(self.problem))

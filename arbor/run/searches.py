@@ -90,7 +90,8 @@ def as_completed(
     Args:
         engine: carries out their operations.
         searches: begin a search each, read as far ahead as there are places; called with whether
-            the engine is idle, one answers None to be asked again later.
+            the engine is idle, one answers None to be asked again later, or, where it is idle, to
+            begin neither itself nor any after it.
         concurrency: searches in progress at a time.
     """
     waiting: deque[tuple[int, Callable[[bool], Steps[Result] | None]]] = deque()
@@ -113,7 +114,8 @@ def as_completed(
                     yield Search(place, None, error=error)
                     continue
                 if steps is None:
-                    assert running, "an idle engine has room for a search"
+                    if not running:
+                        return
                     break
                 waiting.popleft()
                 running.append(Search(place, steps))
