@@ -40,7 +40,8 @@ class KV:
     """Slots held after an event.
 
     Attributes:
-        device: allocated on the device, temporary ones included.
+        device: of this search on the device, temporary ones and those it shares with others
+            included.
         host: in host memory; 0, since this tier is not implemented.
         compressed: in compressed form; 0 likewise.
         pool: of all searches that share the budget; written only where there are several.
@@ -194,6 +195,20 @@ class Rehydrated:
     repeated: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Tokens of a prompt took the KV of equal tokens of another problem's prompt; nothing was
+    computed.
+
+    Attributes:
+        nodes: how many, of the root.
+    """
+
+    name: ClassVar[str] = "share"
+    nodes: Counts
+    kv: KV
+
+
 ForwardKind = Literal["prefill", "decode", "verify", "rehydrate"]
 
 
@@ -325,6 +340,7 @@ Event = (
     | Allocated
     | Evicted
     | Rehydrated
+    | Shared
     | Forwarded
     | Sampled
     | Verified
@@ -346,6 +362,7 @@ EVENTS: tuple[type[Event], ...] = (
     Allocated,
     Evicted,
     Rehydrated,
+    Shared,
     Forwarded,
     Sampled,
     Verified,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from arbor.support.growable import grown
 from arbor.tree import Node, Spans, ThoughtTree
 
 LEAST_UNUSED = 4096  # tokens of spans that nothing uses, before they are compacted
+LEAST_COMMON = 32  # first tokens that two prompts must have in common to share their KV
 
 
 class Forest:
@@ -25,6 +26,8 @@ class Forest:
     Attributes:
         spans: residency of the tokens of all blocks.
         trees: those adopted and not dropped, in order of adoption.
+        cuts: offsets at which the KV that a prompt has in common with other prompts ends,
+            increasing, by row of the root.
     """
 
     def __init__(self) -> None:
@@ -37,6 +40,9 @@ class Forest:
         self._nodes: list[Node | None] = []  # by row
         self._numbers = np.zeros(0, np.int64)  # by row
         self._free: list[int] = []  # a heap of rows below len(self._nodes)
+        self.cuts: dict[int, tuple[int, ...]] = {}
+        self._prompts: dict[int, NDArray[np.int64]] = {}  # by number
+        self._common: dict[tuple[int, int], int] = {}  # by numbers, the smaller first
 
     def __len__(self) -> int:
         """Rows, free ones included."""
@@ -82,6 +88,10 @@ class Forest:
         assert tree.forest is self, "the tree is not in this forest"
         rows = [node.row for node in tree.nodes]
         self.trees.remove(tree)
+        self.cuts.pop(tree.root.row, None)
+        self._prompts.pop(tree.number, None)
+        for pair in [each for each in self._common if tree.number in each]:
+            del self._common[pair]
         self._by_number[tree.number] = None
         tree.forest, tree.number, tree.spans = None, 0, Spans()
         for node in tree.nodes:
@@ -100,6 +110,33 @@ class Forest:
         """The number of each row's tree (`ThoughtTree.number`), int64 [n]."""
         return self._numbers.take(rows)
 
+    # Prompts
+
+    def common(self, one: ThoughtTree, other: ThoughtTree) -> int:
+        """Tokens with which the prompts of two trees begin alike; 0 if fewer than
+        `LEAST_COMMON`."""
+        pair = (min(one.number, other.number), max(one.number, other.number))
+        if pair not in self._common:
+            first, second = self._prompt(one), self._prompt(other)
+            self._common[pair] = common_start(first, second)
+        return self._common[pair]
+
+    def overlap(self, trees: Sequence[ThoughtTree]) -> int:
+        """Tokens of these trees' prompts that are there more than once, and whose KV is shared."""
+        return sum(
+            max((self.common(tree, other) for other in trees[:place]), default=0)
+            for place, tree in enumerate(trees)
+        )
+
+    def cut(self, root: Node, at: int) -> None:
+        """Record that the first `at` tokens of a prompt are shared: pieces of context end there."""
+        self.cuts[root.row] = tuple(sorted({*self.cuts.get(root.row, ()), at}))
+
+    def _prompt(self, tree: ThoughtTree) -> NDArray[np.int64]:
+        if tree.number not in self._prompts:
+            self._prompts[tree.number] = np.array(tree.root.tokens, np.int64)
+        return self._prompts[tree.number]
+
     # Blocks
 
     def add(self, node: Node) -> None:
@@ -112,6 +149,14 @@ class Forest:
             self._nodes.append(node)
             self._numbers = grown(self._numbers, len(self._nodes))
         self._numbers[node.row] = node.tree.number
+
+
+def common_start(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
+    """How many tokens two prompts begin with alike; 0 if fewer than `LEAST_COMMON`."""
+    length = min(len(one), len(other))
+    differ = np.flatnonzero(one[:length] != other[:length])
+    common = int(differ[0]) if len(differ) else length
+    return common if common >= LEAST_COMMON else 0
 
 
 def by_tree(nodes: Iterable[Node]) -> dict[ThoughtTree, list[Node]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from arbor.events import (
     KV,
+    ONLY_IF_SET,
     Allocated,
     Boundary,
     Ended,
@@ -22,6 +23,7 @@ from arbor.events import (
     Pruned,
     Rehydrated,
     Selected,
+    Shared,
     Transition,
     Verified,
 )
@@ -38,6 +40,8 @@ class Metrics:
             paths miss.
         policy_s: seconds of retention policies, eviction included.
         tokens_prefilled: tokens of the prompt.
+        tokens_shared: tokens that were not computed, since the prompt of another problem had their
+            KV.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
@@ -74,6 +78,7 @@ class Metrics:
     rehydrate_s: float = 0.0
     policy_s: float = 0.0
     tokens_prefilled: int = 0
+    tokens_shared: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_recomputed: int = 0
     tokens_fetched: int = 0
@@ -146,7 +151,7 @@ class Metrics:
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every counter and the derived numbers, JSON-able."""
+        """Every counter and the derived numbers, JSON-able; `tokens_shared` only if it is not 0."""
         derived = (
             "blocks",
             "tree_tokens",
@@ -156,7 +161,10 @@ class Metrics:
             "budget_share",
             "reads_saved",
         )
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        counters = dataclasses.asdict(self)
+        if not self.tokens_shared:
+            del counters["tokens_shared"]
+        return counters | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -262,6 +270,9 @@ class MetricsFold:
                     tokens_fetched=tokens if fetched else 0,
                     tokens_recomputed=0 if fetched else tokens,
                 )
+                self._hold(event.kv)
+            case Shared():
+                self._add(tokens_shared=sum(count for _, count in event.nodes))
                 self._hold(event.kv)
             case Forwarded():
                 self._add(

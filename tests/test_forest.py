@@ -442,7 +442,7 @@ class Woods(RuleBasedStateMachine):
         for token in source.tokens:
             source.tree.append(twin, token)
 
-        self.memory.share(source, twin, count)
+        self.memory.share(source, twin, np.arange(count))
 
         held = self.accounts[source.tree].held
         for offset in range(count):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,7 @@ from support.models import VOCABULARY, Words, build, path_logits
 from support.trees import Lab, path_ids, relative_error
 from torch import Tensor
 
+from arbor import forest
 from arbor.engine import residency
 from arbor.engine.mode import Mode
 from arbor.engine.operation import Operation
@@ -35,14 +37,17 @@ from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.events import Event
+from arbor.forest import LEAST_COMMON
+from arbor.memory import prefix_cache
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES, Protect
 from arbor.tasks.base import BlockLimits
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
 
 POLICY_NAMES = sorted(set(POLICIES) - {"belady"})
 PROMPTS = ((5, 17, 40, 8, 77, 23, 61, 5, 90, 33, 12, 50), (9, 3, 3, 41), (60, 2, 71, 8, 8, 19, 35))
+ALIKE = (PROMPTS[0], (*PROMPTS[0][:8], 9, 3), (*PROMPTS[0][:5], 60, 2, 71), PROMPTS[0][:8])
 SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))
 LENGTHS = (1, 3, 5)
 EOS = range(VOCABULARY // 8)  # tokens that end a block early
@@ -139,6 +144,7 @@ def grown_alone(child: Node, growth: Growth, noise: Tensor | None = None) -> tup
                 tree.append(leaf, token)
             leaf.state = NodeState.CLOSED
     lab.open(tree, ROOMY)
+    lab.state.shares_prompts = False
     lab.events.clear()
     source.noise = noise
     lab.decode([leaf], growth)
@@ -242,12 +248,16 @@ class Tally:
     Attributes:
         steps: of the engine.
         blocks: that were compared with those of a tree alone.
+        shared: slots that prompts shared, summed over the checks.
+        kept: slots of finished prompts that no tree used, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
     """
 
     steps: int = 0
     blocks: int = 0
+    shared: int = 0
+    kept: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
 
@@ -260,8 +270,16 @@ class Grove(RuleBasedStateMachine):
 
     debug = True
     lossless = True
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS
+    least_common = LEAST_COMMON
 
     def begin(self, pool: int, policy: str, mode: Mode, rehydrate: Any) -> None:
+        self.patches = [
+            patch.object(module, "LEAST_COMMON", self.least_common)
+            for module in (forest, prefix_cache)
+        ]
+        for each in self.patches:
+            each.start()
         self.source = Source()
         self.lab = Lab(
             build("llama"),
@@ -303,9 +321,11 @@ class Grove(RuleBasedStateMachine):
     # Trees
 
     @precondition(lambda self: len(self.plots) < MOST_TREES)
-    @rule(prompt=st.integers(0, len(PROMPTS) - 1), spare=st.integers(0, 20))
+    @rule(prompt=st.integers(0, 100), spare=st.integers(0, 20))
     def open_tree(self, prompt: int, spare: int) -> None:
-        plot = Plot(ThoughtTree(PROMPTS[prompt]), min(self.pool, SMALLEST + spare))
+        plot = Plot(
+            ThoughtTree(self.prompts[prompt % len(self.prompts)]), min(self.pool, SMALLEST + spare)
+        )
         self.lab.open(
             plot.tree,
             plot.slots,
@@ -556,19 +576,33 @@ class Grove(RuleBasedStateMachine):
             for tree, count in used.items():
                 held = [s for node in tree for s in node.span.slot[node.span.resident].tolist()]
                 assert count == len(set(held))
-            assert memory.used == sum(used.values())
+            every = {s for node in memory.forest for s in node.span.slot.tolist()} - {NO_SLOT}
+            kept = set(np.flatnonzero(memory.prefixes.references(memory.slots)).tolist())
+            assert memory.used == len(every | kept)
+            assert memory.available == self.pool - len(every)
+            TALLY.shared += sum(used.values()) - len(every)
+            TALLY.kept += len(kept - every)
             if not used:
                 return
             table = self.lab.state.table
             table.refresh()
             for node in memory.forest:
                 if node.row < len(table) and node.state is not NodeState.OPEN:
-                    assert table.resident[node.row] == node.span.resident.sum()
+                    held = node.span.slot[node.span.resident]
+                    alone = np.count_nonzero(memory.table.references[held] == 1)
+                    assert table.resident[node.row] == alone
 
     def teardown(self) -> None:
         """All is done in the end, and afterwards every tree can be grown again."""
         if not hasattr(self, "lab"):
             return
+        try:
+            self.end()
+        finally:
+            for each in self.patches:
+                each.stop()
+
+    def end(self) -> None:
         for plot in self.plots:
             plot.left = plot.deaf_in = -1
         self.finish_all()
@@ -636,6 +670,18 @@ class LosslessGrove(Grove):
         self.begin(SMALLEST + spare, policy, "lossless", rehydrate)
 
 
+class AlikeGrove(LosslessGrove):
+    """With prompts that begin alike, and share KV."""
+
+    prompts = ALIKE
+    least_common = 3
+
+    def end(self) -> None:
+        super().end()
+        self.lab.memory.let_go(self.pool)
+        assert self.lab.memory.used == 0
+
+
 class LossyGrove(Grove):
     """In budgets below a path too, reversible or not."""
 
@@ -650,14 +696,15 @@ class LossyGrove(Grove):
         self.begin(pool, policy, "lossy", rehydrate)
 
 
-for each in (LosslessGrove, LossyGrove):
+for each in (LosslessGrove, AlikeGrove, LossyGrove):
     each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestLossless = LosslessGrove.TestCase
+TestAlike = AlikeGrove.TestCase
 TestLossy = LossyGrove.TestCase
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grove", [LosslessGrove, LossyGrove])
+@pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, LossyGrove])
 def test_many_trees_for_long(grove: type[Grove]) -> None:
     """More histories, longer ones, other ones every time; `pytest -s` shows the counts."""
 

@@ -180,7 +180,7 @@ class Oracle(RuleBasedStateMachine):
             self.tree.append(twin, token)
         used = self.memory.used
 
-        self.memory.share(source, twin, count)
+        self.memory.share(source, twin, np.arange(count))
 
         assert self.memory.used == used
         for offset in range(count):
@@ -386,7 +386,7 @@ def test_shared_tokens_cost_nothing_and_stay_until_the_last_branch_leaves() -> N
     first, second = blank(tree, tree.root, 3), blank(tree, tree.root, 3)
     slots = place(memory, first, 0, 1, 2)
 
-    memory.share(first, second, 2)
+    memory.share(first, second, np.arange(2))
 
     assert memory.used == 3
     assert second.span.slot.tolist() == [*slots[:2], NO_SLOT]
@@ -402,7 +402,7 @@ def test_blocks_that_leave_together_free_what_they_share_once() -> None:
     first, second = blank(tree, tree.root, 3), blank(tree, tree.root, 3)
     place(memory, tree.root, 0, 1)
     place(memory, first, 0, 1, 2)
-    memory.share(first, second, 2)
+    memory.share(first, second, np.arange(2))
 
     freed = memory.evict_from([first, second], np.array([0, 2, 0, 1]), np.array([2, 2]))
 
@@ -422,9 +422,9 @@ def test_only_siblings_with_equal_tokens_share() -> None:
     second.tokens[1] = 99
 
     with pytest.raises(AssertionError, match="siblings"):
-        memory.share(first, below, 2)
+        memory.share(first, below, np.arange(2))
     with pytest.raises(AssertionError, match="equal"):
-        memory.share(first, second, 2)
+        memory.share(first, second, np.arange(2))
 
 
 def first_fit(free: list[int], length: int) -> int | None:

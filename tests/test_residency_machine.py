@@ -59,13 +59,13 @@ class Ledger:
             self.enter(slots, 1)
             return claim(slots, trees)
 
-        def retained(slots: NDArray[np.int32]) -> None:
+        def retained(slots: NDArray[np.int32], *trees: Any) -> None:
             self.enter(slots, 1)
-            retain(slots)
+            retain(slots, *trees)
 
-        def released(slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        def released(slots: NDArray[np.int32], *trees: Any) -> NDArray[np.int32]:
             self.enter(slots, -1)
-            return release(slots)
+            return release(slots, *trees)
 
         table._claim, table.retain, table.release = claimed, retained, released
 

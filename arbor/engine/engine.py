@@ -165,7 +165,8 @@ class Engine:
                 weight_bytes=self.runner.weight_bytes,
                 debug=self._debug,
             )
-        state = ForestState(self._memory, self.policy.protect)
+        shares = self.mode == "lossless"
+        state = ForestState(self._memory, self.policy.protect, shares_prompts=shares)
         rules = self._mode(state, self.policy, self.rehydrate)
         residency = Residency(state, self.policy, self.msve, rules.paths_lose)
         forwards = ForwardPasses(

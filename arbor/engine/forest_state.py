@@ -29,6 +29,7 @@ class ForestState:
     Args:
         memory: of the trees.
         protect: the policy's; says which tokens the figures of blocks count.
+        shares_prompts: prompts that begin alike share KV.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -41,11 +42,12 @@ class ForestState:
         before_hiding: rows of the blocks computed before these were hidden; empty while nothing is.
     """
 
-    def __init__(self, memory: KVMemory, protect: Protect) -> None:
+    def __init__(self, memory: KVMemory, protect: Protect, *, shares_prompts: bool = False) -> None:
         self.memory = memory
+        self.shares_prompts = shares_prompts
         self.trees: dict[ThoughtTree, OpenTree] = {}
         self.logits = LastLogits()
-        self.table = BlockTable(protect.tail)
+        self.table = BlockTable(protect.tail, memory.is_shared if shares_prompts else None)
         self.statistics = TokenStatistics(threshold=protect.threshold)
         self.computed: set[int] = set()
         self.hidden: frozenset[int] = frozenset()
@@ -66,7 +68,8 @@ class ForestState:
 
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""
-        rows = self.memory.drop(opened.tree)
+        rows = self.memory.drop(opened.tree, keep_prompt=self.shares_prompts)
+        self.sharing_changed()
         del self.trees[opened.tree]
         for row in rows:
             self.logits.pop(row, None)
@@ -85,6 +88,11 @@ class ForestState:
             opened = self.trees[tree]
             gone = tuple(sorted((node.id, counts[node]) for node in nodes))
             opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv))
+
+    def sharing_changed(self) -> None:
+        """Record that prompts may share other tokens than before."""
+        if self.forest.cuts or self.memory.prefixes:
+            self.changed(tree.root for tree in self.forest.trees)
 
     # What the parts report
 

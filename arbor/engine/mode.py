@@ -123,7 +123,7 @@ class Lossless:
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
-        return Scheduler(self._memory, keeps_all=self._keeps_all)
+        return Scheduler(self._memory, keeps_all=self._keeps_all, shares_prompts=True)
 
     def pinned(self, nodes: Sequence[Node]) -> list[Node]:
         """Whole paths."""

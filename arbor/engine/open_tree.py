@@ -131,7 +131,7 @@ class OpenTree:
         """Slots per tier now: those of the tree, and those of all trees if there are more."""
         memory = self._memory
         if len(memory.forest.trees) == 1:
-            return KV(device=memory.used)
+            return KV(device=memory.used_by(self.tree))
         return KV(device=memory.used_by(self.tree), pool=memory.used)
 
     # What is known of the tree

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,29 @@ def contexts_of(
 
 
 def head(node: Node, end: int) -> list[Piece]:
-    """The resident ones of a block's first `end` tokens, as one piece (or none)."""
+    """The resident ones of a block's first `end` tokens.
+
+    They are one piece (or none); those of a prompt end where what it shares with other prompts
+    ends, and the pieces of such prompts that name the same slots have equal keys.
+    """
     slots = node.span.slot[:end]
     offsets = np.flatnonzero(slots >= 0)
     if len(offsets) == 0:
         return []
-    return [Piece((node.row, end), slots[offsets], (node.start + offsets).astype(np.int32))]
+    positions = (node.start + offsets).astype(np.int32)
+    forest = node.tree.forest
+    cuts = forest.cuts.get(node.row, ()) if forest is not None and forest.cuts else ()
+    if not cuts:
+        return [Piece((node.row, end), slots[offsets], positions)]
+    ends = np.searchsorted(offsets, [0, *(cut for cut in cuts if cut < end), end])
+    pieces = []
+    for first, last in pairwise(ends.tolist()):
+        if first < last:
+            part = slots[offsets[first:last]]
+            # a slot holds one token at one position, so equal ends mean equal K/V between them
+            key = (int(part[0]), int(part[-1]), last - first)
+            pieces.append(Piece(key, part, positions[first:last]))
+    return pieces
 
 
 def segments_of(

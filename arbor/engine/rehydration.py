@@ -12,6 +12,7 @@ from torch import Tensor
 from arbor.engine.forest_state import ForestState
 from arbor.engine.mode import Rules
 from arbor.engine.pieces import head, segments_of
+from arbor.engine.prefix_sharing import Follower, PrefixSharing
 from arbor.engine.residency import Residency
 from arbor.events import Rehydrated
 from arbor.forest import by_tree
@@ -70,8 +71,9 @@ class Rehydration:
         self._rules = rules
         self._layers = layers
         self._run_piece = run_piece
-        # blocks whose tokens were reported to be back, and are not computed yet
-        self._announced: list[Node] = []
+        # tokens that were reported to be on the device, and are not computed yet
+        self._announced: dict[Node, int] = {}
+        self._sharing = PrefixSharing(state)
 
     def place(
         self,
@@ -103,6 +105,7 @@ class Rehydration:
             elif tree.root.row not in self._state.computed:
                 room -= tree.root.end
         path = sorted(paths_of(leaves), key=lambda node: (node.tree.number, node.key))
+        self._sharing.reuse(path)
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
         for leaf in want:
@@ -113,6 +116,11 @@ class Rehydration:
         absent = {
             node.row: holes[node.row][node.span.slot[holes[node.row]] == NO_SLOT] for node in path
         }
+        followers: dict[int, list[Follower]] = {}
+        for follower in self._sharing.followers(absent):
+            row = follower.root.row
+            followers.setdefault(row, []).append(follower)
+            holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
         self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
         placed = Placed()
@@ -123,7 +131,11 @@ class Rehydration:
             here, hole = absent[node.row], holes[node.row]
             stale = np.setdiff1d(hole, here, assume_unique=True)
             above = node.parent is None or clean[node.parent.row]
-            exact = above and self._state.sees_all(node) and _is_whole(node, hole)
+            shared = [follower.offsets for follower in followers.get(node.row, ())]
+            exact = above and self._state.sees_all(node) and _is_whole(node, hole, *shared)
+            for follower in followers.get(node.row, ()):
+                self._sharing.follow(follower)
+                self._announced[node] = self._announced.get(node, 0) + len(follower.offsets)
             if len(stale):
                 self._memory.rewrite(node, stale, exact=exact, depth=self._layers)
             if len(here):
@@ -134,8 +146,10 @@ class Rehydration:
                 again.append((node, len(here)))
                 repeated[node.tree] = repeated.get(node.tree, 0) + len(stale)
         self._state.changed(path)
-        self._announced = [node for node, _ in again]
         back = dict(again)
+        for node in back:
+            # all it is given counts as back, what is computed once more in place as well
+            self._announced[node] = len(node.tokens)
         for tree, nodes in by_tree(back).items():
             opened = self._state.trees[tree]
             counts = tuple(sorted((node.id, back[node]) for node in nodes))
@@ -151,21 +165,22 @@ class Rehydration:
             computed=self._state.computed,
         )
         placed.wanted = self._state.forest.nodes(order)
-        placed.written = [node for node in path if len(holes[node.row])]
+        placed.written = [node for node in path if len(holes[node.row]) or node.row in followers]
         return placed
 
     def computed(self) -> None:
         """Record that a forward has computed what was placed."""
-        self._announced = []
+        self._announced = {}
 
     def undo(self) -> None:
         """After a failure: drop tokens that were placed and never computed, and report the eviction
         of those that were reported as rehydrated."""
         lost = self._memory.rollback()
-        announced, self._announced = self._announced, []
+        announced, self._announced = self._announced, {}
         self._state.changed(self._state.forest)
+        gone = {node: min(lost.get(node, 0), count) for node, count in announced.items()}
         self._state.report_evicted(
-            {node: lost[node] for node in announced if lost.get(node)}, "transition"
+            {node: count for node, count in gone.items() if count}, "transition"
         )
 
     def _prefill_in_pieces(self, root: Node, pieces: Sequence[range]) -> None:
@@ -201,8 +216,9 @@ class Rehydration:
         return self._run_piece(root, segment)
 
 
-def _is_whole(node: Node, hole: NDArray[np.int64]) -> bool:
+def _is_whole(node: Node, *computed: NDArray[np.int64]) -> bool:
     """Whether every token of a block is exact once these are computed."""
     exact = node.span.exact.copy()
-    exact[hole] = True
+    for offsets in computed:
+        exact[offsets] = True
     return bool(exact.all())

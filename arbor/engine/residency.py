@@ -71,6 +71,9 @@ class Residency:
             BudgetInfeasible: the policy will not give up as much; nothing has left.
             UsageError: the policy's answer breaks its protocol; nothing has left.
         """
+        if needed > self._memory.free and self._memory.prefixes:
+            self._memory.let_go(needed)
+            self._state.sharing_changed()
         if needed <= self._memory.free:
             return False
         with nvtx_range("policy"):
@@ -94,6 +97,9 @@ class Residency:
             off_paths, offer = blocks, partial(self.view.offered, leaves, where="on")
             blocks = offer()
             room += int(blocks.resident.sum())
+        if room < 0 and self._drop_shared(leaves, cause):
+            blocks = offer()
+            room = memory.free + int(blocks.resident.sum()) - needed
         assert room >= 0, "more was planned than fits"
         blocks, counts, chosen = self.decide(blocks, room, lambda protect: offer(protect=protect))
         if off_paths is not None and len(off_paths):
@@ -103,6 +109,29 @@ class Residency:
         self.keep(blocks, chosen, counts, room, cause, began)
         assert memory.free >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
+
+    def _drop_shared(self, leaves: Sequence[Node], cause: Cause) -> bool:
+        """Evict what prompts share of which no tree runs; returns whether there was any.
+
+        The policy is not asked for it: what several searches read leaves last.
+        """
+        state, memory = self._state, self._memory
+        roots = [tree.root for tree in state.trees if tree.root.row in state.forest.cuts]
+        running = {leaf.tree for leaf in leaves}
+        used = [root.span.slot for root in roots if root.tree in running]
+        stays = np.concatenate([*used, np.empty(0, np.int32)])
+        lost: dict[Node, NDArray[np.int64]] = {}
+        for root in roots:
+            if root.tree not in running:
+                slots = root.span.slot
+                shared = (slots != NO_SLOT) & memory.is_shared(slots) & ~np.isin(slots, stays)
+                if shared.any():
+                    lost[root] = np.flatnonzero(shared)
+        for root, offsets in lost.items():
+            memory.evict(root, offsets)
+        state.changed(roots)
+        state.report_evicted({root: len(offsets) for root, offsets in lost.items()}, cause)
+        return bool(lost)
 
     def choose(
         self, path: Sequence[Node], leaves: Sequence[Node], room: int

@@ -14,7 +14,7 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
 from arbor.memory import KVMemory
 from arbor.model.sharing import Context
-from arbor.tree import NO_SLOT, Node
+from arbor.tree import NO_SLOT, Node, ThoughtTree
 
 if TYPE_CHECKING:
     from arbor.engine.operation import Operation
@@ -176,20 +176,26 @@ class Scheduler:
     Args:
         memory: the budget, and what is free of it.
         keeps_all: the policy evicts nothing, so that questions have only what is free.
+        shares_prompts: prompts that begin alike share KV.
 
     Attributes:
         operations: in progress, oldest first.
         rows: blocks that decode, operation by operation.
     """
 
-    def __init__(self, memory: KVMemory, *, keeps_all: bool = False) -> None:
+    def __init__(
+        self, memory: KVMemory, *, keeps_all: bool = False, shares_prompts: bool = False
+    ) -> None:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self._memory = memory
         self._keeps_all = keeps_all
+        self._shares_prompts = shares_prompts
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
         self._paths = 0  # tokens of these blocks
+        self._trees: list[ThoughtTree] = []  # of these
+        self._overlap = 0  # tokens that the prompts of these trees have in common
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens of paths that joined for the next forward, not on the device
 
@@ -251,12 +257,13 @@ class Scheduler:
     def _fits(self, work: Work, joined: Joined) -> bool:
         fresh = [node for node in work.leaf.path if node.row not in self._users]
         paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
+        paths -= self._shared([*self._trees, work.leaf.tree]) if fresh else self._overlap
         if isinstance(work, Row):
             return paths + most_held((*self.rows, work)) <= self._memory.slots
         tokens = len(work.tokens) if isinstance(work, Question) else 0
         if self._keeps_all:
             missing = self._missing + _missing(fresh)
-            return missing + self._asked + tokens + len(self.rows) <= self._memory.free
+            return missing + self._asked + tokens + len(self.rows) <= self._memory.available
         grown = sum(len(row.node.tokens) + 1 for row in self.rows)
         return paths + tokens + grown <= self._memory.slots
 
@@ -265,6 +272,9 @@ class Scheduler:
         if self._keeps_all:
             self._missing += _missing(fresh)
         self._paths += sum(len(node.tokens) for node in fresh)
+        if fresh and fresh[0].parent is None:
+            self._trees.append(fresh[0].tree)
+            self._overlap = self._shared(self._trees)
         for node in work.leaf.path:
             self._users[node.row] = self._users.get(node.row, 0) + 1
         if isinstance(work, Row):
@@ -280,6 +290,15 @@ class Scheduler:
             if not self._users[node.row]:
                 del self._users[node.row]
                 self._paths -= len(node.tokens)
+                if node.parent is None:
+                    self._trees.remove(node.tree)
+                    self._overlap = self._shared(self._trees)
+
+    def _shared(self, trees: Sequence[ThoughtTree]) -> int:
+        """Tokens that the prompts of these trees have in common."""
+        if not self._shares_prompts or len(trees) < 2:
+            return 0
+        return self._memory.forest.overlap(list(dict.fromkeys(trees)))
 
 
 class WaveScheduler(Scheduler):

@@ -308,8 +308,7 @@ class Stepper:
 
     def _pinned(self) -> int:
         """Slots of the tokens that stay while the rows run."""
-        pinned = self._rules.pinned(self._scheduler.nodes)
-        return sum(int(np.count_nonzero(node.span.resident)) for node in pinned)
+        return self._memory.slots_of(self._rules.pinned(self._scheduler.nodes))
 
     # After the forward
 

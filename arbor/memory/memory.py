@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from arbor.forest import Forest
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.memory.slots import NO_OWNER, SlotTable
+from arbor.memory.prefix_cache import PrefixCache
+from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
 
@@ -21,6 +22,9 @@ class KVMemory:
     The pool has exactly as many slots as the budget, so that no event, transient or not, can hold
     more. Tokens that were given slots are pending until `commit` says that a forward has written
     them; `rollback` takes their slots back.
+
+    Attributes:
+        prefixes: prompts of trees that were dropped, kept while nothing needs their slots.
 
     Args:
         layers: what each layer stores per token.
@@ -44,6 +48,7 @@ class KVMemory:
         self.table = SlotTable(slots)
         self.debug = debug
         self.forest = Forest()
+        self.prefixes = PrefixCache()
         # tokens whose K/V the next forward writes, and whether they will be exact
         self._placed: list[tuple[Node, NDArray[np.int64], bool]] = []
         self._appended: tuple[LastTokens, NDArray[np.bool_]] | None = None
@@ -65,12 +70,17 @@ class KVMemory:
         return self.table.free
 
     @property
+    def available(self) -> int:
+        """Slots that are free, or are once no prompt of a dropped tree is kept."""
+        return self.table.free + self.prefixes.slots_alone(self.table)
+
+    @property
     def peak(self) -> int:
         """Most slots ever in use at one instant since the forest was empty."""
         return self.table.peak
 
     def used_by(self, tree: ThoughtTree) -> int:
-        """Slots a tree uses, temporary ones included."""
+        """Slots a tree uses, temporary ones and those it shares included."""
         return int(self.table.used_by[tree.number])
 
     def peak_of(self, tree: ThoughtTree) -> int:
@@ -85,22 +95,52 @@ class KVMemory:
         """Serve one more tree, of which nothing is on the device."""
         if not self.forest.trees:
             # an interruption may have left slots that nobody gives back
-            self.table = SlotTable(self.slots)
+            self.table = self.prefixes.moved_to(SlotTable(self.slots))
             self._placed, self._appended = [], None
         self.forest.adopt(tree)
         self.table.open(tree.number)
 
-    def drop(self, tree: ThoughtTree) -> list[int]:
-        """Free what is held for a tree and serve it no longer; returns the rows its blocks had."""
+    def drop(self, tree: ThoughtTree, *, keep_prompt: bool = False) -> list[int]:
+        """Free what is held for a tree and serve it no longer.
+
+        Args:
+            tree: the tree.
+            keep_prompt: its prompt is kept for trees whose prompts begin alike, while nothing needs
+                the slots.
+
+        Returns:
+            the rows its blocks had.
+        """
         assert not self.pending, "the last step was neither committed nor rolled back"
+        root = tree.root
+        if keep_prompt:
+            whole = np.flatnonzero(~root.span.exact)
+            self.prefixes.add(self.table, root, int(whole[0]) if len(whole) else len(root.tokens))
         self.release(tree.nodes)
-        left = np.flatnonzero((self.table.tree == tree.number) & (self.table.references > 0))
-        self._release(np.repeat(left, self.table.references[left]).astype(np.int32))
+        temporary = self._temporary() & (self.table.tree == tree.number)
+        self._release(np.flatnonzero(temporary).astype(np.int32))
         return self.forest.drop(tree)
 
     def release(self, nodes: Sequence[Node]) -> int:
         """Drop everything the blocks hold; returns how many slots became free."""
         return sum(self.evict(node, np.flatnonzero(node.span.resident)) for node in nodes)
+
+    def slots_of(self, nodes: Sequence[Node]) -> int:
+        """Slots that blocks hold, each counted once."""
+        held = sum(int(np.count_nonzero(node.span.resident)) for node in nodes)
+        cut = [node for node in nodes if node.row in self.forest.cuts]
+        if len(cut) < 2:
+            return held
+        slots = np.concatenate([node.span.slot[node.span.resident] for node in cut])
+        return held - len(slots) + len(np.unique(slots))
+
+    def is_shared(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether several prompts use a slot, bool [n]: the eviction of one frees nothing.
+
+        Args:
+            slots: int32 [n]; anything where it is `NO_SLOT`.
+        """
+        return self.table.references[slots] > 1
 
     # Blocks
 
@@ -232,8 +272,12 @@ class KVMemory:
         held = np.zeros(self.slots, np.int32)
         for node in self.forest:
             np.add.at(held, node.span.slot[node.span.resident], 1)
+        held += self.prefixes.references(self.slots)
         surplus = np.maximum(self.table.references - held, 0)
-        self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus))
+        self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus), NO_TREE)
+        for tree in self.forest.trees:
+            spans = (np.count_nonzero(node.span.resident) for node in tree.nodes)
+            self.table.used_by[tree.number] = sum(spans)
         self._changed()
         return lost
 
@@ -260,27 +304,75 @@ class KVMemory:
         slots = spans.slot[at]
         assert (slots != NO_SLOT).all(), "an absent token was evicted"
         spans.drop(at)
-        freed = self._release(slots)
+        numbers = np.repeat(self.forest.numbers_of(np.array([node.row for node in nodes])), counts)
+        freed = self._release(slots, numbers)
+        if freed < len(slots):
+            ends = np.cumsum(counts)
+            for node, end, count in zip(nodes, ends, counts, strict=True):
+                if node.parent is None:
+                    self._hand_over(node, slots[end - count : end])
         self._changed()
         return freed
 
-    def share(self, source: Node, target: Node, count: int) -> None:
-        """Let `target` use the K/V of `source`'s first `count` tokens: same parent, same tokens, no
-        copy.
+    # Shared tokens
 
-        Callers share equal tokens only; `check` finds anything else.
+    def share(
+        self, source: Node, target: Node, offsets: NDArray[np.int64], *, pending: bool = False
+    ) -> None:
+        """Let a block use the K/V of another one's tokens, without a copy.
+
+        Callers share equal tokens after equal tokens only; `check` finds anything else.
+
+        Args:
+            source: a sibling, or the root of another tree.
+            target: the block.
+            offsets: int64 [m], tokens that the source has on the device and the target does not,
+                increasing.
+            pending: the next forward writes them.
         """
         assert source.parent is target.parent, "only siblings hold equal K/V for equal tokens"
-        assert source.tokens[:count] == target.tokens[:count], "shared tokens must be equal"
-        first = slice(0, count)
-        slots = source.span.slot[first]
-        assert (slots != NO_SLOT).all() and (target.span.slot[first] == NO_SLOT).all()
-        self.table.retain(slots)
-        target.span.slot[first] = slots
-        target.span.tier[first] = source.span.tier[first]
-        target.span.exact[first] = source.span.exact[first]
-        target.span.depth[first] = source.span.depth[first]
+        assert all(source.tokens[at] == target.tokens[at] for at in offsets), (
+            "shared tokens must be equal"
+        )
+        slots = source.span.slot[offsets]
+        assert (slots != NO_SLOT).all() and (target.span.slot[offsets] == NO_SLOT).all()
+        self.table.retain(slots, target.tree.number)
+        target.span.slot[offsets] = slots
+        for name in ("tier", "exact", "depth"):
+            getattr(target.span, name)[offsets] = getattr(source.span, name)[offsets]
+        if pending:
+            self._placed.append((target, offsets, True))
         self._changed()
+
+    def restore(self, root: Node) -> int:
+        """Let a root use what is kept of a prompt that begins alike; returns how many tokens."""
+        found = self.prefixes.take(np.array(root.tokens, np.int64))
+        if found is None:
+            return 0
+        slots, depth = found
+        offsets = np.flatnonzero(root.span.slot[: len(slots)] == NO_SLOT)
+        gained = slots[offsets]
+        self.table.retain(gained, root.tree.number)
+        self.table.owner[gained], self.table.tree[gained] = root.row, root.tree.number
+        root.span.slot[offsets] = gained
+        root.span.tier[offsets], root.span.exact[offsets] = Tier.DEVICE, True
+        root.span.depth[offsets] = depth[offsets]
+        self._changed()
+        return len(offsets)
+
+    def let_go(self, needed: int) -> None:
+        """Give up prompts of dropped trees until so many slots are free, or none is kept."""
+        while self.free < needed and self.prefixes:
+            self._release(self.prefixes.oldest(), NO_TREE)
+
+    def _hand_over(self, root: Node, slots: NDArray[np.int32]) -> None:
+        """Let slots that a root has released, and others still use, belong to one of these."""
+        table = self.table
+        left = slots[(table.references[slots] > 0) & (table.owner[slots] == root.row)]
+        table.owner[left] = NO_OWNER
+        for tree in self.forest.trees if len(left) else ():
+            mine = left[np.isin(left, tree.root.span.slot)]
+            table.owner[mine], table.tree[mine] = tree.root.row, tree.number
 
     # Questions: tokens that belong to no block
 
@@ -301,11 +393,19 @@ class KVMemory:
         """End of a question."""
         self._release(slots)
 
-    def _release(self, slots: NDArray[np.int32]) -> int:
-        freed = self.table.release(slots)
+    def _release(
+        self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int | None = None
+    ) -> int:
+        freed = self.table.release(slots, trees)
         if self.debug and len(freed):
             self.pool.poison(freed)
         return len(freed)
+
+    def _temporary(self) -> NDArray[np.bool_]:
+        """Slots that only questions use, bool [slots]."""
+        table = self.table
+        used = (table.references > 0) & (table.owner == NO_OWNER)
+        return used & (self.prefixes.references(table.slots) == 0)
 
     # Invariants
 
@@ -344,12 +444,21 @@ class KVMemory:
         for node, offsets in self._pending():
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
             assert not node.span.exact[offsets].any(), f"block {node.id}: exact before its forward"
-        temporary = (table.references > 0) & (table.owner == NO_OWNER)
+        references += self.prefixes.references(table.slots)
+        temporary = self._temporary()
         references[temporary] += 1
         assert (table.references == references).all(), "references do not add up"
         assert table.used == int((table.references > 0).sum()), "used slots do not add up"
-        served = np.bincount(table.tree[table.references > 0], minlength=len(table.used_by))
-        assert (served == table.used_by).all(), "the trees' slots do not add up"
+        for tree in self.forest.trees:
+            spans = sum(int(np.count_nonzero(node.span.resident)) for node in tree.nodes)
+            own = int(np.count_nonzero(temporary & (table.tree == tree.number)))
+            served = table.used_by[tree.number]
+            assert served == spans + own, f"the slots of tree {tree.number} do not add up"
+        for row in self.forest.cuts:
+            root = self.forest[row]
+            slots = root.span.slot[root.span.resident]
+            owners = self.forest.nodes(np.unique(table.owner[slots]).tolist())
+            assert all(owner.parent is None for owner in owners), "a prompt's slots belong to it"
         assert (table.used_by <= table.peak_of).all(), "the peak of a tree was not recorded"
         assert table.used <= table.peak <= table.slots, (
             "the peak was not recorded, or the budget broken"

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from arbor.tree import NO_SLOT
 
 NO_OWNER = -1
+NO_TREE = -1
 _WINDOW = 1024  # slots that are looked at first
 
 
@@ -21,11 +22,12 @@ class SlotTable:
         position: int32 [slots], its position on the path.
         owner: int32 [slots], the row of the block that allocated it; `NO_OWNER` for temporary
             slots.
-        tree: int32 [slots], the number of the tree it serves; meaningless if free.
+        tree: int32 [slots], the number of the tree it was given to; meaningless if free.
         references: int32 [slots], spans (and questions) that use it.
         used: slots in use now.
         peak: most slots ever in use at one instant.
-        used_by: int64 [trees], slots in use per tree number.
+        used_by: int64 [trees], slots in use per tree number; one that several trees use counts for
+            each of them.
         peak_of: int64 [trees], most slots each tree had in use at one instant since `open`.
     """
 
@@ -153,26 +155,50 @@ class SlotTable:
         self._low = int(free[0]) if len(free) else self.slots
         return free
 
-    def _claim(self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int) -> NDArray[np.int32]:
+    def claim(self, slots: NDArray[np.int32]) -> None:
+        """One reference each to slots that are free, for no tree."""
         self.references[slots] = 1
-        self.tree[slots] = trees
         self.used += len(slots)
         self.peak = max(self.peak, self.used)
+
+    def _claim(self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int) -> NDArray[np.int32]:
+        self.claim(slots)
+        self.tree[slots] = trees
+        self._serve(slots, trees)
+        return slots
+
+    def _serve(self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int) -> None:
         if isinstance(trees, int):
             self.used_by[trees] += len(slots)
         else:
             self.used_by += np.bincount(trees, minlength=len(self.used_by))
         np.maximum(self.peak_of, self.used_by, out=self.peak_of)
-        return slots
 
-    def retain(self, slots: NDArray[np.int32]) -> None:
-        """One more reference to slots in use."""
+    def retain(self, slots: NDArray[np.int32], tree: int = NO_TREE) -> None:
+        """One more reference to distinct slots in use.
+
+        Args:
+            slots: int32 [n].
+            tree: number of the tree they serve as well.
+        """
         assert (self.references[slots] > 0).all(), "a free slot cannot be shared"
         self.references[slots] += 1
+        if tree != NO_TREE:
+            self._serve(slots, tree)
 
-    def release(self, slots: NDArray[np.int32]) -> NDArray[np.int32]:
-        """One reference less for each time a slot is named; returns the slots that became free,
-        int32."""
+    def release(
+        self, slots: NDArray[np.int32], trees: NDArray[np.int64] | int | None = None
+    ) -> NDArray[np.int32]:
+        """One reference less for each time a slot is named.
+
+        Args:
+            slots: int32 [n].
+            trees: int64 [n] or one number, of the trees they serve no longer; by default those they
+                were given to.
+
+        Returns:
+            int32, the slots that became free.
+        """
         np.subtract.at(self.references, slots, 1)
         left = self.references[slots]
         assert (left >= 0).all(), "a slot was released twice"
@@ -183,6 +209,10 @@ class SlotTable:
         self.position[freed] = NO_SLOT
         self.owner[freed] = NO_OWNER
         self.used -= len(freed)
-        self.used_by -= np.bincount(self.tree[freed], minlength=len(self.used_by))
+        if not isinstance(trees, int):
+            served = self.tree[slots] if trees is None else trees
+            self.used_by -= np.bincount(served, minlength=len(self.used_by))
+        elif trees != NO_TREE:
+            self.used_by[trees] -= len(slots)
         self._low = min(self._low, int(freed.min(initial=self.slots)))
         return freed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,13 @@ class BlockTable:
     depth: int64 [N], edges to the root.
     start: int64 [N], position of the first token on the path.
     length: int64 [N], tokens.
-    resident: int64 [N], tokens of these on the device.
+    resident: int64 [N], tokens of these on the device whose eviction frees a slot.
     last_used: int64 [N], clock of the last forward that read the block, 0 = none; `use` sets it.
-    tail: int64 [N], tokens on the device of the block's protected tail.
+    tail: int64 [N], resident tokens of the block's protected tail.
     value: float64 [N], the search's value; nan for an unvalued block.
     confidence: float64 [N], 1 - H / ln|V| at the boundary.
     open: bool [N], still being decoded.
-    held: the offsets of the tokens on the device.
+    held: the offsets of the resident tokens.
 
     A row of which neither the block nor a descendant was touched has no tokens and is far from
     everything. Geometry passes over the trees level by level: O(N) numbers in O(depth) calls of
@@ -50,10 +50,14 @@ class BlockTable:
 
     Args:
         protected_tail: length of a block's protected tail, in tokens.
+        is_shared: whether other blocks use a slot too, int32 [n] -> bool [n]; None: none does.
     """
 
-    def __init__(self, protected_tail: int = 0) -> None:
+    def __init__(
+        self, protected_tail: int = 0, is_shared: Callable[[NDArray[np.int32]], Bools] | None = None
+    ) -> None:
         self._protected_tail = protected_tail
+        self._is_shared = is_shared
         self.held = HeldTokens()
         self._size = 0
         self._ints = _UNKNOWN_INTS[:, :0]
@@ -242,7 +246,10 @@ class BlockTable:
         begin = np.array([node.span.begin for node in nodes])
         row = np.repeat(np.arange(len(nodes)), length)
         offset = np.arange(len(row)) - (np.cumsum(length) - length)[row]
-        resident = nodes[0].span.spans.slot[begin[row] + offset] >= 0
+        slots = nodes[0].span.spans.slot[begin[row] + offset]
+        resident = slots >= 0
+        if self._is_shared is not None:
+            resident &= ~self._is_shared(slots)
         held = np.bincount(row[resident], minlength=len(nodes))
         self.held.update(ids, length, held, offset[resident])
         self._ints[3, ids] = length

@@ -21,6 +21,7 @@ from arbor.events import (
     Pressure,
     Pruned,
     Rehydrated,
+    Shared,
     Terminal,
     Transition,
     Verified,
@@ -137,8 +138,10 @@ class Replay:
         self._fold(event)
         if self._prompt is not None:
             self._prefill(event)
+        elif isinstance(event, Shared):
+            self._move(event.nodes, +1)
         self._take(event)
-        if isinstance(event, Evicted | Rehydrated):
+        if isinstance(event, Evicted | Rehydrated | Shared):
             self._count(event.kv, borrowed=False)
         elif isinstance(event, Forwarded):
             self._count(event.kv, borrowed=event.kind == "verify")
@@ -229,6 +232,8 @@ class Replay:
         assert self._prompt is not None
         if isinstance(event, Forwarded) and event.kind == "prefill":
             piece = min(event.rows, self._uncomputed)
+        elif isinstance(event, Shared):
+            piece = min(sum(count for _, count in event.nodes), self._uncomputed)
         elif isinstance(event, Pressure | Allocated | Evicted):
             return
         else:

@@ -60,6 +60,8 @@ const SENTENCES = {
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})`,
   rehydrate: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
+  share: (record) =>
+    `${plural(sum(pairs(record.nodes)), "token")} of the prompt shared with another problem`,
   allocate: (record) =>
     `${record.policy} divides ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} lose ${plural(
       list(record.nodes).reduce((total, row) => total + (row[1] - row[2] || 0), 0),

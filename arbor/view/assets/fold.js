@@ -236,10 +236,14 @@ class Run {
       const record = records[event];
       if (prompt >= 0 && record.e in NAMED && !BETWEEN_PIECES.has(record.e)) {
         const prefill = record.e === "forward" && record.kind === "prefill" && isCount(record.rows);
-        const piece = prefill ? Math.min(record.rows, uncomputed) : uncomputed;
+        const shared = record.e === "share" && sum(pairs(record.nodes));
+        const some = prefill ? record.rows : shared;
+        const piece = some === false ? uncomputed : Math.min(some, uncomputed);
         put(DEVICE, prompt, state.device[prompt] + piece);
         uncomputed -= piece;
         if (!uncomputed) prompt = -1;
+      } else if (record.e === "share") {
+        move(record.nodes, DEVICE, +1);
       }
       switch (record.e) {
         case "node": {
@@ -562,6 +566,7 @@ const NAMED = {
   sample: ["nodes"],
   evict: ["nodes"],
   rehydrate: ["nodes"],
+  share: ["nodes"],
   verify: ["nodes"],
   prune: ["nodes"],
   allocate: ["nodes"],

@@ -1,0 +1,101 @@
+"""PrefixCache: KV of prompts whose trees were dropped, for later prompts that begin alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.forest import LEAST_COMMON, common_start
+from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
+from arbor.tree import Node
+
+MOST_PREFIXES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """The first n tokens of a prompt: int64 [n], their slots int32 [n] and depths int16 [n]."""
+
+    tokens: NDArray[np.int64]
+    slots: NDArray[np.int32]
+    depth: NDArray[np.int16]
+
+
+class PrefixCache:
+    """Prompts of finished problems that stay on the device while nothing needs their slots.
+
+    Each holds a reference to its slots, so that prompts which begin alike take the common part
+    once. They are given up before any tree loses a token, the least recently used first.
+    """
+
+    def __init__(self) -> None:
+        self._prefixes: list[_Prefix] = []  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def add(self, table: SlotTable, root: Node, count: int) -> None:
+        """Keep a prompt that is about to be dropped.
+
+        Args:
+            table: of its slots.
+            root: the prompt.
+            count: its first tokens that are on the device and exact.
+        """
+        if count < LEAST_COMMON:
+            return
+        if len(self) == MOST_PREFIXES:
+            table.release(self.oldest(), NO_TREE)
+        span, tokens = root.span, np.array(root.tokens[:count], np.int64)
+        prefix = _Prefix(tokens, span.slot[:count].copy(), span.depth[:count].copy())
+        table.retain(prefix.slots)
+        self._prefixes.append(prefix)
+
+    def take(self, prompt: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int16]] | None:
+        """The slots and depths of the longest beginning of a prompt that is kept, which stays.
+
+        Args:
+            prompt: int64 [n], its tokens.
+        """
+        best, most = None, 0
+        for place, prefix in enumerate(self._prefixes):
+            common = common_start(prefix.tokens, prompt)
+            if common >= max(most, LEAST_COMMON):
+                best, most = place, common
+        if best is None:
+            return None
+        prefix = self._prefixes.pop(best)
+        self._prefixes.append(prefix)
+        return prefix.slots[:most], prefix.depth[:most]
+
+    def oldest(self) -> NDArray[np.int32]:
+        """Remove the least recently used prompt; returns the slots to release."""
+        return self._prefixes.pop(0).slots
+
+    def slots_alone(self, table: SlotTable) -> int:
+        """Slots that nothing but kept prompts uses."""
+        if not self._prefixes:
+            return 0
+        mine = self.references(table.slots)
+        return int(np.count_nonzero((mine > 0) & (mine == table.references)))
+
+    def references(self, slots: int) -> NDArray[np.int32]:
+        """References of kept prompts to each slot, int32 [slots]."""
+        held = [prefix.slots for prefix in self._prefixes]
+        if not held:
+            return np.zeros(slots, np.int32)
+        return np.bincount(np.concatenate(held), minlength=slots).astype(np.int32)
+
+    def moved_to(self, table: SlotTable) -> SlotTable:
+        """Another table of the same slots, none of which is in use, in which the prompts have
+        theirs."""
+        for prefix in self._prefixes:
+            free = table.references[prefix.slots] == 0
+            table.claim(prefix.slots[free])
+            table.retain(prefix.slots[~free])
+            table.owner[prefix.slots] = NO_OWNER
+            table.token[prefix.slots] = prefix.tokens
+            table.position[prefix.slots] = np.arange(len(prefix.slots))
+        return table

@@ -1,0 +1,286 @@
+"""Prompts that begin alike share KV: fewer rows, fewer slots, the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from support.models import Words, build
+from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, relative_error
+
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
+from arbor.events import Evicted, Forwarded, Shared
+from arbor.forest import LEAST_COMMON
+from arbor.memory.prefix_cache import MOST_PREFIXES
+from arbor.metrics import MetricsFold
+from arbor.tasks.base import BlockLimits
+from arbor.tree import ThoughtTree
+
+EXAMPLES = tuple(8 + (7 * i * i + 3 * i) % 80 for i in range(40))
+FIRST, SECOND, THIRD = ((*EXAMPLES, *end) for end in ((9, 3), (60, 2, 71), (9, 41)))
+SHORT = EXAMPLES[: LEAST_COMMON - 1]
+
+
+def growth(length: int = 6) -> Growth:
+    return Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), length, 8), ()))
+
+
+def opened(lab: Lab, *prompts: Sequence[int], pool: int = 400) -> list[ThoughtTree]:
+    trees = [ThoughtTree(prompt) for prompt in prompts]
+    for tree in trees:
+        lab.open(tree, pool, alone=False, pool=pool)
+    return trees
+
+
+def run(lab: Lab) -> None:
+    while lab.busy:
+        lab.step()
+
+
+def extended(lab: Lab, *trees: ThoughtTree) -> None:
+    """Run the prompts of trees, all of them at once."""
+    operations = [lab.begin_extend(tree.root) for tree in trees]
+    run(lab)
+    for operation in operations:
+        operation.result()
+
+
+def slots(tree: ThoughtTree, count: int = len(EXAMPLES)) -> list[int]:
+    return tree.root.span.slot[:count].tolist()
+
+
+def alone(prompt: Sequence[int]) -> tuple[torch.Tensor, list[list[int]]]:
+    """Answers after a prompt, and its children, in an engine that never saw another prompt."""
+    lab = Lab(build("llama"))
+    tree = lab.plant(prompt=prompt)
+    answers = lab.ask([tree.root] * len(QUESTIONS), QUESTIONS)
+    return answers, [child.tokens for child in lab.grow([(tree.root, 2)], growth())]
+
+
+def is_as_alone(lab: Lab, tree: ThoughtTree) -> None:
+    answers, children = alone(tree.root.tokens)
+    assert relative_error(lab.ask([tree.root] * len(QUESTIONS), QUESTIONS), answers) < 1e-5
+    assert [child.tokens for child in lab.grow([(tree.root, 2)], growth())] == children
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "one by one"])
+def test_what_prompts_have_in_common_is_computed_and_held_once(together: bool) -> None:
+    lab = Lab(build("llama"), debug=True)
+    trees = opened(lab, FIRST, SECOND, THIRD)
+    if together:
+        extended(lab, *trees)
+    else:
+        for tree in trees:
+            extended(lab, tree)
+
+    once = len(FIRST) + len(SECOND) + len(THIRD) - len(EXAMPLES) - len(EXAMPLES) - 1
+    assert lab.rows() == once == lab.memory.used
+    assert slots(trees[0]) == slots(trees[1]) == slots(trees[2])
+    assert slots(trees[2], 41)[-1] == slots(trees[0], 41)[-1], "the first and third share one more"
+    for tree, prompt in zip(trees, (FIRST, SECOND, THIRD), strict=True):
+        assert lab.memory.used_by(tree) == len(prompt), "a tree's account is as if it were alone"
+    for tree in trees:
+        is_as_alone(lab, tree)
+
+
+def test_a_prompt_that_is_there_already_costs_one_row_for_its_logits() -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, FIRST, FIRST)
+    extended(lab, first, second)
+
+    assert lab.rows() == len(FIRST) + 1
+    is_as_alone(lab, second)
+
+
+def test_prompts_with_little_in_common_share_nothing() -> None:
+    lab = Lab(build("llama"), debug=True)
+    trees = opened(lab, (*SHORT, 9), (*SHORT, 10))
+    extended(lab, *trees)
+
+    assert lab.memory.used == lab.rows() == 2 * LEAST_COMMON
+    assert not any(isinstance(event, Shared) for event in lab.events)
+
+
+def test_a_forward_reads_what_rows_of_several_problems_share_once() -> None:
+    lab = Lab(build("llama"), debug=True)
+    trees = opened(lab, FIRST, SECOND)
+    extended(lab, *trees)
+    lab.events.clear()
+    operations = [lab.begin_grow([(tree.root, 2)], growth()) for tree in trees]
+    run(lab)
+
+    assert all(operation.result() for operation in operations)
+    forwards = [e for e in lab.events if isinstance(e, Forwarded) and e.kind == "decode"]
+    unique = sum(forward.unique_read_tokens for forward in forwards)
+    steps = max(forward.steps for forward in forwards)
+    privately = sum(forward.rows for forward in forwards) * growth().stop.max_tokens
+    prompts = (len(FIRST) + len(SECOND) - len(EXAMPLES)) * steps
+    assert unique <= prompts + privately
+
+
+def test_a_tree_that_goes_leaves_what_others_use() -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, FIRST, SECOND)
+    extended(lab, first, second)
+    held = slots(second)
+    lab.close(first)
+
+    assert slots(second) == held
+    table = lab.memory.table
+    assert (table.owner[held] == second.root.row).all()
+    assert (table.tree[held] == second.number).all()
+    is_as_alone(lab, second)
+
+
+def test_the_prompt_of_a_finished_problem_serves_later_ones() -> None:
+    lab = Lab(build("llama"), debug=True)
+    (first,) = opened(lab, FIRST)
+    is_as_alone(lab, first)
+    lab.close(first)
+    assert lab.memory.used == len(FIRST) and lab.memory.free == 400 - len(FIRST)
+    assert lab.memory.available == 400
+    lab.events.clear()
+
+    (second,) = opened(lab, SECOND)
+    extended(lab, second)
+
+    assert lab.rows() == len(SECOND) - len(EXAMPLES)
+    shared = [event for event in lab.events if isinstance(event, Shared)]
+    assert [event.nodes for event in shared] == [((0, len(EXAMPLES)),)]
+    is_as_alone(lab, second)
+
+
+def test_kept_prompts_leave_before_any_block_does() -> None:
+    lab = Lab(build("llama"), debug=True, policy="full")
+    pool = 2 * len(FIRST)
+    (first,) = opened(lab, FIRST, pool=pool)
+    extended(lab, first)
+    lab.close(first)
+    other = tuple(reversed(FIRST))
+    (second,) = opened(lab, other, pool=pool)
+    extended(lab, second)
+    assert lab.memory.used == 2 * len(FIRST)
+
+    answers = lab.ask([second.root], [(7, 8, 9)])
+
+    fresh = Lab(build("llama"))
+    tree = fresh.plant(prompt=other)
+    assert relative_error(answers, fresh.ask([tree.root], [(7, 8, 9)])) < 1e-5
+    assert lab.memory.used == len(FIRST) and not lab.memory.prefixes
+    assert not any(isinstance(event, Evicted) for event in lab.events)
+
+
+def test_only_so_many_prompts_are_kept() -> None:
+    lab = Lab(build("llama"))
+    for place in range(MOST_PREFIXES + 3):
+        (tree,) = opened(lab, (place % 80 + 8, *EXAMPLES), pool=8000)
+        extended(lab, tree)
+        lab.close(tree)
+
+    assert len(lab.memory.prefixes) == MOST_PREFIXES
+    assert lab.memory.used == MOST_PREFIXES * (1 + len(EXAMPLES))
+
+
+def test_shared_tokens_leave_last_and_come_back_once() -> None:
+    """A path without common tokens that takes nearly all of the pool drives out the shared ones."""
+    pool = 70
+    lab = Lab(build("llama"), debug=True)
+    first, second, other = opened(lab, FIRST, SECOND, tuple(range(9, 9 + 60)), pool=pool)
+    extended(lab, first, second)
+    lab.events.clear()
+    extended(lab, other)
+
+    gone = [count for e in lab.events if isinstance(e, Evicted) for _, count in e.nodes]
+    assert sum(gone) > len(EXAMPLES), "both trees report what they lost"
+    assert lab.memory.used <= pool
+    lab.events.clear()
+    extended(lab, first, second)
+    assert slots(first) == slots(second)
+    is_as_alone(lab, first)
+    is_as_alone(lab, second)
+    is_as_alone(lab, other)
+
+
+def test_shared_tokens_stay_while_the_path_of_one_tree_runs() -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, FIRST, SECOND, pool=len(FIRST) + 8)
+    extended(lab, first)
+    held = slots(first)
+    growing = lab.begin_grow([(first.root, 1)], growth())
+    lab.step()
+    visit = lab.begin_extend(second.root)
+    while not growing.done:
+        lab.step()
+        assert slots(first) == held
+    run(lab)
+
+    visit.result()
+    is_as_alone(lab, second)
+
+
+def test_lossy_trees_share_nothing() -> None:
+    lab = Lab(build("llama"), mode="lossy", debug=True)
+    trees = opened(lab, FIRST, SECOND)
+    extended(lab, *trees)
+
+    assert lab.memory.used == len(FIRST) + len(SECOND)
+
+
+def test_a_failed_prefill_takes_back_what_was_to_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    trees = opened(lab, FIRST, SECOND)
+    right = lab.runner.forward
+
+    def fail(*args: object, **kwargs: object) -> None:
+        monkeypatch.setattr(lab.runner, "forward", right)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(lab.runner, "forward", fail)
+    visits = [lab.begin_extend(tree.root) for tree in trees]
+    run(lab)
+
+    for visit in visits:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            visit.result()
+    assert lab.memory.used == 0
+    shared = sum(n for e in lab.events if isinstance(e, Shared) for _, n in e.nodes)
+    gone = sum(n for e in lab.events if isinstance(e, Evicted) for _, n in e.nodes)
+    assert shared == gone == len(EXAMPLES)
+    extended(lab, *trees)
+    for tree in trees:
+        is_as_alone(lab, tree)
+
+
+def test_rows_whose_prompts_are_shared_are_greedy_alike() -> None:
+    """The children of two identical prompts, grown in one batch, are the same."""
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, FIRST, FIRST)
+    extended(lab, first, second)
+    how = Growth(3, GREEDY, StopRule(Words(), BlockLimits((), 6, 8), ()))
+    operations = [lab.begin_grow([(tree.root, 1)], how) for tree in (first, second)]
+    run(lab)
+
+    (one,), (other,) = (operation.result() for operation in operations)
+    assert one.tokens == other.tokens
+    assert not np.intersect1d(one.span.slot, other.span.slot).size
+
+
+def test_shared_tokens_are_counted() -> None:
+    fold = MetricsFold()
+    lab = Lab(build("llama"))
+    (first,) = opened(lab, FIRST)
+    extended(lab, first)
+    lab.listener = fold
+    (second,) = opened(lab, SECOND)
+    extended(lab, second)
+
+    metrics = fold.metrics()
+    assert metrics.tokens_shared == len(EXAMPLES)
+    assert metrics.rows == len(SECOND) - len(EXAMPLES)
+    assert metrics.to_dict()["tokens_shared"] == len(EXAMPLES)
+    assert "tokens_shared" not in MetricsFold().metrics().to_dict()
