@@ -139,7 +139,7 @@ class Pressure:
     limit: int
 
 
-Cause = Literal["transition", "pressure", "close"]
+Cause = Literal["transition", "pressure", "close", "clock"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
         last_used=whole(size),
         scheduled=moment(),
         reentry=part(size),
+        turn=whole(size) % 3,
         next_use=moment(),
         see=tokens.only,
     )

@@ -141,6 +141,7 @@ class Search:
             last_used=table.last_used[ids],
             scheduled=np.full(len(ids), NEVER),
             reentry=likely[ids],
+            turn=np.zeros(len(ids), np.int64),
             next_use=self.next_use[ids],
             see=lambda indices: self.tokens(policy, ids, held, indices),
         )

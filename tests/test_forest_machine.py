@@ -6,8 +6,8 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -41,7 +41,9 @@ from arbor.forest import LEAST_COMMON
 from arbor.memory import prefix_cache
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
+from arbor.retention.allocators.per_tree import Among
 from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
 
@@ -61,6 +63,8 @@ FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
 SMALLEST = LONGEST + len(QUESTION)
 PROTECTED = Protect().sinks + Protect().recent
 ROOMY = 1000  # slots for a policy that evicts nothing
+AMONG = get_args(Among)
+NO_TRIGGER, EARLY = Trigger(), Trigger(every=2, above=0.6)
 NOISE = 1e-4  # of logits; rounding stays far below it
 
 Lie = Literal["choose", "late choose", "stop", "confidence"]
@@ -273,7 +277,15 @@ class Grove(RuleBasedStateMachine):
     prompts: tuple[tuple[int, ...], ...] = PROMPTS
     least_common = LEAST_COMMON
 
-    def begin(self, pool: int, policy: str, mode: Mode, rehydrate: Any) -> None:
+    def begin(
+        self,
+        pool: int,
+        policy: str,
+        mode: Mode,
+        rehydrate: Any,
+        among: Among = "together",
+        trigger: Trigger = NO_TRIGGER,
+    ) -> None:
         self.patches = [
             patch.object(module, "LEAST_COMMON", self.least_common)
             for module in (forest, prefix_cache)
@@ -283,7 +295,7 @@ class Grove(RuleBasedStateMachine):
         self.source = Source()
         self.lab = Lab(
             build("llama"),
-            policy=policy,
+            policy=replace(POLICIES[policy], among=among, trigger=trigger),
             mode=mode,
             rehydrate=rehydrate,
             source=self.source,
@@ -360,8 +372,13 @@ class Grove(RuleBasedStateMachine):
 
     def start(self, job: Job) -> None:
         self.jobs.append(job)
-        # younger operations hold up none
         job.patience = 20 + 4 * sum(each.work for each in self.jobs)
+        for each in self.jobs:  # those of later trees wait for it; those of earlier ones do not
+            if self.turn(each) > self.turn(job):
+                each.patience += 4 * job.work
+
+    def turn(self, job: Job) -> int:
+        return self.plots.index(job.plot)
 
     @precondition(lambda self: self.able())
     @rule(
@@ -665,9 +682,13 @@ class LosslessGrove(Grove):
         policy=st.sampled_from(POLICY_NAMES),
         rehydrate=st.sampled_from(("selective", "span")),
         spare=st.integers(0, 60),
+        among=st.sampled_from(AMONG),
+        trigger=st.sampled_from((NO_TRIGGER, EARLY)),
     )
-    def plant(self, policy: str, rehydrate: Any, spare: int) -> None:
-        self.begin(SMALLEST + spare, policy, "lossless", rehydrate)
+    def plant(
+        self, policy: str, rehydrate: Any, spare: int, among: Among, trigger: Trigger
+    ) -> None:
+        self.begin(SMALLEST + spare, policy, "lossless", rehydrate, among, trigger)
 
 
 class AlikeGrove(LosslessGrove):
@@ -691,9 +712,11 @@ class LossyGrove(Grove):
         policy=st.sampled_from(POLICY_NAMES),
         rehydrate=st.sampled_from(("off", "selective", "span")),
         pool=st.integers(PROTECTED + max(LENGTHS) + len(QUESTION), SMALLEST + 20),
+        among=st.sampled_from(AMONG),
+        trigger=st.sampled_from((NO_TRIGGER, EARLY)),
     )
-    def plant(self, policy: str, rehydrate: Any, pool: int) -> None:
-        self.begin(pool, policy, "lossy", rehydrate)
+    def plant(self, policy: str, rehydrate: Any, pool: int, among: Among, trigger: Trigger) -> None:
+        self.begin(pool, policy, "lossy", rehydrate, among, trigger)
 
 
 for each in (LosslessGrove, AlikeGrove, LossyGrove):

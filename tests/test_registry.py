@@ -532,11 +532,13 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
     assert named.name == changed.name == spec["name"] == "lowest"
     assert spec["allocator"] == {"reserve": 2} and spec["scorer"] == {"name": "random", "seed": 0}
     assert build("policy", spec) == changed != named == build("policy", "lowest")
-    assert components.settings_of(named)[:5] == (
+    assert components.settings_of(named)[:7] == (
         "allocator",
         "scorer",
         "protect",
         "spares_paths",
+        "among",
+        "trigger",
         "reserve",
     )
     assert own.policy("lowest", Policy(Lowest())).protect == Protect(), "a notebook's cell, edited"
@@ -616,6 +618,8 @@ def test_the_defaults_of_a_component_are_its_settings() -> None:
         "scorer",
         "protect",
         "spares_paths",
+        "among",
+        "trigger",
     ]
 
 
@@ -632,6 +636,9 @@ def test_flat_defaults_have_the_settings_of_parts() -> None:
         "floor": 0,
         "threshold": 0.0001,
         "spares_paths": False,
+        "among": "together",
+        "every": 1,
+        "above": 1.0,
     }
 
 

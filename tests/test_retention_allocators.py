@@ -16,6 +16,7 @@ from support.offers import SEEDS, offer, permuted, room_for
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.per_tree import Among, PerTree
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
@@ -27,6 +28,7 @@ from arbor.retention.ordering import order, ranks
 from arbor.retention.scorers.recency import Recency
 
 SHARES = st.floats(0, 1)
+DIVIDED: tuple[Among, ...] = ("fair", "first-come", "shortest-first")
 ANY = Recency()
 
 
@@ -48,6 +50,7 @@ def blocks_of(count: int, **columns: object) -> Blocks:
         "last_used": zeros,
         "scheduled": np.full(count, NEVER),
         "reentry": np.zeros(count),
+        "turn": zeros,
         "next_use": np.full(count, NEVER),
     }
     given = {name: np.asarray(column) for name, column in columns.items()}
@@ -638,3 +641,74 @@ class Scored:
 
     def scores(self, tokens: Tokens) -> Floats:
         return np.array(self.values)
+
+
+# Room divided among trees
+
+
+HELD = ([12, 8], [20], [10])  # tokens of the blocks of three trees
+
+
+@pytest.mark.parametrize(
+    ("among", "room", "kept"),
+    [
+        ("first-come", 25, [20, 5, 0]),
+        ("first-come", 45, [20, 20, 5]),
+        ("shortest-first", 25, [15, 0, 10]),
+        ("shortest-first", 36, [20, 6, 10]),  # of equal ones the one opened first
+        ("fair", 24, [8, 8, 8]),
+        ("fair", 36, [13, 13, 10]),
+        ("fair", 50, [20, 20, 10]),
+        ("fair", 2, [1, 1, 0]),
+    ],
+)
+def test_the_room_is_divided_among_trees(among: Among, room: int, kept: list[int]) -> None:
+    turn = [place for place, tree in enumerate(HELD) for _ in tree]
+    tokens = [count for tree in HELD for count in tree]
+    blocks = blocks_of(len(turn), turn=turn, length=tokens, resident=tokens)
+
+    counts = PerTree(LRU(), among).counts(blocks, room, ANY)
+
+    assert np.bincount(blocks.turn, counts).astype(int).tolist() == kept
+
+
+def test_floors_come_before_the_room_of_any_tree() -> None:
+    blocks = blocks_of(3, turn=[0, 1, 2], floor=[0, 2, 3])
+
+    for among in DIVIDED:
+        counts = PerTree(LRU(), among).counts(blocks, 5, ANY)
+        assert counts.tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize("among", DIVIDED)
+@given(seed=SEEDS, share=SHARES, ties=st.booleans())
+def test_every_tree_keeps_between_its_floors_and_all(
+    among: Among, seed: int, share: float, ties: bool
+) -> None:
+    blocks = offer(seed, 12, ties=ties)
+    room = room_for(blocks, share)
+    for allocator in (LRU(), Reentry(), KKT(), Uniform(), Ratio(), Pooled()):
+        counts = PerTree(allocator, among).counts(blocks, room, ANY)
+        assert (counts >= blocks.floor).all() and (counts <= blocks.resident).all()
+        assert counts.sum() <= room
+
+
+def test_the_offer_of_one_tree_is_what_the_allocator_sees_of_it() -> None:
+    blocks = offer(3, 12)
+    mine = np.flatnonzero(blocks.turn == 1)
+    part = blocks.only(mine)
+
+    for name in ("ids", "resident", "floor", "depth", "value", "last_used", "reentry"):
+        assert (getattr(part, name) == getattr(blocks, name)[mine]).all()
+    for place, index in enumerate(mine):
+        one, other = part.see(np.array([place])), blocks.see(np.array([index]))
+        assert (one.block == place).all()
+        assert (one.offset == other.offset).all() and (one.key == other.key).all()
+
+
+def test_blocks_that_may_be_read_again_stay_in_the_order_of_their_trees() -> None:
+    blocks = blocks_of(4, turn=[1, 0, 0, 1], reentry=[0.9, 0.1, 0.0, 0.0], last_used=[1, 2, 3, 4])
+
+    kept = [Reentry().counts(blocks, room, ANY).tolist() for room in (10, 20, 30)]
+
+    assert kept == [[0, 10, 0, 0], [10, 10, 0, 0], [10, 10, 10, 0]]

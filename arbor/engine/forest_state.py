@@ -53,6 +53,7 @@ class ForestState:
         self.hidden: frozenset[int] = frozenset()
         self.before_hiding: frozenset[int] = frozenset()
         self._clock = 0
+        self._turns = 0
 
     # Trees
 
@@ -64,6 +65,8 @@ class ForestState:
     def open(self, opened: OpenTree) -> None:
         """Take a tree that the memory has adopted."""
         self.trees[opened.tree] = opened
+        opened.turn = self._turns
+        self._turns += 1
         self.table.touch(opened.tree.root)
 
     def close(self, opened: OpenTree) -> list[int]:

@@ -68,6 +68,7 @@ class OpenTree:
 
     Attributes:
         run: the run in progress; after `finish` one that listens to nothing.
+        turn: order in which the trees of the engine were opened.
         failure: the first exception of a listener that has not been raised yet.
         operation: number of the operation in progress.
         upcoming: blocks at whose end each later wave of the operation begins, the next wave first.
@@ -88,6 +89,7 @@ class OpenTree:
         self.slots = slots
         self.run = run
         self.reads = reads
+        self.turn = 0
         self.failure: Exception | None = None
         self.operation = 0
         self.upcoming: list[list[Node]] = []

@@ -23,7 +23,8 @@ class Operation:
         opened: the tree it concerns.
 
     Attributes:
-        serial: order of the requests of this process.
+        order: its place among the operations of an engine: those of the tree that was opened first
+            come first, and of one tree the older ones.
         waiting: work that has not joined a forward yet.
         left: pieces of work that are not finished.
         error: what ended it before it was finished.
@@ -31,7 +32,7 @@ class Operation:
 
     def __init__(self, opened: OpenTree) -> None:
         self.opened = opened
-        self.serial = next(_serials)
+        self.order = (opened.turn, next(_serials))
         self.waiting: deque[Work] = deque()
         self.left = 0
         self.error: BaseException | None = None

@@ -72,6 +72,7 @@ class PolicyView:
         def score(blocks: Blocks) -> NDArray[np.float64]:
             return self._msve.scores(blocks.value, blocks.confidence, blocks.attention)
 
+        several = len(self._state.trees) > 1
         # most policies read a few of these only
         return Blocks.when_read(
             {
@@ -87,7 +88,9 @@ class PolicyView:
                 "scheduled": lambda _: self._scheduled(ids),
                 "reentry": lambda _: self._reentry(ids),
                 "next_use": lambda _: self._next_use(ids),
+                **({"turn": lambda _: self._turn(ids)} if several else {}),
             },
+            **({} if several else {"turn": np.zeros(len(ids), np.int64)}),
             ids=ids,
             resident=resident,
             floor=self._floor(ids, resident, see, leaves, where, whole, protect),
@@ -153,6 +156,12 @@ class PolicyView:
                 own = [node.id for node in self._state.forest.nodes(ids[mine].tolist())]
                 result[mine] = opened.reads.after(opened.operation, np.array(own, np.int64))
         return result
+
+    def _turn(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        places = np.zeros(1 + max(tree.number for tree in self._state.trees), np.int64)
+        for place, tree in enumerate(self._state.trees):
+            places[tree.number] = place
+        return places[self._state.forest.numbers_of(ids)]
 
     def _scheduled(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         waits = [

@@ -47,6 +47,7 @@ class Residency:
         self._memory = state.memory
         self._policy = policy
         self._paths_lose: PathsLose = paths_lose
+        self._steps = 0
 
     def fit(
         self,
@@ -78,6 +79,12 @@ class Residency:
             return False
         with nvtx_range("policy"):
             return self._free(needed, leaves, cause, paths_lose or self._paths_lose)
+
+    def due(self) -> int | None:
+        """Count a decode step; tokens that may stay if the policy acts now, else None."""
+        self._steps += 1
+        room = self._policy.trigger.room(self._steps, self._memory.slots)
+        return None if room is None or self._memory.used <= room else room
 
     def _free(
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose
@@ -177,7 +184,9 @@ class Residency:
         while int(blocks.floor.sum()) > room:  # ends where nothing is protected
             blocks = eased(next(less))
         try:
-            counts, chosen = select(blocks, room, self._policy.allocator, self._policy.scorer)
+            counts, chosen = select(
+                blocks, room, self._policy.shared_allocator, self._policy.scorer
+            )
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"

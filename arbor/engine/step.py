@@ -77,7 +77,7 @@ class Stepper:
         """Take an operation, all of whose work waits."""
         operation.left = len(operation.waiting)
         if operation.left:
-            self._scheduler.operations.append(operation)
+            self._scheduler.take(operation)
             if isinstance(operation, Growing) and operation.opened.run.interrupted():
                 self._interrupt(operation)
 
@@ -125,7 +125,7 @@ class Stepper:
                 self.cancel(operations, error)
                 raise
             if joining:  # the others are tried again without the youngest
-                concerned = [max(concerned, key=lambda operation: operation.serial)]
+                concerned = [max(concerned, key=lambda operation: operation.order)]
             self.cancel(concerned, error)
         self._clear()
         self._hand_on_failures()
@@ -211,6 +211,7 @@ class Stepper:
             logits = logits[: len(rows)]
         if rows:
             self._after(rows, logits)
+            self._tick()
         self._start([row for row in joined.rows if self._is_waiting_for_its_path(row)])
         for operation in [each for each in self._scheduler.operations if not each.left]:
             self._finish(operation)
@@ -305,6 +306,21 @@ class Stepper:
         if lost:
             self._decoding.look_back(rows)
         return preempted or lost
+
+    def _tick(self) -> None:
+        """Let the policy act at its own time."""
+        room = self._residency.due()
+        if room is None:
+            return
+        rows = [row for row in self._scheduler.rows if row.started]
+        free = self._memory.slots - max(room, self._pinned())
+        try:
+            lost = self._residency.fit(free, [row.node for row in rows], "clock")
+        except BudgetInfeasible:  # it keeps more than that, and room has not run out
+            return
+        if lost:
+            self._decoding.look_back(rows)
+            self._changed = True
 
     def _pinned(self) -> int:
         """Slots of the tokens that stay while the rows run."""

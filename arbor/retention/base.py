@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cached_property
-from typing import Protocol, runtime_checkable
+from functools import cached_property, partial
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +91,8 @@ class Blocks(Columns):
         scheduled: int64 [M], waves of the operation in progress until the block is needed again;
             `NEVER` if none needs it.
         reentry: float64 [M], probability that a later round reads the block, in [0, 1].
+        turn: int64 [M], place of the block's tree among the open ones, by when they were opened; 0
+            where there is one.
         next_use: int64 [M], the next operation of a recorded run that reads it; `NEVER` if none
             does, or without a recording.
         see: makes the token view of some blocks, given by index, int64, increasing. Policies that
@@ -111,16 +113,38 @@ class Blocks(Columns):
     last_used: Ints
     scheduled: Ints
     reentry: Floats
+    turn: Ints
     next_use: Ints
     see: Callable[[Ints], Tokens]
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    def only(self, indices: Ints) -> Blocks:
+        """The offer of some of these blocks, given by index, increasing."""
+
+        def see(chosen: Ints) -> Tokens:
+            tokens = self.see(indices[chosen])
+            names = [each.name for each in fields(Tokens) if each.name != "block"]
+            return Tokens.when_read(
+                {name: partial(_column, tokens, name) for name in names},
+                block=np.searchsorted(indices, tokens.block),
+            )
+
+        names = [each.name for each in fields(self) if each.name != "see"]
+        return Blocks.when_read(
+            {name: partial(_column, self, name, at=indices) for name in names}, see=see
+        )
+
     @cached_property
     def tokens(self) -> Tokens:
         """Token view of all blocks, made on first use."""
         return self.see(np.arange(len(self)))
+
+
+def _column(view: Columns, name: str, _: Columns, *, at: Ints | None = None) -> NDArray[Any]:
+    column: NDArray[Any] = getattr(view, name)
+    return column if at is None else column[at]
 
 
 NEVER = int(np.iinfo(np.int64).max)

@@ -12,6 +12,7 @@ from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.full import Full
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.per_tree import Among, PerTree
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
@@ -21,6 +22,7 @@ from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
+from arbor.retention.trigger import Trigger
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Policy:
         spares_paths: in lossy mode, running paths lose tokens only when nothing else is left to
             evict. So in ArborKV, whose Path* is complete, and in caches that lock blocks in use;
             flat policies see no paths.
+        among: how the room is divided among the searches of an engine, see `PerTree`; ``together``:
+            the allocator sees the blocks of all of them at once.
+        trigger: when it acts although room has not run out.
         summary: one sentence on it, for ``arbor list policies``.
         registered_as: its name in the registry, which sets it; empty without one.
     """
@@ -89,6 +94,8 @@ class Policy:
     scorer: Scorer = field(default_factory=Recency)
     protect: Protect = field(default_factory=Protect)
     spares_paths: bool = False
+    among: Among = "together"
+    trigger: Trigger = field(default_factory=Trigger)
     summary: str = field(default="", kw_only=True, compare=False, repr=False, metadata=NO_SETTING)
     registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
 
@@ -103,6 +110,13 @@ class Policy:
     def name(self) -> str:
         """Its name in the registry; without one, the class of its allocator."""
         return self.registered_as or type(self.allocator).__name__
+
+    @property
+    def shared_allocator(self) -> Allocator:
+        """The allocator, for the blocks of all searches of an engine."""
+        if self.among == "together":
+            return self.allocator
+        return PerTree(self.allocator, self.among)
 
     @property
     def observes(self) -> bool:

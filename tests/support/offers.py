@@ -101,6 +101,7 @@ def offer(seed: int, size: int | None = None, *, ties: bool = True, longest: int
         last_used=numbers(5),
         scheduled=sometimes(numbers(3)),
         reentry=figures(1.0),
+        turn=rng.integers(0, 3, count),
         next_use=sometimes(numbers(9)),
         see=tokens.only,
     )
