@@ -227,7 +227,7 @@ class GreedySearch:
         self.settings, self.tree, self.max_depth = settings, tree, max_depth
         self.frontier = [tree.root]
         self.growing: list[Node] = []
-        self.told: list[list[Key]] = []
+        self.heard: list[list[Key]] = []
         self.asked: list[list[Key]] = []
         self.rooms: list[int] = []
 
@@ -242,7 +242,7 @@ class GreedySearch:
         return [Expansion(node, self.settings.width) for node in best]
 
     def tell(self, children: Sequence[Node]) -> None:
-        self.told.append([child.key for child in children])
+        self.heard.append([child.key for child in children])
         ended = {child.parent for child in children}
         self.growing = [node for node in self.growing if node not in ended]
         for child in children:
@@ -318,7 +318,7 @@ class Run:
             (n.id, n.key, tuple(n.tokens), n.state, n.value, n.valued) for n in self.outcome.tree
         ]
         search = self.search
-        return blocks, search.asked, search.told, search.rooms, self.outcome.status
+        return blocks, search.asked, search.heard, search.rooms, self.outcome.status
 
     def ends(self, ticks: Callable[[list[Node]], int]) -> Iterator[tuple[int, list[Key]]]:
         """The times of all expansions by the definition of the logical clock, and their children.
@@ -331,14 +331,14 @@ class Run:
         by_key = {node.key: node for node in tree}
         start: dict[Key, int] = dict.fromkeys(self.search.asked[0], 0)
         ended: dict[Key, int] = {}
-        for told, asked in zip(self.search.told, self.search.asked[1:], strict=False):
-            for parent in dict.fromkeys(by_key[key].parent for key in told):
+        for heard, asked in zip(self.search.heard, self.search.asked[1:], strict=False):
+            for parent in dict.fromkeys(by_key[key].parent for key in heard):
                 assert parent is not None
                 longest = max(len(child.tokens) for child in parent.children)
                 ended[parent.key] = start[parent.key] + longest + ticks(parent.children)
-            now = ended[told[0][:-1]]
-            assert {ended[key[:-1]] for key in told} == {now}
-            yield now, told
+            now = ended[heard[0][:-1]]
+            assert {ended[key[:-1]] for key in heard} == {now}
+            yield now, heard
             start |= dict.fromkeys(asked, now)
 
 
@@ -375,7 +375,7 @@ def test_expansions_are_reported_in_order_of_the_logical_clock(
     times = [now for now, _ in run.ends(ticks)]
 
     assert times == sorted(set(times))
-    assert len(times) == len(run.search.told)
+    assert len(times) == len(run.search.heard)
 
 
 @given(scripts, verifiers)
@@ -424,8 +424,8 @@ def test_a_limit_on_expansions_cuts_the_same_search(
     assert sum(len(event.leaves) for event in grown) == min(most, expanded)
     assert full.outcome is not None
     assert (full.outcome.status == "limit") == (most < expanded)
-    groups = [set(told) for told in whole.search.told]
-    assert all(any(set(told) <= group for group in groups) for told in full.search.told)
+    groups = [set(heard) for heard in whole.search.heard]
+    assert all(any(set(heard) <= group for group in groups) for heard in full.search.heard)
 
 
 @given(scripts, verifiers, st.integers(0, 99), st.integers(0, 60))
@@ -450,7 +450,7 @@ def test_an_interruption_reports_what_has_ended_and_asks_no_more(
         assert not any(isinstance(event, Selected) for event in run.events[stopped[0] + 1 :])
     assert all(node.state is not NodeState.OPEN for node in run.outcome.tree)
     ended = [n.key for n in run.outcome.tree.nodes[1:] if n.valued]
-    assert sorted(ended) == sorted(key for told in run.search.told for key in told)
+    assert sorted(ended) == sorted(key for heard in run.search.heard for key in heard)
     assert isinstance(run.events[-1], Answered)
 
 
@@ -474,7 +474,7 @@ def test_an_expansion_that_does_not_fit_ends_the_search_with_its_best_answer() -
 
 @dataclass(frozen=True)
 class Peeking(Greedy):
-    """Asks for a block that it has not been told of."""
+    """Asks for a block that was not reported to it."""
 
     def start(self, tree: ThoughtTree, max_depth: int) -> GreedySearch:
         return PeekingSearch(self, tree, max_depth)

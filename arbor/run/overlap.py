@@ -32,7 +32,7 @@ class Overlapping:
         children: all of its children, those that an interruption gave up included.
         awaited: what it waits for; None once it has ended.
         end: when it ended, ticks; None before that.
-        reported: the children that the search is told of.
+        reported: the children given to `tell`.
     """
 
     def __init__(self, expansion: Expansion, start: int, steps: Steps[Grown]) -> None:

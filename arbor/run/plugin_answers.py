@@ -236,7 +236,7 @@ class _CheckedSearch:
         self._tree = tree
         self._most = most
         self.continuous = bool(getattr(search, "continuous", False))
-        self._reported = {tree.root.id}  # blocks that the search was told of
+        self._reported = {tree.root.id}  # blocks given to `tell`, and the root
 
     def ask(self, room: int) -> list[Expansion]:
         """See `Search.ask`."""
