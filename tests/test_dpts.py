@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -18,12 +18,14 @@ from support.fakes import Key, Run, Script, Thought, grow, hashed, run, scripted
 from arbor import Solver
 from arbor.controllers.base import Continuous, Expansion, Foresight, Search
 from arbor.controllers.dpts import DPTS, DPTSSearch
-from arbor.errors import UsageError
-from arbor.events import Event, Selected, Transition, Verified
+from arbor.errors import InputError, UsageError
+from arbor.events import Boundary, Event, Selected, Transition, Verified
 from arbor.measure.replay import Recording, replay
 from arbor.model.checkpoint import Checkpoint
 from arbor.trace import Replay, read_trace
 from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.verifiers.base import Inquiry
+from arbor.verifiers.self_eval import SelfEval
 
 CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
 
@@ -628,7 +630,9 @@ def test_the_tree_does_not_depend_on_other_searches(verifier: str, checkpoint: C
     problems = HANDS if verifier == "exact" else PROBLEMS
 
     def shapes(concurrency: int, budget: Any) -> list[Any]:
-        settings = exact if verifier == "exact" else {}
+        settings: dict[str, Any] = (
+            exact if verifier == "exact" else {"max_expansions": 5, "step_tokens": 12}
+        )
         solver = solver_of(checkpoint, verifier=verifier, record_bytes=1 << 24, **settings)
         solutions = solver.solve_batch(problems, concurrency=concurrency, budget=budget)
         assert all(solution.recording is not None for solution in solutions)
@@ -680,3 +684,72 @@ def test_a_recorded_search_is_replayed_with_its_counters(
     for name in ("nodes", "rounds", "expansions", "tokens_generated", "verified", "asked"):
         assert getattr(again, name) == getattr(solution.metrics, name), name
     assert 0 < short.expansions < again.expansions
+
+
+@pytest.mark.parametrize(
+    "mode", [("lossy", "off"), ("lossy", "selective"), ("lossless", "span")], ids=str
+)
+def test_every_mode_runs_it_in_the_smallest_budget(
+    mode: tuple[Any, Any], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    settings = {"mode": mode[0], "rehydrate": mode[1], "policy": "h2o"}
+    solver = solver_of(checkpoint, verifier="self", step_tokens=8, max_expansions=6, **settings)
+    plan = solver.plan(PROBLEMS[1], budget="full")
+
+    solver.solve(PROBLEMS[1], budget=f"{plan.smallest_tokens}tok", trace=path)
+
+    assert Replay.of(read_trace(path)).problems == []
+    solver.engine.memory.check()
+
+
+class Failing(SelfEval):
+    """A verifier that refuses its fourth batch, in the middle of other expansions."""
+
+    batches: ClassVar[list[int]] = []
+
+    def inquire(self, *given: Any) -> Inquiry:
+        self.batches.append(1)
+        if len(self.batches) == 4:
+            raise InputError("problem-too-long", "too long.", "Use another.")
+        return super().inquire(*given)
+
+
+def test_an_error_in_one_expansion_gives_the_others_up(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    task = {"task": "game24", "controller": SETTINGS["controller"] | {"width": 4}}
+    solver = solver_of(checkpoint, verifier=Failing(), **task)
+
+    with pytest.raises(InputError) as caught:
+        solver.solve("4 5 6 10", trace=path)
+
+    assert "answer" in caught.value.data
+    trace = read_trace(path)
+    replayed = Replay.of(trace)
+    assert replayed.problems == []
+    assert replayed.open_blocks == 0
+    given_up = [b for b in replayed.blocks.values() if not b.verified and b.parent is not None]
+    assert {block.state for block in given_up if block.resident == 0} == {PRUNED}
+    solver.engine.memory.check()
+    assert not solver.engine.busy
+    assert solver.solve("4 5 6 10").metrics.expansions > 4
+
+
+def test_a_listener_that_raises_ends_it_and_the_engine_goes_on(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint, verifier="self")
+    left = [12]
+
+    def listener(event: Event) -> None:
+        left[0] -= isinstance(event, Boundary)
+        if left[0] == 0:
+            raise ZeroDivisionError
+
+    solver.listeners = (listener,)
+    with pytest.raises(ZeroDivisionError):
+        solver.solve(PROBLEMS[0])
+    assert not solver.engine.busy
+    solver.engine.memory.check()
+    solver.listeners = ()
+    assert solver.solve(PROBLEMS[0]).finish_reason in ("solved", "exhausted")

@@ -40,16 +40,10 @@ class Overlapping:
         self.start = start
         self._steps = steps
         self.awaited: Awaited | None = next(steps)
-        self._growing = cast("Growing", self.awaited)
-        self.children: Sequence[Node] = self._growing.children
+        self.children: Sequence[Node] = cast("Growing", self.awaited).children
         self.end: int | None = None
         self.reported: list[Node] = []
         self._asks = False  # its verification has asked the model
-
-    @property
-    def grows(self) -> bool:
-        """Whether children still decode, or wait to."""
-        return not self._growing.done
 
     @property
     def ready(self) -> bool:

@@ -278,7 +278,7 @@ class Session:
         """Let further leaves grow, next to those in progress."""
         if not expansions:
             return
-        growing = [each.expansion.leaf for each in self._overlapping if each.grows]
+        growing = [each.expansion.leaf for each in self._overlapping]
         self._announce(tree, expansions, growing)
         for place, expansion in enumerate(expansions):
             steps = self._expand(tree, expansion, counts=place == 0)
@@ -336,7 +336,7 @@ class Session:
         Args:
             tree: of the search.
             expansions: chosen.
-            growing: leaves that grow already.
+            growing: leaves in progress.
         """
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
         leaves = (*growing, *(expansion.leaf for expansion in expansions))
