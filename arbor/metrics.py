@@ -195,6 +195,7 @@ class Unshared:
                 end[node] = tokens
             case Opened(node=node, parent=int(above)):
                 self._parent[node] = above
+                end[node] = end.get(above, 0)  # while it is open
                 self._leaves -= {above}
                 self._leaves.add(node)
             case Boundary(node=node, ids=ids):

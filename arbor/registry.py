@@ -42,6 +42,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     "controller": {
         "beam": "arbor.controllers.beam:Beam",
         "chain": "arbor.controllers.chain:Chain",
+        "dpts": "arbor.controllers.dpts:DPTS",
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {

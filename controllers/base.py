@@ -53,10 +53,37 @@ class Foresight(Protocol):
     def prospects(self) -> Mapping[int, float]:
         """Ids of leaves that a later round may grow, with the probability of that, in [0, 1].
 
-        Leaves of the round in progress are left out. Retention policies weigh a block's re-entry by
+        Leaves that grow now are left out. Retention policies weigh a block's re-entry by
         these.
         """
         ...
+
+
+@runtime_checkable
+class Continuous(Protocol):
+    """An optional addition to `Search`, for searches without rounds.
+
+    Leaves at different depths decode in one batch, and the children of each are reported as soon
+    as they have ended, while others still grow:
+
+    - `ask` is called at the beginning and after every `tell`. It returns further leaves, which
+      begin to grow at once and are not returned again; an empty list means nothing more for now.
+      The search ends when it returns nothing and nothing grows. No leaf grows after a limit or an
+      interruption, asked for or not.
+    - `tell` gets the children of one expansion, or of several that end at the same time.
+    - `room` counts blocks in all, those that grow already included.
+
+    Time is logical, so that the tree depends neither on the budget nor on other searches: a block
+    takes a tick per token, a verification one tick if it asks the model, else none, and an
+    expansion begins at the time of the `tell` that led to it. What ends earlier by this clock is
+    reported earlier. Blocks that were not reported yet may be ahead of it: a search reads neither
+    their state nor their value, and prunes none of them.
+
+    Attributes:
+        continuous: False: the search goes in rounds after all, like one without this addition.
+    """
+
+    continuous: bool
 
 
 @runtime_checkable

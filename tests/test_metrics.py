@@ -89,6 +89,22 @@ def test_each_event_counts_what_it_says() -> None:
     )
 
 
+def test_without_sharing_an_open_block_counts_the_path_it_continues() -> None:
+    fold = MetricsFold()
+    for event in (
+        Opened(0, None, 0, 0, 15, ""),
+        Opened(1, 0, 0, 1, 0, ""),
+        Opened(2, 0, 1, 1, 0, ""),
+        Boundary(1, (5, 6, 7), "", "step", 0.0, 0.5, 0.5),
+        Opened(3, 1, 0, 2, 0, ""),  # grows while block 2 does
+        Boundary(2, (5, 6), "", "step", 0.0, 0.5, 0.5),
+        Verified("exact", (2,), (0.5,), 0, 0.0),
+    ):
+        fold(event)
+
+    assert fold.metrics().peak_unshared_tokens == (15 + 2) + (15 + 3)
+
+
 def test_derived_numbers() -> None:
     metrics = Metrics(
         wall_s=2.0,

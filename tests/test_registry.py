@@ -124,7 +124,7 @@ def test_names_are_sorted_and_import_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
-    assert names("controller")[:3] == ("beam", "chain", "tot")
+    assert names("controller")[:4] == ("beam", "chain", "dpts", "tot")
 
 
 def test_an_unknown_name_says_the_nearest_one() -> None:
@@ -314,7 +314,7 @@ def test_a_plugin_is_named_without_being_imported(
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    assert names("controller") == ("beam", "chain", "tot", "mine")
+    assert names("controller") == ("beam", "chain", "dpts", "tot", "mine")
     assert "extra_b" not in sys.modules
 
     mine = build("controller", "mine", speed=4)
@@ -400,7 +400,7 @@ def test_clashing_names_keep_ours_and_qualify_the_others(
     install(tmp_path, "aaa", "[arbor.controllers]\nmine = extra_f:Mine\n", {"extra_f": EXTRA})
     monkeypatch.syspath_prepend(tmp_path)
 
-    assert names("controller")[3:] == ("bbb/mine", "bbb/tot", "mine")
+    assert names("controller")[4:] == ("bbb/mine", "bbb/tot", "mine")
     assert resolve("controller", "tot").__name__ == "ToT"
     assert resolve("controller", "mine").__module__ == "extra_f"
     assert resolve("controller", "bbb/mine").__module__ == "extra_e"

@@ -283,11 +283,20 @@ class Engine:
         self._begin(operation)
         return operation
 
-    def room(self, leaf_tokens: int, tree: ThoughtTree | None = None) -> int:
-        """Blocks of up to `leaf_tokens` tokens of a tree that may decode at once within its own
-        budget, at least 1; by default of the tree opened last."""
+    def room(
+        self, leaf_tokens: int, tree: ThoughtTree | None = None, longest: int | None = None
+    ) -> int:
+        """Blocks that may decode at once within the own budget of a tree, at least 1.
+
+        Args:
+            leaf_tokens: tokens of each at most.
+            tree: by default the one opened last.
+            longest: tokens of its longest path; by default of those run through the model.
+        """
         opened = self.opened if tree is None else self.state.trees[tree]
-        return self._parts.rules.room(opened, leaf_tokens)
+        return self._parts.rules.room(
+            opened, leaf_tokens, opened.longest if longest is None else longest
+        )
 
     def grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> list[Node]:
         """Decode new children, all of them together as far as the budget allows, each up to its own
@@ -306,8 +315,15 @@ class Engine:
         """
         return self._complete(self.begin_grow(leaves, growth)).result() if leaves else []
 
-    def begin_grow(self, leaves: Sequence[tuple[Node, int]], growth: Growth) -> Growing:
-        """`grow`, as an operation for `step`; at least one leaf."""
+    def begin_grow(
+        self, leaves: Sequence[tuple[Node, int]], growth: Growth, *, counts: bool = True
+    ) -> Growing:
+        """`grow`, as an operation for `step`; at least one leaf.
+
+        Args:
+            leaves, growth: as for `grow`.
+            counts: False: with the operation before it, one in the count that `FutureReads` uses.
+        """
         longest = growth.stop.max_tokens
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
         tree = leaves[0][0].tree
@@ -318,7 +334,7 @@ class Engine:
             parent = None if child.parent is None else child.parent.id
             opened.emit(Opened(child.id, parent, child.index, child.depth, tokens=0, text=""))
         opened.raise_failure()
-        return self.begin_decode(children, growth)
+        return self.begin_decode(children, growth, counts=counts)
 
     def decode(self, children: Sequence[Node], growth: Growth) -> None:
         """Decode open blocks up to their boundaries, together as far as the budget allows.
@@ -339,8 +355,10 @@ class Engine:
         if children:
             self._complete(self.begin_decode(children, growth)).result()
 
-    def begin_decode(self, children: Sequence[Node], growth: Growth) -> Growing:
-        """`decode`, as an operation for `step`; at least one block."""
+    def begin_decode(
+        self, children: Sequence[Node], growth: Growth, *, counts: bool = True
+    ) -> Growing:
+        """`decode`, as an operation for `step`; at least one block. `counts` as in `begin_grow`."""
         longest = growth.stop.max_tokens
         order = self._in_order(children, [child.parent or child for child in children])
         parents = [child.parent for child in order if child.parent is not None]
@@ -354,7 +372,8 @@ class Engine:
                 child.tree.take_back(child)
             operation.waiting.append(row)
         self.state.changed(children)
-        operation.opened.begin_operation()
+        if counts:
+            operation.opened.begin_operation()
         self._begin(operation)
         return operation
 
@@ -398,6 +417,11 @@ class Engine:
             self._parts.stepper.cancel([operation], error)
             raise
         return operation
+
+    def give_up(self, tree: ThoughtTree, error: BaseException) -> None:
+        """End all operations of a tree with an error, see `decode` for what that leaves."""
+        stepper = self._parts.stepper
+        stepper.cancel(stepper.operations_of(self.state.trees[tree]), error)
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Free the KV of blocks that the search has given up."""

@@ -38,9 +38,9 @@ class Rules(Protocol):
         """Tokens of the path to a block that have to be on the device while it grows."""
         ...
 
-    def room(self, opened: OpenTree, leaf_tokens: int) -> int:
+    def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """Blocks of up to `leaf_tokens` tokens that may decode at once within a search's own
-        budget, at least 1."""
+        budget, at least 1, where its longest path has `longest` tokens."""
         ...
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
@@ -113,9 +113,9 @@ class Lossless:
         """The whole path."""
         return node.end
 
-    def room(self, opened: OpenTree, leaf_tokens: int) -> int:
+    def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """What fits next to the longest path."""
-        return max(1, (opened.slots - opened.longest) // max(1, leaf_tokens))
+        return max(1, (opened.slots - longest) // max(1, leaf_tokens))
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
         """The union of a wave's paths fits."""
@@ -168,7 +168,7 @@ class Lossy:
         """What the policy protects of a path."""
         return min(node.end, self._protected)
 
-    def room(self, opened: OpenTree, leaf_tokens: int) -> int:
+    def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """What fits into half of the budget."""
         return max(1, opened.slots // 2 // max(1, leaf_tokens))
 

@@ -139,8 +139,9 @@ class Stepper:
         joined = self._joined = scheduler.admit()
         if not joined:
             return
-        for operation in dict.fromkeys(work.operation for work in joined):
-            operation.opened.expect(self._upcoming(operation))
+        for opened in dict.fromkeys(work.operation.opened for work in joined):
+            mine = [self._upcoming(each) for each in self.operations_of(opened)]
+            opened.expect([wave for waves in mine for wave in waves])
         fresh = [row.leaf for row in joined.rows if row.pending is None]
         fresh += [visit.node for visit in joined.visits]
         begins = [row.begin for row in joined.rows]

@@ -5,12 +5,14 @@ a policy (tokens recomputed, evictions, slots held) follows from a trace: the en
 work, but forward passes compute nothing, and tokens and verdicts are those of the recording.
 Attention is not recorded. Policies that read it (arborkv, kkt, h2o, tova) see zeros, so they keep
 other tokens, and by MSVE's third signal other numbers of them, than the run did; their costs are
-close, not equal. A run that was cut short is replayed up to its last complete round.
+close, not equal. A run that was cut short is replayed up to the first expansion that it left
+incomplete.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,7 @@ from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
-from arbor.events import Boundary, Ended, Event, Header, Opened, Verified
+from arbor.events import Boundary, Ended, Event, Header, Opened, Selected, Verified
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.metrics import Metrics, MetricsFold
 from arbor.model.plan import ForwardPlan
@@ -57,7 +59,7 @@ class Recording:
         blocks: by node id, as they closed.
         values: the verifier's, by node id.
         reads: when each block is read.
-        rounds: complete rounds of a run that was cut short; None: it ended by itself.
+        expansions: complete ones of a run that was cut short; None: it ended by itself.
     """
 
     header: Header
@@ -65,7 +67,7 @@ class Recording:
     blocks: Mapping[int, Boundary]
     values: Mapping[int, float]
     reads: FutureReads
-    rounds: int | None = None
+    expansions: int | None = None
 
     @classmethod
     def of(cls, events: Sequence[Event]) -> Recording:
@@ -100,16 +102,23 @@ class Recording:
                 "'arbor trace check' lists every inconsistency.",
             )
         end = next((event for event in events if isinstance(event, Ended)), None)
-        rounds: int | None = None
+        expansions: int | None = None
         if end is None or end.status not in ("solved", "exhausted"):
             cut = [e.node for e in opened if e.parent is not None and e.node not in values]
-            rounds = sum(max(event.nodes) < min(cut, default=len(opened)) for event in verified)
-        return cls(header, root.tokens, blocks, values, FutureReads.of(events), rounds)
+            expansions = _complete(events, min(cut, default=len(opened)))
+        return cls(header, root.tokens, blocks, values, FutureReads.of(events), expansions)
 
     @property
     def eos(self) -> frozenset[int]:
         """Tokens that ended a sequence."""
         return frozenset(block.ids[-1] for block in self.blocks.values() if block.stop == "eos")
+
+
+def _complete(events: Sequence[Event], first: int) -> int:
+    """The expansions whose blocks all come before the block `first`."""
+    widths = [width for e in events if isinstance(e, Selected) for _, width in e.leaves]
+    last = itertools.accumulate(widths)  # ids are given in the order of expansions
+    return sum(node < first for node in last)
 
 
 def _unplayable(opened: Sequence[Opened], blocks: Mapping[int, Boundary]) -> Iterator[str]:
@@ -171,6 +180,7 @@ def replay(
         source=_Recorded(record, tokenizer),
     )
     judge = _Judge(components.build("verifier", config["verifier"]), record)
+    most = [n for n in (config.get("max_expansions"), record.expansions) if n is not None]
     metrics = MetricsFold()
     emit = Broadcast((metrics, listen), lambda: session.stop("interrupted"))
     session = Session(
@@ -180,16 +190,12 @@ def replay(
         components.build("controller", config["controller"]),
         judge,
         Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
-        Limits(config["max_depth"], config.get("max_expansions")),
+        Limits(config["max_depth"], min(most, default=None)),
         slots,
         emit,
         reads=record.reads,
     )
     emit(record.header)
-    if record.rounds is not None:
-        judge.end = lambda: session.stop("limit")
-        if record.rounds == 0:
-            judge.end()
     session.run([0] * record.prompt, record.header.problem)
     return metrics.metrics()
 
@@ -261,14 +267,11 @@ class _Recorded(ModelSampler):
 
 
 class _Judge:
-    """The recorded verdicts; asks the verifier's questions, and calls `end` after the last
-    round."""
+    """The recorded verdicts; asks the verifier's questions."""
 
     def __init__(self, verifier: Verifier, record: Recording) -> None:
         self.verifier = verifier
         self.values = record.values
-        self.end: Callable[[], None] = lambda: None
-        self._left = record.rounds
 
     @property
     def needs_model(self) -> bool:
@@ -279,8 +282,4 @@ class _Judge:
     ) -> Verdict:
         """The recorded values of the candidates."""
         asked = self.verifier.verify(task, problem, candidates, engine).asked
-        if self._left is not None:
-            self._left -= 1
-            if self._left <= 0:
-                self.end()
         return Verdict(tuple(self.values[node.id] for node in candidates), asked)

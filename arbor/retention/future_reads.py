@@ -16,7 +16,9 @@ class FutureReads:
     """The operations of a run, in order, from 1, and the blocks each reads.
 
     Operations are expansions and verifications. A block is identified by its id: a run with another
-    budget makes the same tree in the same order.
+    budget makes the same tree in the same order. Where expansions overlap, verifications come in
+    another order at another budget, so operations are numbered by up to the number of expansions
+    in progress differently.
 
     Args:
         reads: for each operation, the ids of all blocks on its paths; ids are integers of 64 bits.

@@ -235,6 +235,8 @@ class _CheckedSearch:
         self._search = search
         self._tree = tree
         self._most = most
+        self.continuous = bool(getattr(search, "continuous", False))
+        self._reported = {tree.root.id}  # blocks given to `tell`, and the root
 
     def ask(self, room: int) -> list[Expansion]:
         """See `Search.ask`."""
@@ -246,6 +248,7 @@ class _CheckedSearch:
 
     def tell(self, children: Sequence[Node]) -> None:
         """See `Search.tell`."""
+        self._reported.update(child.id for child in children)
         self._answers.of("tell", lambda: self._search.tell(children))
 
     def best(self) -> list[Node]:
@@ -260,6 +263,7 @@ class _CheckedSearch:
             isinstance(each, Expansion)
             and self._is_known(each.leaf)
             and each.leaf.state is NodeState.CLOSED
+            and (not self.continuous or each.leaf.id in self._reported)
             and is_count(each.width)
             and each.width <= self._most
         )

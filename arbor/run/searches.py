@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from arbor.engine.engine import Engine
-    from arbor.engine.operation import Operation
 
 Result = TypeVar("Result")
-# a search that yields each operation it waits for, and returns its result
-Steps = Generator["Operation", None, Result]
+
+
+class Awaited(Protocol):
+    """An operation of the engine, or a condition on several of them."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the search that waits for it may go on."""
+        ...
+
+
+# a search that yields whatever it waits for, and returns its result
+Steps = Generator[Awaited, None, Result]
 
 
 def completed(engine: Engine, steps: Steps[Result]) -> Result:
@@ -24,15 +34,15 @@ def completed(engine: Engine, steps: Steps[Result]) -> Result:
         steps: the search.
     """
     try:
-        operation = next(steps)
+        awaited = next(steps)
         while True:
             try:
-                while not operation.done:
+                while not awaited.done:
                     engine.step()
             except BaseException as error:
-                operation = steps.throw(error)
+                awaited = steps.throw(error)
             else:
-                operation = next(steps)
+                awaited = next(steps)
     except StopIteration as end:
         result: Result = end.value
         return result
@@ -45,14 +55,14 @@ class Search(Generic[Result]):
     Attributes:
         place: its place among them, 0-based.
         steps: the search; None once it is over.
-        operation: what it waits for.
+        awaited: what it waits for.
         result: what it returned.
         error: what ended it instead.
     """
 
     place: int
     steps: Steps[Result] | None
-    operation: Operation | None = None
+    awaited: Awaited | None = None
     result: Result | None = None
     error: Exception | None = None
 
@@ -62,10 +72,10 @@ class Search(Generic[Result]):
         return self.steps is None
 
     def go_on(self) -> None:
-        """Continue until the next operation, or to the end."""
+        """Continue until it waits again, or to the end."""
         assert self.steps is not None, "the search is over"
         try:
-            self.operation = next(self.steps)
+            self.awaited = next(self.steps)
         except StopIteration as end:
             self.steps, self.result = None, end.value
         except Exception as error:
@@ -126,7 +136,7 @@ def as_completed(
                 continue
             over = []
             for search in running:
-                while not search.done and (search.operation is None or search.operation.done):
+                while not search.done and (search.awaited is None or search.awaited.done):
                     search.go_on()
                 if search.done:
                     over.append(search)

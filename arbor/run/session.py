@@ -1,4 +1,4 @@
-"""Session: the search loop of one run: ask, grow, verify, tell."""
+"""Session: the search loop of one run: ask, grow, verify, tell; in rounds or continuously."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arbor import components
-from arbor.controllers.base import Controller, Expansion, Foresight, Search
+from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
 from arbor.engine.step import NO_LOGITS
 from arbor.engine.token_source import Growth
@@ -27,6 +27,7 @@ from arbor.events import (
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
+from arbor.run.overlap import Ended, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
     Answers,
     checked_search,
@@ -39,7 +40,7 @@ from arbor.run.plugin_answers import (
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
 from arbor.tasks.base import Guesses, Problem, Task
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Limits:
     Attributes:
         max_depth: thoughts on one path.
         max_expansions: leaves grown in all; None: as many as the controller asks for.
-        timeout_s: wall seconds, checked before each round and each decode step; None: no limit.
+        timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
     """
 
     max_depth: int
@@ -141,6 +142,7 @@ class Session:
         self._search: Search | None = None
         self._round_start = 0  # blocks in the tree before the round in progress
         self._verified = False  # the round's children have their values
+        self._overlapping: list[Overlapping] = []  # in progress, of a search without rounds
 
     def run(self, prompt: Sequence[int], text: str) -> Outcome:
         """Search until the end, alone; see `steps`."""
@@ -149,7 +151,7 @@ class Session:
     def steps(self, prompt: Sequence[int], text: str) -> Steps[Outcome]:
         """Search from a prompt until the controller is done or a limit is reached.
 
-        Yields every operation it asks the engine for; to be resumed when that is done.
+        Yields what it waits for; to be resumed when that is done.
 
         Args:
             prompt: token ids of the root.
@@ -160,8 +162,8 @@ class Session:
                 needs, or a question is longer than planned.
             InputError: a question is longer than planned and exceeds the model's context.
             OutOfMemory: the machine has less memory than KV and a forward pass need.
-                In the middle of a search the round in progress is given up, the best answer so far
-                is emitted, and the error's data hold it.
+                In the middle of a search the expansions in progress are given up, the best answer
+                so far is emitted, and the error's data hold it.
         """
         if self.limits.timeout_s is not None:
             self._deadline = time.monotonic() + self.limits.timeout_s
@@ -177,7 +179,7 @@ class Session:
                 reads=self.reads,
                 pool=self.pool,
             )
-            return (yield from self._rounds(tree))
+            return (yield from self._whole(tree))
         finally:
             self.engine.finish(tree)
 
@@ -189,8 +191,8 @@ class Session:
         if self._stopped is None:
             self._stopped = status
 
-    def _rounds(self, tree: ThoughtTree) -> Steps[Outcome]:
-        """The prompt, then every round of the search."""
+    def _whole(self, tree: ThoughtTree) -> Steps[Outcome]:
+        """The prompt, the search, and its end."""
         root = tree.root
         self.emit(
             Opened(node=0, parent=None, index=0, depth=0, tokens=len(root.tokens), text=root.text)
@@ -200,14 +202,12 @@ class Session:
         prefill.result()
         search = self._start(tree)
         try:
-            while not self._over() and (expansions := self._allowed(search.ask(self._room(tree)))):
-                self._round_start, self._verified = len(tree), False
-                children = yield from self._grow(tree, expansions)
-                yield from self._verify(children)
-                self._verified = True
-                search.tell(children)
-                self._prune(tree)
+            if isinstance(search, Continuous) and search.continuous:
+                yield from self._continuously(tree, search)
+            else:
+                yield from self._rounds(tree, search)
         except (BudgetInfeasible, InputError, OutOfMemory) as error:
+            self.engine.give_up(tree, error)
             self._prune(tree)
             error.data["answer"] = self._finish(tree, search.best()).answer
             raise
@@ -228,6 +228,71 @@ class Session:
         self._search = checked_search(self.controller, search, tree, most)
         return self._search
 
+    def _rounds(self, tree: ThoughtTree, search: Search) -> Steps[None]:
+        """Ask, grow everything, verify, tell; and again."""
+        while not self._over() and (expansions := self._allowed(search.ask(self._room(tree)))):
+            self._round_start, self._verified = len(tree), False
+            children = yield from self._grow(tree, expansions)
+            yield from self._verify(children)
+            self._verified = True
+            search.tell(children)
+            self._prune(tree)
+
+    # Without rounds
+
+    def _continuously(self, tree: ThoughtTree, search: Search) -> Steps[None]:
+        """Ask whenever something has ended, and tell of each expansion by itself, see
+        `Continuous`."""
+        overlapping = self._overlapping
+        longest = tree.root.end  # of the paths that the search knows of
+        now, cut = 0, False
+        try:
+            while True:
+                if not cut and not self._over():
+                    room = self.engine.room(self.growth.stop.max_tokens, tree, longest)
+                    asked = search.ask(room)
+                    expansions = self._within_limit(asked)
+                    cut = len(expansions) < len(asked)
+                    self._begin(tree, expansions, now)
+                if not overlapping:
+                    break
+                while not (ended := due(overlapping)):
+                    yield Ended(overlapping)
+                    for each in overlapping:
+                        each.go_on()
+                now = ended[0].earliest
+                for each in ended:
+                    overlapping.remove(each)
+                children = [child for each in ended for child in each.reported]
+                longest = max([longest, *(child.end for child in children)])
+                search.tell(children)
+                self._prune(tree)
+            if cut:
+                self.stop("limit")
+        finally:
+            for each in overlapping:
+                each.close()
+            overlapping.clear()
+
+    def _begin(self, tree: ThoughtTree, expansions: Sequence[Expansion], now: int) -> None:
+        """Let further leaves grow, next to those in progress."""
+        if not expansions:
+            return
+        growing = [each.expansion.leaf for each in self._overlapping]
+        self._announce(tree, expansions, growing)
+        for place, expansion in enumerate(expansions):
+            steps = self._expand(tree, expansion, counts=place == 0)
+            self._overlapping.append(Overlapping(expansion, now, steps))
+
+    def _expand(self, tree: ThoughtTree, expansion: Expansion, counts: bool) -> Steps[Grown]:
+        """The children of one leaf, and whether their verification asked the model."""
+        pair = (expansion.leaf, expansion.width)
+        growing = self.engine.begin_grow([pair], self.growth, counts=counts)
+        yield growing
+        children = self._ended(tree, growing.result())
+        asked = yield from self._verify(children)
+        return children, asked
+
     # One round
 
     def _room(self, tree: ThoughtTree) -> int:
@@ -239,12 +304,16 @@ class Session:
         return self._stopped is not None
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
-        """The expansions of a round within the limit on all of them."""
+        """The expansions of a round within the limit on all of them; none end the run."""
+        allowed = self._within_limit(expansions)
+        if expansions and not allowed:
+            self.stop("limit")
+        return allowed
+
+    def _within_limit(self, expansions: list[Expansion]) -> list[Expansion]:
         most = self.limits.max_expansions
-        if most is not None and expansions and self._expanded + len(expansions) > most:
+        if most is not None:
             expansions = expansions[: most - self._expanded]
-            if not expansions:
-                self.stop("limit")
         self._expanded += len(expansions)
         return expansions
 
@@ -254,8 +323,23 @@ class Session:
         Returns:
             The finished ones.
         """
-        leaves = tuple(expansion.leaf for expansion in expansions)
+        self._announce(tree, expansions)
+        growing = self.engine.begin_grow([(e.leaf, e.width) for e in expansions], self.growth)
+        yield growing
+        return self._ended(tree, growing.result())
+
+    def _announce(
+        self, tree: ThoughtTree, expansions: Sequence[Expansion], growing: Sequence[Node] = ()
+    ) -> None:
+        """Emit which leaves were chosen, and which grow now.
+
+        Args:
+            tree: of the search.
+            expansions: chosen.
+            growing: leaves in progress.
+        """
         self.emit(Selected(tuple((e.leaf.id, e.width) for e in expansions)))
+        leaves = (*growing, *(expansion.leaf for expansion in expansions))
         logger.debug("%d blocks, %d leaves grow", len(tree), len(leaves))
         if leaves != self._running:
             distance = tree.distances(self._running) if self._running else None
@@ -267,9 +351,9 @@ class Session:
                 )
             )
             self._running = leaves
-        growing = self.engine.begin_grow([(e.leaf, e.width) for e in expansions], self.growth)
-        yield growing
-        grown = growing.result()
+
+    def _ended(self, tree: ThoughtTree, grown: Sequence[Node]) -> list[Node]:
+        """The blocks that reached their boundary, those that end a path marked as such."""
         children = [child for child in grown if child.state is NodeState.CLOSED]
         if len(children) < len(grown):  # the verification of the others needs their room
             self._prune(tree)
@@ -289,9 +373,14 @@ class Session:
         """Whether the answer of a finished path is a guess of the task."""
         return isinstance(self.task, Guesses) and self.task.is_guess(self.problem, leaf.thoughts)
 
-    def _verify(self, children: Sequence[Node]) -> Steps[None]:
+    def _verify(self, children: Sequence[Node]) -> Steps[bool]:
+        """Value the children.
+
+        Returns:
+            whether the verifier asked the model.
+        """
         if not children:
-            return
+            return False
         began = time.perf_counter()
         verdict = yield from self._verdict(children)
         name = str(components.spec_of(self.verifier)["name"])
@@ -308,6 +397,7 @@ class Session:
                 elapsed_s=time.perf_counter() - began,
             )
         )
+        return bool(verdict.asked)
 
     def _verdict(self, children: Sequence[Node]) -> Steps[Verdict]:
         """The verifier's verdict, its questions asked as one operation where it has them ready."""
@@ -329,6 +419,9 @@ class Session:
     def _prune(self, tree: ThoughtTree) -> None:
         """Free the blocks that the search has given up."""
         pruned = [n for n in tree if n.state is NodeState.PRUNED and n.id not in self._freed]
+        if pruned and self._overlapping:  # what others run on stays until they have ended
+            needed = {n.id for n in paths_of(each.expansion.leaf for each in self._overlapping)}
+            pruned = [node for node in pruned if node.id not in needed]
         if pruned:
             self._freed.update(node.id for node in pruned)
             self.emit(Pruned(tuple(node.id for node in pruned)))
@@ -343,10 +436,11 @@ class Session:
         if self._search is None:  # the prompt is being read
             return {}
         likely = dict(self._search.prospects()) if isinstance(self._search, Foresight) else {}
-        if self.verifier.needs_model and not self._verified:
-            for node in tree.nodes[self._round_start :]:
-                if node.state is not NodeState.PRUNED:
-                    likely[node.id] = 1.0
+        if self.verifier.needs_model:
+            waiting = [] if self._verified else tree.nodes[self._round_start :]
+            if self._overlapping:
+                waiting = [n for e in self._overlapping if e.end is None for n in e.children]
+            likely |= {n.id: 1.0 for n in waiting if n.state is not NodeState.PRUNED}
         return likely
 
     # The end
