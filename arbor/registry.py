@@ -42,6 +42,10 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     "controller": {
         "beam": "arbor.controllers.beam:Beam",
         "chain": "arbor.controllers.chain:Chain",
+        "mcts": "arbor.controllers.mcts:MCTS",
+        "rap": "arbor.controllers.mcts:VARIANTS.rap",
+        "rest-mcts": "arbor.controllers.mcts:VARIANTS.rest-mcts",
+        "rstar": "arbor.controllers.mcts:VARIANTS.rstar",
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {

@@ -12,15 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
-from arbor.controllers.base import Controller, Search
+from arbor.controllers.base import Controller, Foresight, Search
 from arbor.controllers.beam import Beam
 from arbor.controllers.chain import Chain
+from arbor.controllers.mcts import MCTS
 from arbor.controllers.ranking import finished, give_up, mean_logprob
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
+
+# controllers that add children to a block that has some, up to their width
+GROWS_AGAIN = (MCTS,)
 
 small = st.integers(1, 4)
 stops = st.sampled_from([None, 0.5, 1.0])
@@ -46,6 +50,24 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         max_visited=st.integers(1, 12),
         stop_value=stops,
         seed=st.integers(0, 3),
+    ),
+    st.builds(
+        MCTS,
+        selection=st.sampled_from(["uct", "puct"]),
+        exploration=st.sampled_from([0.0, 1.0, 3.0]),
+        first_play=st.sampled_from([None, 1.0, float("inf")]),
+        width=small,
+        simulations=st.integers(1, 12),
+        leaves=small,
+        virtual_loss=st.integers(0, 2),
+        rollout=st.sampled_from([0, 1, 3, None]),
+        rollout_width=st.just(1),
+        reward=st.sampled_from(["last", "mean", "max"]),
+        rollout_weight=st.sampled_from([0.5, 1.0]),
+        backup=st.sampled_from(["mean", "max"]),
+        widening=st.sampled_from([None, 0.5, 1.0]),
+        threshold=thresholds,
+        stop_value=stops,
     ),
 )
 scripts: st.SearchStrategy[Script] = st.builds(
@@ -430,9 +452,14 @@ def test_only_live_blocks_grow_once_and_within_the_depth(
             assert expansion.leaf.depth < max_depth
             assert expansion.width >= 1
             grown.append(expansion.leaf.id)
+        leaves = [expansion.leaf.id for expansion in expansions]
+        assert len(leaves) == len(set(leaves))
         search.tell(grow(tree, expansions, script))
 
-    assert len(grown) == len(set(grown))
+    if isinstance(controller, GROWS_AGAIN):
+        assert max(len(node.children) for node in tree) <= controller.width
+    else:
+        assert len(grown) == len(set(grown))
 
 
 @given(controllers, scripts, depths)
@@ -467,6 +494,8 @@ def test_an_exhausted_search_has_given_up_all_that_leads_nowhere(
     if any(stopped is not None and leaf.value >= stopped for leaf in done.search.best()):
         return
     if isinstance(controller, ToT) and len(done.asked) == controller.max_visited:
+        return
+    if isinstance(controller, MCTS) and done.search._started == controller.simulations:  # type: ignore[attr-defined]
         return
 
     assert all(node.children for node in done.tree if node.state is CLOSED and node.parent)
@@ -534,6 +563,48 @@ def test_a_step_that_grew_nothing_ends_or_backtracks(
         search.tell([])
 
     assert not search.ask(1)
+
+
+@given(controllers, scripts, depths, st.randoms(use_true_random=False))
+def test_a_search_goes_on_with_fewer_children_than_it_asked_for(
+    controller: Controller, script: Script, max_depth: int, rng: random.Random
+) -> None:
+    """What an interruption or a limit cuts off is PRUNED or was never made."""
+    tree = ThoughtTree([0])
+    search = controller.start(tree, max_depth)
+
+    for _ in range(500):
+        expansions = search.ask(2)
+        if not expansions:
+            break
+        assert all(each.leaf.state is CLOSED for each in expansions)
+        children = grow(tree, expansions[: rng.randint(0, len(expansions))], script)
+        lost = [child for child in children if rng.random() < 0.3]
+        for child in lost:
+            child.state = PRUNED
+        search.tell([child for child in children if child.state is not PRUNED])
+
+    assert not search.ask(2)
+    assert len(tree) - 1 <= controller.max_blocks(max_depth)
+    assert all(leaf.state is TERMINAL for leaf in search.best())
+
+
+@given(controllers, scripts, depths)
+def test_prospects_are_probabilities_of_blocks_that_can_grow_later(
+    controller: Controller, script: Script, max_depth: int
+) -> None:
+    tree = ThoughtTree([0])
+    search = controller.start(tree, max_depth)
+
+    while expansions := search.ask(2):
+        assert isinstance(search, Foresight)
+        later = dict(search.prospects())
+        assert not any(expansion.leaf.id in later for expansion in expansions)
+        for number, likely in later.items():
+            assert 0 <= likely <= 1
+            assert tree[number].state is CLOSED
+            assert tree[number].depth < max_depth
+        search.tell(grow(tree, expansions, script))
 
 
 @given(scripts, depths)
