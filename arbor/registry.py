@@ -41,9 +41,13 @@ from arbor.errors import UnknownName, UsageError
 BUILTIN: Mapping[str, Mapping[str, str]] = {
     "controller": {
         "beam": "arbor.controllers.beam:Beam",
+        "best-first": "arbor.controllers.best_first:BestFirst",
         "chain": "arbor.controllers.chain:Chain",
+        "dvts": "arbor.controllers.dvts:DVTS",
+        "ets": "arbor.controllers.ets:ETS",
         "mcts": "arbor.controllers.mcts:MCTS",
         "rap": "arbor.controllers.mcts:VARIANTS.rap",
+        "rebase": "arbor.controllers.rebase:Rebase",
         "rest-mcts": "arbor.controllers.mcts:VARIANTS.rest-mcts",
         "rstar": "arbor.controllers.mcts:VARIANTS.rstar",
         "tot": "arbor.controllers.tot:ToT",

@@ -64,6 +64,7 @@ TORCH = (
 # Packages outside the standard library that each unit may import; other units may import none.
 PACKAGES = {
     "cli": {"click", "huggingface_hub", "rich", "torch"},
+    "controllers": {"numpy", "scipy"},
     "engine": {"numpy", "torch"},
     "forest": {"numpy"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},

@@ -14,9 +14,13 @@ from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
 from arbor.controllers.base import Controller, Foresight, Search
 from arbor.controllers.beam import Beam
+from arbor.controllers.best_first import BestFirst
 from arbor.controllers.chain import Chain
+from arbor.controllers.dvts import DVTS
+from arbor.controllers.ets import ETS
 from arbor.controllers.mcts import MCTS
 from arbor.controllers.ranking import finished, give_up, mean_logprob
+from arbor.controllers.rebase import Rebase
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -50,6 +54,34 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         max_visited=st.integers(1, 12),
         stop_value=stops,
         seed=st.integers(0, 3),
+    ),
+    st.builds(
+        BestFirst,
+        width=small,
+        expansions=st.integers(1, 12),
+        leaves=small,
+        threshold=thresholds,
+        stop_value=stops,
+    ),
+    st.builds(DVTS, subtrees=small, width=small, threshold=thresholds, stop_value=stops),
+    st.builds(
+        Rebase,
+        width=st.integers(1, 9),
+        temperature=st.sampled_from([0.01, 0.2, 5.0]),
+        dedup=st.booleans(),
+        threshold=thresholds,
+        stop_value=stops,
+    ),
+    st.builds(
+        ETS,
+        width=st.integers(1, 6),
+        temperature=st.sampled_from([0.2, 5.0]),
+        lambda_c=st.sampled_from([0.0, 1.0]),
+        lambda_s=st.sampled_from([0.0, 1.5]),
+        cost=st.sampled_from(["tokens", "blocks"]),
+        dedup=st.booleans(),
+        threshold=thresholds,
+        stop_value=stops,
     ),
     st.builds(
         MCTS,
@@ -389,6 +421,11 @@ def test_some_search_makes_exactly_max_blocks() -> None:
     every: list[Controller] = [
         *(Chain(samples) for samples in (1, 3)),
         *(Beam(beam_size, width) for beam_size, width in sizes),
+        *(DVTS(subtrees, width) for subtrees, width in sizes),
+        *(Rebase(width) for width in (1, 2, 5)),
+        *(ETS(width, lambda_c=0.0) for width in (1, 2, 5)),
+        *(BestFirst(width, expansions) for width, expansions in sizes),
+        *(MCTS(width=width, simulations=simulations) for width, simulations in sizes),
         *(ToT(beam=beam, width=width) for beam, width in sizes),
         *(
             ToT("dfs", width=width, max_per_state=visited, max_visited=most)
@@ -411,7 +448,16 @@ def test_sampling_makes_max_blocks_whatever_is_drawn(
 
 
 @pytest.mark.parametrize(
-    "controller", [Chain(3), Beam(2, 2), ToT(beam=2, width=3), ToT("dfs", width=3)]
+    "controller",
+    [
+        Chain(3),
+        Beam(2, 2),
+        ToT(beam=2, width=3),
+        ToT("dfs", width=3),
+        DVTS(2, 2),
+        Rebase(4),
+        ETS(4, lambda_c=0.0),
+    ],
 )
 def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Controller) -> None:
     equal = scripted({})
@@ -494,6 +540,8 @@ def test_an_exhausted_search_has_given_up_all_that_leads_nowhere(
     if any(stopped is not None and leaf.value >= stopped for leaf in done.search.best()):
         return
     if isinstance(controller, ToT) and len(done.asked) == controller.max_visited:
+        return
+    if isinstance(controller, BestFirst) and done.search._left <= 0:  # type: ignore[attr-defined]
         return
     if isinstance(controller, MCTS) and done.search._started == controller.simulations:  # type: ignore[attr-defined]
         return
@@ -609,7 +657,7 @@ def test_prospects_are_probabilities_of_blocks_that_can_grow_later(
 
 @given(scripts, depths)
 def test_bfs_and_beam_ask_once_per_level(script: Script, max_depth: int) -> None:
-    for controller in (ToT(beam=2, width=3), Beam(2, 3), Chain(4)):
+    for controller in (ToT(beam=2, width=3), Beam(2, 3), Chain(4), Rebase(6), ETS(6), DVTS(2, 3)):
         for level, asked in enumerate(run(controller, script, max_depth).asked):
             assert all(len(key) == level for key, _ in asked)
 
