@@ -40,6 +40,7 @@ from arbor.errors import UnknownName, UsageError
 
 BUILTIN: Mapping[str, Mapping[str, str]] = {
     "controller": {
+        "ab-mcts": "arbor.controllers.ab_mcts:ABMCTS",
         "beam": "arbor.controllers.beam:Beam",
         "best-first": "arbor.controllers.best_first:BestFirst",
         "chain": "arbor.controllers.chain:Chain",
