@@ -94,7 +94,9 @@ class MCTS:
     widening_power: float = 0.5
     threshold: float = 0.0
     stop_value: float | None = 1.0
-    registered_as: str = field(default="", kw_only=True, metadata={"setting": False})
+    registered_as: str = field(
+        default="", kw_only=True, repr=False, compare=False, metadata={"setting": False}
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("simulations", 1), ("leaves", 1), ("virtual_loss", 0)):

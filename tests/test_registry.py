@@ -25,7 +25,7 @@ from arbor.retention.allocators.lru import LRU
 from arbor.retention.policy import Policy, Protect
 
 # names of controllers that stand for settings of a class
-READY_CONTROLLERS = ("rap", "rest-mcts", "rstar")
+READY_CONTROLLERS = ("best-of-n", "rap", "rest-mcts", "rstar")
 
 
 class Colour(enum.Enum):
