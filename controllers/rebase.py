@@ -33,9 +33,9 @@ class Rebase:
             verifier refutes.
         stop_value: the search ends as soon as a finished path is worth this much; None for never.
 
-    Differs from the released code (the paper rounds instead of rounding up in order of value): the
-    shares are computed with one rounding, so that equal values get equal shares; the depth is the
-    task's (released: 25); `dedup`, `threshold` and `stop_value` are new (false, -1 and None for the
+    Differs from the released code (the paper rounds instead of rounding up in order of value): S is
+    added up anew for each thought, so that equal values get equal shares; the depth is the task's
+    (released: 25); `dedup`, `threshold` and `stop_value` are new (false, -1 and None for the
     released behaviour). Its final weighted vote is the solver's `aggregate`.
     """
 
@@ -85,8 +85,7 @@ def rebase_widths(values: Sequence[float], width: int, temperature: float) -> li
     for rank, place in enumerate(order):
         after = math.fsum(shares[rank:])
         share = shares[rank] / after if after > 0 else 0.0
-        # 1e-9: a whole number that rounding made larger is not rounded up
-        widths[place] = min(width, math.ceil(width * share - 1e-9))
+        widths[place] = min(width, math.ceil(width * share))
         width -= widths[place]
     return widths
 

@@ -482,9 +482,13 @@ def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Contr
     )
 
 
-def test_a_state_that_grew_nothing_is_given_up() -> None:
+@pytest.mark.parametrize(
+    "controller",
+    [ToT("dfs", width=1), BestFirst(width=1), MCTS(width=1), MCTS(width=1, rollout=1)],
+)
+def test_a_state_that_grew_nothing_is_given_up(controller: Controller) -> None:
     tree = ThoughtTree([0])
-    search = ToT("dfs", width=1).start(tree, 3)
+    search = controller.start(tree, 3)
     [child] = grow(tree, search.ask(1), scripted({}))
     search.tell([child])
 

@@ -105,6 +105,15 @@ def test_a_block_of_a_rollout_grows_its_missing_children_later() -> None:
     assert len(done.tree.root.children[0].children) == 3
 
 
+def test_a_child_that_repeats_a_sibling_is_given_up() -> None:
+    script = scripted({(1,): Thought(" a\n", 0.8)}, otherwise=Thought("a", 0.5))
+
+    done = run(MCTS(width=3, simulations=2, leaves=1), script, max_depth=3)
+
+    assert done.asked == [[((), 3)], [((0,), 3)]]  # not (1,), though it is worth more
+    assert done.state(1) is done.state(2) is PRUNED
+
+
 def test_progressive_widening_adds_children_with_the_visits() -> None:
     """With k = 1 and the power 1/2, the root has 1 child at visits 1 to 3, 2 at 4, 3 at 9."""
     done = run(
