@@ -124,7 +124,7 @@ search_shape_options = option_group(
         is_eager=True,
         expose_value=False,
         callback=take_preset,
-        help="The search of a paper, as in self-consistency; other options win.",
+        help="A paper's search; other options win.",
     ),
     option(
         "--task",
@@ -181,7 +181,7 @@ search_shape_options = option_group(
         metavar="KEY=VALUE",
         heading="Search",
         common=True,
-        help="Setting of controller, verifier, aggregate, task, policy or sampling, as in width=4; may be repeated.",
+        help="Setting of a component or of sampling, as in width=4; may be repeated.",
     ),
 )
 
