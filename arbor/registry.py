@@ -2,8 +2,8 @@
 
 A name stands for a class, or for a ready component, and is imported by its dotted path when it is
 first asked for. Other distributions add names through entry points in the groups
-``arbor.controllers``, ``arbor.verifiers``, ``arbor.tasks``, ``arbor.policies``,
-``arbor.allocators``, ``arbor.scorers`` and ``arbor.backends``:
+``arbor.controllers``, ``arbor.verifiers``, ``arbor.aggregates``, ``arbor.tasks``,
+``arbor.policies``, ``arbor.allocators``, ``arbor.scorers`` and ``arbor.backends``:
 
     [project.entry-points."arbor.controllers"]
     mine = "package.module:Mine"
@@ -40,14 +40,30 @@ from arbor.errors import UnknownName, UsageError
 
 BUILTIN: Mapping[str, Mapping[str, str]] = {
     "controller": {
+        "ab-mcts": "arbor.controllers.ab_mcts:ABMCTS",
         "beam": "arbor.controllers.beam:Beam",
+        "best-first": "arbor.controllers.best_first:BestFirst",
+        "best-of-n": "arbor.controllers.chain:BEST_OF_N",
         "chain": "arbor.controllers.chain:Chain",
         "dpts": "arbor.controllers.dpts:DPTS",
+        "dvts": "arbor.controllers.dvts:DVTS",
+        "ets": "arbor.controllers.ets:ETS",
+        "mcts": "arbor.controllers.mcts:MCTS",
+        "rap": "arbor.controllers.mcts:VARIANTS.rap",
+        "rebase": "arbor.controllers.rebase:Rebase",
+        "rest-mcts": "arbor.controllers.mcts:VARIANTS.rest-mcts",
+        "rstar": "arbor.controllers.mcts:VARIANTS.rstar",
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {
         "exact": "arbor.verifiers.exact:Exact",
         "self": "arbor.verifiers.self_eval:SelfEval",
+    },
+    "aggregate": {
+        "argmax": "arbor.aggregate.argmax:Argmax",
+        "best": "arbor.aggregate.best:Best",
+        "majority": "arbor.aggregate.majority:Majority",
+        "weighted": "arbor.aggregate.weighted:Weighted",
     },
     "task": {
         "chains": "arbor.tasks.chains:Chains",

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from arbor import components
+from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
@@ -93,6 +94,8 @@ class Solver:
             configuration, so that nobody trusts by accident.
         task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table
             (``{"name": "tot", "beam": 3}``), or a ready component.
+        aggregate: what chooses the answer among the finished paths, likewise: ``best`` (the best
+            path's), ``argmax``, ``majority`` or ``weighted``.
         budget: the part of the expected peak of full retention that is kept, in (0, 1], or of the
             worst case, ``0.25max``; or ``8192tok``, ``6GiB``; ``full``.
         policy: what blocks off the running paths keep on the device: likewise a name, a table or a
@@ -142,6 +145,7 @@ class Solver:
         task: str | Mapping[str, Any] | Task = "game24",
         controller: str | Mapping[str, Any] | Controller = "tot",
         verifier: str | Mapping[str, Any] | Verifier = "self",
+        aggregate: str | Mapping[str, Any] | Aggregate = "best",
         budget: float | str | Budget = "full",
         policy: str | Mapping[str, Any] | Policy | Allocator = "reentry",
         mode: Mode = "lossless",
@@ -165,6 +169,7 @@ class Solver:
         self.task: Task = resolve_component("task", task, Task)
         self.controller: Controller = resolve_component("controller", controller, Controller)
         self.verifier: Verifier = resolve_component("verifier", verifier, Verifier)
+        self.aggregate: Aggregate = resolve_component("aggregate", aggregate, Aggregate)
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
@@ -507,6 +512,7 @@ class Solver:
             task=self.task,
             controller=self.controller,
             verifier=self.verifier,
+            aggregate=self.aggregate,
             policy=self.policy,
             budget=self.budget,
             mode=self.mode,

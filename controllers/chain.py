@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -26,14 +27,25 @@ class Chain:
             false for independent ones).
 
     Differs from the sources: no chain is stopped by its value on the way, and none is replaced; a
-    chain that reaches the depth limit without an answer is given up. There is no vote on answers.
+    chain that reaches the depth limit without an answer is given up. Votes on the answers are the
+    solver's `aggregate`: with ``majority``, this is self-consistency.
     """
 
+    kind: ClassVar[str] = "controller"  # of its names, see `registry.KINDS`
+
     samples: int = 1
+    registered_as: str = field(
+        default="", kw_only=True, repr=False, compare=False, metadata={"setting": False}
+    )
 
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise UsageError("setting-range", f"samples={self.samples}: it must be at least 1.")
+
+    @property
+    def summary(self) -> str:
+        """A sentence for lists of controllers."""
+        return f"`chain` with {self.samples} samples; with --aggregate majority, self-consistency."
 
     def start(self, tree: ThoughtTree, max_depth: int) -> ChainSearch:
         return ChainSearch(self, tree, max_depth)
@@ -41,6 +53,9 @@ class Chain:
     def max_blocks(self, max_depth: int) -> int:
         """samples x max_depth."""
         return self.samples * max_depth
+
+
+BEST_OF_N = Chain(samples=16, registered_as="best-of-n")
 
 
 class ChainSearch:

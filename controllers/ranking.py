@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -31,11 +31,15 @@ def repeats(level: Iterable[Node]) -> list[bool]:
     return result
 
 
-def give_up(nodes: Iterable[Node]) -> None:
+def give_up(nodes: Iterable[Node], may_grow: Callable[[Node], bool] | None = None) -> None:
     """Set PRUNED on blocks that will never grow again, and on ancestors with only such children.
 
     Finished leaves stay TERMINAL, and the blocks that lead to one keep their state; the root is
     never given up.
+
+    Args:
+        may_grow: whether an ancestor still grows more children, and therefore stays; by default
+            none does.
     """
     for given_up in nodes:
         node = given_up
@@ -43,6 +47,7 @@ def give_up(nodes: Iterable[Node]) -> None:
             node.parent is not None
             and node.state is NodeState.CLOSED
             and all(child.state is NodeState.PRUNED for child in node.children)
+            and (node is given_up or may_grow is None or not may_grow(node))
         ):
             node.state = NodeState.PRUNED
             node = node.parent

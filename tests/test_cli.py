@@ -17,11 +17,13 @@ from support.run_cli import REAL, Arbor, await_line, environment, spawn
 
 import arbor
 from arbor import components, registry
+from arbor.aggregate.base import AnswerVotes
+from arbor.aggregate.majority import Majority
 from arbor.budget import Budget, Footprint
 from arbor.cli.output import Output
 from arbor.cli.show import listed
 from arbor.cli.signals import Interrupted, StopSignals
-from arbor.cli.solve import budget_line, print_plan, unreached_line
+from arbor.cli.solve import budget_line, print_plan, unreached_line, votes_table
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.metrics import Metrics
 from arbor.trace import Replay, TraceWriter, read_trace
@@ -726,6 +728,33 @@ def test_list_names_what_there_is(
     assert rows
     for row in rows:
         assert row["name"] in text
+
+
+def test_verbose_lists_the_answers_with_their_votes(
+    command: Arbor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    votes = (AnswerVotes("8 - 2", 2, 1.25, (7, 9)), AnswerVotes("a\nb", 1, 0.5, (8,)))
+    monkeypatch.setattr(fake_solver.FakeSolution, "votes", votes)
+    options = ("--controller", "best-of-n", "--aggregate", "majority", "--set", "steps=min")
+
+    lines = command("solve", "4 5 6 10", *options, "-v").err.splitlines()
+
+    begin = lines.index("answer  votes    score  paths")
+    assert lines[begin + 1] == "8 - 2       2    1.250  #7 #9"
+    assert lines[begin + 2].split() == ["a", "b", "1", "0.500", "#8"]
+    assert "votes" not in command("solve", "4 5 6 10", *options).err
+    assert fake_solver.SOLVERS[-1].settings["aggregate"] == Majority("min")
+
+
+def test_the_table_of_answers_is_cut_where_it_is_long() -> None:
+    votes = [AnswerVotes(f"a\n{n}" * 40, 99, 0.5, tuple(range(99))) for n in range(12)]
+
+    lines = votes_table(votes)
+
+    assert len(lines) == 12
+    assert lines[-1] == "… 2 more answers"
+    assert all(len(line) < 160 and line.endswith("#7 …") for line in lines[1:-1])
+    assert votes_table([]) == []
 
 
 def test_list_without_a_kind_lists_every_kind(

@@ -489,7 +489,7 @@ def complete(*words: str, heavy: str = "torch transformers") -> list[str]:
 def test_commands_options_and_names_complete() -> None:
     assert complete("arbor", "tr", heavy="torch numpy rich") == ["trace"]
     assert "--max-tokens" in complete("arbor", "solve", "--max")
-    assert complete("arbor", "solve", "--controller", "b", heavy="torch rich") == ["beam"]
+    assert complete("arbor", "solve", "--controller", "bea", heavy="torch rich") == ["beam"]
     assert complete("arbor", "solve", "--task", "game") == ["game24"]
     assert complete("arbor", "solve", "--policy", "arb") == ["arborkv"]
     assert complete("arbor", "trace", "conv") == ["convert"]

@@ -149,7 +149,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ["solve", PUZZLE, "--controller", "bem"],
         2,
         "unknown-controller",
-        ("'bem'", "Did you mean 'beam'", "Known: beam, chain, ", "(plugins loaded: none)."),
+        ("'bem'", "Did you mean 'beam'", "Known: ab-mcts, beam, ", "(plugins loaded: none)."),
     ),
     (
         ["solve", PUZZLE, "--policy", "arbokv"],

@@ -12,16 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
-from arbor.controllers.base import Controller, Search
+from arbor.controllers.ab_mcts import ABMCTS
+from arbor.controllers.base import Controller, Foresight, Search
 from arbor.controllers.beam import Beam
+from arbor.controllers.best_first import BestFirst
 from arbor.controllers.chain import Chain
 from arbor.controllers.dpts import DPTS
+from arbor.controllers.dvts import DVTS
+from arbor.controllers.ets import ETS
+from arbor.controllers.mcts import MCTS
 from arbor.controllers.ranking import finished, give_up, mean_logprob
+from arbor.controllers.rebase import Rebase
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 CLOSED, PRUNED, TERMINAL = NodeState.CLOSED, NodeState.PRUNED, NodeState.TERMINAL
+
+# controllers that add children to a block that has some
+GROWS_AGAIN = (ABMCTS, MCTS)
 
 small = st.integers(1, 4)
 stops = st.sampled_from([None, 0.5, 1.0])
@@ -64,6 +73,61 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         stop_value=stops,
         max_visited=st.integers(1, 12),
         continuous=st.just(False),
+    ),
+    st.builds(
+        BestFirst,
+        width=small,
+        expansions=st.integers(1, 12),
+        leaves=small,
+        threshold=thresholds,
+        stop_value=stops,
+    ),
+    st.builds(
+        ABMCTS,
+        posterior=st.sampled_from(["gaussian", "beta"]),
+        thoughts=st.integers(1, 20),
+        leaves=small,
+        threshold=thresholds,
+        stop_value=stops,
+        seed=st.integers(0, 3),
+    ),
+    st.builds(DVTS, subtrees=small, width=small, threshold=thresholds, stop_value=stops),
+    st.builds(
+        Rebase,
+        width=st.integers(1, 9),
+        temperature=st.sampled_from([0.01, 0.2, 5.0]),
+        dedup=st.booleans(),
+        threshold=thresholds,
+        stop_value=stops,
+    ),
+    st.builds(
+        ETS,
+        width=st.integers(1, 6),
+        temperature=st.sampled_from([0.2, 5.0]),
+        lambda_c=st.sampled_from([0.0, 1.0]),
+        lambda_s=st.sampled_from([0.0, 1.5]),
+        cost=st.sampled_from(["tokens", "blocks"]),
+        dedup=st.booleans(),
+        threshold=thresholds,
+        stop_value=stops,
+    ),
+    st.builds(
+        MCTS,
+        selection=st.sampled_from(["uct", "puct"]),
+        exploration=st.sampled_from([0.0, 1.0, 3.0]),
+        first_play=st.sampled_from([None, 1.0, float("inf")]),
+        width=small,
+        simulations=st.integers(1, 12),
+        leaves=small,
+        virtual_loss=st.integers(0, 2),
+        rollout=st.sampled_from([0, 1, 3, None]),
+        rollout_width=st.just(1),
+        reward=st.sampled_from(["last", "mean", "max"]),
+        rollout_weight=st.sampled_from([0.5, 1.0]),
+        backup=st.sampled_from(["mean", "max"]),
+        widening=st.sampled_from([None, 0.5, 1.0]),
+        threshold=thresholds,
+        stop_value=stops,
     ),
 )
 scripts: st.SearchStrategy[Script] = st.builds(
@@ -385,6 +449,12 @@ def test_some_search_makes_exactly_max_blocks() -> None:
     every: list[Controller] = [
         *(Chain(samples) for samples in (1, 3)),
         *(Beam(beam_size, width) for beam_size, width in sizes),
+        *(DVTS(subtrees, width) for subtrees, width in sizes),
+        *(Rebase(width) for width in (1, 2, 5)),
+        *(ETS(width, lambda_c=0.0) for width in (1, 2, 5)),
+        *(BestFirst(width, expansions) for width, expansions in sizes),
+        *(ABMCTS(thoughts=thoughts, leaves=leaves) for thoughts, leaves in sizes),
+        *(MCTS(width=width, simulations=simulations) for width, simulations in sizes),
         *(ToT(beam=beam, width=width) for beam, width in sizes),
         *(
             ToT("dfs", width=width, max_per_state=visited, max_visited=most)
@@ -408,7 +478,16 @@ def test_sampling_makes_max_blocks_whatever_is_drawn(
 
 @pytest.mark.parametrize(
     "controller",
-    [Chain(3), Beam(2, 2), ToT(beam=2, width=3), ToT("dfs", width=3), DPTS(2, 2, continuous=False)],
+    [
+        Chain(3),
+        Beam(2, 2),
+        ToT(beam=2, width=3),
+        ToT("dfs", width=3),
+        DVTS(2, 2),
+        Rebase(4),
+        ETS(4, lambda_c=0.0),
+        DPTS(2, 2, continuous=False),
+    ],
 )
 def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Controller) -> None:
     equal = scripted({})
@@ -422,9 +501,13 @@ def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Contr
     )
 
 
-def test_a_state_that_grew_nothing_is_given_up() -> None:
+@pytest.mark.parametrize(
+    "controller",
+    [ToT("dfs", width=1), BestFirst(width=1), MCTS(width=1), MCTS(width=1, rollout=1)],
+)
+def test_a_state_that_grew_nothing_is_given_up(controller: Controller) -> None:
     tree = ThoughtTree([0])
-    search = ToT("dfs", width=1).start(tree, 3)
+    search = controller.start(tree, 3)
     [child] = grow(tree, search.ask(1), scripted({}))
     search.tell([child])
 
@@ -449,9 +532,15 @@ def test_only_live_blocks_grow_once_and_within_the_depth(
             assert expansion.leaf.depth < max_depth
             assert expansion.width >= 1
             grown.append(expansion.leaf.id)
+        leaves = [expansion.leaf.id for expansion in expansions]
+        assert len(leaves) == len(set(leaves))
         search.tell(grow(tree, expansions, script))
 
-    assert len(grown) == len(set(grown))
+    if isinstance(controller, GROWS_AGAIN):
+        most = getattr(controller, "width", len(tree))
+        assert max(len(node.children) for node in tree) <= most
+    else:
+        assert len(grown) == len(set(grown))
 
 
 @given(controllers, scripts, depths)
@@ -488,6 +577,12 @@ def test_an_exhausted_search_has_given_up_all_that_leads_nowhere(
     if isinstance(controller, ToT) and len(done.asked) == controller.max_visited:
         return
     if isinstance(controller, DPTS) and controller.dominance:
+        return
+    if isinstance(controller, ABMCTS):  # any block may grow another thought
+        return
+    if isinstance(controller, BestFirst) and done.search._left <= 0:  # type: ignore[attr-defined]
+        return
+    if isinstance(controller, MCTS) and done.search._started == controller.simulations:  # type: ignore[attr-defined]
         return
 
     assert all(node.children for node in done.tree if node.state is CLOSED and node.parent)
@@ -557,9 +652,51 @@ def test_a_step_that_grew_nothing_ends_or_backtracks(
     assert not search.ask(1)
 
 
+@given(controllers, scripts, depths, st.randoms(use_true_random=False))
+def test_a_search_goes_on_with_fewer_children_than_it_asked_for(
+    controller: Controller, script: Script, max_depth: int, rng: random.Random
+) -> None:
+    """What an interruption or a limit cuts off is PRUNED or was never made."""
+    tree = ThoughtTree([0])
+    search = controller.start(tree, max_depth)
+
+    for _ in range(500):
+        expansions = search.ask(2)
+        if not expansions:
+            break
+        assert all(each.leaf.state is CLOSED for each in expansions)
+        children = grow(tree, expansions[: rng.randint(0, len(expansions))], script)
+        lost = [child for child in children if rng.random() < 0.3]
+        for child in lost:
+            child.state = PRUNED
+        search.tell([child for child in children if child.state is not PRUNED])
+
+    assert not search.ask(2)
+    assert len(tree) - 1 <= controller.max_blocks(max_depth)
+    assert all(leaf.state is TERMINAL for leaf in search.best())
+
+
+@given(controllers, scripts, depths)
+def test_prospects_are_probabilities_of_blocks_that_can_grow_later(
+    controller: Controller, script: Script, max_depth: int
+) -> None:
+    tree = ThoughtTree([0])
+    search = controller.start(tree, max_depth)
+
+    while expansions := search.ask(2):
+        assert isinstance(search, Foresight)
+        later = dict(search.prospects())
+        assert not any(expansion.leaf.id in later for expansion in expansions)
+        for number, likely in later.items():
+            assert 0 <= likely <= 1
+            assert tree[number].state is CLOSED
+            assert tree[number].depth < max_depth
+        search.tell(grow(tree, expansions, script))
+
+
 @given(scripts, depths)
 def test_bfs_and_beam_ask_once_per_level(script: Script, max_depth: int) -> None:
-    for controller in (ToT(beam=2, width=3), Beam(2, 3), Chain(4)):
+    for controller in (ToT(beam=2, width=3), Beam(2, 3), Chain(4), Rebase(6), ETS(6), DVTS(2, 3)):
         for level, asked in enumerate(run(controller, script, max_depth).asked):
             assert all(len(key) == level for key, _ in asked)
 

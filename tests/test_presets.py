@@ -17,7 +17,7 @@ from arbor.run.presets import PRESETS, preset
 SHAPES = {"config-s": (3, 6, 64), "config-l": (5, 8, 256)}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_a_preset_is_the_papers_configuration(name: str) -> None:
     width, depth, expansions = SHAPES[name]
     config = Solver(**preset(name)).config
@@ -26,6 +26,15 @@ def test_a_preset_is_the_papers_configuration(name: str) -> None:
     assert (config["max_depth"], config["max_expansions"]) == (depth, expansions)
     assert config["step_tokens"] == 128
     assert (config["sampling"]["temperature"], config["sampling"]["top_p"]) == (0.7, 0.9)
+
+
+def test_self_consistency_is_a_vote_of_chains() -> None:
+    config = Solver(**preset("self-consistency")).config
+
+    assert sorted(PRESETS) == sorted([*SHAPES, "self-consistency"])
+    assert config["controller"] == {"name": "chain", "samples": 40}
+    assert config["aggregate"] == {"name": "majority", "steps": "last"}
+    assert (config["sampling"]["temperature"], config["sampling"]["top_k"]) == (0.7, 40)
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

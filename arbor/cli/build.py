@@ -67,6 +67,7 @@ def build_solver(
         task=task,
         controller=controller,
         verifier=components.build("verifier", options.verifier, **settings["verifier"]),
+        aggregate=components.build("aggregate", options.aggregate, **settings["aggregate"]),
         budget=options.budget,
         policy=policy,
         mode=options.mode,

@@ -9,7 +9,7 @@ from typing import Any
 from arbor import components, registry
 from arbor.errors import UsageError, unknown_setting
 
-KINDS = ("controller", "verifier", "task", "policy")
+KINDS = ("controller", "verifier", "aggregate", "task", "policy")
 PARTS = (*KINDS, "sampling")
 _BOOLEAN = {"true": True, "false": False}
 # name -> how its text is read, and what it must be

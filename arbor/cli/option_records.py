@@ -23,7 +23,8 @@ class SolverOptions:
     """Options that build a solver, named as on the command line.
 
     Attributes:
-        task, controller, verifier, policy: a name, perhaps with settings as ``,KEY=VALUE``.
+        task, controller, verifier, aggregate, policy: a name, perhaps with settings as
+            ``,KEY=VALUE``.
         set: further settings of components, each as ``KEY=VALUE`` or ``PART.KEY=VALUE``.
         temperature, top_p, top_k: None for the model's own.
 
@@ -52,6 +53,7 @@ class SolverOptions:
     top_p: float | None = None
     top_k: int | None = None
     threads: int | None = None
+    aggregate: str = "best"
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

@@ -124,7 +124,7 @@ search_shape_options = option_group(
         is_eager=True,
         expose_value=False,
         callback=take_preset,
-        help="A search shape of the ArborKV paper; other options win.",
+        help="A paper's search; other options win.",
     ),
     option(
         "--task",
@@ -153,6 +153,14 @@ search_shape_options = option_group(
         help="Judges thoughts; see 'arbor list verifiers'.",
     ),
     option(
+        "--aggregate",
+        default="best",
+        metavar="NAME",
+        heading="Search",
+        shell_complete=names_of("aggregate"),
+        help="Chooses the answer of the finished paths; see 'arbor list aggregates'.",
+    ),
+    option(
         "--max-depth",
         type=Integer(1),
         metavar="N",
@@ -173,7 +181,7 @@ search_shape_options = option_group(
         metavar="KEY=VALUE",
         heading="Search",
         common=True,
-        help="Setting of controller, verifier, task, policy or sampling, as in width=4; may be repeated.",
+        help="Setting of a component or of sampling, as in width=4; may be repeated.",
     ),
 )
 

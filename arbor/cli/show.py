@@ -153,8 +153,8 @@ def _budget_table(rows: list[dict[str, Any]], plan: Plan) -> Table:
 def list_(output: Output, kind: str | None) -> int:
     """List available names, with their settings and defaults; without KIND, all of them.
 
-    KIND is one of controllers, verifiers, tasks, policies, allocators, scorers, backends and
-    models.
+    KIND is one of controllers, verifiers, aggregates, tasks, policies, allocators, scorers,
+    backends and models.
 
     \b
       arbor list

@@ -34,16 +34,22 @@ from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import config_text
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
+from arbor.support.texts import clipped, one_line
 from arbor.support.units import human_bytes
 from arbor.trace.write import TraceWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from arbor.aggregate.base import AnswerVotes
     from arbor.events import Event
     from arbor.run.solution import Solution
     from arbor.run.stream import SearchStream
     from arbor.solver import Solver
 
 EXIT_NO_ANSWER = 3
+# of the table of answers
+MOST_ANSWERS, MOST_PATHS = 10, 8
 PLAN_SCHEMA = "arbor.plan/1"
 CONFIG_SCHEMA = "arbor.config/1"
 GUESSED = (
@@ -191,6 +197,9 @@ def solve(output: Output, /, **values: Any) -> int:
     correct = None if solution.answer is None else solution.correct
     if solution.guessed:
         output.warn(GUESSED)
+    if output.verbose:
+        for line in votes_table(solution.votes):
+            output.say(line)
     output.say(numbers_line(solution.finish_reason, solution.metrics, correct))
     if unreached := unreached_line(solution.metrics):
         output.say(unreached)
@@ -359,6 +368,27 @@ def unreached_line(metrics: Metrics) -> str:
     peak, smallest = metrics.peak_tokens, metrics.smallest_tokens
     line = f"this budget was never reached: peak {peak:,} of {metrics.budget_tokens:,} tokens"
     return f"{line}; {smallest}tok to {peak - 1}tok would evict KV" if smallest < peak else line
+
+
+def votes_table(votes: Sequence[AnswerVotes]) -> list[str]:
+    """The answers with their votes, scores and paths, best first; the most common ones of many."""
+    shown = votes[:MOST_ANSWERS]
+    rows = [("answer", "votes", "score", "paths")]
+    rows += [
+        (
+            one_line(clipped(each.answer)),
+            str(each.votes),
+            f"{each.score:.3f}",
+            " ".join(f"#{node}" for node in each.paths[:MOST_PATHS])
+            + (" …" if len(each.paths) > MOST_PATHS else ""),
+        )
+        for each in shown
+    ]
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{row[0]:<{width}}  {row[1]:>5}  {row[2]:>7}  {row[3]}" for row in rows]
+    if len(votes) > len(shown):
+        lines.append(f"… {len(votes) - len(shown):,} more answers")
+    return lines if votes else []
 
 
 def no_answer(solution: Solution) -> str:

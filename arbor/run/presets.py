@@ -32,14 +32,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "step_tokens": 128,
         "sampling": _ARBORKV,
     },
+    # Wang et al., arXiv 2203.11171, section 3.1: 40 sampled chains, temperature 0.7, top-k 40
+    "self-consistency": {
+        "controller": {"name": "chain", "samples": 40},
+        "aggregate": "majority",
+        "sampling": {"temperature": 0.7, "top_k": 40},
+    },
 }
 
 
 def preset(name: str) -> dict[str, Any]:
     """The settings of `Solver` under a preset's name: ``Solver(**preset("config-s"))``.
 
-    The paper calls its search only "DPTS-style". Here it is depth-first search, which backtracks,
-    so that evicted blocks are needed again.
+    The ArborKV paper calls the search of ``config-s`` and ``config-l`` only "DPTS-style". Here it
+    is depth-first search, which backtracks, so that evicted blocks are needed again.
 
     Raises:
         UnknownName: no such preset; suggests the closest one.

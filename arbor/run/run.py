@@ -198,6 +198,7 @@ class Run:
                 engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
             ),
             pool=self.pool,
+            aggregate=setup.aggregate,
         )
         if self._stopped is not None:  # while the search was being set up
             self.session.stop(self._stopped)
@@ -300,6 +301,7 @@ class Run:
                 )
                 for leaf in outcome.finished
             ),
+            votes=outcome.votes,
             metrics=metrics,
             seed=self.seed,
             config=self.config,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arbor import components
+from arbor.aggregate.base import Aggregate, AnswerVotes
+from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
 from arbor.engine.step import NO_LOGITS
@@ -27,6 +29,7 @@ from arbor.events import (
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
+from arbor.run.answers import finished_paths, ranked
 from arbor.run.overlap import Ended, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
     Answers,
@@ -71,10 +74,12 @@ class Outcome:
         tree: every block of the search.
         status: why it ended.
         finished: terminal leaves, best first.
-        best: the first of them with an answer, else the first; None if no path came to an end.
+        best: the path of the answer that the aggregate chose; the first of `finished` without an
+            answer; None if no path came to an end.
         answer: the answer of `best`.
         correct: the grade of the answer; None without an answer key.
         guessed: the answer is a guess of the task.
+        votes: every answer with its paths, best first.
     """
 
     tree: ThoughtTree
@@ -84,6 +89,7 @@ class Outcome:
     answer: str | None
     correct: bool | None
     guessed: bool = False
+    votes: tuple[AnswerVotes, ...] = ()
 
 
 class Session:
@@ -102,6 +108,7 @@ class Session:
         questions: checks the verifier's questions against the plan; by default the engine answers
             any.
         pool: the budget of all searches of the engine, tokens; by default `slots`.
+        aggregate: chooses the answer among those of the finished paths.
     """
 
     def __init__(
@@ -120,6 +127,7 @@ class Session:
         reads: FutureReads | None = None,
         questions: PlannedQuestions | None = None,
         pool: int | None = None,
+        aggregate: Aggregate | None = None,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -134,6 +142,7 @@ class Session:
         self.reads = reads
         self.questions = questions
         self.pool = pool
+        self.aggregate = aggregate or Best()
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -446,10 +455,12 @@ class Session:
     # The end
 
     def _finish(self, tree: ThoughtTree, finished: Sequence[Node]) -> Outcome:
-        answers = [self.task.answer(self.problem, leaf.thoughts) for leaf in finished]
-        first = next((i for i, answer in enumerate(answers) if answer is not None), None)
-        best = finished[first or 0] if finished else None
-        answer = None if first is None else answers[first]
+        paths = finished_paths(self.task, self.problem, finished)
+        votes = ranked(self.aggregate, paths)
+        best, answer = (finished[0] if finished else None), None
+        if votes:
+            best = tree[votes[0].paths[0]]
+            answer = self.task.answer(self.problem, best.thoughts)
         correct = self._grade(answer)
         guessed = answer is not None and best is not None and self._is_guess(best)
         status: Status = self._stopped or ("solved" if answer is not None else "exhausted")
@@ -463,7 +474,7 @@ class Session:
                 guessed=guessed,
             )
         )
-        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed)
+        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed, votes)
 
     def _grade(self, answer: str | None) -> bool | None:
         if self.problem.expected is None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from arbor import components
+from arbor.aggregate.base import Aggregate
+from arbor.aggregate.best import Best
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
 from arbor.engine.mode_names import Mode, Rehydrate
@@ -28,7 +30,7 @@ class Setup:
 
     Attributes:
         checkpoint: the model and its tokenizer, read when they are needed.
-        task, controller, verifier, policy: ready components.
+        task, controller, verifier, policy, aggregate: ready components.
         budget, mode, rehydrate, msve, max_expansions, seed: as in `Solver`.
         boundary: where a thought and a path end.
         given_sampling: `Solver`'s `sampling`, not resolved: that reads the model's files.
@@ -53,6 +55,7 @@ class Setup:
     listeners: tuple[Listener, ...]
     record_bytes: int
     sizes: SearchSizes
+    aggregate: Aggregate
 
     @property
     def sampling(self) -> Sampling:
@@ -85,8 +88,8 @@ class Setup:
         """Every setting, resolved; enough to build the solver again.
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
-        the solver that is built again gives it the same slots. `cuda_graphs` is named only where it
-        is off.
+        the solver that is built again gives it the same slots. `aggregate` is named only where it
+        is another than `Best`, `cuda_graphs` where it is off.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -107,5 +110,10 @@ class Setup:
             "backend": self.checkpoint.backend,
             "seed": self.seed,
             "deterministic": self.checkpoint.deterministic,
+            **(
+                {}
+                if self.aggregate == Best()
+                else {"aggregate": components.spec_of(self.aggregate)}
+            ),
             **({} if self.checkpoint.cuda_graphs else {"cuda_graphs": False}),
         }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
+from arbor.aggregate.base import AnswerVotes
 from arbor.errors import ArborError, UsageError
 from arbor.metrics import Metrics
 from arbor.run.recording import Recording
@@ -76,6 +77,7 @@ class Solution:
         path: node ids, root first.
         steps: the thoughts on the path.
         candidates: every finished path, best first.
+        votes: every answer with the paths that gave it, best first, as the aggregate ranked them.
         metrics: its cost.
         seed, config: enough to repeat it.
         trace_path: the trace, if one was written.
@@ -104,6 +106,7 @@ class Solution:
     error: Mapping[str, Any] | None = None
     schema: str = SOLUTION_SCHEMA
     recording: Recording | None = field(default=None, compare=False)
+    votes: tuple[AnswerVotes, ...] = ()
 
     def __str__(self) -> str:
         return self.answer or ""
@@ -137,6 +140,9 @@ class Solution:
         data["path"] = list(self.path)
         data["steps"] = [dataclasses.asdict(step) for step in self.steps]
         data["candidates"] = [dataclasses.asdict(candidate) for candidate in self.candidates]
+        data["votes"] = [
+            {**dataclasses.asdict(each), "paths": list(each.paths)} for each in self.votes
+        ]
         data["metrics"] = self.metrics.to_dict()
         data["config"] = dict(self.config)
         data["error"] = None if self.error is None else dict(self.error)
@@ -149,6 +155,10 @@ class Solution:
         values["path"] = tuple(values["path"])
         values["steps"] = tuple(Step(**step) for step in values["steps"])
         values["candidates"] = tuple(Candidate(**c) for c in values["candidates"])
+        values["votes"] = tuple(
+            AnswerVotes(**{**each, "paths": tuple(each["paths"])})
+            for each in values.get("votes", ())
+        )
         values["metrics"] = Metrics.from_dict(values["metrics"])
         return cls(**values)
 

@@ -164,6 +164,10 @@ class Reasoning:
             return Grade(True, extracted, f"Is {expected}.")
         return Grade(False, extracted, f"Is {extracted}, not {expected}.")
 
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        """Whether two answers are equal, as `grade` compares one with the key."""
+        return same(*(normalise(marked(answer) or answer) for answer in (first, second)))
+
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
         raise UsageError(
             "no-exact-verifier",

@@ -7,10 +7,11 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from support.fake_run import fake_run
 
+from arbor.aggregate.base import AnswerVotes
 from arbor.budget import Budget, Footprint, Plan
 from arbor.cli.option_records import SolverOptions
 from arbor.errors import ArborError, InputError
@@ -34,6 +35,8 @@ class FakeSolution:
     score: float = 0.75
     guessed: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+
+    votes: ClassVar[tuple[AnswerVotes, ...]] = ()
 
     def __str__(self) -> str:
         return self.answer or ""

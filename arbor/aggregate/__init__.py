@@ -1,0 +1,1 @@
+"""The answer of several finished paths: the best path's, or a vote's. (family)"""

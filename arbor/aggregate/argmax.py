@@ -1,0 +1,31 @@
+"""The answer of the path with the highest score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import AnswerVotes, FinishedPath, Steps, check_steps, grouped, path_score, votes_of
+
+
+@dataclass(frozen=True)
+class Argmax:
+    """The answer of the path with the highest score: best-of-N by a verifier (Cobbe et al., arXiv
+    2110.14168; search-and-learn's "naive").
+
+    Args:
+        steps: the score of a path from the values of its blocks: ``last``, ``min`` (Lightman et
+            al., arXiv 2305.20050, take the lowest or the product), ``mean`` or ``product``.
+
+    Equal scores go by the controller's order.
+    """
+
+    steps: Steps = "last"
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+
+    def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
+        groups = grouped(paths, self.steps)
+        ranked = [votes_of(group, path_score(group[0], self.steps)) for group in groups]
+        return sorted(ranked, key=lambda each: -each.score)  # stable

@@ -1,0 +1,105 @@
+"""Aggregates: finished paths, their answers with the votes for each, and the score of a path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from arbor.errors import UsageError
+
+Steps = Literal["last", "min", "mean", "product"]
+
+_REDUCED: dict[str, Callable[[Sequence[float]], float]] = {
+    "last": lambda values: values[-1],
+    "min": min,
+    "mean": lambda values: math.fsum(values) / len(values),
+    "product": math.prod,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedPath:
+    """A path that has ended.
+
+    Attributes:
+        node: id of its last block.
+        answer: None if the path gave none.
+        group: number of its answer: equal answers, by the task's comparison, have the same; None
+            without an answer.
+        values: of its blocks in order, the prompt excluded; in [0, 1].
+    """
+
+    node: int
+    answer: str | None
+    group: int | None
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerVotes:
+    """One answer of a search, and the paths that gave it.
+
+    Attributes:
+        answer: as its first path gave it.
+        votes: its paths.
+        score: by which the aggregate ranked it, or weighed its paths.
+        paths: ids of their last blocks, best first.
+    """
+
+    answer: str
+    votes: int
+    score: float
+    paths: tuple[int, ...]
+
+
+@runtime_checkable
+class Aggregate(Protocol):
+    """A choice of the answer and its settings: a frozen dataclass."""
+
+    def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
+        """The answers, best first, each once; the first path of the first one is the search's.
+
+        Args:
+            paths: of the search, in the controller's order, best first. Those without an answer do
+                not count.
+        """
+        ...
+
+
+def check_steps(steps: str) -> None:
+    """Refuse an unknown score of a path.
+
+    Raises:
+        UsageError: names the known ones.
+    """
+    known = get_args(Steps)
+    if steps not in known:
+        raise UsageError("setting-range", f"steps='{steps}': it must be {' or '.join(known)}.")
+
+
+def path_score(path: FinishedPath, steps: Steps) -> float:
+    """The score of a path: the last, the lowest, the mean or the product of its values.
+
+    0 for a path without blocks.
+    """
+    return _REDUCED[steps](path.values) if path.values else 0.0
+
+
+def grouped(paths: Sequence[FinishedPath], steps: Steps) -> list[list[FinishedPath]]:
+    """The paths of each answer, highest score first, answers in the order of their first path."""
+    groups: dict[int, list[FinishedPath]] = {}
+    for path in paths:
+        if path.group is not None and path.answer is not None:
+            groups.setdefault(path.group, []).append(path)
+    return [
+        sorted(group, key=lambda path: -path_score(path, steps))  # stable
+        for group in groups.values()
+    ]
+
+
+def votes_of(group: Sequence[FinishedPath], score: float) -> AnswerVotes:
+    """One answer with the paths that gave it, in the order given."""
+    assert group[0].answer is not None, "paths without an answer have no group"
+    return AnswerVotes(group[0].answer, len(group), score, tuple(path.node for path in group))

@@ -1,0 +1,24 @@
+"""The answer of the best finished path, as the controller ranks them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import AnswerVotes, FinishedPath, path_score, votes_of
+
+
+@dataclass(frozen=True)
+class Best:
+    """The answer of the controller's best path that has one; there is no vote.
+
+    The controllers of arbor rank paths by the value of the last block, then by the mean log
+    probability of their tokens. The score of an answer is the last value of its first path.
+    """
+
+    def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
+        groups: dict[int, list[FinishedPath]] = {}
+        for path in paths:
+            if path.group is not None:
+                groups.setdefault(path.group, []).append(path)
+        return [votes_of(group, path_score(group[0], "last")) for group in groups.values()]

@@ -1,0 +1,33 @@
+"""The answer whose paths have the highest sum of scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import AnswerVotes, FinishedPath, Steps, check_steps, grouped, path_score, votes_of
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """The answer whose paths have the highest sum of scores: weighted majority (Li et al., arXiv
+    2206.02336; REBASE, search-and-learn and ETS report by it).
+
+    Args:
+        steps: the score of a path, see `Argmax`.
+
+    Equal sums go by the number of votes, then by the controller's order.
+    """
+
+    steps: Steps = "last"
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+
+    def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
+        ranked = [
+            votes_of(group, math.fsum(path_score(path, self.steps) for path in group))
+            for group in grouped(paths, self.steps)
+        ]
+        return sorted(ranked, key=lambda each: (-each.score, -each.votes))  # stable

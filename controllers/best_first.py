@@ -1,0 +1,114 @@
+"""Best-first search: the best leaves of the whole tree grow next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from arbor.errors import UsageError
+from arbor.tree import Node, NodeState, ThoughtTree
+
+from .base import Expansion
+from .ranking import finished, give_up, repeats
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """Best-first tree search (Koh et al., arXiv 2407.01476, section 3.2).
+
+        repeat    the leaf of the highest value in the whole tree grows width thoughts, until
+                  `expansions` leaves have grown
+
+    Args:
+        width: b, thoughts sampled of a leaf.
+        expansions: c, leaves grown in all, the root included.
+        leaves: leaves grown in one ask, the best ones; 1 is the sequential search of the source.
+        threshold: a thought grows only if its value is above this; the default leaves out what a
+            verifier refutes.
+        stop_value: the search ends as soon as a finished path is worth this much; None for never.
+
+    Differs from the paper: thoughts are text, so no environment is restored by replaying actions;
+    of equal values the deeper leaf grows first, then the earlier one; a thought that repeats the
+    text of an earlier sibling is given up; `leaves` and `threshold` are new (1 and -1 for the
+    published behaviour), and the depth limit is the task's (published: 5).
+    """
+
+    width: int = 5
+    expansions: int = 20
+    leaves: int = 4
+    threshold: float = 0.0
+    stop_value: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "expansions", "leaves"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
+                )
+
+    def start(self, tree: ThoughtTree, max_depth: int) -> BestFirstSearch:
+        return BestFirstSearch(self, tree, max_depth)
+
+    def max_blocks(self, max_depth: int) -> int:
+        """width min(expansions, 1 + width + ... + width^(max_depth - 1))."""
+        grown = layer = 1
+        for _ in range(max_depth - 1):
+            if grown >= self.expansions:
+                break
+            layer *= self.width
+            grown += layer
+        return self.width * min(self.expansions, grown)
+
+
+class BestFirstSearch:
+    """The frontier of one problem; `_frontier` is in the order in which leaves grow."""
+
+    def __init__(self, settings: BestFirst, tree: ThoughtTree, max_depth: int) -> None:
+        self._settings = settings
+        self._tree = tree
+        self._max_depth = max_depth
+        self._left = settings.expansions
+        self._frontier: list[Node] = []
+        self._next = [Expansion(tree.root, settings.width)]
+
+    def ask(self, room: int) -> list[Expansion]:
+        return list(self._next)
+
+    def tell(self, children: Sequence[Node]) -> None:
+        settings = self._settings
+        level = sorted(children, key=lambda child: child.id)
+        grown = [expansion.leaf for expansion in self._next]
+        self._left -= len(grown)
+        self._next = []
+        if settings.stop_value is not None and any(
+            child.state is NodeState.TERMINAL and child.value >= settings.stop_value
+            for child in level
+        ):
+            self._frontier = []
+            return
+        able = [
+            child
+            for child, again in zip(level, repeats(level), strict=True)
+            if not again
+            and child.state is NodeState.CLOSED
+            and child.depth < self._max_depth
+            and child.value > settings.threshold
+        ]
+        kept = {child.id for child in able}
+        give_up(child for child in level if child.id not in kept)
+        give_up(grown)
+        self._frontier = sorted(
+            [*self._frontier, *able], key=lambda node: (-node.value, -node.depth, node.id)
+        )
+        count = min(settings.leaves, self._left)
+        self._next = [Expansion(leaf, settings.width) for leaf in self._frontier[:count]]
+        del self._frontier[:count]
+
+    def prospects(self) -> Mapping[int, float]:
+        """The frontier, halved with each further round until a leaf's turn comes."""
+        leaves = self._settings.leaves
+        later = self._frontier[: max(0, self._left - len(self._next))]
+        return {node.id: 0.5 ** (1 + place // leaves) for place, node in enumerate(later)}
+
+    def best(self) -> list[Node]:
+        return finished(self._tree)

@@ -1,0 +1,167 @@
+"""AB-MCTS against posteriors computed by hand and a small reading of the paper."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+import pytest
+from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
+
+from arbor.controllers.ab_mcts import ABMCTS, Beta, Gaussian
+from arbor.errors import UsageError
+from arbor.tree import NodeState, ThoughtTree
+
+
+def test_the_gaussian_posterior_by_hand() -> None:
+    """After 0.2 and 0.6: mean 0.4, squares about it 0.08; kappa = nu = 3.
+
+    m = 2 x 0.4 / 3, tau^2 = (1 x 0.1 + 0.08 + 2 x 1 x 0.4^2 / 3) / 3.
+    """
+    posterior = Gaussian()
+    assert posterior.parameters() == pytest.approx((0.0, 1.0, 1.0, 0.1))
+
+    posterior.observe(0.2)
+    posterior.observe(0.6)
+
+    tau_square = (0.1 + 0.08 + 2 * 0.16 / 3) / 3
+    assert posterior.parameters() == pytest.approx((0.8 / 3, 3.0, 3.0, tau_square))
+
+
+def test_the_beta_posterior_by_hand() -> None:
+    posterior = Beta()
+    for value in (0.25, 1.0, 7.0, -1.0):
+        posterior.observe(value)
+
+    assert posterior.parameters() == pytest.approx((0.5 + 2.25, 0.5 + 1.75))
+
+
+@pytest.mark.parametrize("kind", [Gaussian, Beta])
+def test_draws_gather_around_the_observations(kind: type[Gaussian | Beta]) -> None:
+    posterior = kind()
+    for _ in range(200):
+        posterior.observe(0.7)
+
+    draws = [posterior.draw(random.Random(seed)) for seed in range(300)]
+
+    assert fmean(draws) == pytest.approx(0.7, abs=0.02)
+    assert max(draws) > min(draws)
+
+
+def test_thoughts_that_end_worthless_paths_are_left_for_wider_ones() -> None:
+    """Below the first child nothing is worth anything; new thoughts of the root are worth 0.9."""
+    script = scripted(
+        {(0,): Thought("poor", 0.1)},
+        otherwise=Thought("end", 0.9, terminal=True),
+    )
+    done = run(ABMCTS(thoughts=60, leaves=1, stop_value=None), script, max_depth=3)
+
+    at_root = [level for level in done.asked if level[0][0] == ()]
+    assert 20 < len(at_root) < 60
+
+
+def test_good_children_draw_the_search_deeper() -> None:
+    def depth(child: float, below: float) -> float:
+        def script(key: Key) -> Thought:
+            return Thought(str(key), child if len(key) == 1 else below)
+
+        done = run(ABMCTS(thoughts=80, leaves=1), script, max_depth=6)
+        return fmean(len(key) for [(key, _)] in done.asked)
+
+    assert depth(0.2, 0.9) > depth(0.9, 0.1) + 0.5
+
+
+def test_a_batch_of_descents_merges_at_a_block() -> None:
+    tree = ThoughtTree([0])
+    search = ABMCTS(thoughts=10, leaves=4).start(tree, 4)
+    assert [(each.leaf.id, each.width) for each in search.ask(1)] == [(0, 4)]
+
+    blocks = 0
+    while expansions := search.ask(1):
+        blocks += sum(each.width for each in expansions)
+        search.tell(grow(tree, expansions, scripted({})))
+    assert blocks == 10
+
+
+def test_a_repeated_thought_is_given_up() -> None:
+    script = scripted({}, otherwise=Thought("same", 0.5))
+
+    done = run(ABMCTS(thoughts=30, leaves=1), script, max_depth=3)
+
+    for node in done.tree:
+        texts = [each.text for each in node.children if each.state is not NodeState.PRUNED]
+        assert len(texts) <= 1
+
+
+def test_the_seed_fixes_the_draws_and_another_one_changes_them() -> None:
+    script = hashed(1)
+    asked = [run(ABMCTS(thoughts=40, seed=seed), script, 4).asked for seed in (0, 0, 1)]
+
+    assert asked[0] == asked[1] != asked[2]
+
+
+def read_from_the_paper(
+    script: Script, thoughts: int, max_depth: int, seed: int, beta: bool
+) -> list[Key]:
+    """The parents of the thoughts in order; observations are kept as lists, by keys."""
+    rng = random.Random(seed)
+    wider: dict[Key, list[float]] = {}
+    deeper: dict[Key, list[float]] = {}
+    own: dict[Key, list[float]] = {}
+    made: dict[Key, int] = {}
+    grown: list[Key] = []
+
+    def draw(observed: list[float]) -> float:
+        posterior = Beta() if beta else Gaussian()
+        for value in observed:
+            posterior.observe(value)
+        return posterior.draw(rng)
+
+    def usable(key: Key) -> bool:
+        thought = script(key)
+        return not thought.terminal and thought.value > 0 and len(key) < max_depth
+
+    for _ in range(thoughts):
+        key: Key = ()
+        while True:
+            children = [(*key, place) for place in range(made.get(key, 0)) if usable((*key, place))]
+            if not children or draw(wider.get(key, [])) >= draw(deeper.get(key, [])):
+                break
+            drawn = {child: draw(own[child]) for child in children}
+            key = max(drawn, key=lambda child: drawn[child])
+        grown.append(key)
+        child = (*key, made.get(key, 0))
+        made[key] = made.get(key, 0) + 1
+        value = script(child).value
+        wider.setdefault(key, []).append(value)
+        for depth in range(1, len(child) + 1):
+            own.setdefault(child[:depth], []).append(value)
+        for depth in range(len(child) - 1):
+            deeper.setdefault(child[:depth], []).append(value)
+    return grown
+
+
+@pytest.mark.parametrize("posterior", ["gaussian", "beta"])
+def test_it_agrees_with_a_reading_of_the_paper_on_random_trees(posterior: Any) -> None:
+    for seed in range(300):
+        script = cache(hashed(seed, words=10**9, terminal=0.2, values=1 + seed % 7))
+        thoughts, depth = 1 + seed % 30, 1 + seed % 5
+        settings = ABMCTS(
+            posterior=posterior, thoughts=thoughts, leaves=1, stop_value=None, seed=seed
+        )
+
+        done = run(settings, script, depth)
+
+        asked = [key for [(key, _)] in done.asked]
+        assert asked == read_from_the_paper(script, thoughts, depth, seed, posterior == "beta")
+
+
+@pytest.mark.parametrize("fields", [{"thoughts": 0}, {"leaves": 0}, {"posterior": "t"}], ids=str)
+def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        ABMCTS(**fields)
+
+    assert caught.value.code == "setting-range"
+    assert next(iter(fields)) in caught.value.message
