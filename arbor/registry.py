@@ -49,9 +49,13 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "self": "arbor.verifiers.self_eval:SelfEval",
     },
     "task": {
+        "aime": "arbor.tasks.aime:AIME",
+        "arc": "arbor.tasks.arc:ARC",
         "chains": "arbor.tasks.chains:Chains",
         "countdown": "arbor.tasks.countdown:Countdown",
         "game24": "arbor.tasks.game24:Game24",
+        "gsm8k": "arbor.tasks.gsm8k:GSM8K",
+        "math": "arbor.tasks.math:Math",
         "reasoning": "arbor.tasks.reasoning:Reasoning",
         "recall": "arbor.tasks.recall:Recall",
     },

@@ -25,6 +25,7 @@ from arbor.tasks.base import Task
 
 DEFAULT_LIMIT = 100  # samples of a task without --limit; some tasks have endless problems
 STDIN = "-"
+OF_USERS = ("aime", "arc", "gsm8k", "math", "reasoning")  # tasks without problems of their own
 ROWS = {".jsonl": jsonl_rows, ".csv": csv_rows}
 
 
@@ -111,4 +112,4 @@ def _rows(dataset: str, encoding: str) -> Iterator[tuple[int, Mapping[str, Any]]
 
 
 def _tasks_with_problems() -> list[str]:
-    return [name for name in registry.names("task") if name != "reasoning"]
+    return [name for name in registry.names("task") if name not in OF_USERS]

@@ -154,8 +154,9 @@ class CheckedTask:
     def grade(self, problem: Problem, answer: str | None) -> Grade:
         """See `Task.grade`."""
         found: Grade = self._typed("grade", Grade, "a Grade", problem, answer)
-        if not isinstance(found.correct, bool):
-            raise self._answers.wrong("grade", found, "a Grade with True or False")
+        texts = (found.extracted or "", found.reason, found.method)
+        if not isinstance(found.correct, bool) or not all(isinstance(x, str) for x in texts):
+            raise self._answers.wrong("grade", found, "a Grade with True or False, and texts")
         return found
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:

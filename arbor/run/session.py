@@ -38,7 +38,7 @@ from arbor.run.plugin_answers import (
 )
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
-from arbor.tasks.base import Guesses, Problem, Task
+from arbor.tasks.base import Grade, Guesses, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
 
@@ -74,6 +74,7 @@ class Outcome:
         answer: the answer of `best`.
         correct: the grade of the answer; None without an answer key.
         guessed: the answer is a guess of the task.
+        grade: the grader's judgement, with its reason; None without an answer key.
     """
 
     tree: ThoughtTree
@@ -83,6 +84,7 @@ class Outcome:
     answer: str | None
     correct: bool | None
     guessed: bool = False
+    grade: Grade | None = None
 
 
 class Session:
@@ -356,7 +358,8 @@ class Session:
         first = next((i for i, answer in enumerate(answers) if answer is not None), None)
         best = finished[first or 0] if finished else None
         answer = None if first is None else answers[first]
-        correct = self._grade(answer)
+        grade = self._grade(answer)
+        correct = None if grade is None else grade.correct
         guessed = answer is not None and best is not None and self._is_guess(best)
         status: Status = self._stopped or ("solved" if answer is not None else "exhausted")
         self.emit(
@@ -369,12 +372,12 @@ class Session:
                 guessed=guessed,
             )
         )
-        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed)
+        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed, grade)
 
-    def _grade(self, answer: str | None) -> bool | None:
+    def _grade(self, answer: str | None) -> Grade | None:
         if self.problem.expected is None:
             return None
-        return self.task.grade(self.problem, answer).correct
+        return self.task.grade(self.problem, answer)
 
 
 def _values(verifier: str, children: Sequence[Node], verdict: Verdict) -> tuple[float, ...]:
