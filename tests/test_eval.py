@@ -516,7 +516,16 @@ def broken(text: str | bytes, name: str = "x.jsonl") -> Any:
 ROWS = [
     (["gsm8k"], 2, "no-problems", ("arbor eval problems.jsonl --task gsm8k",)),
     (["gsm9k"], 2, "unknown-dataset", ("Known: chains, countdown, game24, recall; or a file",)),
-    (["x.parquet"], 2, "dataset-format", ("neither a .jsonl nor a .csv", '{"problem": ')),
+    (["x.xlsx"], 2, "dataset-format", (".jsonl, .json, .csv, .tsv, .parquet", '{"problem": ')),
+    (["x.parquet"], 4, "dataset-unreadable", ("No such file",)),
+    (["hf:gsm8k"], 2, "dataset-format", ("hf:openai/gsm8k/main:test",)),
+    (broken('{"problem": "a", "answer": " "}\n'), 4, "dataset-invalid", ("an empty 'answer'",)),
+    (broken('[{"problem": "a", "answer": "1"}', "x.json"), 4, "dataset-invalid", ("no end",)),
+    (broken("problem\tanswer\na\t1\t2\n", "x.tsv"), 4, "dataset-invalid", ("line 2 has more",)),
+    (broken("a,b,a\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("names the column 'a' twice",)),
+    (broken("problem,answer\na\n", "x.csv"), 4, "dataset-invalid", ("line 2 has no 'answer'",)),
+    (broken("PAR1", "x.parquet"), 4, "dataset-invalid", ("cannot be read as Parquet",)),
+    (broken(b'{"problem": "a"', "x.json"), 4, "dataset-invalid", ("line 1 is not JSON",)),
     (["nowhere.jsonl"], 4, "dataset-unreadable", ("No such file",)),
     (["reasoning"], 2, "no-problems", ("arbor eval problems.jsonl --task reasoning",)),
     (["game24", "--task", "chains"], 2, "usage", ("Leave --task out",)),
@@ -730,7 +739,9 @@ def test_invalid_answers_are_counted_apart_and_the_grader_is_named(command: Arbo
     ran = run(
         command,
         dataset(
-            {"problem": "one"}, {"problem": "two", "answer": "2"}, {"problem": "three invalid"}
+            {"problem": "one"},
+            {"problem": "two", "answer": "2"},
+            {"problem": "three invalid", "answer": "3"},
         ),
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -31,6 +32,7 @@ from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import read_config
 from arbor.errors import ArborError, UsageError
 from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
+from arbor.measure.evaluation.rows import HUB
 from arbor.model.loading import locate_model
 from arbor.retention.msve import MSVE
 from arbor.tasks.base import Converses, Task, Versioned
@@ -55,8 +57,8 @@ def _complete_dataset(
 def eval_(ctx: click.Context, /, **values: Any) -> int:
     """Solve many problems; the same command with the same --output resumes.
 
-    DATASET is a task that has problems (chains, countdown, game24, recall), a .jsonl or .csv file,
-    or '-' for JSON lines on stdin.
+    DATASET is a task that has problems (chains, countdown, game24, recall), a file (.jsonl, .json,
+    .csv, .tsv or .parquet), '-' for JSON lines on stdin, or hf:OWNER/NAME:SPLIT of the Hub.
 
     \b
       arbor eval game24 --limit 50 --budget 0.25 --output runs/quarter
@@ -219,7 +221,9 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
 
 def _absolute(dataset: str) -> str:
     """A file's absolute path, so that a configuration works from any folder; others as they are."""
-    return dataset if is_task(dataset) or dataset == STDIN else str(Path(dataset).absolute())
+    if is_task(dataset) or dataset == STDIN or dataset.startswith(HUB):
+        return dataset
+    return str(Path(dataset).absolute())
 
 
 def resume_command(options: EvalOptions, path: Path) -> str:
@@ -253,4 +257,6 @@ def _task_of(ctx: click.Context, dataset: str, task: str) -> str:
 def _new_folder(dataset: str, config: Mapping[str, Any]) -> Path:
     """``runs/{time}_{dataset}_{id}``."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    return Path("runs") / f"{now}_{Path(name_of(dataset)).stem}_{digest(config)[:6]}"
+    name = re.sub(r"[^\w.-]+", "-", dataset.removeprefix(HUB))
+    name = name if dataset.startswith(HUB) else Path(name_of(dataset)).stem
+    return Path("runs") / f"{now}_{name}_{digest(config)[:6]}"
