@@ -14,6 +14,8 @@ from arbor.support.texts import clipped, surrogate_of
 from arbor.tasks.base import Columns, Problem, ReadsRows, Task
 from arbor.tasks.splits import content_id
 
+BLANK = " \t\r\n"  # an answer key of these alone is empty
+
 logger = logging.getLogger(__name__)
 
 _COUNT = re.compile(r"[1-9][0-9]*")
@@ -161,12 +163,15 @@ class _Reader:
             return self._unread(sample, error)
         expected = problem.expected if sample.expected is None else sample.expected
         if expected is None:
-            empty = next((key for key in self._answer if key in row.columns), None)
-            wrong = f"has no '{self._answer[0]}'" if empty is None else f"has an empty '{empty}'"
+            empty = next((key for key in self._answer if row.columns.get(key)), None)
+            if empty is not None:
+                wrong = f"its '{empty}' is empty, so answers cannot be graded."
+                hint = "Write the answer there, or leave the row out."
+                return self._unread(sample, InputError("dataset-invalid", wrong, hint))
             raise InputError(
                 "dataset-invalid",
-                f"{self._name}: {row.where} {wrong}, so answers cannot be graded. It has: "
-                f"{row.named}.",
+                f"{self._name}: {row.where} has no '{self._answer[0]}', so answers cannot be "
+                f"graded. It has: {row.named}.",
                 "Name the column of the answer key: --target-key NAME.",
                 path=self._name,
             )
@@ -183,11 +188,11 @@ class _Reader:
         return self._column(row, key, "--input-key")
 
     def _key(self, row: Row) -> str | None:
-        """The answer key of a row; None without one, or with one of spaces only."""
+        """The answer key of a row; None without one, or with an empty one."""
         for key in self._answer:
             if row.columns.get(key) is not None or self._needs_answer:
                 found = self._column(row, key, "--target-key")
-                if found.strip():
+                if found.strip(BLANK):
                     return found
         return None
 
