@@ -53,6 +53,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "arc": "arbor.tasks.arc:ARC",
         "chains": "arbor.tasks.chains:Chains",
         "countdown": "arbor.tasks.countdown:Countdown",
+        "crosswords": "arbor.tasks.crosswords:Crosswords",
         "game24": "arbor.tasks.game24:Game24",
         "gsm8k": "arbor.tasks.gsm8k:GSM8K",
         "math": "arbor.tasks.math:Math",

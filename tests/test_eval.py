@@ -519,7 +519,12 @@ ROWS = [
     (["x.xlsx"], 2, "dataset-format", (".jsonl, .json, .csv, .tsv, .parquet", '{"problem": ')),
     (["x.parquet"], 4, "dataset-unreadable", ("No such file",)),
     (["hf:gsm8k"], 2, "dataset-format", ("hf:openai/gsm8k/main:test",)),
-    (broken('{"problem": "a", "answer": " "}\n'), 4, "dataset-invalid", ("line 1: its 'answer' is empty",)),
+    (
+        broken('{"problem": "a", "answer": " "}\n'),
+        4,
+        "dataset-invalid",
+        ("line 1: its 'answer' is empty",),
+    ),
     (broken('[{"problem": "a", "answer": "1"}', "x.json"), 4, "dataset-invalid", ("no end",)),
     (broken("problem\tanswer\na\t1\t2\n", "x.tsv"), 4, "dataset-invalid", ("line 2 has more",)),
     (broken("a,b,a\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("names the column 'a' twice",)),

@@ -112,7 +112,9 @@ def test_an_invalid_template_says_what_would_work(text: str, words: str) -> None
 
 
 def test_a_missing_template_names_the_built_in_ones() -> None:
-    with pytest.raises(InputError, match=r"template-unreadable.*aime, arc, gsm8k, math, reasoning"):
+    with pytest.raises(
+        InputError, match=r"template-unreadable.*aime, arc, crosswords, gsm8k, math, reasoning"
+    ):
         Reasoning(template="nope.toml").parse("2+2?")
 
 

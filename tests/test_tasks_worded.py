@@ -129,7 +129,7 @@ def test_math_grades_by_value() -> None:
 
 
 @pytest.mark.parametrize("key", ["1000", "-1", "2.5", "n", ""])
-def test_aime_refuses_a_key_that_is_none_of_its_answers(key: str) -> None:
+def test_aime_refuses_a_key_outside_its_range(key: str) -> None:
     with pytest.raises(InputError, match="not an integer from 0 to 999"):
         AIME().entry({}, "n?", key)
 
@@ -222,7 +222,7 @@ def test_arc_reads_letters(
         ("so <think>hm", "so "),
     ],
 )
-def test_text_between_thinking_tags_is_no_answer(text: str, rest: str) -> None:
+def test_text_between_thinking_tags_is_not_an_answer(text: str, rest: str) -> None:
     assert spoken(text) == rest
     assert Reasoning().is_terminal(Reasoning().parse("?"), [text]) is ("boxed" in rest)
 

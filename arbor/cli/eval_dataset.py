@@ -29,7 +29,14 @@ from arbor.tasks.base import Task
 
 DEFAULT_LIMIT = 100  # samples of a task without --limit; some tasks have endless problems
 STDIN = "-"
-OF_USERS = ("aime", "arc", "gsm8k", "math", "reasoning")  # tasks without problems of their own
+OF_USERS = (
+    "aime",
+    "arc",
+    "crosswords",
+    "gsm8k",
+    "math",
+    "reasoning",
+)  # tasks without problems of their own
 TEXTS: Mapping[str, Callable[[IO[str], str], Iterator[Row]]] = {
     ".jsonl": jsonl_rows,
     ".json": json_rows,

@@ -133,6 +133,9 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
             f"{100 * found['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}), "
             f"{found['right']:,} of {n:,} right"
         )
+    if found["scores"]:
+        shares = (f"{name} {100 * mean:.1f} %" for name, mean in found["scores"].items())
+        facts["scores"] = f"mean per sample: {', '.join(shares)}"
     for key, name in (("missing", "not run"), ("no_answer", "no answer"), ("invalid", "invalid")):
         if found[key]:
             facts[name] = f"{found[key]:,}"

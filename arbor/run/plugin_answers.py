@@ -155,8 +155,14 @@ class CheckedTask:
         """See `Task.grade`."""
         found: Grade = self._typed("grade", Grade, "a Grade", problem, answer)
         texts = (found.extracted or "", found.reason, found.method)
-        if not isinstance(found.correct, bool) or not all(isinstance(x, str) for x in texts):
-            raise self._answers.wrong("grade", found, "a Grade with True or False, and texts")
+        numbered = isinstance(found.scores, Mapping) and all(map(is_finite, found.scores.values()))
+        if (
+            not isinstance(found.correct, bool)
+            or not all(isinstance(each, str) for each in texts)
+            or not numbered
+        ):
+            wanted = "a Grade with True or False, texts, and numbers as scores"
+            raise self._answers.wrong("grade", found, wanted)
         return found
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:

@@ -52,12 +52,14 @@ class Grade:
         extracted: the answer in the grader's canonical form; None without an answer.
         reason: the reason, in one sentence.
         method: how the answer was compared, in one word, as in ``number``; empty if not given.
+        scores: shares of the answer that are right, in [0, 1], by name; evaluations report means.
     """
 
     correct: bool
     extracted: str | None
     reason: str
     method: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +176,13 @@ class Columns:
         problem: of the problem.
         answer: of the answer key.
         id: of the sample's id.
+        lists: whether problem and answer may be lists of texts, which are then lines.
     """
 
     problem: tuple[str, ...] = ("problem",)
     answer: tuple[str, ...] = ("answer",)
     id: tuple[str, ...] = ("id",)
+    lists: bool = False
 
 
 @runtime_checkable

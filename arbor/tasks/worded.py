@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from arbor.errors import InputError, UsageError
-from arbor.support.texts import refuse_surrogates, surrogate_of
+from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.grading.base import Grader
 from arbor.tasks.prompt_template import PromptTemplate, read_template
@@ -135,7 +135,7 @@ class Worded(ABC):
 
     def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
         """None: this task is for problems of the user's own."""
-        shown = " ".join(self.example.split())
+        shown = clipped(" ".join(self.example.split()), 80)
         raise UsageError(
             "no-problems",
             f"the task '{self.name}' ships no problems.",

@@ -140,6 +140,7 @@ class _Reader:
         self._answer = columns.answer if target_key is None else (target_key,)
         self._needs_answer = target_key is not None
         self._id = columns.id
+        self._lists = columns.lists
 
     def sample(self, row: Row) -> Sample:
         """The sample of a row, with its problem or with its error."""
@@ -199,6 +200,8 @@ class _Reader:
     def _column(self, row: Row, key: str, flag: str) -> str:
         """A column's text; of a number its JSON form."""
         value = row.columns.get(key)
+        if self._lists and isinstance(value, list) and all(isinstance(x, str) for x in value):
+            value = "\n".join(value)
         half = surrogate_of(value) if isinstance(value, str) else ""
         if isinstance(value, str) and not half:
             return value

@@ -31,6 +31,13 @@ def method(row: Row) -> str:
     return str((row.get("grade") or {}).get("method") or "")
 
 
+def scores(rows: Sequence[Row]) -> dict[str, float]:
+    """The mean of each score that a grader gives, over all samples; one without it has 0."""
+    given = [(row.get("grade") or {}).get("scores") or {} for row in rows]
+    names = sorted({name for each in given for name in each})
+    return {name: sum(each.get(name, 0.0) for each in given) / len(rows) for name in names}
+
+
 def cost(row: Row, name: str) -> float:
     """A value of a sample's metrics; 0 for a failed sample."""
     return float((row.get("metrics") or {}).get(name, 0))
@@ -54,6 +61,7 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
         "no_answer": sum(row.get("answer") is None for row in solved),
         "invalid": sum(map(is_invalid, solved)),
         "methods": dict(sorted(Counter(filter(None, map(method, solved))).items())),
+        "scores": scores(rows),
         "errors": len(failed),
         "error_codes": dict(sorted(Counter(row["error"]["code"] for row in failed).items())),
         "first_error": failed[0]["error"] if failed else None,
