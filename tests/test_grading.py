@@ -1,4 +1,4 @@
-r"""Graders: which answers are equal, how that was decided, and what is no answer."""
+r"""Graders: which answers are equal, how that was decided, and which texts hold none."""
 
 from __future__ import annotations
 
