@@ -13,7 +13,7 @@ from support.run_cli import Arbor
 
 from arbor.errors import InputError
 from arbor.measure.evaluation.results import results, scores
-from arbor.tasks.base import Guesses, ReadsRows, Task
+from arbor.tasks.base import BoundedQuestions, Guesses, ReadsRows, Task
 from arbor.tasks.crosswords import (
     EMPTY,
     NAMES,
@@ -85,6 +85,8 @@ def test_scores_count_letters_words_and_the_game() -> None:
 def test_the_question_shows_the_board() -> None:
     question = TASK.question(PROBLEM, ROWS[:1])
 
+    assert isinstance(TASK, BoundedQuestions)
+    assert len(question.text.encode()) < TASK.max_question_tokens
     assert "STUNG\n_____\n" in question.text and set(question.values.values()) == {0.0, 1.0}
 
 

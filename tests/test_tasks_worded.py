@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbor import components
-from arbor.cli.eval_dataset import OF_USERS
+from arbor.cli.build import OF_USERS
 from arbor.errors import InputError, UsageError
 from arbor.registry import BUILTIN
 from arbor.tasks.aime import AIME

@@ -57,8 +57,8 @@ def _complete_dataset(
 def eval_(ctx: click.Context, /, **values: Any) -> int:
     """Solve many problems; the same command with the same --output resumes.
 
-    DATASET is a task that has problems (chains, countdown, game24, recall), a file (.jsonl, .json,
-    .csv, .tsv or .parquet), '-' for JSON lines on stdin, or hf:OWNER/NAME:SPLIT of the Hub.
+    DATASET is a task with problems (chains, countdown, game24, recall), a file
+    (.jsonl, .json, .csv, .tsv, .parquet), '-' (stdin), or hf:OWNER/NAME:SPLIT.
 
     \b
       arbor eval game24 --limit 50 --budget 0.25 --output runs/quarter

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from arbor import registry
+from arbor.cli.build import OF_USERS
 from arbor.cli.encoding import decoded
 from arbor.cli.eval_options import DatasetOptions
 from arbor.errors import InputError, UsageError
@@ -29,14 +30,6 @@ from arbor.tasks.base import Task
 
 DEFAULT_LIMIT = 100  # samples of a task without --limit; some tasks have endless problems
 STDIN = "-"
-OF_USERS = (
-    "aime",
-    "arc",
-    "crosswords",
-    "gsm8k",
-    "math",
-    "reasoning",
-)  # tasks without problems of their own
 TEXTS: Mapping[str, Callable[[IO[str], str], Iterator[Row]]] = {
     ".jsonl": jsonl_rows,
     ".json": json_rows,

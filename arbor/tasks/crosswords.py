@@ -152,6 +152,12 @@ class Crosswords(Worded):
     def guess(self, problem: Problem, text: str) -> str | None:
         return self.answer(problem, [text])
 
+    @property
+    def max_question_tokens(self) -> int:
+        """See `BoundedQuestions`: a question shows the board, whose letters may be a token each."""
+        text = self.question(Problem("", self.name, ""), ()).text
+        return len(text.encode()) + 1
+
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
         board = "\n".join(filled(thoughts)[0])
         return Question(
