@@ -68,7 +68,7 @@ RUN_SETTINGS = ("problem", "expected", "timeout", "max_tokens", "trace", "trace_
 # fmt: off
 EVALUATION_SETTINGS = (
     "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id",
-    "on_error", "trace_text",
+    "on_error", "trace_text", "grader_version", "prompt_version",
 )
 # fmt: on
 

@@ -33,6 +33,7 @@ from arbor.cli.demo import DemoOptions
 from arbor.cli.eval_options import EvalOptions
 from arbor.cli.option_records import SolverOptions
 from arbor.cli.options import COMPLETION
+from arbor.cli.prompt import PromptOptions
 from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
@@ -287,6 +288,7 @@ RECORDS: dict[str, type[Any]] = {
     "demo": DemoOptions,
     "view": ViewOptions,
     "info": SolverOptions,
+    "prompt": PromptOptions,
     "trace convert": ConvertOptions,
     "trace repair": RepairOptions,
 }
@@ -334,6 +336,7 @@ GIVEN = {
     "demo": ["-o", "page.html", "--seed", "2"],
     "view": ["a", "b", "--event", "3", "-o", "page.html"],
     "info": ["model", "--max-depth", "2", "--msve", "m"],
+    "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
     "trace convert": ["a", "-o", "b"],
     "trace repair": ["a", "-o", "b", "--trace-text", "none"],
 }
@@ -521,7 +524,7 @@ def examples(of: Iterable[str] = COMMANDS) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith(("arbor ", "echo "))))
 
 
-LIGHT = ("solve", "eval", "bench", "list", "trace", "completion", "view")
+LIGHT = ("solve", "eval", "bench", "list", "prompt", "trace", "completion", "view")
 HEAVY = tuple(name for name in COMMANDS if name not in LIGHT)
 STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browser": "exit 0"}
 

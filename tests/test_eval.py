@@ -21,6 +21,7 @@ from support import fake_solver
 from support.run_cli import Arbor, await_line, in_process, spawn
 
 from arbor import Solver
+from arbor.cli.eval_report import result_lines
 from arbor.cli.progress import Progress
 from arbor.errors import UsageError
 from arbor.measure.evaluation.dataset import of_task, window
@@ -513,8 +514,23 @@ def broken(text: str | bytes, name: str = "x.jsonl") -> Any:
 
 
 ROWS = [
-    (["gsm8k"], 2, "unknown-dataset", ("Known: chains, countdown, game24, recall; or a file",)),
-    (["x.parquet"], 2, "dataset-format", ("neither a .jsonl nor a .csv", '{"problem": ')),
+    (["gsm8k"], 2, "no-problems", ("arbor eval problems.jsonl --task gsm8k",)),
+    (["gsm9k"], 2, "unknown-dataset", ("Known: chains, countdown, game24, recall; or a file",)),
+    (["x.xlsx"], 2, "dataset-format", (".jsonl, .json, .csv, .tsv, .parquet", '{"problem": ')),
+    (["x.parquet"], 4, "dataset-unreadable", ("No such file",)),
+    (["hf:gsm8k"], 2, "dataset-format", ("hf:openai/gsm8k/main:test",)),
+    (
+        broken('{"problem": "a", "answer": " "}\n'),
+        4,
+        "dataset-invalid",
+        ("line 1: its 'answer' is empty",),
+    ),
+    (broken('[{"problem": "a", "answer": "1"}', "x.json"), 4, "dataset-invalid", ("no end",)),
+    (broken("problem\tanswer\na\t1\t2\n", "x.tsv"), 4, "dataset-invalid", ("line 2 has more",)),
+    (broken("a,b,a\n1,2,3\n", "x.csv"), 4, "dataset-invalid", ("names the column 'a' twice",)),
+    (broken("problem,answer\na\n", "x.csv"), 4, "dataset-invalid", ("line 2 has no 'answer'",)),
+    (broken("PAR1", "x.parquet"), 4, "dataset-invalid", ("cannot be read as Parquet",)),
+    (broken(b'{"problem": "a"', "x.json"), 4, "dataset-invalid", ("line 1 is not JSON",)),
     (["nowhere.jsonl"], 4, "dataset-unreadable", ("No such file",)),
     (["reasoning"], 2, "no-problems", ("arbor eval problems.jsonl --task reasoning",)),
     (["game24", "--task", "chains"], 2, "usage", ("Leave --task out",)),
@@ -719,3 +735,47 @@ def test_a_run_that_says_nothing_counts_all_the_same() -> None:
     progress.add(True)
 
     assert progress.line().startswith("1 of 2, 100.0 % right")
+
+
+# Grades
+
+
+def test_invalid_answers_are_counted_apart_and_the_grader_is_named(command: Arbor) -> None:
+    ran = run(
+        command,
+        dataset(
+            {"problem": "one"},
+            {"problem": "two", "answer": "2"},
+            {"problem": "three invalid", "answer": "3"},
+        ),
+    )
+
+    found = ran.document
+    assert (found["n"], found["right"], found["invalid"], found["no_answer"]) == (3, 1, 1, 0)
+    assert found["methods"] == {"none": 1, "text": 2}
+    assert found["grader"] == "exact/1"
+    assert [row["grade"]["extracted"] is None for row in rows()] == [False, False, True]
+    shown = command("eval", "problems.jsonl", "--task", "reasoning", "--output", "out")
+    assert "invalid     1" in shown.out
+
+
+def test_timeouts_of_the_grader_are_shown() -> None:
+    grade = {"extracted": "9", "method": "timeout", "correct": False, "reason": "timeout: …"}
+    row = {"id": "1", "answer": "9", "correct": False, "error": None, "grade": grade}
+
+    found = results([row]) | {"missing": 0, "folder": "out"}
+
+    assert found["methods"] == {"timeout": 1}
+    assert any(line.startswith("grading     1 timeout") for line in result_lines(found))
+
+
+def test_a_run_with_another_grader_or_prompt_is_not_resumed(command: Arbor) -> None:
+    run(command, three())
+    config = Path("out/run.toml")
+    text = config.read_text("utf-8")
+    assert 'grader_version = "exact/1"' in text and "prompt_version = " in text
+
+    config.write_text(text.replace("exact/1", "exact/0"), encoding="utf-8")
+
+    ran = run(command, three())
+    assert ran.code == 2 and "grader_version (exact/0 there, exact/1 here)" in ran.err

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from arbor.errors import InputError, UsageError
 from arbor.tasks.base import Guesses, Problem, Task
-from arbor.tasks.reasoning import Reasoning, boxes, extract, normalise, number
+from arbor.tasks.grading.extraction import boxes, extract
+from arbor.tasks.grading.notation import normalise, number
+from arbor.tasks.reasoning import Reasoning
 
 TASK = Reasoning()
 

@@ -202,6 +202,8 @@ def test_a_wrong_answer_is_not(answer: str | None) -> None:
         ("2 2 2 2", "2 << 2 + 2 * 2"),
         ("2 4 5 7", "24 (2 4 5 7)"),
         ("1 2 3 4", "12 + 3 * 4"),
+        ("4 4 6 8", "(4 + 8) * (6 - 4) = 25"),
+        ("1 1 1 4", "4.__class__.__name__ * 0 + 24"),
     ],
 )
 def test_what_deceived_other_graders_does_not_deceive_this_one(numbers: str, answer: str) -> None:

@@ -36,6 +36,7 @@ COMMANDS = {
         "Compare policies and budgets on a recorded search.",
     ),
     "calibrate": ("arbor.cli.calibrate:calibrate", "Calibrate policy estimates."),
+    "prompt": ("arbor.cli.prompt:prompt", "Show what a model reads of a problem."),
     "info": ("arbor.cli.show:info", "Show a model's size and the memory at each budget."),
     "list": ("arbor.cli.show:list_", "List available names, with their settings and defaults."),
     "trace": ("arbor.cli.trace:trace", "Inspect, check, compare, convert and repair traces."),

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from arbor.solver import Solver
 
 FLASHINFER = "flashinfer"
-WORDS = "reasoning"  # the task for problems in words
+WORDS = "reasoning"  # the task for any problem in words
+OF_USERS = ("aime", "arc", "crosswords", "gsm8k", "math", WORDS)  # tasks without own problems
 ENGINE = ("arbor.engine.engine", "arbor.model.weights", "arbor.run.session")  # import torch
 
 
@@ -130,10 +131,11 @@ def _check_problem(task: Task, problem: str) -> None:
 
 def warn_of_guesses(output: Output, options: SolverOptions) -> None:
     """Warns where the built-in model gets problems in words, which it was not trained on."""
-    if options.model.startswith("builtin:") and components.split_spec(options.task)[0] == WORDS:
+    task = components.split_spec(options.task)[0]
+    if options.model.startswith("builtin:") and task in OF_USERS:
         output.warn(
             f"warning: {options.model} knows only game24, countdown, chains and recall; with "
-            f"--task {WORDS} its answers are guesses. Name another model: --model NAME."
+            f"--task {task} its answers are guesses. Name another model: --model NAME."
         )
 
 

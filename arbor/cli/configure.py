@@ -16,7 +16,8 @@ from arbor.config import read_config, refuse_trust
 from arbor.errors import UsageError, unknown_setting
 from arbor.run.presets import preset
 
-IGNORED = ("arbor",)  # the version that wrote the file
+# versions of what wrote the file and of what it used
+IGNORED = ("arbor", "grader_version", "prompt_version")
 # keys of a context's `meta`
 CONFIG_PATH = "arbor.config.path"  # the file of the defaults
 CONFIG_SETTINGS = "arbor.config.settings"  # part -> (its name, its settings as KEY=VALUE)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -31,8 +32,10 @@ from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import read_config
 from arbor.errors import ArborError, UsageError
 from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
+from arbor.measure.evaluation.rows import HUB
 from arbor.model.loading import locate_model
 from arbor.retention.msve import MSVE
+from arbor.tasks.base import Converses, Task, Versioned
 
 if TYPE_CHECKING:
     from arbor.measure.evaluation.dataset import Sample
@@ -54,8 +57,8 @@ def _complete_dataset(
 def eval_(ctx: click.Context, /, **values: Any) -> int:
     """Solve many problems; the same command with the same --output resumes.
 
-    DATASET is a task that has problems (chains, countdown, game24, recall), a .jsonl or .csv file,
-    or '-' for JSON lines on stdin.
+    DATASET is a task with problems (chains, countdown, game24, recall), a file
+    (.jsonl, .json, .csv, .tsv, .parquet), '-' (stdin), or hf:OWNER/NAME:SPLIT.
 
     \b
       arbor eval game24 --limit 50 --budget 0.25 --output runs/quarter
@@ -66,9 +69,10 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
     values["task"] = _task_of(ctx, values["dataset"], values["task"])
     options = read_options(EvalOptions, values)
     stop_on_error = options.on_error == "stop"
-    samples = read_samples(options.samples, build_task(options.solver), stop_on_error)
+    task = build_task(options.solver)
+    samples = read_samples(options.samples, task, stop_on_error)
     other = None if options.compare is None else OtherRun.read(options.compare, samples)
-    request = request_digest(options)
+    request = request_digest(options, task)
     finished = _finished_folder(options, request, samples)
     if finished is not None:
         with contextlib.closing(finished):
@@ -77,7 +81,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
     options = with_recorded_budget(options)
     with StopSignals() as signals, build_solver(options.solver, searches=False) as solver:
         warn_of_guesses(output, options.solver)
-        config = run_config(options, solver)
+        config = run_config(options, solver, task)
         path = options.output or _new_folder(options.samples.dataset, config)
         if stop_on_error and samples[0].problem is not None:
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
@@ -119,7 +123,7 @@ def _finished_folder(options: EvalOptions, request: str, samples: list[Sample]) 
     return None
 
 
-def request_digest(options: EvalOptions) -> str:
+def request_digest(options: EvalOptions, task: Task) -> str:
     """A digest of everything a configuration is resolved from; empty for a model of the Hub.
 
     That is the options, the version, plug-ins, and the files of the model's directory that hold
@@ -133,6 +137,7 @@ def request_digest(options: EvalOptions) -> str:
     for each in ("output", "fresh", "fail_under", "compare", "concurrency"):
         del facts[each]
     facts["arbor"] = __version__
+    facts["task"] = versions(task)
     facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}
     facts["msve"] = None if solver.msve is None else str(MSVE.parse(solver.msve))
     files = [folder / "generation_config.json", folder / "msve.json"]
@@ -173,7 +178,20 @@ def _show(output: Output, options: EvalOptions, found: Mapping[str, Any]) -> int
     return 0
 
 
-def run_config(options: EvalOptions, solver: Solver) -> dict[str, Any]:
+def versions(task: Task) -> dict[str, str]:
+    """Versions of a task's grader and of its prompt, where it has them.
+
+    Samples that other rules graded, or that another prompt answered, are not of one run.
+    """
+    found = {}
+    if isinstance(task, Versioned):
+        found["grader_version"] = task.grading
+    if isinstance(task, Converses):
+        found["prompt_version"] = task.prompt_version
+    return found
+
+
+def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, Any]:
     """The configuration that repeats the run, as ``--config`` reads it."""
     samples = options.samples
     if is_task(samples.dataset):
@@ -194,6 +212,7 @@ def run_config(options: EvalOptions, solver: Solver) -> dict[str, Any]:
         "trace_level": options.trace_detail.trace_level,
         "trace_text": options.trace_detail.trace_text,
         **({"sample_id": samples.sample_id} if samples.sample_id else {}),
+        **versions(task),
         "timeout": options.run.timeout,
         "max_tokens": options.run.max_tokens,
         **solver.config,
@@ -202,7 +221,9 @@ def run_config(options: EvalOptions, solver: Solver) -> dict[str, Any]:
 
 def _absolute(dataset: str) -> str:
     """A file's absolute path, so that a configuration works from any folder; others as they are."""
-    return dataset if is_task(dataset) or dataset == STDIN else str(Path(dataset).absolute())
+    if is_task(dataset) or dataset == STDIN or dataset.startswith(HUB):
+        return dataset
+    return str(Path(dataset).absolute())
 
 
 def resume_command(options: EvalOptions, path: Path) -> str:
@@ -236,4 +257,6 @@ def _task_of(ctx: click.Context, dataset: str, task: str) -> str:
 def _new_folder(dataset: str, config: Mapping[str, Any]) -> Path:
     """``runs/{time}_{dataset}_{id}``."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    return Path("runs") / f"{now}_{Path(name_of(dataset)).stem}_{digest(config)[:6]}"
+    name = re.sub(r"[^\w.-]+", "-", dataset.removeprefix(HUB))
+    name = name if dataset.startswith(HUB) else Path(name_of(dataset)).stem
+    return Path("runs") / f"{now}_{name}_{digest(config)[:6]}"

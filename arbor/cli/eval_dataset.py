@@ -1,31 +1,42 @@
-"""Samples of ``arbor eval``: from a task, a file or stdin."""
+"""Samples of ``arbor eval``: from a task, a file, stdin or the Hub."""
 
 from __future__ import annotations
 
+import codecs
+import functools
+import io
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from arbor import registry
+from arbor.cli.build import OF_USERS
 from arbor.cli.encoding import decoded
 from arbor.cli.eval_options import DatasetOptions
 from arbor.errors import InputError, UsageError
-from arbor.measure.evaluation.dataset import (
-    Sample,
-    chosen,
+from arbor.measure.evaluation.dataset import Sample, chosen, of_rows, of_task, window
+from arbor.measure.evaluation.rows import (
+    HUB,
+    Row,
     csv_rows,
+    hub_rows,
+    json_rows,
     jsonl_rows,
-    of_rows,
-    of_task,
-    window,
+    parquet_rows,
 )
 from arbor.tasks.base import Task
 
 DEFAULT_LIMIT = 100  # samples of a task without --limit; some tasks have endless problems
 STDIN = "-"
-ROWS = {".jsonl": jsonl_rows, ".csv": csv_rows}
+TEXTS: Mapping[str, Callable[[IO[str], str], Iterator[Row]]] = {
+    ".jsonl": jsonl_rows,
+    ".json": json_rows,
+    ".csv": csv_rows,
+    ".tsv": functools.partial(csv_rows, delimiter="\t"),
+}
+SUFFIXES = (*TEXTS, ".parquet")
 
 
 def is_task(dataset: str) -> bool:
@@ -81,15 +92,28 @@ def _task_samples(task: Task, split: str, first: int, last: int) -> list[Sample]
         raise UsageError(error.code, error.message, hint) from error
 
 
-def _rows(dataset: str, encoding: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and columns of each row of a file or of stdin."""
-    path, suffix = Path(dataset), Path(dataset).suffix.lower()
-    if dataset != STDIN and suffix not in ROWS:
+def _rows(dataset: str, encoding: str) -> Iterator[Row]:
+    """The rows of a file, of stdin or of a data set of the Hub, read as they are needed.
+
+    Raises:
+        UsageError: an unknown name, suffix or encoding.
+        InputError: it cannot be read, or in another encoding.
+    """
+    if dataset.startswith(HUB):
+        return hub_rows(dataset)
+    name = name_of(dataset)
+    decoded(b"", encoding, name)
+    if dataset == STDIN:
+        return json_rows(io.StringIO(decoded(sys.stdin.buffer.read(), encoding, name)), name)
+    path = Path(dataset)
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         if suffix or path.exists() or "/" in dataset:
             raise UsageError(
                 "dataset-format",
-                f"{dataset} is neither a .jsonl nor a .csv file.",
-                'Write one JSON object a line, as in {"problem": "4 5 6 10", "answer": "24"}.',
+                f"{dataset} has none of the endings {', '.join(SUFFIXES)}.",
+                'Write one JSON object a line, as in {"problem": "4 5 6 10", "answer": "24"}, into '
+                "a file problems.jsonl.",
                 path=dataset,
             )
         raise UsageError(
@@ -98,17 +122,37 @@ def _rows(dataset: str, encoding: str) -> Iterator[tuple[int, Mapping[str, Any]]
             f"Known: {', '.join(_tasks_with_problems())}; or a file: problems.jsonl, problems.csv.",
             name=dataset,
         )
+    return _file_rows(path, dataset, encoding)
+
+
+def _file_rows(path: Path, name: str, encoding: str) -> Iterator[Row]:
     try:
-        data = sys.stdin.buffer.read() if dataset == STDIN else path.read_bytes()
+        if path.suffix.lower() == ".parquet":
+            with path.open("rb"):  # a missing file is an error with or without pyarrow
+                pass
+            yield from parquet_rows(path, name)
+            return
+        ends = "\n" if path.suffix.lower() in (".jsonl", ".json") else ""
+        with path.open(encoding=_without_mark(encoding), newline=ends) as stream:
+            yield from TEXTS[path.suffix.lower()](stream, name)
+    except UnicodeError as error:
+        decoded(path.read_bytes(), encoding, name)  # its error names the line
+        raise InputError(
+            "dataset-unreadable", f"{name} cannot be decoded as {encoding}.", path=name
+        ) from error
     except OSError as error:
         raise InputError(
             "dataset-unreadable",
-            f"{dataset} cannot be read: {error.strerror}.",
-            "Name a .jsonl or .csv file, or '-' for stdin.",
-            path=dataset,
+            f"{name} cannot be read: {error.strerror}.",
+            "Name a file of rows, such as problems.jsonl, or '-' for stdin.",
+            path=name,
         ) from error
-    return ROWS.get(suffix, jsonl_rows)(decoded(data, encoding, name_of(dataset)), name_of(dataset))
+
+
+def _without_mark(encoding: str) -> str:
+    """The encoding that leaves out the byte order mark with which an editor may begin UTF-8."""
+    return "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
 
 
 def _tasks_with_problems() -> list[str]:
-    return [name for name in registry.names("task") if name != "reasoning"]
+    return [name for name in registry.names("task") if name not in OF_USERS]

@@ -51,7 +51,7 @@ class DatasetOptions:
     Attributes:
         dataset: a task with problems of its own, a file, or ``-`` for stdin.
         split: of a task's problems.
-        input_key, target_key: columns of a file; None for the default answer column.
+        input_key, target_key: columns of a file; None for those that the task names.
         encoding: of the file or of stdin.
         limit: the first N samples, or A-B; None for the default number.
         sample_id: ids to select; none for all.
@@ -59,7 +59,7 @@ class DatasetOptions:
 
     dataset: str
     split: str
-    input_key: str
+    input_key: str | None
     target_key: str | None
     encoding: str
     limit: str | None
@@ -97,16 +97,15 @@ eval_options = option_group(
     ),
     option(
         "--input-key",
-        default="problem",
         metavar="NAME",
         heading="Dataset",
-        help="Column of the problem, in a file.",
+        help="Column of the problem, in a file; default: the task's, such as problem.",
     ),
     option(
         "--target-key",
         metavar="NAME",
         heading="Dataset",
-        help="Column of the answer key; default: answer, where the file has it.",
+        help="Column of the answer key; default: the task's, such as answer.",
     ),
     option(
         "--encoding",

@@ -70,6 +70,7 @@ def write_results(
         "arbor": __version__,
         "dataset": dataset,
         "digest": digest(folder.config),
+        "grader": folder.config.get("grader_version"),
         "folder": str(folder.path),
         "missing": sum(not folder.finished(sample) for sample in samples),
     }
@@ -132,9 +133,15 @@ def result_lines(found: Mapping[str, Any]) -> list[str]:
             f"{100 * found['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}), "
             f"{found['right']:,} of {n:,} right"
         )
-    for key, name in (("missing", "not run"), ("no_answer", "no answer")):
+    if found["scores"]:
+        shares = (f"{name} {100 * mean:.1f} %" for name, mean in found["scores"].items())
+        facts["scores"] = f"mean per sample: {', '.join(shares)}"
+    for key, name in (("missing", "not run"), ("no_answer", "no answer"), ("invalid", "invalid")):
         if found[key]:
             facts[name] = f"{found[key]:,}"
+    ended = {name: n for name, n in found["methods"].items() if name in ("timeout", "crashed")}
+    if ended:
+        facts["grading"] = ", ".join(f"{n:,} {name}" for name, n in ended.items())
     if found["errors"]:
         codes, first = found["error_codes"], found["first_error"]
         counts = ", ".join(f"{count:,} {code}" for code, count in codes.items())

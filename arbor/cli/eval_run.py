@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -174,14 +175,15 @@ def _row(
             result.data["sample"] = sample.id
             raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}
-        outcome |= {"score": 0.0, "metrics": {}, "error": result.to_dict()}
+        outcome |= {"score": 0.0, "grade": None, "metrics": {}, "error": result.to_dict()}
         if path is not None and not _has_events(path):
             path.unlink(missing_ok=True)
     else:
         outcome = {
             name: getattr(result, name) for name in ("answer", "correct", "finish_reason", "score")
         }
-        outcome |= {"metrics": result.metrics.to_dict(), "error": None}
+        grade = None if result.grade is None else dataclasses.asdict(result.grade)
+        outcome |= {"grade": grade, "metrics": result.metrics.to_dict(), "error": None}
     traced = path is not None and path.is_file()
     if traced and path and not path.stat().st_size:  # the disk was full before its first event
         path.unlink()

@@ -10,8 +10,8 @@ from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.run.limits import check_count
 from arbor.run.plugin_answers import checked_task, most_blocks
 from arbor.run.setup import Setup
-from arbor.support.texts import refuse_surrogates
-from arbor.tasks.base import BoundedQuestions, Problem, Task
+from arbor.support.texts import one_line, refuse_surrogates
+from arbor.tasks.base import BoundedQuestions, Converses, Problem, Task
 from arbor.verifiers.base import ChecksQuestions
 
 
@@ -34,20 +34,39 @@ def parse_problem(task: Task, problem: str | Problem) -> Problem:
     return task.parse(problem)
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list[int]:
     """Token ids of a prompt: one user message where the tokenizer has a chat template.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the text.
+        task: a system message, and whether the chat template is used, are its own (`Converses`).
 
     Raises:
         InputError: the prompt has half of a character.
+        UsageError: the chat template refuses the messages.
     """
     refuse_surrogates(prompt, "the prompt")
-    if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_dict=True
-        )
+    own = task if isinstance(task, Converses) else None
+    system = "" if own is None else own.system_message
+    refuse_surrogates(system, "the system message")
+    if getattr(tokenizer, "chat_template", None) and (own is None or own.uses_chat):
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        try:
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # of a template that has no system messages
+            if not system:
+                raise
+            raise UsageError(
+                "chat-template",
+                f"the model's chat template refuses a system message: {one_line(str(error))}.",
+                "Put its text into the prompt (--set template=FILE), or use --set chat=off.",
+            ) from error
         return list(encoded["input_ids"])
-    return list(tokenizer.encode(prompt))
+    return list(tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt))
 
 
 def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budget) -> Plan:

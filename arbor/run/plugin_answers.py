@@ -154,8 +154,15 @@ class CheckedTask:
     def grade(self, problem: Problem, answer: str | None) -> Grade:
         """See `Task.grade`."""
         found: Grade = self._typed("grade", Grade, "a Grade", problem, answer)
-        if not isinstance(found.correct, bool):
-            raise self._answers.wrong("grade", found, "a Grade with True or False")
+        texts = (found.extracted or "", found.reason, found.method)
+        numbered = isinstance(found.scores, Mapping) and all(map(is_finite, found.scores.values()))
+        if (
+            not isinstance(found.correct, bool)
+            or not all(isinstance(each, str) for each in texts)
+            or not numbered
+        ):
+            wanted = "a Grade with True or False, texts, and numbers as scores"
+            raise self._answers.wrong("grade", found, wanted)
         return found
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:

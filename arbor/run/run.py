@@ -136,7 +136,7 @@ class Run:
     def prompt(self) -> list[int]:
         """Token ids of the root."""
         text = self.task.prompt(self.problem)
-        return encode_prompt(self.setup.checkpoint.read().tokenizer, text)
+        return encode_prompt(self.setup.checkpoint.read().tokenizer, text, self.task)
 
     @cached_property
     def plan(self) -> Plan:
@@ -288,6 +288,7 @@ class Run:
             score=0.0 if best is None else best.value,
             correct=outcome.correct,
             guessed=outcome.guessed,
+            grade=outcome.grade,
             finish_reason=outcome.status,
             path=tuple(node.id for node in path),
             steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),

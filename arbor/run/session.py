@@ -42,7 +42,7 @@ from arbor.run.plugin_answers import (
 )
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
-from arbor.tasks.base import Guesses, Problem, Task
+from arbor.tasks.base import Grade, Guesses, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
 
@@ -80,6 +80,7 @@ class Outcome:
         correct: the grade of the answer; None without an answer key.
         guessed: the answer is a guess of the task.
         votes: every answer with its paths, best first.
+        grade: the grader's judgement, with its reason; None without an answer key.
     """
 
     tree: ThoughtTree
@@ -90,6 +91,7 @@ class Outcome:
     correct: bool | None
     guessed: bool = False
     votes: tuple[AnswerVotes, ...] = ()
+    grade: Grade | None = None
 
 
 class Session:
@@ -461,7 +463,8 @@ class Session:
         if votes:
             best = tree[votes[0].paths[0]]
             answer = self.task.answer(self.problem, best.thoughts)
-        correct = self._grade(answer)
+        grade = self._grade(answer)
+        correct = None if grade is None else grade.correct
         guessed = answer is not None and best is not None and self._is_guess(best)
         status: Status = self._stopped or ("solved" if answer is not None else "exhausted")
         self.emit(
@@ -474,12 +477,12 @@ class Session:
                 guessed=guessed,
             )
         )
-        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed, votes)
+        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed, votes, grade)
 
-    def _grade(self, answer: str | None) -> bool | None:
+    def _grade(self, answer: str | None) -> Grade | None:
         if self.problem.expected is None:
             return None
-        return self.task.grade(self.problem, answer).correct
+        return self.task.grade(self.problem, answer)
 
 
 def _values(verifier: str, children: Sequence[Node], verdict: Verdict) -> tuple[float, ...]:

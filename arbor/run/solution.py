@@ -17,7 +17,7 @@ from arbor.run.recording import Recording
 from arbor.support.graph import Vertex, search_graph
 from arbor.support.texts import one_line
 from arbor.support.units import human_bytes
-from arbor.tasks.base import Problem
+from arbor.tasks.base import Grade, Problem
 from arbor.tasks.splits import content_id
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
@@ -82,6 +82,8 @@ class Solution:
         seed, config: enough to repeat it.
         trace_path: the trace, if one was written.
         guessed: the text does not mark the answer: the task took, for example, its last number.
+        grade: the grader's judgement of the answer: what it extracted, by which method, and why;
+            None without an answer key.
         error: `ArborError.to_dict` of the error; then `finish_reason` is ``error``.
         recording: the events of the search, in memory, where no trace was written; neither compared
             nor part of `to_dict`.
@@ -103,6 +105,7 @@ class Solution:
     config: Mapping[str, Any]
     trace_path: str | None = None
     guessed: bool = False
+    grade: Grade | None = None
     error: Mapping[str, Any] | None = None
     schema: str = SOLUTION_SCHEMA
     recording: Recording | None = field(default=None, compare=False)
@@ -145,6 +148,7 @@ class Solution:
         ]
         data["metrics"] = self.metrics.to_dict()
         data["config"] = dict(self.config)
+        data["grade"] = None if self.grade is None else dataclasses.asdict(self.grade)
         data["error"] = None if self.error is None else dict(self.error)
         return {"schema": data.pop("schema"), **data}
 
@@ -160,6 +164,8 @@ class Solution:
             for each in values.get("votes", ())
         )
         values["metrics"] = Metrics.from_dict(values["metrics"])
+        if values.get("grade") is not None:
+            values["grade"] = Grade(**values["grade"])
         return cls(**values)
 
     def replay(self) -> Replay:

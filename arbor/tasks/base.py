@@ -51,11 +51,15 @@ class Grade:
         correct: right or wrong.
         extracted: the answer in the grader's canonical form; None without an answer.
         reason: the reason, in one sentence.
+        method: how the answer was compared, in one word, as in ``number``; empty if not given.
+        scores: shares of the answer that are right, in [0, 1], by name; evaluations report means.
     """
 
     correct: bool
     extracted: str | None
     reason: str
+    method: str = ""
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,4 +167,75 @@ class Guesses(Protocol):
 
     def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
         """Whether `answer` takes for an answer what the text does not mark as one."""
+        ...
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """The part of a task that names the rules of its grades; evaluations record it."""
+
+    @property
+    def grading(self) -> str:
+        """Name and version of extraction and comparison, as in ``exact/1``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a data file that a task reads; of several names the first that a row has.
+
+    Attributes:
+        problem: of the problem.
+        answer: of the answer key.
+        id: of the sample's id.
+        lists: whether problem and answer may be lists of texts, which are then lines.
+    """
+
+    problem: tuple[str, ...] = ("problem",)
+    answer: tuple[str, ...] = ("answer",)
+    id: tuple[str, ...] = ("id",)
+    lists: bool = False
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """The part of a task that knows the columns of well-known data files."""
+
+    @property
+    def columns(self) -> Columns:
+        """The columns by default."""
+        ...
+
+    def entry(
+        self, row: Mapping[str, Any], problem: str, answer: str | None
+    ) -> tuple[str, str | None]:
+        """Problem, as `Task.parse` reads it, and answer key of a row.
+
+        Args:
+            row: every column.
+            problem, answer: texts of the two columns.
+
+        Raises:
+            InputError: the row lacks something; without the name of the file.
+        """
+        ...
+
+
+@runtime_checkable
+class Converses(Protocol):
+    """The part of a task that says how its prompt reaches a model for conversations."""
+
+    @property
+    def system_message(self) -> str:
+        """The system message; empty for none. Without a chat template it begins the prompt."""
+        ...
+
+    @property
+    def uses_chat(self) -> bool:
+        """Whether the prompt is a message where the tokenizer has a chat template."""
+        ...
+
+    @property
+    def prompt_version(self) -> str:
+        """A digest of everything in the prompt besides the problem; evaluations record it."""
         ...

@@ -27,6 +27,11 @@ class Generated(ABC):
     def name(self) -> str:
         """The registered name."""
 
+    @property
+    def grading(self) -> str:
+        """See `arbor.tasks.base.Versioned`; each of these tasks has a grader of its own."""
+        return f"{self.name}/1"
+
     @abstractmethod
     def _generate(self, split: str) -> Iterator[Problem]:
         """The problems of a split, always the same in the same order."""

@@ -18,7 +18,7 @@ from arbor.errors import ArborError, InputError
 from arbor.events import Answered, Ended, Event
 from arbor.metrics import Metrics, MetricsFold
 from arbor.run.request import Options
-from arbor.tasks.base import Problem
+from arbor.tasks.base import Grade, Problem
 from arbor.trace import TraceWriter
 
 SOLVERS: list[FakeSolver] = []  # every one that was built, for a test to look at
@@ -34,6 +34,7 @@ class FakeSolution:
     trace_path: str | None = None
     score: float = 0.75
     guessed: bool = False
+    grade: Grade | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     votes: ClassVar[tuple[AnswerVotes, ...]] = ()
@@ -96,12 +97,22 @@ class FakeStream:
             correct=self._correct(answer),
             trace_path=str(writer.path) if writer else None,
             guessed="guess" in self._solver.words,
+            grade=self._grade(answer),
             config=self._solver.config,
         )
 
     def _correct(self, answer: str | None) -> bool | None:
         problem = self._problem
         return problem.expected == answer if isinstance(problem, Problem) and answer else None
+
+    def _grade(self, answer: str | None) -> Grade | None:
+        """The judgement of an exact grader, which finds no answer in a problem with ``invalid``."""
+        problem = self._problem
+        if not isinstance(problem, Problem):
+            return None
+        extracted = None if "invalid" in problem.text else answer
+        correct = problem.expected == answer is not None
+        return Grade(correct, extracted, "Same text or not.", "text" if extracted else "none")
 
     def _events(self) -> Iterator[Event]:
         words = self._solver.words

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from arbor.errors import ArborError, InputError, UsageError
+from arbor.measure.evaluation.rows import Row
 from arbor.support.texts import clipped, surrogate_of
-from arbor.tasks.base import Problem, Task
+from arbor.tasks.base import Columns, Problem, ReadsRows, Task
 from arbor.tasks.splits import content_id
 
+BLANK = " \t\r\n"  # an answer key of these alone is empty
+
 logger = logging.getLogger(__name__)
-
-INPUT_KEY = "problem"
-TARGET_KEY = "answer"
-ID_KEY = "id"
-
-LONGEST_SHOWN = 200  # characters of a row's columns in an error
 
 _COUNT = re.compile(r"[1-9][0-9]*")
 _RANGE = re.compile(r"([1-9][0-9]*)-([1-9][0-9]*)")
@@ -93,145 +87,137 @@ def of_task(task: Task, split: str, first: int, last: int) -> list[Sample]:
 
 
 def of_rows(
-    rows: Iterable[tuple[int, Mapping[str, Any]]],
+    rows: Iterable[Row],
     task: Task,
     name: str,
-    input_key: str = INPUT_KEY,
+    input_key: str | None = None,
     target_key: str | None = None,
 ) -> list[Sample]:
     """Samples of a file's rows, as a task reads them; equal rows are one sample.
 
     Args:
-        rows: line number and columns.
+        rows: the file's.
         task: reads the problems; its own answer key counts where a row has none.
         name: the file's name, for errors.
-        input_key: the column of the problem.
-        target_key: the column of the answer key; by default `TARGET_KEY`, where a row has it.
+        input_key: the column of the problem; by default one that the task names.
+        target_key: the column of the answer key; by default one that the task names, where a row
+            has it.
 
     Raises:
         InputError: a column is missing, holds no text, or one id names two problems.
     """
+    reader = _Reader(task, name, input_key, target_key)
     found: dict[str, Sample] = {}
     count = 0
-    for count, (line, row) in enumerate(rows, 1):  # noqa: B007, the last number is needed
-        where = f"line {line}"
-        text = _text(row, input_key, "--input-key", name, where)
-        expected = None
-        if target_key is not None or row.get(TARGET_KEY) is not None:
-            expected = _text(row, target_key or TARGET_KEY, "--target-key", name, where)
-        own = row.get(ID_KEY)
-        identity = content_id("sample", json.dumps([text, expected])) if own is None else str(own)
-        sample = _read(Sample(identity, text, expected, where), task, name)
-        before = found.setdefault(identity, sample)
+    for count, row in enumerate(rows, 1):  # noqa: B007, the last number is needed
+        sample = reader.sample(row)
+        before = found.setdefault(sample.id, sample)
         if (before.text, before.expected) != (sample.text, sample.expected):
             raise InputError(
                 "dataset-invalid",
-                f"{name}: {before.where} and {where} have the id '{clipped(identity)}' and differ.",
+                f"{name}: {before.where} and {sample.where} have the id '{clipped(sample.id)}' and "
+                "differ.",
                 "Give each problem an id of its own, or none: then it is a hash of the problem.",
                 path=name,
-                line=line,
+                where=sample.where,
             )
     if count > len(found):
         logger.warning("%s: %s duplicate row(s) left out", name, f"{count - len(found):,}")
     return list(found.values())
 
 
-def _read(sample: Sample, task: Task, name: str) -> Sample:
-    """The sample with its problem, or with its error."""
-    try:
-        problem = task.parse(sample.text)
-    except InputError as error:
-        message = f"{name}, {sample.where}: {error.message}"
-        return replace(sample, error=InputError(error.code, message, error.hint, **error.data))
-    expected = problem.expected if sample.expected is None else sample.expected
-    if expected is None:
-        raise InputError(
-            "dataset-invalid",
-            f"{name}: {sample.where} has no '{TARGET_KEY}', so answers cannot be graded.",
-            "Name the column of the answer key: --target-key NAME.",
-            path=name,
-        )
-    problem = replace(problem, id=sample.id, expected=expected)
-    return replace(sample, expected=expected, problem=problem)
+class _Reader:
+    """Makes samples of rows; see `of_rows`."""
 
+    def __init__(
+        self, task: Task, name: str, input_key: str | None, target_key: str | None
+    ) -> None:
+        self._task = task
+        self._name = name
+        self._rows = task if isinstance(task, ReadsRows) else None
+        columns = Columns() if self._rows is None else self._rows.columns
+        self._problem = columns.problem if input_key is None else (input_key,)
+        self._answer = columns.answer if target_key is None else (target_key,)
+        self._needs_answer = target_key is not None
+        self._id = columns.id
+        self._lists = columns.lists
 
-def _text(row: Mapping[str, Any], key: str, flag: str, name: str, where: str) -> str:
-    """A column's text; of a number its JSON form."""
-    value = row.get(key)
-    half = surrogate_of(value) if isinstance(value, str) else ""
-    if isinstance(value, str) and not half:
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value)
-    has = ", ".join(str(column) for column in row)[:LONGEST_SHOWN] or "nothing"
-    wrong = f"has no text in '{key}'" if key in row else f"has no '{key}'"
-    hint = f"Name the column: {flag} NAME."
-    if half:
-        wrong, hint = f"has {half} in '{key}', half of a character", "Write the text as UTF-8."
-    raise InputError(
-        "dataset-invalid",
-        f"{name}: {where} {wrong}. It has: {has}.",
-        hint,
-        path=name,
-        key=key,
-    )
+    def sample(self, row: Row) -> Sample:
+        """The sample of a row, with its problem or with its error."""
+        text, expected = self._text(row), self._key(row)
+        error: InputError | None = None
+        if self._rows is not None:
+            try:
+                text, expected = self._rows.entry(row.columns, text, expected)
+            except InputError as raised:
+                error = raised
+        own = next((row.columns[key] for key in self._id if row.columns.get(key) is not None), None)
+        identity = content_id("sample", json.dumps([text, expected])) if own is None else str(own)
+        sample = Sample(identity, text, expected, row.where)
+        return self._read(sample, row) if error is None else self._unread(sample, error)
 
-
-def jsonl_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and object of every non-blank line.
-
-    Raises:
-        InputError: a line is not a JSON object.
-    """
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines would also split at U+2028
-        if not line.strip():
-            continue
+    def _read(self, sample: Sample, row: Row) -> Sample:
+        """The sample with its problem, or with its error."""
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise _no_row(name, number, f"is not JSON ({reason})") from error
-        if not isinstance(row, dict):
-            raise _no_row(name, number, "is not a JSON object")
-        yield number, row
+            problem = self._task.parse(sample.text)
+        except InputError as error:
+            return self._unread(sample, error)
+        expected = problem.expected if sample.expected is None else sample.expected
+        if expected is None:
+            empty = next((key for key in self._answer if row.columns.get(key)), None)
+            if empty is not None:
+                wrong = f"its '{empty}' is empty, so answers cannot be graded."
+                hint = "Write the answer there, or leave the row out."
+                return self._unread(sample, InputError("dataset-invalid", wrong, hint))
+            raise InputError(
+                "dataset-invalid",
+                f"{self._name}: {row.where} has no '{self._answer[0]}', so answers cannot be "
+                f"graded. It has: {row.named}.",
+                "Name the column of the answer key: --target-key NAME.",
+                path=self._name,
+            )
+        problem = replace(problem, id=sample.id, expected=expected)
+        return replace(sample, expected=expected, problem=problem)
 
+    def _unread(self, sample: Sample, error: InputError) -> Sample:
+        message = f"{self._name}, {sample.where}: {error.message}"
+        return replace(sample, error=InputError(error.code, message, error.hint, **error.data))
 
-def _no_row(name: str, line: int, what: str) -> InputError:
-    return InputError(
-        "dataset-invalid",
-        f"{name}: line {line} {what}.",
-        'Each line is one object, as in {"problem": "4 5 6 10", "answer": "24"}.',
-        path=name,
-        line=line,
-    )
+    def _text(self, row: Row) -> str:
+        """The problem of a row."""
+        key = next((each for each in self._problem if each in row.columns), self._problem[0])
+        return self._column(row, key, "--input-key")
 
+    def _key(self, row: Row) -> str | None:
+        """The answer key of a row; None without one, or with an empty one."""
+        for key in self._answer:
+            if row.columns.get(key) is not None or self._needs_answer:
+                found = self._column(row, key, "--target-key")
+                if found.strip(BLANK):
+                    return found
+        return None
 
-def csv_rows(text: str, name: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Line number and non-empty cells of every row; the first line names the columns.
-
-    Raises:
-        InputError: invalid CSV, or a row with more cells than columns.
-    """
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        for row in reader:
-            if None in row:
-                raise InputError(
-                    "dataset-invalid",
-                    f"{name}: line {reader.line_num} has more cells than the first line has names.",
-                    'Put a cell with a comma in quotes: "1,000".',
-                    path=name,
-                    line=reader.line_num,
-                )
-            yield reader.line_num, {key: cell for key, cell in row.items() if cell}
-    except csv.Error as error:
+    def _column(self, row: Row, key: str, flag: str) -> str:
+        """A column's text; of a number its JSON form."""
+        value = row.columns.get(key)
+        if self._lists and isinstance(value, list) and all(isinstance(x, str) for x in value):
+            value = "\n".join(value)
+        half = surrogate_of(value) if isinstance(value, str) else ""
+        if isinstance(value, str) and not half:
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return json.dumps(value)
+        wrong = f"has no text in '{key}'" if key in row.columns else f"has no '{key}'"
+        hint = f"Name the column: {flag} NAME."
+        if half:
+            wrong, hint = f"has {half} in '{key}', half of a character", "Write the text as UTF-8."
         raise InputError(
             "dataset-invalid",
-            f"{name}: line {reader.line_num} is not CSV ({error}).",
-            'The first line names the columns, as in: problem,answer. A quote inside is "".',
-            path=name,
-            line=reader.line_num,
-        ) from error
+            f"{self._name}: {row.where} {wrong}. It has: {row.named}.",
+            hint,
+            path=self._name,
+            key=key,
+        )
 
 
 def chosen(samples: list[Sample], ids: Iterable[str]) -> list[Sample]:

@@ -20,6 +20,24 @@ def is_right(row: Row) -> bool:
     return row.get("correct") is True
 
 
+def is_invalid(row: Row) -> bool:
+    """Whether a sample has a text as answer in which the grader found none; it is wrong too."""
+    grade = row.get("grade") or {}
+    return row.get("answer") is not None and "extracted" in grade and grade["extracted"] is None
+
+
+def method(row: Row) -> str:
+    """How a sample was graded, as in ``number`` or ``timeout``; empty if not recorded."""
+    return str((row.get("grade") or {}).get("method") or "")
+
+
+def scores(rows: Sequence[Row]) -> dict[str, float]:
+    """The mean of each score that a grader gives, over all samples; one without it has 0."""
+    given = [(row.get("grade") or {}).get("scores") or {} for row in rows]
+    names = sorted({name for each in given for name in each})
+    return {name: sum(each.get(name, 0.0) for each in given) / len(rows) for name in names}
+
+
 def cost(row: Row, name: str) -> float:
     """A value of a sample's metrics; 0 for a failed sample."""
     return float((row.get("metrics") or {}).get(name, 0))
@@ -41,6 +59,9 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
         "accuracy": right / len(rows) if rows else None,
         "interval": list(clopper_pearson(right, len(rows))),
         "no_answer": sum(row.get("answer") is None for row in solved),
+        "invalid": sum(map(is_invalid, solved)),
+        "methods": dict(sorted(Counter(filter(None, map(method, solved))).items())),
+        "scores": scores(rows),
         "errors": len(failed),
         "error_codes": dict(sorted(Counter(row["error"]["code"] for row in failed).items())),
         "first_error": failed[0]["error"] if failed else None,

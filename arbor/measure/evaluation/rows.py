@@ -1,0 +1,273 @@
+"""Rows of data files, read one after another: JSON, CSV, Parquet, and data sets of the Hub.
+
+A reader holds a row at a time (Parquet: a batch of rows), so that the first hundred of a million
+rows cost no more than a hundred.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from arbor.errors import InputError, UsageError
+from arbor.support.texts import one_line
+
+LONGEST_SHOWN = 200  # characters of a row's columns in an error
+CHUNK = 1 << 16  # characters
+BATCH = 256  # rows of a Parquet file
+HUB = "hf:"  # before the name of a data set of the Hub
+
+_SPACE = re.compile(r"\s+")
+_HUB_NAME = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::([\w.+-]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row.
+
+    Attributes:
+        where: its place, for people: ``line 3``.
+        columns: values by name.
+    """
+
+    where: str
+    columns: Mapping[str, Any]
+
+    @property
+    def named(self) -> str:
+        """The names of its columns, for an error."""
+        return ", ".join(map(str, self.columns))[:LONGEST_SHOWN] or "nothing"
+
+
+def jsonl_rows(stream: IO[str], name: str) -> Iterator[Row]:
+    """The object of every line that is not blank.
+
+    Args:
+        stream: split at newlines only; other separators of lines are text.
+
+    Raises:
+        InputError: a line is not a JSON object.
+    """
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _no_row(name, f"line {number}", f"is not JSON ({_reason(error)})") from error
+        if not isinstance(row, dict):
+            raise _no_row(name, f"line {number}", "is not a JSON object")
+        yield Row(f"line {number}", row)
+
+
+def json_rows(stream: IO[str], name: str) -> Iterator[Row]:
+    """The objects of an array; of a file without one, those of its lines.
+
+    Raises:
+        InputError: something else.
+    """
+    text = stream.read(CHUNK)
+    while text.isspace():
+        text = stream.read(CHUNK)
+    if text.lstrip().startswith("["):
+        yield from _array_rows(stream, name, text.lstrip()[1:])
+        return
+    yield from jsonl_rows(_Continued(text, stream), name)  # type: ignore[arg-type]
+
+
+class _Continued:
+    """The lines of a text that was read and of the rest of its stream."""
+
+    def __init__(self, begun: str, stream: IO[str]) -> None:
+        self._begun = begun
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[str]:
+        *lines, last = self._begun.split("\n")
+        yield from (f"{line}\n" for line in lines)
+        last += self._stream.readline()
+        if last:
+            yield last
+        yield from self._stream
+
+
+def _array_rows(stream: IO[str], name: str, text: str) -> Iterator[Row]:
+    """The objects of an array whose bracket was read, and perhaps some of the text after it."""
+    decoder = json.JSONDecoder()
+    at, place, size, after_row = 0, 0, CHUNK, False
+    while True:
+        space = _SPACE.match(text, at)
+        at = at if space is None else space.end()
+        sign = text[at : at + 1]
+        if sign == "]" and (after_row or not place):
+            return
+        if sign and after_row:
+            if sign != ",":
+                raise _no_row(name, f"row {place}", "is followed by neither a comma nor ]")
+            at, after_row = at + 1, False
+            continue
+        failed: Exception | None = None
+        if sign:
+            try:
+                row, at = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError) as error:
+                failed = error  # unless the object goes on behind what was read
+            else:
+                place, size, after_row = place + 1, CHUNK, True
+                if not isinstance(row, dict):
+                    raise _no_row(name, f"row {place}", "is not a JSON object")
+                yield Row(f"row {place}", row)
+                continue
+        more = stream.read(size)
+        if not more:
+            what = "is missing: the array has no end"
+            if failed is not None:
+                what = f"is not JSON ({_reason(failed)})"
+            raise _no_row(name, f"row {place + 1}", what) from failed
+        text, at, size = text[at:] + more, 0, size * 2
+
+
+def _reason(error: Exception) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _no_row(name: str, where: str, what: str) -> InputError:
+    return InputError(
+        "dataset-invalid",
+        f"{name}: {where} {what}.",
+        'Each row is one object, as in {"problem": "4 5 6 10", "answer": "24"}.',
+        path=name,
+        where=where,
+    )
+
+
+def csv_rows(stream: IO[str], name: str, delimiter: str = ",") -> Iterator[Row]:
+    """The cells of every row that are not empty; the first line names the columns.
+
+    Args:
+        stream: with its line ends as they are.
+        delimiter: between cells.
+
+    Raises:
+        InputError: invalid CSV, a column named twice, or a row with more cells than columns.
+    """
+    kind = "TSV" if delimiter == "\t" else "CSV"
+    reader = csv.DictReader(stream, strict=True, delimiter=delimiter)
+    try:
+        names = reader.fieldnames or []
+        twice = next((each for each in names if each and names.count(each) > 1), None)
+        if twice is not None:
+            raise _no_cells(name, 1, f"names the column '{twice}' twice", "Rename one of them.")
+        for row in reader:
+            if None in row:
+                raise _no_cells(
+                    name,
+                    reader.line_num,
+                    "has more cells than the first line has names",
+                    f'Put a cell with a {"tab" if kind == "TSV" else "comma"} in quotes: "1,000".',
+                )
+            cells = {key: cell for key, cell in row.items() if cell}
+            yield Row(f"line {reader.line_num}", cells)
+    except csv.Error as error:
+        raise _no_cells(
+            name,
+            reader.line_num,
+            f"is not {kind} ({error})",
+            f"The first line names the columns, as in: problem{delimiter}answer. "
+            'A quote inside is "".',
+        ) from error
+
+
+def _no_cells(name: str, line: int, what: str, hint: str) -> InputError:
+    return InputError("dataset-invalid", f"{name}: line {line} {what}.", hint, path=name, line=line)
+
+
+def parquet_rows(path: Path, name: str) -> Iterator[Row]:
+    """The rows of a Parquet file.
+
+    Raises:
+        UsageError: pyarrow is not installed.
+        InputError: the file is not Parquet.
+    """
+    _need("pyarrow", "parquet", f"{name} is Parquet, which needs pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    place = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=BATCH):
+                for columns in batch.to_pylist():
+                    place += 1
+                    yield Row(f"row {place}", columns)
+    except pyarrow.ArrowException as error:
+        raise InputError(
+            "dataset-invalid",
+            f"{name}: row {place + 1:,} cannot be read as Parquet ({one_line(str(error))}).",
+            "Write the file again; a file of JSON lines ends in .jsonl.",
+            path=name,
+        ) from error
+
+
+def hub_rows(name: str) -> Iterator[Row]:
+    """The rows of a data set of the Hugging Face Hub, read as they arrive.
+
+    Args:
+        name: ``hf:OWNER/NAME:SPLIT``, or ``hf:OWNER/NAME/CONFIG:SPLIT``; the split ``test`` where
+            none is named.
+
+    Raises:
+        UsageError: another form, or the package datasets is not installed.
+        InputError: it cannot be read.
+    """
+    match = _HUB_NAME.fullmatch(name)
+    if match is None:
+        raise UsageError(
+            "dataset-format",
+            f"{name} is not the name of a data set of the Hub.",
+            "Write hf:OWNER/NAME:SPLIT, or hf:OWNER/NAME/CONFIG:SPLIT, as in "
+            "hf:openai/gsm8k/main:test.",
+            path=name,
+        )
+    _need("datasets", "hub", f"{name} is a data set of the Hub, which needs datasets")
+    path, config, split = match[1], match[2], match[3] or "test"
+    place = 0
+    try:
+        import datasets
+
+        for columns in datasets.load_dataset(path, config, split=split, streaming=True):
+            place += 1
+            yield Row(f"row {place}", columns)
+    except Exception as error:  # the library raises those of the network, the Hub and the file
+        reason = one_line(str(error))[:LONGEST_SHOWN] or type(error).__name__
+        raise InputError(
+            "dataset-unreadable",
+            f"{name} cannot be read: {reason.rstrip('.')}.",
+            "Without a network give a downloaded file, as in: arbor eval test.parquet --task gsm8k.",
+            path=name,
+        ) from error
+
+
+def _need(package: str, extra: str, what: str) -> None:
+    """Refuse to go on without an optional package.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # a module without a spec is loaded
+        return
+    if found is None:
+        raise UsageError(
+            "extra-missing",
+            f"{what}, and it is not installed.",
+            f"pip install 'arbor-search[{extra}]', or give the rows as a .jsonl file.",
+            extra=extra,
+        )

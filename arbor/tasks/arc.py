@@ -1,0 +1,129 @@
+"""ARC: science questions with options; a problem is a question and a line for each option.
+
+    Which of these attracts iron?
+    A. a magnet
+    B. a mirror
+
+Rows of the data set have ``question``, ``choices`` (``text`` and ``label``) and ``answerKey``
+(AI2 Reasoning Challenge, Clark et al., arXiv 1803.05457). Labels 1 to 5 become the letters A to E;
+a question has two options or more, not always four.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arbor.errors import InputError
+from arbor.tasks.base import Columns, Problem
+from arbor.tasks.grading.base import Grader
+from arbor.tasks.grading.choice import LETTERS, Choice, last_letter, stated_letter
+from arbor.tasks.worded import Worded
+
+_OPTION = re.compile(r"\s*\(?([A-Z]|[1-9])[).:]\s*(\S.*)")
+
+
+@dataclass(frozen=True)
+class ARC(Worded):
+    """Questions with options (ARC); the answer is a letter."""
+
+    stop: tuple[str, ...] = ("\n",)
+    max_tokens: int = 96
+    max_depth: int = 8
+
+    example = "Which of these attracts iron?\nA. a magnet\nB. a mirror\nC. a candle"
+    columns = Columns(("question", "problem"), ("answerKey", "answer"))
+
+    @property
+    def name(self) -> str:
+        return "arc"
+
+    @property
+    def judge(self) -> Grader:
+        return Choice()
+
+    def parse(self, text: str) -> Problem:
+        """See `Task.parse`; options of a text are its last lines, with letters or numbers."""
+        problem = super().parse(text)
+        lines = problem.text.splitlines()
+        options: list[str] = []
+        while lines and (match := _OPTION.fullmatch(lines[-1])):
+            options.insert(0, match[2].strip())
+            lines.pop()
+        question = "\n".join(lines).strip()
+        if len(options) < 2 or not question or len(options) > len(LETTERS):
+            raise InputError(
+                "problem-invalid",
+                "the problem is not a question and two options or more, one per line.",
+                f"As in: {self.example!r}.",
+            )
+        listed = (f"{LETTERS[place]}. {option}" for place, option in enumerate(options))
+        shown = "\n".join([question, *listed])
+        return replace(super().parse(shown), data={"question": question, "options": options})
+
+    def entry(
+        self, row: Mapping[str, Any], problem: str, answer: str | None
+    ) -> tuple[str, str | None]:
+        """See `ReadsRows.entry`; a row without ``choices`` has its options in the question."""
+        labels = list(LETTERS)
+        choices = row.get("choices")
+        if choices is not None:
+            texts, labels = _choices(choices)
+            listed = (f"{LETTERS[place]}. {text}" for place, text in enumerate(texts))
+            problem = "\n".join([problem.strip(), *listed])
+        if answer is None:
+            return problem, None
+        key = answer.strip()
+        if key not in labels and key.isdigit() and 1 <= int(key) <= len(LETTERS):
+            key = LETTERS[int(key) - 1]
+        if key not in labels:
+            known = ", ".join(labels[:8])
+            raise InputError(
+                "dataset-invalid",
+                f"its answer {answer!r:.40} is not the label of an option.",
+                f"Labels: {known}.",
+            )
+        return problem, LETTERS[labels.index(key)]
+
+    def marked(self, problem: Problem, text: str) -> str | None:
+        return stated_letter(text, _options(problem))
+
+    def stated(self, problem: Problem, text: str) -> str | None:
+        return stated_letter(text, _options(problem))
+
+    def guess(self, problem: Problem, text: str) -> str | None:
+        """The last letter of an option that stands alone in the last line."""
+        return last_letter(text, _options(problem))
+
+
+def _options(problem: Problem) -> Sequence[str]:
+    options: Sequence[str] = problem.data["options"]
+    return options
+
+
+def _choices(choices: Any) -> tuple[list[str], list[str]]:
+    """Texts and labels of a row's options; JSON in a text is read.
+
+    Raises:
+        InputError: neither, or not as many of both.
+    """
+    if isinstance(choices, str):
+        try:
+            choices = json.loads(choices)
+        except (ValueError, RecursionError):
+            choices = None
+    if isinstance(choices, Mapping):
+        texts, labels = choices.get("text"), choices.get("label")
+        if isinstance(texts, Sequence) and isinstance(labels, Sequence):
+            found = [" ".join(str(each).split()) for each in texts]
+            named = [str(each).strip() for each in labels]
+            if len(found) == len(set(named)) == len(named) >= 2 and all(found):
+                return found, named
+    raise InputError(
+        "dataset-invalid",
+        "its choices are not as many texts as labels, at least two.",
+        'As in: "choices": {"text": ["a magnet", "a mirror"], "label": ["A", "B"]}',
+    )

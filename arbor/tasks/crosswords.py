@@ -1,0 +1,210 @@
+"""Mini crosswords: five by five letters, ten clues; one thought fills one word.
+
+A problem is ten lines, ``h1. clue`` to ``h5. clue`` across and ``v1. clue`` to ``v5. clue`` down; a
+thought is a line such as ``h2. motor``. A path ends when the board is full, or with a line that
+names no word of the board or changes a letter.
+
+Source: Yao et al., Tree of Thoughts (arXiv 2305.10601), section 4.3: the share of letters, of words
+and of games that are right. Differs from its released code, which puts the board and the state of
+every clue into a new prompt for each thought: here a path is one text. There the deepest state
+counts; so here a path that ends early has the board of its legal lines as a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arbor.errors import InputError
+from arbor.tasks.base import Columns, Grade, Problem, Question
+from arbor.tasks.grading.base import Grader, invalid
+from arbor.tasks.worded import Worded, spoken
+
+SIZE = 5
+EMPTY = "_"
+NAMES = tuple(f"{side}{place}" for side in "hv" for place in range(1, SIZE + 1))
+
+_CLUE = re.compile(r"\s*([hv][1-5])\s*[.:]\s*(\S.*)")
+_WORD = re.compile(r"\s*([hv][1-5])\s*[.:]\s*([A-Za-z]{5})\s*")
+
+EXAMPLE = (
+    "Hurt by a bee",
+    "High voice of a man",
+    "Loosen a knot",
+    "What disturbs a sleeper",
+    "Language of Homer",
+    "Pricked by a nettle",
+    "Singer such as Pavarotti",
+    "Undo laces",
+    "Random part of a signal",
+    "From Athens",
+)
+
+Board = tuple[str, ...]  # rows of `SIZE` signs each
+
+
+@dataclass(frozen=True)
+class BoardGrader:
+    """Boards letter by letter; correct if all of them are right."""
+
+    version = "crosswords/1"
+
+    def check(self) -> None:
+        """Nothing is missing."""
+
+    def grade(self, answer: str | None, expected: str | None) -> Grade:
+        """See `Grader.grade`; the scores are ``letter``, ``word`` and ``game``."""
+        board = None if answer is None else board_of(answer)
+        if board is None:
+            return invalid("There is no board of five rows in the answer.")
+        extracted = "\n".join(board)
+        key = None if expected is None else board_of(expected)
+        if key is None:
+            return Grade(False, extracted, "The problem has no answer key.")
+        letters = [a == b for a, b in zip("".join(board), "".join(key), strict=True)]
+        words = [a == b for a, b in zip(words_of(board), words_of(key), strict=True)]
+        scores = {
+            "letter": sum(letters) / len(letters),
+            "word": sum(words) / len(words),
+            "game": float(board == key),
+        }
+        reason = f"{sum(letters)} of {len(letters)} letters and {sum(words)} of {len(words)} words."
+        return Grade(board == key, extracted, reason, "board", scores)
+
+
+@dataclass(frozen=True)
+class Crosswords(Worded):
+    """Mini crosswords of five by five letters; one thought fills one word."""
+
+    stop: tuple[str, ...] = ("\n",)
+    max_tokens: int = 16
+    max_depth: int = 10
+
+    columns = Columns(("clues", "problem"), ("letters", "answer"), lists=True)
+
+    @property
+    def example(self) -> str:
+        return "\n".join(f"{name}. {clue}" for name, clue in zip(NAMES, EXAMPLE, strict=True))
+
+    @property
+    def name(self) -> str:
+        return "crosswords"
+
+    @property
+    def judge(self) -> Grader:
+        return BoardGrader()
+
+    def parse(self, text: str) -> Problem:
+        """See `Task.parse`."""
+        problem = super().parse(text)
+        found = [_CLUE.fullmatch(line) for line in problem.text.splitlines() if line.strip()]
+        if [match[1] if match else "" for match in found] != list(NAMES):
+            raise InputError(
+                "problem-invalid",
+                "the problem is not ten lines of clues, h1. to h5. and v1. to v5.",
+                f"As in: {self.example.splitlines()[0]}",
+            )
+        return super().parse(
+            "\n".join(f"{match[1]}. {match[2].strip()}" for match in found if match)
+        )
+
+    def entry(
+        self, row: Mapping[str, Any], problem: str, answer: str | None
+    ) -> tuple[str, str | None]:
+        """See `ReadsRows.entry`; clues without names are h1 to h5 and v1 to v5."""
+        lines = problem.splitlines()
+        if len(lines) == len(NAMES) and not any(map(_CLUE.fullmatch, lines)):
+            problem = "\n".join(f"{name}. {line}" for name, line in zip(NAMES, lines, strict=True))
+        if answer is None:
+            return problem, None
+        board = board_of(answer)
+        if board is None or EMPTY in "".join(board):
+            raise InputError(
+                "dataset-invalid",
+                "its answer is not a board of 25 letters.",
+                'As in: "letters": "AGENDMOTORARTSYSALLESLEER", or a list of them.',
+            )
+        return problem, "\n".join(board)
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether the board is full, or the last line fills no word."""
+        board, legal = filled(thoughts)
+        return not legal or EMPTY not in "".join(board)
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        """The board of the legal lines, as five rows; None for an empty one."""
+        board, _ = filled(thoughts)
+        return "\n".join(board) if set("".join(board)) != {EMPTY} else None
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether the board has empty squares."""
+        answer = self.answer(problem, thoughts)
+        return answer is not None and EMPTY in answer
+
+    def marked(self, problem: Problem, text: str) -> str | None:
+        return None if EMPTY in (found := "\n".join(filled([text])[0])) else found
+
+    def stated(self, problem: Problem, text: str) -> str | None:
+        return self.marked(problem, text)
+
+    def guess(self, problem: Problem, text: str) -> str | None:
+        return self.answer(problem, [text])
+
+    @property
+    def max_question_tokens(self) -> int:
+        """See `BoundedQuestions`: a question shows the board, whose letters may be a token each."""
+        text = self.question(Problem("", self.name, ""), ()).text
+        return len(text.encode()) + 1
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        board = "\n".join(filled(thoughts)[0])
+        return Question(
+            f"\nThe board is now\n{board}\nDo all words fit their clues, and can the rest be "
+            f"filled? Answer {self.yes[0].strip()} or {self.no[0].strip()}.\nAnswer:",
+            dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
+        )
+
+
+def filled(thoughts: Sequence[str]) -> tuple[Board, bool]:
+    """The board of a path, and whether every line of it fills a word.
+
+    The lines after one that does not are left out.
+    """
+    board: Board = (EMPTY * SIZE,) * SIZE
+    for line in spoken("".join(thoughts)).splitlines():
+        if not line.strip():
+            continue
+        match = _WORD.fullmatch(line)
+        after = None if match is None else _with_word(board, match[1], match[2].upper())
+        if after is None:
+            return board, False
+        board = after
+    return board, True
+
+
+def _with_word(board: Board, name: str, word: str) -> Board | None:
+    """The board with one more word; None if that changes a letter, or nothing."""
+    squares = [list(row) for row in board]
+    place = int(name[1]) - 1
+    for step, letter in enumerate(word):
+        row, column = (place, step) if name[0] == "h" else (step, place)
+        if squares[row][column] not in (EMPTY, letter):
+            return None
+        squares[row][column] = letter
+    after = tuple("".join(row) for row in squares)
+    return None if after == board else after
+
+
+def words_of(board: Board) -> list[str]:
+    """The ten words of a board, in the order of `NAMES`."""
+    return [*board, *("".join(row[place] for row in board) for place in range(SIZE))]
+
+
+def board_of(text: str) -> Board | None:
+    """The board that a text is, 25 letters or ``_`` with spaces, line ends or slashes between."""
+    signs = re.sub(r"[\s/,|]+", "", text[:1000]).upper()
+    if not re.fullmatch(rf"[A-Z{EMPTY}]{{{SIZE * SIZE}}}", signs):
+        return None
+    return tuple(signs[at : at + SIZE] for at in range(0, len(signs), SIZE))

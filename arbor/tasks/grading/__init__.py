@@ -1,0 +1,1 @@
+"""Graders: extraction and comparison of answers, versioned; none evaluates text of a model."""

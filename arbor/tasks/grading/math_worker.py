@@ -1,0 +1,131 @@
+"""The process that compares mathematics by math-verify; `Worker` runs this file as a script.
+
+A verdict of the library is kept unless the two differ as numbers: it takes 1/2006! for 1/2004!, and
+0.3333333 for 1/3. Numbers are therefore compared again, at 60 digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+DIGITS = 60  # of precision
+AGREE = 40  # leading digits by which equal numbers agree
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is not a reply
+    limits = json.loads(sys.stdin.readline())
+    logging.disable(logging.CRITICAL)
+    equal = comparison()
+    _limit_memory(limits["memory_bytes"])
+    print("{}", file=replies, flush=True)
+    for line in sys.stdin:
+        _limit_cpu(limits["answer_s"])
+        request = json.loads(line)
+        try:
+            reply = {"equal": equal(request["expected"], request["answer"])}
+        except Exception as error:  # of the library, at any text
+            reply = {"error": type(error).__name__}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def comparison() -> Any:
+    """The comparison of a key with an answer; imports the library."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    latex = [LatexExtractionConfig()]
+
+    def equal(expected: str, answer: str) -> bool | None:
+        """Whether the two are equal; None for a text that cannot be read."""
+        gold, given = (
+            parse(
+                f"${text}$",  # without the signs an equation reads as 0
+                extraction_config=latex,
+                fallback_mode="no_fallback",
+                parsing_timeout=None,
+                raise_on_error=True,
+            )
+            for text in (expected, answer)
+        )
+        if not gold or not given:
+            return None
+        if not verify(gold, given, timeout_seconds=None):
+            return False
+        return not all(differ(one, two) for one, two in itertools.product(gold, given))
+
+    return equal
+
+
+def differ(one: Any, two: Any) -> bool:
+    """Whether two expressions certainly differ: as numbers, or in a number they consist of."""
+    import sympy
+
+    if isinstance(one, sympy.Tuple) and isinstance(two, sympy.Tuple):
+        return len(one) != len(two) or any(map(differ, one, two))
+    if isinstance(one, sympy.FiniteSet) and isinstance(two, sympy.FiniteSet):
+        return any(all(differ(a, b) for b in two) for a in one)
+    if isinstance(one, sympy.Interval) and isinstance(two, sympy.Interval):
+        return differ(one.start, two.start) or differ(one.end, two.end)
+    if isinstance(one, sympy.MatrixBase) and isinstance(two, sympy.MatrixBase):
+        return one.shape != two.shape or any(map(differ, one.flat(), two.flat()))
+    if isinstance(one, sympy.Eq) and isinstance(two, sympy.Eq):
+        return one.lhs == two.lhs and differ(one.rhs, two.rhs)
+    if isinstance(one, sympy.Eq) or isinstance(two, sympy.Eq):
+        one, two = (each.rhs if isinstance(each, sympy.Eq) else each for each in (one, two))
+    values = list(itertools.product(numbers(one), numbers(two)))
+    return bool(values) and not any(_agree(a, b) for a, b in values)
+
+
+def numbers(expression: Any) -> list[Any]:
+    """The numbers an expression may stand for: 9 % is 9/100, and by custom 9; none for others."""
+    import sympy
+
+    if not isinstance(expression, sympy.Expr) or not expression.is_number:
+        return []
+    found = [expression]
+    percent = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+    if isinstance(expression, sympy.Mul) and percent in expression.args:
+        found.append(sympy.Mul(*[each for each in expression.args if each != percent]))
+    with contextlib.suppress(Exception):
+        exact = [sympy.nsimplify(each.doit(), rational=True) for each in found]
+        return [each.evalf(DIGITS) for each in exact]
+    return []
+
+
+def _agree(one: Any, two: Any) -> bool:
+    """Whether two numbers have the same leading digits; also if they cannot be compared."""
+    if one == two:
+        return True
+    try:
+        return bool(abs(one - two) <= max(abs(one), abs(two)) * 10**-AGREE)
+    except TypeError:  # infinity, or a number that sympy cannot evaluate
+        return True
+
+
+def _limit_memory(most: int) -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Ends this process some time after its parent should have, for a parent that is gone."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        most = int(usage.ru_utime + usage.ru_stime + 2 * seconds + 5)
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Numbers as answers: `Numeric` compares any number exactly, `Integer` one of a range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from arbor.tasks.base import Grade
+from arbor.tasks.grading.base import graded, invalid
+from arbor.tasks.grading.extraction import COUNTED, marked, numbers_in
+from arbor.tasks.grading.notation import FACTOR, normalise, number
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """Numbers compared as exact fractions: ``$1,234.50`` is 1234.5, and 72 clips are 72."""
+
+    version = "number/1"
+
+    def check(self) -> None:
+        """Nothing is missing."""
+
+    def grade(self, answer: str | None, expected: str | None) -> Grade:
+        """See `Grader.grade`."""
+        value = number_of(answer)
+        if value is None:
+            return invalid("There is no number in the answer.")
+        if expected is None:
+            return Grade(False, str(value), "The problem has no answer key.")
+        key = number_of(expected)
+        shown = expected if key is None else str(key)
+        return graded(value == key, str(value), shown, "number")
+
+
+@dataclass(frozen=True)
+class Integer:
+    """Integers compared as integers: 033 is 33, and 25 is not in 125.
+
+    Attributes:
+        least, most: the range of valid answers; any other number is wrong.
+    """
+
+    least: int = 0
+    most: int = 999
+
+    @property
+    def version(self) -> str:
+        return "integer/1"
+
+    def check(self) -> None:
+        """Nothing is missing."""
+
+    def grade(self, answer: str | None, expected: str | None) -> Grade:
+        """See `Grader.grade`."""
+        value = number_of(answer)
+        if value is None:
+            return invalid("There is no number in the answer.")
+        if value.denominator != 1 or not self.least <= value <= self.most:
+            reason = f"Is {value}, not an integer from {self.least} to {self.most}."
+            return Grade(False, str(value), reason, "integer")
+        if expected is None:
+            return Grade(False, str(value), "The problem has no answer key.")
+        key = number_of(expected)
+        shown = expected if key is None else str(key)
+        return graded(value == key, str(value), shown, "integer")
+
+
+def number_of(text: str | None) -> Fraction | None:
+    """The exact value of an answer that is a number, also with a unit in words.
+
+    None for a text with several numbers, or with a factor such as "million".
+    """
+    if text is None or len(text) > 10_000:
+        return None
+    plain = normalise(marked(text) or text)
+    value = number(plain)
+    if value is not None or FACTOR.search(plain):
+        return value
+    counted = COUNTED.fullmatch(plain)
+    if counted:
+        return number(counted[1])
+    found = numbers_in(plain)
+    return number(found[0]) if len(found) == 1 and "\\" not in plain else None

@@ -1,0 +1,148 @@
+"""Worker: a process that answers requests and can be killed, with limits of time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a worker.
+
+    Attributes:
+        answer_s: seconds of one answer; then the process is killed.
+        start_s: seconds until the process is ready.
+        memory_bytes: address space of the process, where the system has such a limit.
+    """
+
+    answer_s: float = 5.0
+    start_s: float = 120.0
+    memory_bytes: int = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The end of one request.
+
+    Attributes:
+        status: whether the worker answered, ran out of time, or ended without an answer.
+        data: the answer.
+    """
+
+    status: Literal["answered", "timeout", "crashed"]
+    data: Any = None
+
+
+class Worker:
+    """A process for one script, started at the first request and again after each that ends badly.
+
+    The script reads a JSON line with its limits, prints a line when it is ready, then a line for
+    each line it reads; the end of its input ends it. Requests of several threads take turns.
+
+    Args:
+        script: path of the script.
+        limits: of the process.
+    """
+
+    def __init__(self, script: Path, limits: Limits) -> None:
+        self._script = script
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._owner = 0
+
+    @property
+    def process_id(self) -> int | None:
+        """The process in use; None before the first request and after one that ended badly."""
+        return None if self._process is None else self._process.pid
+
+    def ask(self, request: Mapping[str, Any]) -> Reply:
+        """The reply to one request; never raises for what the process does."""
+        with self._lock:
+            if self._process is None or self._owner != os.getpid():
+                reply = self._start()
+                if reply.status != "answered":
+                    return reply
+            return self._request(request, self._limits.answer_s)
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> Reply:
+        self._owner, self._lines = os.getpid(), queue.Queue()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(self._script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C of the terminal is for the search
+            )
+        except OSError as error:
+            self._process = None
+            return Reply("crashed", error.strerror)
+        output = self._process.stdout
+        assert output is not None
+        threading.Thread(
+            target=_read_lines, args=(output, self._lines), name="arbor-grader", daemon=True
+        ).start()
+        limits = {"memory_bytes": self._limits.memory_bytes, "answer_s": self._limits.answer_s}
+        return self._request(limits, self._limits.start_s)
+
+    def _request(self, request: Mapping[str, Any], seconds: float) -> Reply:
+        process = self._process
+        assert process is not None and process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            self._end()
+            return Reply("timeout")
+        except OSError:
+            line = None
+        except BaseException:  # Ctrl-C: an answer that comes later belongs to no request
+            self._end()
+            raise
+        if line is None:
+            self._end()
+            return Reply("crashed")
+        try:
+            return Reply("answered", json.loads(line))
+        except ValueError:
+            self._end()
+            return Reply("crashed")
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None and pipe is not process.stdout:  # its reader closes that one
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        process.wait()
+
+
+def _read_lines(output: IO[str], lines: queue.Queue[str | None]) -> None:
+    """Puts the lines of a process in the queue, then None."""
+    with contextlib.suppress(OSError, ValueError), output:
+        for line in output:
+            lines.put(line)
+    lines.put(None)

@@ -1,0 +1,151 @@
+"""PromptTemplate: a prompt as a data file, with examples and a system message.
+
+    schema = "arbor.template/1"
+    system = ""                                  # for models with a chat template
+    prompt = "{examples}Problem: {problem}\\n"    # what the model reads
+    example = "Problem: {problem}\\n{solution}\\n\\n"
+
+    [[examples]]
+    problem = "What is 2 + 2?"
+    solution = "It is \\\\boxed{4}."
+
+The templates of arbor's own tasks are in ``arbor/tasks/prompts/``, to copy and change.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arbor.errors import InputError, UsageError, unknown_setting
+from arbor.support.texts import surrogate_of
+
+SCHEMA = "arbor.template/1"
+FOLDER = Path(__file__).with_name("prompts")
+
+_FIELD = re.compile(r"\{(problem|solution|examples)\}")
+_KEYS = ("schema", "system", "prompt", "example", "examples")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A solved problem in a prompt."""
+
+    problem: str
+    solution: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """A prompt with fields in braces.
+
+    Attributes:
+        prompt: the text with ``{problem}``, and ``{examples}`` where examples belong.
+        example: one example, with ``{problem}`` and ``{solution}``.
+        examples: in the order in which they are shown.
+        system: the system message; empty for none.
+    """
+
+    prompt: str
+    example: str = ""
+    examples: tuple[Example, ...] = ()
+    system: str = ""
+
+    def text(self, problem: str, shots: int) -> str:
+        """The prompt of a problem, after so many of the examples."""
+        shown = "".join(
+            _filled(self.example, problem=each.problem, solution=each.solution)
+            for each in self.examples[:shots]
+        )
+        return _filled(self.prompt, problem=problem, examples=shown)
+
+    def digest(self, shots: int) -> str:
+        """A digest of everything besides the problem."""
+        text = f"{self.system}\0{self.text('', shots)}\0{self.prompt}"
+        return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=6).hexdigest()
+
+
+def _filled(text: str, **fields: str) -> str:
+    """A text with its fields; braces in their values stay as they are."""
+    return _FIELD.sub(lambda match: fields.get(match[1], ""), text)
+
+
+@functools.lru_cache(maxsize=64)
+def read_template(path: str) -> PromptTemplate:
+    """The template in a file; read once.
+
+    Args:
+        path: see `template_file`.
+
+    Raises:
+        InputError: the file cannot be read.
+        UsageError: it is not a template; names the key.
+    """
+    data = _read(template_file(path), path)
+    for key in data:
+        if key not in _KEYS:
+            raise unknown_setting(f"{path}: there is", key, _KEYS, path=path)
+    if data.get("schema") != SCHEMA:
+        raise _invalid(path, f"has the schema {data.get('schema')!r}", f'schema = "{SCHEMA}"')
+    prompt, example, system = (_text(data, key, path) for key in ("prompt", "example", "system"))
+    if "{problem}" not in prompt:
+        raise _invalid(path, "has no {problem} in its prompt", 'prompt = "Problem: {problem}\\n"')
+    shown = "Problem: {problem}\\n{solution}\\n\\n"
+    listed = data.get("examples", [])
+    rows = listed if isinstance(listed, list) else [listed]
+    examples = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or set(row) != {"problem", "solution"}:
+            raise _invalid(
+                path, f"has an example {number} without problem and solution", "[[examples]]"
+            )
+        examples.append(Example(_text(row, "problem", path), _text(row, "solution", path)))
+    if examples and ("{examples}" not in prompt or "{solution}" not in example):
+        raise _invalid(
+            path,
+            "has examples, but no place for them",
+            f'{{examples}} in prompt, example = "{shown}"',
+        )
+    return PromptTemplate(prompt, example, tuple(examples), system)
+
+
+def template_file(path: str) -> Path:
+    """The file of a template, given by its path or by the name of a built-in one."""
+    builtin = FOLDER / f"{path}.toml"
+    return builtin if path.isidentifier() and builtin.is_file() else Path(path)
+
+
+def _read(file: Path, path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_bytes().decode())
+    except OSError as error:
+        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.toml")))
+        raise InputError(
+            "template-unreadable",
+            f"the template {path} cannot be read: {error.strerror}.",
+            f"Name a file, or one of: {known}.",
+            path=path,
+        ) from error
+    except (ValueError, RecursionError) as error:  # neither UTF-8 nor TOML
+        raise _invalid(path, f"is not TOML ({error})", 'prompt = "Problem: {problem}\n"') from error
+
+
+def _text(data: dict[str, Any], key: str, path: str) -> str:
+    value = data.get(key, "")
+    if not isinstance(value, str) or surrogate_of(value):
+        raise _invalid(path, f"has no text as '{key}'", f'{key} = "…"')
+    return value
+
+
+def _invalid(path: str, what: str, would: str) -> UsageError:
+    return UsageError(
+        "template-invalid",
+        f"{path} {what}.",
+        f"As in: {would}. 'arbor prompt TASK --template' prints a valid one.",
+        path=path,
+    )

@@ -1,0 +1,226 @@
+r"""Worded: base of the tasks whose problems are texts and whose models reason in words."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from arbor.errors import InputError, UsageError
+from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
+from arbor.tasks.base import BlockLimits, Grade, Problem, Question
+from arbor.tasks.grading.base import Grader
+from arbor.tasks.prompt_template import PromptTemplate, read_template
+from arbor.tasks.splits import content_id
+
+STOPS: Mapping[str, tuple[str, ...]] = {
+    "line": ("\n",),
+    "sentence": (". ", "! ", "? ", ".\n", "!\n", "?\n", "\n\n"),
+    "length": (),
+}
+THINKING, THOUGHT = "<think>", "</think>"  # tags around reasoning that is not the answer
+
+
+@dataclass(frozen=True)
+class Worded(ABC):
+    """A problem in words; the model reasons in steps, and a marked answer ends the path.
+
+    Text of the prompt is never searched for the answer, nor text between thinking tags.
+
+    Attributes:
+        stop: what ends a thought; an empty line by default.
+        max_tokens: a thought is cut after so many tokens.
+        max_depth: thoughts on one path.
+        yes, no: verdicts of a model that judges its own thoughts, as written after the question,
+            which names the first of each; for models whose verdicts begin with the same token.
+        steps: where a thought ends: at one of `stop`; at the end of a ``line`` or of a
+            ``sentence``; or after `max_tokens` alone (``length``).
+        template: file of the prompt (`PromptTemplate`), or the name of a built-in one; empty for
+            the task's own.
+        shots: solved examples in the prompt.
+        system: the system message; empty for the template's.
+        chat: ``off`` for a base model: the prompt is plain text, whatever its tokenizer has.
+    """
+
+    stop: tuple[str, ...] = ("\n\n",)
+    max_tokens: int = 128
+    max_depth: int = 16
+    yes: tuple[str, ...] = (" yes", " Yes")
+    no: tuple[str, ...] = (" no", " No")
+    steps: Literal["stop", "line", "sentence", "length"] = "stop"
+    template: str = ""
+    shots: int = 0
+    system: str = ""
+    chat: Literal["auto", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_depth"):
+            if getattr(self, name) < 1:
+                raise UsageError(
+                    "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
+                )
+        for name in ("stop", "yes", "no"):
+            half = next(filter(None, map(surrogate_of, getattr(self, name))), "")
+            if half:
+                raise UsageError("setting-range", f"{name} holds {half}, half of a character.")
+        if "" in self.stop:
+            raise UsageError(
+                "setting-range", "stop holds an empty text, which every token contains."
+            )
+        if not all(map(str.strip, self.yes)) or not all(map(str.strip, self.no)):
+            raise UsageError("setting-range", "yes or no holds an empty verdict.")
+        if self.shots < 0:
+            raise UsageError("setting-range", f"shots={self.shots}: it must be at least 0.")
+        if not self.yes or not self.no or set(self.yes) & set(self.no):
+            raise UsageError(
+                "setting-range",
+                f"yes={','.join(self.yes)} and no={','.join(self.no)}: each needs a verdict, and "
+                "they share none.",
+            )
+
+    # What a task of this kind adds
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The registered name."""
+
+    @property
+    @abstractmethod
+    def example(self) -> str:
+        """A text that `parse` accepts."""
+
+    @abstractmethod
+    def marked(self, problem: Problem, text: str) -> str | None:
+        """The answer that a text marks, which ends the path."""
+
+    @abstractmethod
+    def stated(self, problem: Problem, text: str) -> str | None:
+        """The answer that a text states, marked or in words."""
+
+    @abstractmethod
+    def guess(self, problem: Problem, text: str) -> str | None:
+        """What may be the answer of a text that states none."""
+
+    @property
+    @abstractmethod
+    def judge(self) -> Grader:
+        """The grader of answers."""
+
+    # The task
+
+    @property
+    def boundary(self) -> BlockLimits:
+        stop = self.stop if self.steps == "stop" else STOPS[self.steps]
+        return BlockLimits(stop=stop, max_tokens=self.max_tokens, max_depth=self.max_depth)
+
+    @property
+    def grading(self) -> str:
+        """See `arbor.tasks.base.Versioned`."""
+        return self.judge.version
+
+    def parse(self, text: str) -> Problem:
+        """See `Task.parse`.
+
+        Raises:
+            UsageError: the grader needs a package that is not installed.
+        """
+        refuse_surrogates(text, "the problem")
+        if not text.strip():
+            raise InputError("problem-empty", "the problem is empty.", f"Try: {self.example}")
+        self.judge.check()
+        self.prompt_template()
+        return Problem(content_id(self.name, text.strip()), self.name, text.strip())
+
+    def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
+        """None: this task is for problems of the user's own."""
+        shown = clipped(" ".join(self.example.split()), 80)
+        raise UsageError(
+            "no-problems",
+            f"the task '{self.name}' ships no problems.",
+            f'Give one: arbor solve --task {self.name} "{shown}"',
+        )
+
+    def prompt(self, problem: Problem) -> str:
+        """The template with the problem and `shots` examples."""
+        return self.prompt_template().text(problem.text, self.shots)
+
+    @property
+    def system_message(self) -> str:
+        """See `arbor.tasks.base.Converses`."""
+        return self.system or self.prompt_template().system
+
+    @property
+    def uses_chat(self) -> bool:
+        """See `arbor.tasks.base.Converses`."""
+        return self.chat == "auto"
+
+    @property
+    def prompt_version(self) -> str:
+        """See `arbor.tasks.base.Converses`."""
+        return self.prompt_template().digest(self.shots)
+
+    def prompt_template(self) -> PromptTemplate:
+        """The template of the prompt.
+
+        Raises:
+            InputError: its file cannot be read.
+            UsageError: it is invalid, or has fewer examples than `shots`.
+        """
+        found = read_template(self.template or self.name)
+        if self.shots > len(found.examples):
+            raise UsageError(
+                "setting-range",
+                f"shots={self.shots}: the template has {len(found.examples)} examples.",
+                "Add some to a copy: arbor prompt TASK --template > mine.toml, then "
+                "--set template=mine.toml.",
+            )
+        return found
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether the path holds a complete marked answer."""
+        return self.marked(problem, spoken("".join(thoughts))) is not None
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        """The answer that the path states, else a guess."""
+        text = spoken("".join(thoughts))
+        stated = self.stated(problem, text)
+        return self.guess(problem, text) if stated is None else stated
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether the answer is not stated by the text."""
+        text = spoken("".join(thoughts))
+        return self.stated(problem, text) is None and self.guess(problem, text) is not None
+
+    def grade(self, problem: Problem, answer: str | None) -> Grade:
+        """The judgement of the task's grader."""
+        return self.judge.grade(answer, problem.expected)
+
+    def same_answer(self, problem: Problem, first: str, second: str) -> bool:
+        """Whether the grader takes one of two answers for right where the other is the key."""
+        judge = self.judge
+        return judge.grade(first, second).correct or judge.grade(second, first).correct
+
+    def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
+        raise UsageError(
+            "no-exact-verifier",
+            f"the task '{self.name}' has no exact checker, only an answer key.",
+            "Use --verifier self.",
+        )
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        subject = "final answer" if self.is_terminal(problem, thoughts) else "reasoning so far"
+        gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
+        return Question(
+            f"{gap}Is the {subject} correct? Answer {self.yes[0].strip()} or "
+            f"{self.no[0].strip()}.\nAnswer:",
+            dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
+        )
+
+
+def spoken(text: str) -> str:
+    """A text after its thinking tags; empty where they are still open."""
+    _, closed, rest = text.rpartition(THOUGHT)
+    rest = rest if closed else text
+    return rest.partition(THINKING)[0]

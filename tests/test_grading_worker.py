@@ -1,0 +1,128 @@
+"""The worker of a grader: limits of time and memory, and the answer after one that ended badly."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arbor.tasks.grading.mathematics import SCRIPT, Mathematics, worker
+from arbor.tasks.grading.worker import Limits, Reply, Worker
+
+ECHO = """
+import json, os, sys, time
+limits = json.loads(sys.stdin.readline())
+print("{}", flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("sleep"):
+        time.sleep(600)
+    if request.get("die"):
+        os._exit(3)
+    if request.get("garbage"):
+        print("not JSON", flush=True)
+        continue
+    print(json.dumps({"said": request["say"], "process": os.getpid()}), flush=True)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> Iterator[Worker]:
+    script = tmp_path / "echo.py"
+    script.write_text(ECHO)
+    found = Worker(script, Limits(answer_s=1.0))
+    yield found
+    found.close()
+
+
+def test_requests_share_one_process(echo: Worker) -> None:
+    replies = [echo.ask({"say": each}) for each in ("one", "two\n", "three ½")]
+
+    assert [reply.data["said"] for reply in replies] == ["one", "two\n", "three ½"]
+    assert {reply.data["process"] for reply in replies} == {echo.process_id}
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"), [("sleep", "timeout"), ("die", "crashed"), ("garbage", "crashed")]
+)
+def test_a_process_that_hangs_or_ends_is_replaced(echo: Worker, request_: str, status: str) -> None:
+    first = echo.ask({"say": "before"}).data["process"]
+
+    assert echo.ask({request_: True}).status == status
+    assert echo.process_id is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    after = echo.ask({"say": "after"})
+    assert after.data["said"] == "after" and after.data["process"] != first
+
+
+def test_a_script_that_cannot_start_is_a_crash(tmp_path: Path) -> None:
+    missing = Worker(tmp_path / "missing.py", Limits())
+
+    assert missing.ask({"say": "x"}).status == "crashed"
+    assert missing.ask({"say": "x"}) == Reply("crashed")
+
+
+def test_threads_take_turns(echo: Worker) -> None:
+    said: list[str] = []
+
+    def ask(text: str) -> None:
+        for _ in range(5):
+            said.append(echo.ask({"say": text}).data["said"] + text)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(said) == sorted(name + name for name in "abcd" for _ in range(5))
+
+
+def test_a_power_tower_is_a_timeout_and_the_next_answer_is_graded() -> None:
+    pytest.importorskip("math_verify")
+    impatient = Mathematics(seconds=1.0)
+
+    grade = impatient.grade("9^{9^{9^{9}}}", "x+1")
+
+    assert (grade.correct, grade.method) == (False, "timeout")
+    assert grade.reason.startswith("timeout: ")
+    assert Mathematics(seconds=20).grade("1+x", "x+1").correct
+
+
+def test_a_process_that_is_killed_is_a_crash_and_the_next_answer_is_graded() -> None:
+    pytest.importorskip("math_verify")
+    grader = Mathematics(seconds=21)
+    assert grader.grade("2y+1", "1+2y").correct
+    process = worker(21).process_id
+    assert process is not None
+    os.kill(process, 9)
+
+    grade = grader.grade("3y+1", "1+3y")
+
+    assert (grade.correct, grade.method) == (False, "crashed")
+    assert grade.reason.startswith("crashed: ")
+    assert grader.grade("3y+1", "1+3y").correct  # what ended badly is not remembered
+
+
+def test_memory_beyond_the_limit_ends_in_a_verdict() -> None:
+    pytest.importorskip("math_verify")
+    small = Worker(SCRIPT, Limits(answer_s=20, memory_bytes=512 << 20))
+
+    reply = small.ask({"expected": "x+1", "answer": "2^{10^{10}}"})
+
+    assert reply.data is None or reply.data.get("equal") is not True
+    assert small.ask({"expected": "x+1", "answer": "1+x"}).data == {"equal": True}
+    small.close()
+
+
+def test_a_text_of_a_model_is_not_evaluated(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    mark = tmp_path / "mark"
+
+    for text in (f"__import__('pathlib').Path('{mark}').touch()", f"open('{mark}','w')"):
+        assert not Mathematics(seconds=20).grade(text, "x+1").correct
+    assert not mark.exists()
