@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from arbor.events import (
     Event,
     Evicted,
     Forwarded,
+    Header,
     Opened,
     Rehydrated,
     Terminal,
@@ -906,6 +908,43 @@ def test_a_budget_far_above_use_leaves_the_strip(page: Page, tmp_path: Path) -> 
     used = page.evaluate("Math.max(...arbor.current.run.deviceAt)")
 
     assert page.evaluate("arbor.current.strip.most") <= 1.5 * used
+
+
+def test_a_problem_among_others_shows_its_own_kv_and_that_of_all(
+    page: Page, tmp_path: Path
+) -> None:
+    plan = {"budget_tokens": 200, "pool_tokens": 800, "full_tokens": 1000, "smallest_tokens": 50}
+    events = []
+    for event in fake_run(6, rounds=20):
+        kv = getattr(event, "kv", None)
+        if isinstance(event, Header):
+            event = header(kv={**plan, "bytes_per_token": 64})
+        elif kv is not None:
+            event = replace(event, kv=replace(kv, pool=kv.device + 550))
+        events.append(event)
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+    page.settle()
+
+    run = "arbor.current.run"
+    end = page.evaluate(f"{run}.deviceAt.at(-1)")
+    assert page.evaluate(f"{run}.poolAt.at(-1)") == end + 550
+    assert page.evaluate(f"Math.max(...{run}.poolAt) - Math.max(...{run}.deviceAt)") == 550
+    assert page.evaluate("arbor.current.strip.most") > 750, "the strip has room for all"
+    assert page.evaluate(f"{run}.budget") == 800
+    page.press("End")
+    label = page.evaluate("arbor.current.strip.canvas.getAttribute('aria-label')")
+    assert f"{end} of 800 tokens" in label and f"{end + 550} of all problems" in label
+    assert page.errors == []
+
+
+def test_a_problem_alone_shows_no_other(page: Page, trace: Path) -> None:
+    page.open(shown(trace))
+    page.settle()
+
+    assert page.evaluate("arbor.current.run.shares") is False
+    assert page.evaluate("arbor.current.run.poolAt.join() === arbor.current.run.deviceAt.join()")
+    label = page.evaluate("arbor.current.strip.canvas.getAttribute('aria-label')")
+    assert "all problems" not in label
 
 
 @pytest.mark.parametrize("expected", [690, None])
