@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import io
 import itertools
 import json
@@ -762,6 +763,30 @@ def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> N
     assert links == [row["trace"] for row in rows()]
     assert f"<code>arbor view {links[0]} --open</code>" in page
     assert "2 of 3 right" in page
+
+
+def test_the_page_has_the_run_over_time(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(command, three())
+    page = Path("out/index.html").read_text("utf-8")
+    data = json.loads(html.unescape(re.findall(r'data-run="([^"]*)"', page)[0]))
+
+    assert [bar[0] for bar in data["bars"]] == [0, 1, 2]
+    assert 0 < max(data["used"]) <= 200 and max(data["budget"]) == 200
+
+    def read(path: Path) -> Any:
+        raise AssertionError("the traces are the same")
+
+    monkeypatch.setattr("arbor.measure.evaluation.run_timeline.lines_of", read)
+    run(command, three())
+    assert Path("out/index.html").read_text("utf-8") == page
+
+
+def test_without_traces_the_page_says_what_it_lacks(command: Arbor) -> None:
+    run(command, three(), "--trace", "off")
+
+    page = Path("out/index.html").read_text("utf-8")
+    assert "The run over time is drawn from traces; there is none." in page
+    assert "data-run" not in page
 
 
 def test_the_page_runs_its_own_script_only_and_asks_nobody() -> None:

@@ -259,7 +259,7 @@ class Run:
         return Header(
             schema=SCHEMA,
             run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
-            created=created.isoformat(timespec="seconds"),
+            created=created.isoformat(timespec="milliseconds"),
             arbor=__version__,
             task=self.setup.task.name,
             problem=problem.text,
