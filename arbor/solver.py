@@ -34,8 +34,9 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.run.batch import Batch
+from arbor.run.batch import CONCURRENCY, Batch
 from arbor.run.component_checks import resolve_component
+from arbor.run.job import SearchJob
 from arbor.run.limits import check_count, check_seed
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
@@ -53,6 +54,7 @@ from arbor.run.settings import (
 )
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
+from arbor.run.worker import Worker
 from arbor.tasks.base import Problem, Task
 from arbor.verifiers.base import Verifier
 
@@ -80,8 +82,9 @@ class Solver:
             print(solver.solve("4 5 6 10"))
 
     Names, settings and the model's directory are checked here; `plan` reads the config and the
-    tokenizer, the first `solve` (or `load`) the weights. One solver runs one search at a time, or
-    many as one batch (`solve_batch`, `imap`, `as_completed`).
+    tokenizer, the first `solve` (or `load`) the weights. One solver searches one problem at a time
+    with `solve`, many with `solve_batch`, `imap` and `as_completed`, and all that are open with
+    `stream` and `asolve`; any of these waits while another is in progress in another thread.
 
     Args:
         model: ``builtin:sapling``, a directory, a Hub id, or a ready `PreTrainedModel` (then
@@ -199,9 +202,13 @@ class Solver:
         self._sizes = SearchSizes(source.path, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
-        self._run: Run | Batch | None = None  # the search in progress, or several
+        self._run: Run | Batch | Worker | None = None  # the search in progress, or several
         self._busy = threading.Lock()  # held by it
+        self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
+        # a lossy search depends on what shares its budget
+        at_once = 1 if self.mode == "lossy" else CONCURRENCY
+        self._worker = Worker(at_once, self._lend, self._next.locked)
 
     @classmethod
     def from_config(
@@ -252,7 +259,8 @@ class Solver:
         self.close()
 
     def close(self) -> None:
-        """Free the model and its KV."""
+        """Free the model and its KV; streams in progress end after the current forward."""
+        self._worker.stop()
         self._engine = None
         self.checkpoint.close()
 
@@ -369,21 +377,52 @@ class Solver:
         return Run(self._setup, problem, Request(**options)).solve(self._lend)
 
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
-        """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`."""
+        """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`.
+
+        Several may be open at once: one background thread searches up to 8 of them together (in
+        lossy mode one), in one engine. They share the budget: it is set while the engine is idle,
+        from the searches that wait then, and a ratio is of the sum of theirs. A search that needs
+        more waits until the engine is idle again, and so do `solve` and batches. Their trees are
+        those of `solve`, one by one.
+        """
+        stream = self._stream(problem, options)
+        self._worker.start()
+        return stream
+
+    async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
+        """`solve` without blocking the event loop; cancelling it stops the search.
+
+        Those that are awaited together are searched together, see `stream`.
+        """
+        stream = self._stream(problem, options)
+        self._start_soon()
+        return await stream.wait()
+
+    def astream(self, problem: str | Problem, **options: Unpack[Options]) -> AsyncIterator[Event]:
+        """The events of `stream`, for ``async for``; leaving the loop early stops the search."""
+        stream = self._stream(problem, options)
+        self._start_soon()
+        return aiter(stream)
+
+    def _stream(self, problem: str | Problem, options: Options) -> SearchStream:
+        """A stream that the worker has not been started for."""
         from arbor.model.threads import keep_threads
         from arbor.run.stream import SearchStream
 
         keep_threads()
-        run = Run(self._setup, problem, Request(**options))
-        return SearchStream(lambda listener: run.solve(self._lend, listener), run.stop)
+        job = SearchJob(Run(self._setup, problem, Request(**options)))
+        self._worker.add(job)
+        return SearchStream(job, self._refuse_waiting)
 
-    async def asolve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
-        """`solve` without blocking the event loop; cancelling it stops the search."""
-        return await self.stream(problem, **options).wait()
+    def _start_soon(self) -> None:
+        """Start the worker when the other tasks of this turn of the event loop have added theirs,
+        so that the budget is that of all."""
+        import asyncio  # takes long
 
-    def astream(self, problem: str | Problem, **options: Unpack[Options]) -> AsyncIterator[Event]:
-        """The events of `stream`, for ``async for``; leaving the loop early stops the search."""
-        return aiter(self.stream(problem, **options))
+        try:
+            asyncio.get_running_loop().call_soon(self._worker.start)
+        except RuntimeError:  # no event loop
+            self._worker.start()
 
     def imap(
         self,
@@ -455,7 +494,7 @@ class Solver:
         self,
         jobs: Iterable[tuple[str | Problem, Options]],
         *,
-        concurrency: int = 8,
+        concurrency: int = CONCURRENCY,
         listen: Callable[[int, Event], None] | None = None,
     ) -> Generator[tuple[int, Solution | ArborError], None, None]:
         """Solve many problems, several at a time in one engine, each with options of its own.
@@ -487,7 +526,7 @@ class Solver:
         self,
         problems: Iterable[str | Problem],
         *,
-        concurrency: int = 8,
+        concurrency: int = CONCURRENCY,
         on_error: Literal["raise", "return"] = "raise",
         **options: Unpack[Options],
     ) -> list[Solution]:
@@ -528,31 +567,51 @@ class Solver:
         )
 
     @contextmanager
-    def _lend(self, run: Run | Batch) -> Iterator[Engine]:
+    def _lend(self, run: Run | Batch | Worker) -> Iterator[Engine]:
         """The engine, loaded, for one run at a time, or for one batch of runs.
 
         Raises:
             UsageError: this thread is in the middle of a run already.
         """
         if self._thread == threading.get_ident():
-            raise UsageError(
-                "solver-busy",
-                "a listener, task, verifier or controller of this search asked its own solver to "
-                "solve another problem.",
-                "One solver runs one search at a time: use another Solver there, or solve after "
-                "the search.",
-            )
-        with self._busy:
+            raise _busy()
+        held = False
+        try:
+            with self._next:
+                held = self._busy.acquire()
             self._thread = threading.get_ident()
             self._run = run
-            try:
-                with self._computing():
-                    yield self.engine
-            finally:
+            with self._computing():
+                yield self.engine
+        finally:
+            if held:
                 self._run = self._thread = None
+                self._busy.release()
+
+    def _refuse_waiting(self, in_loop: bool) -> None:
+        """Refuse to wait for a stream in the thread that holds the engine.
+
+        Args:
+            in_loop: an event loop waits, in which another task may go on with a batch.
+
+        Raises:
+            UsageError: the thread would wait for itself.
+        """
+        here = self._thread == threading.get_ident()
+        if here and not (in_loop and isinstance(self._run, Batch)):
+            raise _busy()
 
     def _computing(self) -> AbstractContextManager[None]:
         """The solver's number of torch threads, in this thread."""
         from arbor.model.threads import thread_count, torch_threads
 
         return torch_threads(thread_count(self.threads, self.describe()))
+
+
+def _busy() -> UsageError:
+    return UsageError(
+        "solver-busy",
+        "a listener, task, verifier or controller of this search asked its own solver to solve "
+        "another problem, or a loop over a batch did.",
+        "Use another Solver there, or solve after the search.",
+    )

@@ -39,7 +39,6 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import EVENTS, Answered, Boundary, Ended, Event, Header, Selected, Terminal
 from arbor.model.loading import load_model, load_tokenizer
 from arbor.run.request import Options, Request
-from arbor.run.stream import SearchStream
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning
 
@@ -113,9 +112,7 @@ def test_a_search_within_a_search_of_the_same_solver_is_refused(listening: Solve
 
     listening.listeners = (again,)
     stream = listening.stream(PUZZLE)  # a thread of its own: what hangs must not hang the tests
-    stream._thread.join(30)
 
-    assert not stream._thread.is_alive()
     with pytest.raises(UsageError, match="solver-busy"):
         _ = stream.solution
     listening.listeners = ()
@@ -673,24 +670,27 @@ def test_what_fails_in_a_stream_is_raised_everywhere(solver: Solver) -> None:
         asyncio.run(stream.wait())
 
 
-def test_stopping_a_search_that_waits_leaves_the_running_one_alone() -> None:
-    stopped: list[str] = []
-    go = threading.Event()
+def test_stopping_a_search_that_waits_leaves_the_running_one_alone(listening: Solver) -> None:
+    begun, go = threading.Event(), threading.Event()
 
-    def search(listener: Any) -> Any:
-        go.wait()  # another search runs
-        listener(Selected(((0, 1),)))
-        listener(Ended("interrupted", 1))
+    def watch(event: Event) -> None:
+        if isinstance(event, Selected):
+            begun.set()
+            go.wait()
 
-    stream = SearchStream(search, stopped.append)
+    listening.listeners = (watch,)
+    solving = threading.Thread(target=lambda: found.append(listening.solve(PUZZLE)))
+    found: list[Solution] = []
+    solving.start()
+    begun.wait()
+    stream = listening.stream(OTHER)
     stream.stop()
-    assert stopped == []
+
+    assert list(stream) == []
+    assert (stream.solution.problem, stream.solution.finish_reason) == (OTHER, "interrupted")
     go.set()
-    list(stream)
-
-    assert stopped == ["interrupted"]
-    stream.stop()
-    assert stopped == ["interrupted"], "a search that has ended needs no stop"
+    solving.join()
+    assert found[0].finish_reason in ("solved", "exhausted")
 
 
 def test_stopping_a_search_whose_end_was_not_heard_leaves_the_next_one_alone(
@@ -711,17 +711,6 @@ def test_stopping_a_search_whose_end_was_not_heard_leaves_the_next_one_alone(
     listening.listeners = (stop_the_other,)
 
     assert listening.solve(PUZZLE).finish_reason in ("solved", "exhausted")
-
-
-def test_a_stop_is_for_its_own_search_even_where_nothing_says_that_it_has_ended() -> None:
-    """Between the end of a search and the end of its thread another may begin."""
-    with Solver(**SMALL) as solver:
-        stream = solver.stream(PUZZLE, max_tokens=1)
-        stream._thread.join()
-        stream._running = True
-        solver.listeners = (lambda event: stream.stop(),)
-
-        assert solver.solve(PUZZLE).finish_reason in ("solved", "exhausted")
 
 
 def test_a_search_that_ends_while_it_is_stopped() -> None:

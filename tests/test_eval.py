@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import io
 import itertools
 import json
 import re
 import signal
 import subprocess
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,13 +19,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support import fake_solver
-from support.run_cli import Arbor, await_line, in_process, spawn
+from support import fake_run, fake_solver
+from support.run_cli import REAL, Arbor, await_line, in_process, spawn
 
 from arbor import Solver
 from arbor.cli.eval_report import result_lines
-from arbor.cli.progress import Progress
+from arbor.cli.progress import WINDOW, Progress
 from arbor.errors import UsageError
+from arbor.events import Ended
 from arbor.measure.evaluation.dataset import of_task, window
 from arbor.measure.evaluation.folder import RunFolder, digest
 from arbor.measure.evaluation.page import index_page
@@ -344,6 +347,65 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
             assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+def test_a_concurrent_run_that_is_ended_keeps_what_is_finished_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """An endless sample among others, four at a time; the rest is finished when it is ended."""
+    monkeypatch.chdir(tmp_path)
+    short = [{"problem": f"problem {place}"} for place in range(9)]
+    endless = [{"problem": "endless one"}, {"problem": "endless two"}]
+    name = dataset(*short[:2], endless[0], *short[2:], endless[1])
+    arguments = ("eval", name, "--task", "reasoning", "--output", "out", "--concurrency", "4")
+    for _ in range(2):  # the second time, it begins where it was ended
+        with spawn(*arguments) as process:
+            await_line(process, b"running")  # nothing else is left
+            process.send_signal(number)
+            said, err = process.communicate(timeout=60)
+
+        assert sorted(row["problem"] for row in rows()) == [each["problem"] for each in short]
+        for row in rows():
+            assert Replay.of(read_trace(Path("out", row["trace"]))).problems == []
+        if number == signal.SIGINT:
+            assert process.returncode == 130
+            assert b"to resume: arbor eval" in err
+            assert b"9 of 9 right" in said and b"not run     2" in said
+            assert all(read_trace(path).events for path in Path("out/traces").iterdir())
+    name = dataset(*short)  # without what never ends
+    with spawn(*arguments, "--json") as process:
+        said, err = process.communicate(timeout=60)
+
+    assert process.returncode == 0, err
+    assert (json.loads(said)["n"], json.loads(said)["missing"]) == (9, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+def test_a_concurrent_run_that_is_ended_in_the_middle_finishes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """What never ends takes all places before the other problems begin."""
+    monkeypatch.chdir(tmp_path)
+    problems = [{"id": f"s{place}", "problem": f"problem {place}"} for place in range(6)]
+    endless = [{"id": f"e{place}", "problem": f"endless {place}"} for place in range(4)]
+    name = dataset(problems[0], *endless, *problems[1:])
+    arguments = ("eval", name, "--task", "reasoning", "--output", "out", "--concurrency", "4")
+    with spawn(*arguments) as process:
+        await_line(process, b"running")  # all places are taken
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert [row["problem"] for row in rows()] == ["problem 0"]
+    kept = rows()
+
+    dataset(*problems)
+    with spawn(*arguments, "--json") as process:
+        said, err = process.communicate(timeout=60)
+
+    assert process.returncode == 0, err
+    assert (json.loads(said)["n"], json.loads(said)["missing"]) == (6, 0)
+    assert rows()[0] == kept[0]
+    assert all(read_trace(Path("out", row["trace"])).events for row in rows())
+
+
 # Samples that cannot be solved
 
 
@@ -352,13 +414,60 @@ def unsolvable() -> str:
 
 
 def test_a_sample_that_cannot_be_solved_stops_and_loses_nothing(command: Arbor) -> None:
-    ran = run(command, unsolvable())
+    ran = run(command, unsolvable(), "--concurrency", "1")
 
     assert (ran.code, ran.document["error"]["code"]) == (4, "problem-too-long")
     assert ran.document["error"]["data"]["sample"]
     assert "1 finished sample(s) kept; to resume: arbor eval --config out/run.toml" in ran.err
     assert [row["problem"] for row in rows()] == ["one"]
     assert json.loads(Path("out/results.json").read_text("utf-8"))["missing"] == 2
+
+
+def test_samples_that_were_read_ahead_and_never_begun_leave_no_trace(command: Arbor) -> None:
+    name = dataset(*({"problem": each} for each in ("one", "unsolvable two", "three", "four")))
+    ran = run(command, name, "--concurrency", "4")
+
+    assert ran.document["error"]["code"] == "problem-too-long"
+    traces = sorted(Path("out/traces").iterdir())
+    assert all(read_trace(path).events for path in traces)
+    assert len(traces) == 1, "that had begun"
+
+    ran = run(command, name, "--concurrency", "4", "--on-error", "continue")
+    assert (ran.document["n"], ran.document["errors"]) == (4, 1)
+    assert all(read_trace(path).events for path in Path("out/traces").iterdir())
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_real_samples_that_were_never_begun_leave_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """A large problem waits when the signal comes; or an error ends the problems after it."""
+    monkeypatch.chdir(tmp_path)
+    long = "word " * (40 if interrupted else 5000)
+    small = [{"id": f"s{place}", "problem": f"{place}+3"} for place in range(4)]
+    name = dataset(*small[:2], {"id": "long", "problem": long}, *small[2:])
+    sizes = (
+        "--step-tokens",
+        "20",
+        "--max-depth",
+        "3",
+        "--concurrency",
+        "2" if interrupted else "4",
+    )
+    arguments = ("eval", name, "--task", "reasoning", "--output", "out", *sizes)
+    with spawn(*arguments, code=REAL) as process:
+        if interrupted:
+            assert process.stderr is not None
+            while not list(Path("out/traces").glob("long.*")):
+                assert process.poll() is None, process.stderr.read().decode()
+                time.sleep(0.001)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+
+    assert process.returncode == (130 if interrupted else 4), err
+    traces = list(Path("out/traces").iterdir())
+    assert all(read_trace(path).events for path in traces), err
+    assert len(traces) >= (1 if interrupted else 2)
 
 
 def test_what_the_first_sample_cannot_have_leaves_no_folder(command: Arbor) -> None:
@@ -380,7 +489,7 @@ def test_errors_are_reported_with_their_reasons(command: Arbor) -> None:
 
 
 def test_or_it_counts_as_wrong_and_is_tried_again(command: Arbor) -> None:
-    ran = run(command, unsolvable(), "--on-error", "continue")
+    ran = run(command, unsolvable(), "--on-error", "continue", "--concurrency", "1")
 
     assert (ran.code, ran.document["n"], ran.document["right"]) == (0, 3, 2)
     assert (ran.document["errors"], ran.document["missing"]) == (1, 1)
@@ -672,6 +781,30 @@ def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> N
     assert "2 of 3 right" in page
 
 
+def test_the_page_has_the_run_over_time(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(command, three())
+    page = Path("out/index.html").read_text("utf-8")
+    data = json.loads(html.unescape(re.findall(r'data-run="([^"]*)"', page)[0]))
+
+    assert [bar[0] for bar in data["bars"]] == [0, 1, 2]
+    assert 0 < max(data["used"]) <= 200 and max(data["budget"]) == 200
+
+    def read(path: Path) -> Any:
+        raise AssertionError("the traces are the same")
+
+    monkeypatch.setattr("arbor.measure.evaluation.run_timeline.lines_of", read)
+    run(command, three())
+    assert Path("out/index.html").read_text("utf-8") == page
+
+
+def test_without_traces_the_page_says_what_it_lacks(command: Arbor) -> None:
+    run(command, three(), "--trace", "off")
+
+    page = Path("out/index.html").read_text("utf-8")
+    assert "The run over time is drawn from traces; there is none." in page
+    assert "data-run" not in page
+
+
 def test_the_page_runs_its_own_script_only_and_asks_nobody() -> None:
     hostile = '<script>alert(1)</script><img src=x onerror="alert(1)">"\'&'
     row = {"id": hostile, "problem": hostile, "answer": hostile, "expected": hostile}
@@ -716,8 +849,10 @@ def test_a_log_gets_a_line_each_half_minute() -> None:
     lines = shown(live=False, seconds=10)
 
     assert len(lines) == 13
-    assert lines[0] == "arbor: 3 of 40, 66.7 % right, 10.0 s each, 6 min left"
-    assert shown(live=False, seconds=31, samples=200)[0].endswith("31.0 s each, 1.7 h left")
+    assert lines[0] == "arbor: 3 of 40, 66.7 % right, 6.0 per minute, 6 min left"
+    assert shown(live=False, seconds=31, samples=200)[0].endswith("1.9 per minute, 1.7 h left")
+    assert shown(live=False, seconds=120)[0].endswith("30.0 per hour, 78 min left")
+    assert shown(live=False, seconds=0.25, samples=200)[0].endswith("240 per minute, 20 s left")
 
 
 def test_a_short_run_says_nothing_in_a_log() -> None:
@@ -727,7 +862,7 @@ def test_a_short_run_says_nothing_in_a_log() -> None:
 def test_a_terminal_gets_one_line_again_and_again() -> None:
     text = "\n".join(shown(live=True, seconds=1, samples=3))
 
-    assert "2 of 3, 50.0 % right, 1.0 s each, 1 s left" in text and "arbor:" not in text
+    assert "2 of 3, 50.0 % right, 60.0 per minute, 1 s left" in text and "arbor:" not in text
 
 
 def test_a_run_that_says_nothing_counts_all_the_same() -> None:
@@ -779,3 +914,40 @@ def test_a_run_with_another_grader_or_prompt_is_not_resumed(command: Arbor) -> N
 
     ran = run(command, three())
     assert ran.code == 2 and "grader_version (exact/0 there, exact/1 here)" in ran.err
+
+
+def progress_of(samples: int, at_once: int) -> tuple[Progress, list[float]]:
+    """The progress of a run that shows nothing, and its clock."""
+    now = [0.0]
+    return Progress(None, False, samples, at_once, clock=lambda: now[0]), now
+
+
+def test_the_rate_is_that_of_the_samples_finished_last() -> None:
+    progress, now = progress_of(1000, 1)
+    for seconds in (1.0,) * 100 + (60.0,) * WINDOW:
+        now[0] += seconds
+        progress.add(True)
+
+    assert progress.line().endswith("1.0 per minute, 14.5 h left")
+    now[0] += 60.0 * WINDOW  # nothing is finished for as long again
+    assert progress.line().endswith("30.0 per hour, 28.9 h left")
+
+
+def test_the_rate_of_several_at_a_time_counts_them_all() -> None:
+    progress, now = progress_of(80, 8)
+    begin = next(fake_run.fake_run(seed=1))
+    assert progress.line() == "0 of 80"
+    now[0] = 500.0  # loading the model
+    for _ in range(8):
+        progress.hear(begin)
+    assert progress.line() == "0 of 80, 8 in progress"
+    for _ in range(5):  # eight at a time take half a minute
+        now[0] += 30.0
+        for _ in range(8):
+            progress.hear(Ended("solved", 1))
+            progress.add(True)
+            progress.hear(begin)
+
+    assert progress.line() == (
+        "40 of 80, 8 in progress, 100.0 % right, 16.0 per minute, 2 min left"
+    )

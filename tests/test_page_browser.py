@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,12 +28,14 @@ from arbor.events import (
     Event,
     Evicted,
     Forwarded,
+    Header,
     Opened,
     Rehydrated,
     Terminal,
     Transition,
 )
 from arbor.measure.evaluation.page import index_page
+from arbor.measure.evaluation.run_timeline import BINS, Bar, RunTimeline
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
@@ -908,6 +911,43 @@ def test_a_budget_far_above_use_leaves_the_strip(page: Page, tmp_path: Path) -> 
     assert page.evaluate("arbor.current.strip.most") <= 1.5 * used
 
 
+def test_a_problem_among_others_shows_its_own_kv_and_that_of_all(
+    page: Page, tmp_path: Path
+) -> None:
+    plan = {"budget_tokens": 200, "pool_tokens": 800, "full_tokens": 1000, "smallest_tokens": 50}
+    events = []
+    for event in fake_run(6, rounds=20):
+        kv = getattr(event, "kv", None)
+        if isinstance(event, Header):
+            event = header(kv={**plan, "bytes_per_token": 64})
+        elif kv is not None:
+            event = replace(event, kv=replace(kv, pool=kv.device + 550))
+        events.append(event)
+    page.open(shown(written(tmp_path / "run.arbor.jsonl", events)))
+    page.settle()
+
+    run = "arbor.current.run"
+    end = page.evaluate(f"{run}.deviceAt.at(-1)")
+    assert page.evaluate(f"{run}.poolAt.at(-1)") == end + 550
+    assert page.evaluate(f"Math.max(...{run}.poolAt) - Math.max(...{run}.deviceAt)") == 550
+    assert page.evaluate("arbor.current.strip.most") > 750, "the strip has room for all"
+    assert page.evaluate(f"{run}.budget") == 800
+    page.press("End")
+    label = page.evaluate("arbor.current.strip.canvas.getAttribute('aria-label')")
+    assert f"{end} of 800 tokens" in label and f"{end + 550} of all problems" in label
+    assert page.errors == []
+
+
+def test_a_problem_alone_shows_no_other(page: Page, trace: Path) -> None:
+    page.open(shown(trace))
+    page.settle()
+
+    assert page.evaluate("arbor.current.run.shares") is False
+    assert page.evaluate("arbor.current.run.poolAt.join() === arbor.current.run.deviceAt.join()")
+    label = page.evaluate("arbor.current.strip.canvas.getAttribute('aria-label')")
+    assert "all problems" not in label
+
+
 @pytest.mark.parametrize("expected", [690, None])
 def test_the_run_has_the_expected_peak_and_the_worst_case(
     page: Page, tmp_path: Path, expected: int | None
@@ -992,6 +1032,110 @@ def test_an_evaluations_columns_are_readable_on_a_narrow_screen(page: Page, tmp_
     )
     assert min(widths[:5]) > 100
     assert page.evaluate("document.documentElement.scrollWidth") <= 400, "the table scrolls alone"
+
+
+def evaluation(folder: Path, samples: int, lanes: int = 3) -> Path:
+    """The page of a run with so many samples, each of a second, and every third wrong."""
+    rows, bars = [], []
+    for place in range(samples):
+        name = f"s{place:05}"
+        row = {"id": name, "problem": f"Problem {place} of these", "answer": "1", "expected": "1"}
+        row |= {"correct": place % 3 != 0, "trace": f"traces/{name}.arbor.jsonl.gz"}
+        rows.append(row)
+        bars.append(Bar(place, place // lanes * 1.0, 1.0, place % lanes))
+    seconds = bars[-1].start_s + 1
+    used = tuple(place % 500 for place in range(BINS))
+    timeline = RunTimeline(seconds, used, (600,) * BINS, tuple(bars), (seconds / 2,))
+    page = folder / "index.html"
+    text = index_page("run", [], rows, accuracy=(0.667, 0.6, 0.7), timeline=timeline, key="k")
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+LISTED = "[...document.querySelectorAll('tbody tr')].map((row) => row.cells[0].textContent)"
+
+
+def test_an_evaluations_samples_are_found(page: Page, tmp_path: Path) -> None:
+    page.open(evaluation(tmp_path, 1000))
+
+    def choose(name: str, value: str) -> list[str]:
+        event = "change" if name == "outcome" else "input"
+        page.evaluate(f"document.getElementById('{name}').value = {value!r}")
+        page.evaluate(f"document.getElementById('{name}').dispatchEvent(new Event('{event}'))")
+        found = page.evaluate(LISTED)
+        assert isinstance(found, list)
+        return found
+
+    assert 400 <= len(page.evaluate(LISTED)) < 1000, "the rest waits"
+    assert choose("find", "problem 777") == ["s00777"], "one that waits is found"
+    assert choose("find", "s0099") == [f"s{place:05}" for place in range(990, 1000)]
+    assert choose("outcome", "wrong") == [f"s{place:05}" for place in range(990, 1000, 3)]
+    assert page.evaluate("document.getElementById('found').textContent") == "4 of 1,000"
+    choose("outcome", "")
+    page.evaluate("document.querySelectorAll('th button')[0].click()")
+    page.evaluate("document.querySelectorAll('th button')[0].click()")
+    assert page.evaluate(LISTED) == [f"s{place:05}" for place in range(999, 989, -1)]
+    choose("find", "")
+    assert page.evaluate(LISTED)[0] == "s00999"
+    page.wait(f"(more.scrollIntoView(), {LISTED}.length === 1000)")
+    assert page.errors == [] and len(page.requests) == 1
+
+
+def test_a_bar_of_the_run_is_a_link_to_its_search(page: Page, tmp_path: Path) -> None:
+    page.open(evaluation(tmp_path, 30))
+    page.settle()
+    box = page.evaluate("(({ x, y, width }) => [x, y, width])(times.getBoundingClientRect())")
+    left, wide = box[0] + 70, box[2] - 86
+
+    def at(second: float, lane: int) -> tuple[float, float]:
+        return left + wide * second / 10, box[1] + 84 + 10 + 14 * lane + 7
+
+    page.wheel(*at(4.5, 2), 0)  # moves there
+    assert page.evaluate("bar.getAttribute('href')") == "traces/s00014.arbor.jsonl.gz"
+    assert page.evaluate("at.textContent").startswith("s00014: right, 1.0 s from 4.0 s")
+    assert page.evaluate(f"document.elementFromPoint{at(4.5, 2)}.id") == "bar", "a link is there"
+    page.evaluate("bar.focus()")
+    page.press("ArrowRight")
+    assert page.evaluate("bar.getAttribute('href')") == "traces/s00015.arbor.jsonl.gz"
+    page.press("End")
+    assert page.evaluate("bar.getAttribute('aria-label')").startswith("s00029: right")
+
+    page.wheel(left + wide * 0.45, box[1] + 50, 0)
+    assert page.evaluate("at.textContent").startswith("4.5 s: up to 40 of 600 slots, 3 in progress")
+    page.drag((left + wide * 0.2, box[1] + 40), (left + wide * 0.4, box[1] + 40))
+    page.settle()
+    assert page.evaluate("whole.hidden") is False
+    page.wheel(left + wide / 2 + 20, at(0, 0)[1], 0)
+    assert page.evaluate("at.textContent").startswith("s00009: wrong, 1.0 s from 3.0 s")
+    page.evaluate("whole.click()")
+    assert page.evaluate("whole.hidden") is True
+    assert page.errors == []
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_an_evaluation_has_the_viewers_colours(
+    page: Page, tmp_path: Path, colours: Literal["light", "dark"]
+) -> None:
+    page.emulate(colours)
+    page.open(evaluation(tmp_path, 5))
+    page.settle()
+
+    paper = {"light": "rgb(255, 255, 255)", "dark": "rgb(17, 21, 26)"}[colours]
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+    assert page.evaluate(
+        "getComputedStyle(document.querySelector('.accuracy .part')).width"
+    ).startswith("426.")
+
+
+def test_an_evaluation_of_ten_thousand_samples_lays_out_few_rows(
+    page: Page, tmp_path: Path
+) -> None:
+    page.open(evaluation(tmp_path, 10_000, lanes=8), size=(1280, 800))
+    page.settle()
+
+    assert page.evaluate("document.querySelectorAll('tbody tr').length") <= 800
+    assert page.evaluate("document.getElementById('more').hidden") is False
+    assert page.errors == []
 
 
 # How it looks

@@ -11,6 +11,7 @@ import pytest
 
 from arbor import Solver, TraceWriter
 from arbor.events import Boundary, Event, Opened, Pruned, Selected, Verified
+from arbor.run.worker import Worker
 
 
 class Outlooks:
@@ -83,6 +84,8 @@ class Listening:
     def __call__(self, event: Event) -> None:
         if isinstance(event, Boundary) and len(self.references) == 2:
             run = getattr(self._solver(), "_run", None)
+            if isinstance(run, Worker):
+                (run,) = run.running
             assert run is not None and run.session is not None
             self.references += [weakref.ref(run), weakref.ref(run.session)]
             if self._fails:

@@ -191,7 +191,7 @@ def test_an_abandoned_loop_leaves_nothing_behind(solver: Solver) -> None:
     for _ in stream:
         break
     stream.stop()
-    stream._thread.join()
+    assert stream.solution.finish_reason == "interrupted"
     assert numbers() == (OUTSIDE, OUTSIDE)
 
     async def one_event() -> None:

@@ -15,6 +15,7 @@ from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
 from arbor.measure.evaluation.page import index_page
 from arbor.measure.evaluation.results import compare, results
+from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
 from arbor.measure.evaluation.sample_pages import linked_pages, write_sample_pages
 from arbor.support.atomic_write import write_atomically
 from arbor.support.units import human_bytes
@@ -82,7 +83,9 @@ def write_results(
 
 
 def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes the list of a run's samples, with links to the pages of their searches.
+    """Writes the page of a run, with links to the pages of its searches.
+
+    Traces are read where they have changed since the page was written.
 
     Args:
         folder: of the run.
@@ -93,7 +96,19 @@ def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[s
         UsageError: it cannot be written.
     """
     title, pages = f"arbor eval {name_of(str(found['dataset']))}", linked_pages(folder, rows)
-    write_atomically(folder / PAGE, index_page(title, result_lines(found), rows, pages))
+    key = timeline_key(folder, rows)
+    timeline = from_page(folder / PAGE, key) or run_timeline(folder, rows)
+    accuracy = (found["accuracy"], *found["interval"]) if found["n"] else None
+    page = index_page(
+        title,
+        result_lines(found),
+        rows,
+        pages,
+        accuracy=accuracy,
+        timeline=timeline,
+        key=key,
+    )
+    write_atomically(folder / PAGE, page)
     return folder / PAGE
 
 

@@ -52,8 +52,11 @@ def solve_all(
         return
     output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
     console = None if output.progress == "none" else output.console()
-    with Progress(console, output.progress == "live", len(waiting)) as progress:
-        rows = _rows(options, solver, folder, waiting, signals, lambda *_: progress.tick())
+    live, several = output.progress == "live", concurrency(options)
+    with Progress(console, live, len(waiting), several) as progress:
+        rows = _rows(
+            options, solver, folder, waiting, signals, lambda _, event: progress.hear(event)
+        )
         with contextlib.closing(rows):
             for row in rows:
                 folder.add(row)
@@ -155,6 +158,8 @@ def _rows(
     finally:
         for writer in writers.values():
             writer.close()
+            if not writer.events:  # of a sample that was read ahead and never begun
+                writer.path.unlink(missing_ok=True)
 
 
 def _row(
@@ -171,13 +176,13 @@ def _row(
     """
     path = None if writer is None else folder.trace_path(sample.id)
     if isinstance(result, ArborError):
+        if path is not None and not _has_events(path):
+            path.unlink(missing_ok=True)
         if options.on_error == "stop" or isinstance(result, ModelError):
             result.data["sample"] = sample.id
             raise result
         outcome: dict[str, Any] = {"answer": None, "correct": None, "finish_reason": "error"}
         outcome |= {"score": 0.0, "grade": None, "metrics": {}, "error": result.to_dict()}
-        if path is not None and not _has_events(path):
-            path.unlink(missing_ok=True)
     else:
         outcome = {
             name: getattr(result, name) for name in ("answer", "correct", "finish_reason", "score")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+from arbor.events import Ended, Event, Header
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -13,15 +16,21 @@ if TYPE_CHECKING:
 
 FRAME_S = 0.25  # at most four frames a second
 LINE_S = 30.0
+WINDOW = 32  # finished samples that the rate is of, at least 4 for each one in progress
 
 
 class Progress:
-    """Counts finished samples and shows the count.
+    """Counts finished samples and shows the count, their rate and the time left.
+
+    The rate is that of the samples finished last, as many as `WINDOW`, over the time until now: it
+    follows a run whose problems become harder, falls while nothing is finished, and counts what is
+    finished together once. It begins with the first event of a search, after the model was loaded.
 
     Args:
         console: None shows nothing.
         live: redraw one line; else print a line every `LINE_S` seconds.
         total: samples to solve.
+        at_once: samples in progress at a time.
         clock: seconds.
     """
 
@@ -30,6 +39,7 @@ class Progress:
         console: Console | None,
         live: bool,
         total: int,
+        at_once: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._console = console
@@ -39,8 +49,11 @@ class Progress:
 
             self._live = Live(console=console, auto_refresh=False, transient=True)
         self._clock = clock
-        self._began = self._drawn = clock()
-        self.total, self.done, self.right = total, 0, 0
+        self._drawn = clock()
+        self._begun = False
+        # seconds at which the window begins and its samples were finished
+        self._finished = deque([self._drawn], maxlen=1 + max(WINDOW, 4 * at_once))
+        self.total, self.done, self.right, self.in_progress = total, 0, 0, 0
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -60,10 +73,22 @@ class Progress:
         """Counts a finished sample."""
         self.done += 1
         self.right += right
+        self._finished.append(self._clock())
+        self.tick()
+
+    def hear(self, event: Event) -> None:
+        """Takes an event of any search."""
+        if not self._begun:
+            self._begun = True
+            self._finished[0] = self._clock()
+        if isinstance(event, Header):
+            self.in_progress += 1
+        elif isinstance(event, Ended):
+            self.in_progress -= 1
         self.tick()
 
     def tick(self) -> None:
-        """Shows the progress if that is due; called with every event."""
+        """Shows the progress if that is due."""
         now = self._clock()
         if self._live is not None:
             if now - self._drawn >= FRAME_S:
@@ -77,13 +102,22 @@ class Progress:
 
     def line(self) -> str:
         """The progress, in one line."""
-        if not self.done:
-            return f"0 of {self.total:,}"
-        each = (self._clock() - self._began) / self.done
-        return (
-            f"{self.done:,} of {self.total:,}, {100 * self.right / self.done:.1f} % right, "
-            f"{each:.1f} s each, {_duration(each * (self.total - self.done))} left"
-        )
+        parts = [f"{self.done:,} of {self.total:,}"]
+        if self.in_progress > 1:
+            parts.append(f"{self.in_progress:,} in progress")
+        if self.done:
+            parts.append(f"{100 * self.right / self.done:.1f} % right")
+            seconds = max(self._clock() - self._finished[0], 1e-9)
+            each = seconds / (len(self._finished) - 1)
+            parts += [_rate(each), f"{_duration(each * (self.total - self.done))} left"]
+        return ", ".join(parts)
+
+
+def _rate(each: float) -> str:
+    """Samples per minute, or per hour where they are fewer, at so many seconds each."""
+    unit, seconds = ("minute", 60.0) if each <= 60 else ("hour", 3600.0)
+    rate = seconds / each
+    return f"{rate:,.0f} per {unit}" if rate >= 100 else f"{rate:.1f} per {unit}"
 
 
 def _duration(seconds: float) -> str:

@@ -188,6 +188,10 @@ def solve(output: Output, /, **values: Any) -> int:
             trace_level=options.trace_detail.trace_level,
         )
         solution, events = watch(output, stream, signals, options.html is not None)
+        if writer is not None and solution.trace_path is None:  # stopped before it began
+            writer.close()
+            if writer.path.is_file():
+                writer.path.unlink()
     if output.json:
         output.document(solution.to_dict())
     elif solution.answer is not None:

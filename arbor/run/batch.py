@@ -23,6 +23,38 @@ if TYPE_CHECKING:
 
 Job = tuple[str | Problem, Options]
 
+CONCURRENCY = 8  # searches in progress at a time, by default
+
+
+class Pool:
+    """The budget of all searches in an engine, set while it is idle.
+
+    Attributes:
+        tokens: of KV.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def admits(self, run: Run, running: Iterable[Run], idle: bool) -> bool:
+        """Whether a search may begin; in an idle engine it may, and the budget grows to its own.
+
+        Args:
+            run: planned.
+            running: the searches in progress.
+            idle: whether the engine is idle.
+        """
+        plan = run.plan
+        if idle:
+            self.tokens = max(self.tokens, plan.budget_tokens)
+            return True
+        if plan.smallest_tokens > self.tokens:
+            return False
+        if run.setup.policy.keeps_all:
+            taken = sum(other.plan.full_tokens for other in running)
+            return taken + plan.full_tokens <= self.tokens
+        return True
+
 
 class Batch:
     """Many problems, several of which are searched at a time in one budget.
@@ -52,12 +84,12 @@ class Batch:
         self._listen = listen
         self._several = len(first) > 1
         self._running: dict[int, Run] = {}
-        self._pool = 0
+        self._pool = Pool()
         self._stopped: Status | None = None
 
     def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None]]:
         """What begins each search, see `as_completed`."""
-        self._pool = pool_of([run for run in self._first if isinstance(run, Run)])
+        self._pool.tokens = pool_of([run for run in self._first if isinstance(run, Run)])
         for place, run in enumerate(chain(self._first, self._rest)):
             if self._stopped is not None:
                 return
@@ -93,18 +125,11 @@ class Batch:
             return None
         if isinstance(run, Exception):
             raise run
-        plan = run.plan
-        if idle:
-            self._pool = max(self._pool, plan.budget_tokens)
-        elif plan.smallest_tokens > self._pool:
+        if not self._pool.admits(run, self._running.values(), idle):
             return None
-        elif run.setup.policy.keeps_all:
-            taken = sum(other.plan.full_tokens for other in self._running.values())
-            if taken + plan.full_tokens > self._pool:
-                return None
         self._running[place] = run
         heard = () if self._listen is None else (partial(self._listen, place),)
-        return run.steps(engine, *heard, pool=self._pool if self._several else None)
+        return run.steps(engine, *heard, pool=self._pool.tokens if self._several else None)
 
 
 def pool_of(runs: Sequence[Run]) -> int:

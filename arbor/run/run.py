@@ -108,6 +108,25 @@ class Run:
                 each.close()
         return self._solution(outcome, metrics.metrics(), writer, recording)
 
+    def unsearched(self, status: Status) -> Solution:
+        """The solution of a search that was stopped before it began."""
+        return Solution(
+            id=self.problem.id,
+            task=self.task.name,
+            problem=self.problem.text,
+            answer=None,
+            text="",
+            score=0.0,
+            correct=None,
+            finish_reason=status,
+            path=(),
+            steps=(),
+            candidates=(),
+            metrics=Metrics(),
+            seed=self.seed,
+            config=self.config,
+        )
+
     def _announce(self, plan: Plan) -> None:
         logger.info(
             "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
@@ -241,7 +260,7 @@ class Run:
         return Header(
             schema=SCHEMA,
             run=hashlib.blake2b(content.encode(), digest_size=8).hexdigest(),
-            created=created.isoformat(timespec="seconds"),
+            created=created.isoformat(timespec="milliseconds"),
             arbor=__version__,
             task=self.setup.task.name,
             problem=problem.text,

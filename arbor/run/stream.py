@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
-from arbor.events import Ended, Event, Listener
+from arbor.events import Event
+from arbor.run.job import SearchJob
 from arbor.run.solution import Solution
 
 if TYPE_CHECKING:
@@ -16,63 +17,69 @@ if TYPE_CHECKING:
 
 
 class SearchStream:
-    """A search in progress, in a thread of its own: iterate over its events.
+    """A search in progress, in its solver's background thread: iterate over its events.
 
         for event in (stream := solver.stream("4 5 6 10")):
             ...
         stream.solution
 
-    ``async for`` works as well, and ``await stream.wait()`` gives the solution without blocking the
-    event loop. An error that ends the search is raised by the loop, by `wait` and by `solution`.
+    The search goes on whether its events are read or not. `stop`, `close` and the end of a ``with``
+    block end it; leaving the loop early does not. ``async for`` works as well, and
+    ``await stream.wait()`` gives the solution without blocking the event loop; an ``async for``
+    that is left early and a `wait` that is cancelled end the search. An error that ends the search
+    is raised by the loop, by `wait` and by `solution`.
 
     Args:
-        search: runs the search, calls a listener with every event, and returns the solution.
-        stop: ends the search after its current forward.
+        job: the search, with its events.
+        refuse: called before waiting, with whether in an event loop; raises where the thread would
+            wait for itself.
     """
 
-    def __init__(
-        self, search: Callable[[Listener], Solution], stop: Callable[[Status], None]
-    ) -> None:
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._solution: Solution | None = None
-        self._error: BaseException | None = None
-        self._stop_search = stop
-        self._stopped: Status | None = None
-        self._running = False  # a stop must not end another search
+    def __init__(self, job: SearchJob, refuse: Callable[[bool], None]) -> None:
+        self._job = job
+        self._refuse = refuse
 
-        def listen(event: Event) -> None:
-            self._running = not isinstance(event, Ended)
-            if self._stopped is not None and self._running:
-                stop(self._stopped)
-            self._events.put(event)
+    def __iter__(self) -> Self:
+        return self
 
-        def work() -> None:
-            try:
-                self._solution = search(listen)
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._running = False  # also where its end was not emitted
-                self._events.put(None)
-
-        self._thread = threading.Thread(target=work, name="arbor-search", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Event]:
-        while (event := self._events.get()) is not None:
-            yield event
-        self._events.put(None)  # a second loop ends at once
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+    def __next__(self) -> Event:
+        job = self._job
+        if job.events.empty():
+            self._refuse(False)
+        event = job.events.get()
+        if event is None:
+            job.events.put(None)  # a second loop ends at once
+            job.wait()
+            raise StopIteration
+        return event
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        events = iter(self)
+        job = self._job
         try:
-            while (event := await asyncio.to_thread(next, events, None)) is not None:
+            while True:
+                if job.events.empty():
+                    self._refuse(True)
+                    await _called(job.at_news)
+                    continue
+                event = job.events.get()
+                if event is None:
+                    job.events.put(None)
+                    job.wait()
+                    return
                 yield event
         finally:
             self.stop()  # where the loop was left early
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     async def wait(self) -> Solution:
         """The solution, once the search has ended; cancelling stops the search.
@@ -80,21 +87,27 @@ class SearchStream:
         Raises:
             Exception: the error that ended the search.
         """
+        if not self._job.ended:
+            self._refuse(True)
         try:
-            return await asyncio.to_thread(lambda: self.solution)
+            await _called(self._job.at_end)
         except asyncio.CancelledError:
             self.stop()
             raise
+        return self._job.solution()
 
     def stop(self, status: Status = "interrupted") -> None:
-        """End after the current forward; the remaining events still come.
+        """End after the current forward, at once if the search has not begun; the remaining events
+        still come.
 
         Safe from a signal handler.
         """
-        if self._stopped is None:
-            self._stopped = status
-        if self._running:
-            self._stop_search(status)
+        if not self._job.ended:
+            self._job.stop(status)
+
+    def close(self) -> None:
+        """`stop`, for ``contextlib.closing``."""
+        self.stop()
 
     @property
     def solution(self) -> Solution:
@@ -103,8 +116,23 @@ class SearchStream:
         Raises:
             Exception: the error that ended the search.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._solution is not None
-        return self._solution
+        if not self._job.ended:
+            self._refuse(False)
+        return self._job.solution()
+
+
+async def _called(notify: Callable[[Callable[[], object]], None]) -> None:
+    """Wait in an event loop until a function given to `notify` is called in any thread."""
+    loop = asyncio.get_running_loop()
+    called = loop.create_future()
+
+    def finish() -> None:
+        if not called.done():
+            called.set_result(None)
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish)
+
+    notify(call)
+    await called

@@ -49,10 +49,10 @@ def html_page(*recordings: PageTrace) -> str:
         f'<script type="application/octet-stream" class="run">{_packed(recording)}</script>'
         for recording in recordings
     )
-    page = _asset("viewer.html")
+    page = asset("viewer.html")
     for mark, text in (
-        ("/*styles*/", _asset("viewer.css")),
-        ("/*scripts*/", "\n".join(_asset(name) for name in SCRIPTS)),
+        ("/*styles*/", asset("viewer.css")),
+        ("/*scripts*/", "\n".join(asset(name) for name in SCRIPTS)),
         ("<!--runs-->", data),
     ):
         before, found, after = page.partition(mark)
@@ -98,5 +98,6 @@ def _packed(recording: PageTrace) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a hand-written part of a page."""
     return (resources.files("arbor.view") / "assets" / name).read_text(encoding="utf-8")

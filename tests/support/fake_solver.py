@@ -7,6 +7,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar
 
 from support.fake_run import fake_run
@@ -68,6 +69,7 @@ class FakeStream:
         self._solver, self._problem, self._trace = solver, problem, trace
         self._stopped: str | None = None
         self._solution: FakeSolution | None = None
+        self.waits = True  # for its own end; else it gives None while it is endless
 
     def stop(self, status: str = "interrupted") -> None:
         self._stopped = status
@@ -78,10 +80,17 @@ class FakeStream:
         return self._solution
 
     def __iter__(self) -> Iterator[Event]:
+        return (event for event in self.steps() if event is not None)
+
+    def steps(self) -> Iterator[Event | None]:
+        """The events, and None where there is none yet."""
         fold = MetricsFold()
         writer = self._trace
         answer: str | None = "(10 - 4) * 5 - 6"
         for event in self._events():
+            if event is None:
+                yield None
+                continue
             if isinstance(event, Answered) and event.text is None:
                 answer = None
             for listener in (fold, *([writer] if writer else [])):
@@ -114,7 +123,7 @@ class FakeStream:
         correct = problem.expected == answer is not None
         return Grade(correct, extracted, "Same text or not.", "text" if extracted else "none")
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[Event | None]:
         words = self._solver.words
         if isinstance(self._problem, Problem):
             self._solver.solved.append(self._problem.id)
@@ -126,10 +135,12 @@ class FakeStream:
         for event in fake_run(seed=1):
             if isinstance(event, Answered):
                 endless = "endless" in words
-                if endless:
+                if endless and self.waits:
                     print("running", file=sys.stderr, flush=True)
                 while endless and self._stopped is None:
                     time.sleep(0.01)
+                    if not self.waits:
+                        yield None
                 if "stuck" in words:
                     time.sleep(3600)
                 if "none" in words:
@@ -188,23 +199,51 @@ class FakeSolver:
         concurrency: int,
         listen: Callable[[int, Event], None],
     ) -> Iterator[tuple[int, FakeSolution | ArborError]]:
-        """One after another."""
-        self._stopped = False
-        for place, (problem, options) in enumerate(jobs):
-            if self._stopped:
-                return
-            self._stream = self.stream(problem, **options)
-            try:
-                for event in self._stream:
-                    listen(place, event)
-            except ArborError as error:
-                yield place, error
-            else:
-                yield place, self._stream.solution
+        """In turns, an event each; as many jobs as run at a time are read before any begins.
+
+        ``running`` is said when only endless ones are in progress.
+        """
+        self._stopped = said = False
+        source = enumerate(jobs)
+        ready = [
+            (place, self.stream(problem, **options))
+            for place, (problem, options) in islice(source, concurrency)
+        ]
+        going: dict[int, tuple[FakeStream, Iterator[Event | None]]] = {}
+        self._streams = [stream for _, stream in ready]
+        while ready or going:
+            for place, stream in [] if self._stopped else ready:
+                stream.waits = concurrency == 1
+                going[place] = stream, stream.steps()
+            ready, happened = [], False
+            for place, (stream, steps) in list(going.items()):
+                try:
+                    event = next(steps)
+                except StopIteration:
+                    del going[place]
+                    happened = True
+                    yield place, stream.solution
+                except ArborError as error:
+                    del going[place]
+                    yield place, error
+                else:
+                    if event is not None:
+                        happened = True
+                        listen(place, event)
+            if not happened and not said:
+                said = True
+                print("running", file=sys.stderr, flush=True)
+            for place, (problem, options) in islice(source, concurrency - len(going)):
+                if self._stopped:
+                    break
+                ready.append((place, self.stream(problem, **options)))
+            self._streams = [stream for stream, _ in going.values()]
+            self._streams += [stream for _, stream in ready]
 
     def stop(self, status: str = "interrupted") -> None:
         self._stopped = True
-        self._stream.stop(status)
+        for stream in self._streams:
+            stream.stop(status)
 
     def stream(
         self,

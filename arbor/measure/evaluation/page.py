@@ -1,10 +1,14 @@
-"""The list of a run's samples as one HTML page: one script, which sorts, and no requests."""
+"""The page of a run: its accuracy, its budget over time, and the list of its samples.
+
+One HTML file with one script, and no requests.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -12,7 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 from arbor.measure.evaluation.results import Row, cost, is_right
+from arbor.measure.evaluation.run_timeline import RunTimeline, as_attributes
 from arbor.support.texts import clipped, visible
+from arbor.view.page import asset
 
 LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
 
@@ -30,23 +36,8 @@ COLUMNS = (
 )
 NUMBERS = COLUMNS[5:9]
 
-# a click on a column's name sorts by it, a second one the other way round
-_SCRIPT = """
-const body = document.querySelector("tbody");
-for (const name of document.querySelectorAll("th button")) name.addEventListener("click", () => {
-  const head = name.parentNode, place = head.cellIndex, number = head.className === "n";
-  const down = head.getAttribute("aria-sort") === "ascending";
-  for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", down ? "descending" : "ascending");
-  const value = (row) => row.cells[place].textContent;
-  const order = number
-    ? (a, b) => parseFloat(value(a).replaceAll(",", "")) - parseFloat(value(b).replaceAll(",", ""))
-    : (a, b) => value(a).localeCompare(value(b), undefined, { numeric: true });
-  const rows = [...body.rows].sort(order);
-  body.replaceChildren(...(down ? rows.reverse() : rows));
-});
-"""
-_ALLOWED = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+SHOWN = 400  # rows that are drawn at first; the others wait in a template
+OUTCOMES = ("right", "wrong", "no answer", "error")
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -58,33 +49,19 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <link rel="icon" href="data:,">
 <style>
-:root {{ color-scheme: light dark; font: 15px/1.45 system-ui, sans-serif; }}
-body {{ margin: 1.5rem auto; padding: 0 1rem; max-width: 80rem; }}
-h1 {{ font-size: 1.3rem; margin: 0 0 .3rem; }}
-p {{ margin: .2rem 0; }}
-label {{ margin-left: .3rem; }}
-table {{ border-collapse: collapse; width: 100%; margin-top: .8rem; }}
-th, td {{ text-align: left; vertical-align: top; padding: .25rem .6rem; border-bottom: 1px solid #8884; overflow-wrap: break-word; }}
-th {{ position: sticky; top: 0; background: Canvas; }}
-th button {{ font: inherit; font-weight: 600; padding: 0; border: 0; background: none; color: inherit; cursor: pointer; white-space: nowrap; }}
-th[aria-sort="ascending"] button::after {{ content: " ↑"; }}
-th[aria-sort="descending"] button::after {{ content: " ↓"; }}
-td.words {{ max-width: 24rem; }}
-.n {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; overflow-wrap: normal; }}
-.right td:first-child {{ border-left: 4px solid #2a7de1; }}
-.wrong td:first-child {{ border-left: 4px dashed #d98a00; }}
-#only:checked ~ .scroll tr.right {{ display: none; }}
-@media (max-width: 64rem) {{
-  .scroll {{ overflow-x: auto; }}
-  th {{ position: static; }}
-  td.words {{ min-width: 9rem; }}
-}}
+{style}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
-{lines}
-<input type="checkbox" id="only"><label for="only">hide correct</label>
+{accuracy}{lines}
+{timeline}
+<div class="tools">
+<label>find <input type="search" id="find" autocomplete="off" spellcheck="false"></label>
+<select id="outcome" aria-label="outcome"><option value="">every outcome</option>{outcomes}</select>
+<label><input type="checkbox" id="only">hide correct</label>
+<output id="found" for="find"></output>
+</div>
 <div class="scroll">
 <table>
 <thead><tr>{columns}</tr></thead>
@@ -92,11 +69,24 @@ td.words {{ max-width: 24rem; }}
 {rows}
 </tbody>
 </table>
+{rest}
+<button type="button" id="more" hidden>more</button>
 </div>
 <script>{script}</script>
 </body>
 </html>
 """
+
+_TIMELINE = """<section id="run" aria-label="The run over time" {attributes}>
+<div id="chart"><canvas id="times" role="img" aria-label="{says}"></canvas></div>
+<button type="button" id="whole" hidden>whole run</button>
+<p id="at" class="hint">{hint}</p>
+</section>
+"""
+_HINT = (
+    "KV slots that all searches held together, and the samples in progress: a bar opens its search, "
+    "the arrow keys go from bar to bar, a drag above zooms."
+)
 
 
 def index_page(
@@ -104,6 +94,10 @@ def index_page(
     lines: Sequence[str],
     rows: Sequence[Row],
     pages: Mapping[str, str] | None = None,
+    *,
+    accuracy: tuple[float, float, float] | None = None,
+    timeline: RunTimeline | None = None,
+    key: str = "",
 ) -> str:
     """The page.
 
@@ -112,16 +106,63 @@ def index_page(
         rows: rows of ``samples.jsonl``.
         pages: trace -> page of its search, both in the run's folder; a sample without a page links
             to its trace.
+        accuracy: of the run, and the ends of its interval.
+        timeline: the run over time.
+        key: of the timeline, see `timeline_key`.
     """
     pages = pages or {}
+    shown = [_row(row, pages) for row in rows]
+    rest = f'<template id="rest">{"".join(shown[SHOWN:])}</template>' if shown[SHOWN:] else ""
+    script = asset("evaluation.js")
     return _PAGE.format(
         title=_escaped(title),
+        accuracy="" if accuracy is None else _accuracy(*accuracy),
         lines="\n".join(f"<p>{_escaped(line)}</p>" for line in lines) + _traces_line(rows, pages),
-        rows="\n".join(_row(row, pages) for row in rows),
+        timeline=_over_time(rows, timeline, key),
+        outcomes="".join(f"<option>{each}</option>" for each in OUTCOMES),
+        rows="\n".join(shown[:SHOWN]),
+        rest=rest,
         columns="".join(map(_column, COLUMNS)),
-        script=_SCRIPT,
-        allowed=_ALLOWED,
+        style=_style(),
+        script=script,
+        allowed=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def _style() -> str:
+    """The viewer's colours, light or dark as the system is, and the page's own rules."""
+    light, dark = re.findall(r"^:root[^{]*\{(.*?)\}", asset("viewer.css"), re.DOTALL | re.MULTILINE)
+    return (
+        f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
+        f"{asset('evaluation.css')}"
+    )
+
+
+def _accuracy(value: float, low: float, high: float) -> str:
+    """The accuracy as a bar, with its interval on it."""
+    says = f"accuracy {100 * value:.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
+    return (
+        f'<div class="accuracy" role="img" aria-label="{says}" title="{says}">'
+        f'<i class="part" style="width:{100 * value:.2f}%"></i>'
+        f'<i class="interval" style="left:{100 * low:.2f}%;width:{100 * (high - low):.2f}%"></i>'
+        "</div>\n"
+    )
+
+
+def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str) -> str:
+    """The run over time, and how many samples are not part of it."""
+    if not rows:
+        return ""
+    if timeline is None:
+        return '<p class="hint">The run over time is drawn from traces; there is none.</p>'
+    says = (
+        f"{len(timeline.bars):,} samples in {timeline.seconds:,.0f} s, "
+        f"at most {max(timeline.used):,} of {max(timeline.budget):,} KV slots"
+    )
+    missing, hint = len(rows) - len(timeline.bars), _HINT
+    if missing:
+        hint = f"{missing:,} of {len(rows):,} samples have no readable trace and no bar. {hint}"
+    return _TIMELINE.format(attributes=as_attributes(key, timeline), says=says, hint=hint)
 
 
 def _column(name: str) -> str:

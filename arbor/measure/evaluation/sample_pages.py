@@ -48,9 +48,17 @@ def write_sample_pages(folder: Path, rows: Iterable[Row]) -> list[str]:
     return unread
 
 
+def trace_of(row: Row) -> str | None:
+    """The trace of a sample, as a path in the run's folder; none from elsewhere."""
+    trace = row.get("trace")
+    if isinstance(trace, str) and PurePosixPath(trace).parts[:-1] == (TRACES,):
+        return trace
+    return None
+
+
 def _traces(rows: Iterable[Row]) -> Iterator[str]:
-    """The traces of samples, as paths in the run's folder; none from elsewhere."""
+    """The traces of samples, as paths in the run's folder."""
     for row in rows:
-        trace = row.get("trace")
-        if isinstance(trace, str) and PurePosixPath(trace).parts[:-1] == (TRACES,):
+        trace = trace_of(row)
+        if trace is not None:
             yield trace

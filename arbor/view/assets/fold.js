@@ -189,6 +189,7 @@ class Run {
     this.keyframes = [];
     this.apart = apart;
     this.deviceAt = new Int32Array(events);
+    this.poolAt = new Int32Array(events); // of all problems that share the budget
     this.hostAt = new Int32Array(events);
     this.compressedAt = new Int32Array(events);
     this.activeAt = new Int32Array(events);
@@ -196,6 +197,7 @@ class Run {
     this.closedAt = new Int32Array(events);
     this.transitionAt = new Int32Array(events);
     this.backtracks = [];
+    this.shares = isCount(this.plan.pool_tokens); // its budget with other problems
 
     const put = (field, block, value) => {
       if (field === DEVICE && stamp[block] === transition) active += value - state.device[block];
@@ -226,6 +228,7 @@ class Run {
       pairs(rows).map(([id, tokens]) => [id, Math.min(tokens, state.host[this.blockOf(id)] || 0)]);
 
     let device = 0,
+      pool = 0,
       host = 0,
       compressed = 0,
       closed = 0;
@@ -317,11 +320,14 @@ class Run {
       const kv = record.kv;
       if (record.e !== "header" && kv && isCount(kv.device)) {
         device = kv.device;
+        pool = isCount(kv.pool) ? Math.max(kv.pool, device) : device;
+        this.shares ||= pool > device;
         host = isCount(kv.host) ? kv.host : 0;
         compressed = isCount(kv.compressed) ? kv.compressed : 0;
       }
       start[event + 1] = fields.length;
       this.deviceAt[event] = device;
+      this.poolAt[event] = pool;
       this.hostAt[event] = host;
       this.compressedAt[event] = compressed;
       this.activeAt[event] = Math.max(0, Math.min(active, device));

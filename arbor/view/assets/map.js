@@ -22,6 +22,7 @@ function palette() {
   for (const name of [
     "paper",
     "raised",
+    "sunken",
     "ink",
     "muted",
     "line",

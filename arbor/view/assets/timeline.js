@@ -30,7 +30,7 @@ class Strip {
   /** Tokens that need room on the device's scale: budget and peak, and what every block together would hold. */
   get needs() {
     const { run } = this;
-    const used = run.deviceAt.reduce((most, tokens) => Math.max(most, tokens), 1);
+    const used = run.poolAt.reduce((most, tokens) => Math.max(most, tokens), 1);
     const full = run.fullAt.reduce((most, tokens) => Math.max(most, tokens), 0);
     // a budget far above all use leaves the strip: it would flatten what there is to see
     return { peak: run.budget > FAR * used ? used : Math.max(used, run.budget), full };
@@ -94,7 +94,9 @@ class Strip {
 
   /** The number at the cursor, on the side with room. */
   _reading(pen, scene, x, y, width) {
-    const text = count(this.run.deviceAt[scene.event]);
+    const { run } = this;
+    const others = run.shares ? ` · all ${count(run.poolAt[scene.event])}` : "";
+    const text = count(run.deviceAt[scene.event]) + others;
     pen.font = scene.bold;
     const wide = pen.measureText(text).width + 10,
       left = x + wide + 10 > width ? x - wide - 7 : x + 7;
@@ -113,7 +115,7 @@ class Strip {
     return this.tall - (this.tall - 12) * Math.min(1.02, tokens / this.most);
   }
 
-  /** For each pixel column the most of what is held, and how much of that is on running paths. */
+  /** For each pixel column the events where most is held, by this problem and by all that share the budget. */
   _columns(width) {
     const { run } = this,
       from = EDGE.left,
@@ -122,17 +124,20 @@ class Strip {
     let event = 0;
     for (let pixel = 0; pixel < wide; pixel++) {
       const place = ((pixel + 1) / wide) * this.axisEnd;
-      let top = event;
+      let top = event,
+        pool = event;
       let next = event;
       while (next < run.events && run.axes[this.axis][next] < place) {
         if (run.deviceAt[next] >= run.deviceAt[top]) top = next;
+        if (run.poolAt[next] >= run.poolAt[pool]) pool = next;
         next++;
       }
       const last = Math.max(0, next - 1);
-      if (next === event && pixel > 0) top = last;
+      if (next === event && pixel > 0) top = pool = last;
       columns.push({
         x: from + pixel,
         top,
+        pool,
         last,
         ended: next >= run.events && run.axes[this.axis][run.events - 1] < (pixel / wide) * this.axisEnd,
       });
@@ -148,6 +153,7 @@ class Strip {
     pen.textBaseline = "middle";
     const columns = this._columns(width);
     const base = this.tall;
+    if (run.shares) this._pool(pen, width, columns, colours);
     for (const { x, top, ended } of columns) {
       if (ended) break;
       const held = this._y(run.deviceAt[top]),
@@ -181,6 +187,24 @@ class Strip {
       pen.fillText(label, EDGE.left - 8, y + LANE_TALL / 2 + 0.5);
       y += LANE_TALL;
     }
+  }
+
+  /** What all problems that share the budget hold, behind what this one does. */
+  _pool(pen, width, columns, colours) {
+    const { run } = this;
+    let most = 0;
+    for (const { x, pool, ended } of columns) {
+      if (ended) break;
+      const y = this._y(run.poolAt[pool]);
+      pen.fillStyle = colours.sunken;
+      pen.fillRect(x, y, 1, this.tall - y);
+      pen.fillStyle = colours.edge;
+      pen.fillRect(x, y, 1, 1.5);
+      most = Math.max(most, run.poolAt[pool]);
+    }
+    const text = `all problems: up to ${count(most)}`;
+    const left = (EDGE.left + width - EDGE.right - pen.measureText(text).width) / 2;
+    this._tag(pen, text, left, Math.max(9, this._y(most) + 9), colours.muted, colours);
   }
 
   _budgetLine(pen, width, colours) {

@@ -601,7 +601,7 @@ class View {
             make(
               "div",
               {},
-              `device ${count(run.deviceAt[event])} (${count(run.activeAt[event])} running), ${seconds(run.axes.time[event])}`,
+              `device ${count(run.deviceAt[event])} (${count(run.activeAt[event])} running)${run.shares ? `, all problems ${count(run.poolAt[event])}` : ""}, ${seconds(run.axes.time[event])}`,
             ),
           ],
       x,
@@ -679,7 +679,7 @@ class View {
         );
         pane.strip.canvas.setAttribute(
           "aria-label",
-          `KV over the run: ${count(held)}${pane.run.budget ? ` of ${count(pane.run.budget)}` : ""} tokens on the device at event ${pane.event}`,
+          `KV over the run: ${count(held)}${pane.run.budget ? ` of ${count(pane.run.budget)}` : ""} tokens on the device at event ${pane.event}${pane.run.shares ? `, ${count(pane.run.poolAt[pane.event])} of all problems` : ""}`,
         );
       }
     }

@@ -1,0 +1,229 @@
+"""Worker: one background thread that carries out the searches of a solver's streams together."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from arbor.run.batch import Pool, pool_of
+from arbor.run.job import SearchJob
+from arbor.run.run import Run
+from arbor.run.searches import Search
+from arbor.run.solution import Solution
+
+if TYPE_CHECKING:
+    from arbor.engine.engine import Engine
+    from arbor.run.session import Status
+
+logger = logging.getLogger(__name__)
+
+EXIT_S = 2.0  # longest wait for the current forward when the interpreter exits
+
+
+class Worker:
+    """One background thread that carries out the searches of a solver's streams together.
+
+    The thread is started when there is work and ends when there is none. Every step of the engine
+    serves all searches in progress; a job joins between two steps. Jobs begin in their order.
+
+    The budget of all is set when the engine is idle, by the jobs that wait then, as many as are
+    searched at a time (`pool_of`). A job that needs more waits until the engine is idle again.
+
+    Args:
+        at_once: most searches in progress at a time.
+        lend: the engine, loaded, for as long as searches are in progress.
+        contended: whether anybody waits for the engine; then no job begins until it was theirs.
+    """
+
+    def __init__(
+        self,
+        at_once: int,
+        lend: Callable[[Worker], AbstractContextManager[Engine]],
+        contended: Callable[[], bool],
+    ) -> None:
+        self._at_once = at_once
+        self._lend = lend
+        self._contended = contended
+        self._lock = threading.Lock()  # of the thread's beginning and end
+        self._thread: threading.Thread | None = None
+        self._waiting: deque[SearchJob] = deque()
+        self._going: list[tuple[Search[Solution], SearchJob]] = []
+        self._pool = Pool()
+
+    def add(self, job: SearchJob) -> None:
+        """Add a job, for the next `start`."""
+        self._waiting.append(job)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs.
+
+        Where that is impossible, the jobs that wait end with the error.
+        """
+        with self._lock:
+            if not self._waiting or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(target=self._work, name="arbor-search", daemon=True)
+            atexit.register(self._exit)
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # too many threads, or the interpreter exits
+                self._thread = None
+                self._fail_waiting(error)
+
+    @property
+    def running(self) -> list[Run]:
+        """The searches in progress."""
+        return [job.run for _, job in self._going]
+
+    def stop(self, status: Status = "interrupted") -> None:
+        """End the searches in progress after the current forward; those that wait never begin.
+
+        Safe from a signal handler or another thread.
+        """
+        for job in [*(job for _, job in list(self._going)), *list(self._waiting)]:
+            job.stop(status)
+
+    def _exit(self) -> None:
+        """The interpreter exits: torch must not be in the middle of a forward."""
+        thread = self._thread
+        self.stop()
+        if thread is not None:
+            thread.join(EXIT_S)
+
+    # The thread
+
+    def _work(self) -> None:
+        """Search until there is nothing left."""
+        while self._has_work():
+            last: list[Callable[[], None]] = []
+            try:
+                if self._plan_first():
+                    with self._lend(self) as engine:
+                        self._search(engine, last)
+            except BaseException as error:  # the engine cannot be had
+                self._fail_waiting(error)
+            while last:  # after the engine was given back
+                last.pop()()
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            while self._waiting and self._waiting[0].taken:
+                self._waiting.popleft()
+            if self._waiting:
+                return True
+            self._thread = None
+            atexit.unregister(self._exit)
+            return False
+
+    def _plan_first(self) -> bool:
+        """Whether a job can begin; those before it, which cannot, are ended."""
+        while self._waiting:
+            if not self._waiting[0].taken and self._is_planned(self._waiting[0]):
+                return True
+            self._waiting.popleft()
+        return False
+
+    def _is_planned(self, job: SearchJob) -> bool:
+        """Whether a job has a plan; one that has none is ended with its error."""
+        try:
+            _ = job.run.plan
+        except BaseException as error:
+            if job.take():
+                job.end(None, error)
+            return False
+        return True
+
+    def _fail_waiting(self, error: BaseException) -> None:
+        """End the jobs that wait with an error."""
+        for job in list(self._waiting):
+            if job.take():
+                job.end(None, error)
+
+    def _search(self, engine: Engine, last: list[Callable[[], None]]) -> None:
+        """Search until nothing is in progress and nothing may begin.
+
+        Args:
+            engine: loaded.
+            last: gets the ends of the last jobs, for when the engine was given back.
+        """
+        first = True
+        try:
+            while True:
+                if first or not self._contended():
+                    self._begin(engine)
+                first = False
+                if not self._going:
+                    return
+                over = self._resume()
+                if not over:
+                    engine.step()
+                    continue
+                if self._going or (self._waiting and not self._contended()):
+                    for end in over:
+                        end()
+                else:
+                    last += over
+        except BaseException as error:  # ends every search, as Ctrl-C does
+            for search, job in self._going:
+                ended = search.done
+                _close(search)
+                last.append(
+                    _ending(job, search.result, search.error)
+                    if ended
+                    else _ending(job, None, error)
+                )
+        finally:
+            self._going = []
+
+    def _begin(self, engine: Engine) -> None:
+        """Begin the jobs that wait, in their order, as many as there are places and room for."""
+        while self._waiting and len(self._going) < self._at_once:
+            job = self._waiting[0]
+            if not job.taken and self._is_planned(job):
+                idle, alone = not self._going, False
+                if idle:
+                    runs = self._next_runs()
+                    self._pool.tokens, alone = pool_of(runs), len(runs) == 1
+                if not self._pool.admits(job.run, self.running, idle):
+                    return
+                if job.take():
+                    pool = None if alone else self._pool.tokens
+                    search = Search(0, job.run.steps(engine, job.emit, pool=pool))
+                    self._going.append((search, job))
+            self._waiting.popleft()
+
+    def _next_runs(self) -> list[Run]:
+        """The runs that begin next in an idle engine."""
+        jobs = (job for job in list(self._waiting) if not job.taken and self._is_planned(job))
+        return [job.run for job in islice(jobs, self._at_once)]
+
+    def _resume(self) -> list[Callable[[], None]]:
+        """Resume every search whose operation is done; the ends of those that are over."""
+        over: list[Callable[[], None]] = []
+        for search, job in self._going:
+            while not search.done and (search.operation is None or search.operation.done):
+                search.go_on()
+            if search.done:
+                over.append(_ending(job, search.result, search.error))
+        self._going = [each for each in self._going if not each[0].done]
+        return over
+
+
+def _ending(
+    job: SearchJob, solution: Solution | None, error: BaseException | None
+) -> Callable[[], None]:
+    return lambda: job.end(solution, error)
+
+
+def _close(search: Search[Solution]) -> None:
+    """Give a search up."""
+    try:
+        search.close()
+    except Exception:
+        logger.warning("a search failed while it was given up", exc_info=True)
