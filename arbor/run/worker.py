@@ -207,7 +207,7 @@ class Worker:
         """Resume every search whose operation is done; the ends of those that are over."""
         over: list[Callable[[], None]] = []
         for search, job in self._going:
-            while not search.done and (search.operation is None or search.operation.done):
+            while not search.done and (search.awaited is None or search.awaited.done):
                 search.go_on()
             if search.done:
                 over.append(_ending(job, search.result, search.error))
