@@ -124,6 +124,27 @@ def test_the_last_box_is_the_answer(text: str, key: str, correct: bool) -> None:
     assert MATH.grade(text, key).correct is correct
 
 
+@pytest.mark.parametrize(
+    ("one", "two", "never"),
+    [
+        (r"\{1,2\}", "[1,2]", True),
+        (r"\{x\mid x>3\}", r"(3,\infty)", False),
+        (r"\{x: x>3\}", r"(3,\infty)", False),
+        ("(x+1)^2", "x^2+2x+1", False),
+        ("R^2", "r^2", True),
+        (r"\Delta", r"\delta", True),
+        ("Monday, Tuesday", "monday, tuesday", False),
+        (r"2\pi", r"2\cdot 3.14", False),
+        ("5 dozen", "60", True),
+        ("10_2", "2", True),
+        ("A3_{16}", "163", True),
+        ("a_1", "a_2", False),
+    ],
+)
+def test_only_what_differs_for_certain_is_not_asked(one: str, two: str, never: bool) -> None:
+    assert never_equal(one, two) is never_equal(two, one) is never
+
+
 @pytest.mark.parametrize("answer", [None, "", "  ", r"\boxed{}", "x" * 500])
 @pytest.mark.parametrize("grader", [Exact(), MATH, Numeric(), Integer(), Choice()])
 def test_a_text_without_an_answer_is_invalid(grader: Grader, answer: str | None) -> None:
