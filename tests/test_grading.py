@@ -111,6 +111,19 @@ def test_the_library_by_itself_gets_these_wrong(
     assert math_verify.verify(gold, given, timeout_seconds=None) is not equal
 
 
+def test_a_verdict_of_the_library_that_is_overruled_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("math_verify")
+    caplog.set_level("INFO", logger="arbor.tasks.grading.mathematics")
+
+    assert not MATH.grade("e^{-300}", "e^{-301}").correct
+    assert "calls e^{-301} and e^{-300} equal" in caplog.text
+    caplog.clear()
+    assert not MATH.grade("x+1", "x+2").correct
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
     ("text", "key", "correct"),
     [

@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import logging
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,6 +37,8 @@ from arbor.tasks.grading.exact import canonical
 from arbor.tasks.grading.extraction import marked
 from arbor.tasks.grading.notation import FACTOR, normalise, number, same
 from arbor.tasks.grading.worker import Limits, Reply, Worker
+
+logger = logging.getLogger(__name__)
 
 SCRIPT = Path(__file__).with_name("math_worker.py")
 PACKAGE = "math-verify"
@@ -102,7 +105,10 @@ class Mathematics:
             if reply.status == "crashed":
                 reason = f"crashed: the process that compared it with {key} ended."
             return Grade(False, extracted, reason, reply.status)
-        return graded(reply.data.get("equal") is True, extracted, key, PACKAGE)
+        equal = reply.data.get("equal") is True
+        if reply.data.get("library") is True and not equal:
+            logger.info("%s calls %s and %s equal; as numbers they differ", PACKAGE, key, extracted)
+        return graded(equal, extracted, key, PACKAGE)
 
 
 def never_equal(answer: str, key: str) -> bool:
