@@ -2,6 +2,7 @@ r"""Graders: which answers are equal, how that was decided, and which texts hold
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arbor import Solution, Solver
 from arbor.errors import UsageError
+from arbor.run.plugin_answers import checked_task
+from arbor.tasks.base import Grade, Problem
 from arbor.tasks.grading import mathematics
 from arbor.tasks.grading.base import Grader
 from arbor.tasks.grading.choice import LETTERS, Choice, last_letter, letter_of, stated_letter
@@ -17,6 +21,7 @@ from arbor.tasks.grading.exact import Exact
 from arbor.tasks.grading.extraction import hashed
 from arbor.tasks.grading.mathematics import Mathematics, never_equal
 from arbor.tasks.grading.numeric import Integer, Numeric
+from arbor.tasks.reasoning import Reasoning
 
 MATH = Mathematics(seconds=20)
 
@@ -106,6 +111,19 @@ def test_the_library_by_itself_gets_these_wrong(
     assert math_verify.verify(gold, given, timeout_seconds=None) is not equal
 
 
+def test_a_verdict_of_the_library_that_is_overruled_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("math_verify")
+    caplog.set_level("INFO", logger="arbor.tasks.grading.mathematics")
+
+    assert not MATH.grade("e^{-300}", "e^{-301}").correct
+    assert "calls e^{-301} and e^{-300} equal" in caplog.text
+    caplog.clear()
+    assert not MATH.grade("x+1", "x+2").correct
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize(
     ("text", "key", "correct"),
     [
@@ -117,6 +135,27 @@ def test_the_library_by_itself_gets_these_wrong(
 )
 def test_the_last_box_is_the_answer(text: str, key: str, correct: bool) -> None:
     assert MATH.grade(text, key).correct is correct
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "never"),
+    [
+        (r"\{1,2\}", "[1,2]", True),
+        (r"\{x\mid x>3\}", r"(3,\infty)", False),
+        (r"\{x: x>3\}", r"(3,\infty)", False),
+        ("(x+1)^2", "x^2+2x+1", False),
+        ("R^2", "r^2", True),
+        (r"\Delta", r"\delta", True),
+        ("Monday, Tuesday", "monday, tuesday", False),
+        (r"2\pi", r"2\cdot 3.14", False),
+        ("5 dozen", "60", True),
+        ("10_2", "2", True),
+        ("A3_{16}", "163", True),
+        ("a_1", "a_2", False),
+    ],
+)
+def test_only_what_differs_for_certain_is_not_asked(one: str, two: str, never: bool) -> None:
+    assert never_equal(one, two) is never_equal(two, one) is never
 
 
 @pytest.mark.parametrize("answer", [None, "", "  ", r"\boxed{}", "x" * 500])
@@ -279,6 +318,78 @@ def test_the_last_letter_of_the_last_line(text: str, letter: str | None) -> None
 def test_a_letter_is_read_in_any_dress(letter: str, form: str) -> None:
     assert letter_of(form.format(letter)) == letter
     assert Choice().grade(form.format(letter.lower()), letter).correct
+
+
+# Agreement
+
+FORMS = ("{}/{}", "\\frac{{{}}}{{{}}}", "$\\dfrac{{{}}}{{{}}}$", "\\boxed{{{}/{}}}")
+
+
+@given(
+    st.fractions(-50, 50, max_denominator=12),
+    st.fractions(-50, 50, max_denominator=12),
+    st.sampled_from(FORMS),
+    st.sampled_from(FORMS),
+)
+def test_the_graders_agree_on_plain_numbers(one: Fraction, two: Fraction, a: str, b: str) -> None:
+    answer = a.format(one.numerator, one.denominator)
+    key = b.format(two.numerator, two.denominator)
+
+    for grader in (Exact(), Numeric(), MATH):
+        assert grader.grade(answer, key).correct is (one == two)
+
+
+@settings(max_examples=25, deadline=None)
+@given(*(st.integers(-5, 5) for _ in range(4)))
+def test_products_agree_with_their_expansion(a: int, b: int, c: int, more: int) -> None:
+    pytest.importorskip("math_verify")
+    product = f"(x+({a}))(x+({b}))(y+({c}))"
+    expanded = f"x^2y+({a + b})xy+({a * b})y+({c})x^2+({(a + b) * c})x+({a * b * c})"
+
+    assert MATH.grade(product, expanded).correct
+    assert MATH.grade(f"{product}+({more})", expanded).correct is (more == 0)
+
+
+# Where grades go
+
+
+def test_a_solution_has_the_grade_and_keeps_it() -> None:
+    with Solver(controller="chain") as solver:
+        solution = solver.solve("4 5 6 10")
+        copy = Solution.from_dict(json.loads(json.dumps(solution.to_dict())))
+
+    assert solution.grade is not None and solution.grade.correct is solution.correct
+    assert copy.grade == solution.grade
+
+
+class Odd(Reasoning):
+    """A task of a plug-in whose grade is not data."""
+
+    def __init__(self, grade: Any) -> None:
+        object.__setattr__(self, "_grade", grade)
+
+    def grade(self, problem: Problem, answer: str | None) -> Grade:
+        found: Grade = self._grade  # type: ignore[attr-defined]
+        return found
+
+
+@pytest.mark.parametrize(
+    "grade",
+    [
+        None,
+        True,
+        Grade(1, "7", "It is."),  # type: ignore[arg-type]
+        Grade(True, 7, "It is."),  # type: ignore[arg-type]
+        Grade(True, "7", None),  # type: ignore[arg-type]
+        Grade(True, "7", "It is.", 3),  # type: ignore[arg-type]
+        Grade(True, "7", "It is.", "text", {"letter": "all"}),  # type: ignore[dict-item]
+    ],
+)
+def test_a_grade_of_a_plug_in_is_checked(grade: Any) -> None:
+    task = checked_task(Odd(grade))
+
+    with pytest.raises(UsageError, match="task-answer"):
+        task.grade(Problem("1", "odd", "?", "7"), "7")
 
 
 # Any text

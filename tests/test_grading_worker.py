@@ -115,7 +115,7 @@ def test_memory_beyond_the_limit_ends_in_a_verdict() -> None:
     reply = small.ask({"expected": "x+1", "answer": "2^{10^{10}}"})
 
     assert reply.data is None or reply.data.get("equal") is not True
-    assert small.ask({"expected": "x+1", "answer": "1+x"}).data == {"equal": True}
+    assert small.ask({"expected": "x+1", "answer": "1+x"}).data == {"equal": True, "library": True}
     small.close()
 
 

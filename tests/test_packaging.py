@@ -74,6 +74,13 @@ def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
     assert f"{info}/licenses/LICENSE" in wheel
 
 
+def test_the_wheel_has_the_templates_of_prompts(wheel: list[str]) -> None:
+    folder = ROOT / "arbor/tasks/prompts"
+    templates = {f"arbor/tasks/prompts/{path.name}" for path in folder.iterdir()}
+
+    assert "arbor/tasks/prompts/math.toml" in templates <= set(wheel)
+
+
 def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
     folder = ROOT / "arbor/view/assets"
     assets = {f"arbor/view/assets/{path.name}" for path in folder.glob("viewer.*")}

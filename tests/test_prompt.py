@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,17 @@ def test_a_template_of_a_users_own() -> None:
     assert Reasoning(template=task.template).prompt_version != task.prompt_version
 
 
+def test_a_template_that_has_changed_is_read_again() -> None:
+    task = Reasoning(template=written(VALID))
+    before, version = task.prompt(task.parse("2+2?")), task.prompt_version
+    written(VALID.replace("A:", "Answer:"))
+    os.utime("mine.toml", ns=(1, 1))
+
+    assert before == "Q: 2+2?\nA:"
+    assert task.prompt(task.parse("2+2?")) == "Q: 2+2?\nAnswer:"
+    assert task.prompt_version != version
+
+
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_braces_in_a_problem_stay_as_they_are(problem: str, solution: str) -> None:
     template = PromptTemplate(
@@ -104,7 +116,6 @@ def test_braces_in_a_problem_stay_as_they_are(problem: str, solution: str) -> No
 )
 def test_an_invalid_template_says_what_would_work(text: str, words: str) -> None:
     path = written(text)
-    read_template.cache_clear()
 
     with pytest.raises(UsageError, match=re.escape(words)) as caught:
         Reasoning(template=path).parse("2+2?")

@@ -45,6 +45,9 @@ PACKAGES = (
     "rich",
     "flashinfer-python",
     "triton",
+    "math-verify",
+    "pyarrow",
+    "datasets",
 )
 
 

@@ -75,9 +75,8 @@ def _filled(text: str, **fields: str) -> str:
     return _FIELD.sub(lambda match: fields.get(match[1], ""), text)
 
 
-@functools.lru_cache(maxsize=64)
 def read_template(path: str) -> PromptTemplate:
-    """The template in a file; read once.
+    """The template in a file; read again only when it has changed.
 
     Args:
         path: see `template_file`.
@@ -86,7 +85,17 @@ def read_template(path: str) -> PromptTemplate:
         InputError: the file cannot be read.
         UsageError: it is not a template; names the key.
     """
-    data = _read(template_file(path), path)
+    file = template_file(path)
+    try:
+        changed = file.stat().st_mtime_ns
+    except OSError:  # its error is that of reading it
+        changed = 0
+    return _template(file, path, changed)
+
+
+@functools.lru_cache(maxsize=64)
+def _template(file: Path, path: str, changed: int) -> PromptTemplate:
+    data = _read(file, path)
     for key in data:
         if key not in _KEYS:
             raise unknown_setting(f"{path}: there is", key, _KEYS, path=path)

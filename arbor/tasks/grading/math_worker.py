@@ -31,7 +31,8 @@ def main() -> None:
         _limit_cpu(limits["answer_s"])
         request = json.loads(line)
         try:
-            reply = {"equal": equal(request["expected"], request["answer"])}
+            library, ours = equal(request["expected"], request["answer"])
+            reply = {"equal": ours, "library": library}
         except Exception as error:  # of the library, at any text
             reply = {"error": type(error).__name__}
         print(json.dumps(reply), file=replies, flush=True)
@@ -43,8 +44,8 @@ def comparison() -> Any:
 
     latex = [LatexExtractionConfig()]
 
-    def equal(expected: str, answer: str) -> bool | None:
-        """Whether the two are equal; None for a text that cannot be read."""
+    def equal(expected: str, answer: str) -> tuple[bool, bool]:
+        """Whether the library calls the two equal, and whether they are."""
         gold, given = (
             parse(
                 f"${text}$",  # without the signs an equation reads as 0
@@ -56,10 +57,10 @@ def comparison() -> Any:
             for text in (expected, answer)
         )
         if not gold or not given:
-            return None
+            return False, False
         if not verify(gold, given, timeout_seconds=None):
-            return False
-        return not all(differ(one, two) for one, two in itertools.product(gold, given))
+            return False, False
+        return True, not all(differ(one, two) for one, two in itertools.product(gold, given))
 
     return equal
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import logging
 import re
 from dataclasses import dataclass
 from importlib import metadata
@@ -37,14 +38,16 @@ from arbor.tasks.grading.extraction import marked
 from arbor.tasks.grading.notation import FACTOR, normalise, number, same
 from arbor.tasks.grading.worker import Limits, Reply, Worker
 
+logger = logging.getLogger(__name__)
+
 SCRIPT = Path(__file__).with_name("math_worker.py")
 PACKAGE = "math-verify"
 REMEMBERED = 4096  # comparisons
 
-_BASED = re.compile(r"[\dA-Fa-f]+_(?:\{\s*\d+\s*\}|\d+)")
+_BASED = re.compile(r"\d[\dA-Fa-f]*_(?:\{\s*\d+\s*\}|\d+)|[\dA-Fa-f]+_\{\s*16\s*\}")
 _WORD = re.compile(r"\\?[A-Za-z]+")
 _PI = re.compile(r"\\?pi\b")
-_OPENING = re.compile(r"(\\\{|[(\[])")
+_CONDITION = re.compile(r"\||:|\\(?:mid|in)\b")  # of a set that is not a list of its elements
 
 
 @dataclass(frozen=True)
@@ -102,23 +105,33 @@ class Mathematics:
             if reply.status == "crashed":
                 reason = f"crashed: the process that compared it with {key} ended."
             return Grade(False, extracted, reason, reply.status)
-        return graded(reply.data.get("equal") is True, extracted, key, PACKAGE)
+        equal = reply.data.get("equal") is True
+        if reply.data.get("library") is True and not equal:
+            logger.info("%s calls %s and %s equal; as numbers they differ", PACKAGE, key, extracted)
+        return graded(equal, extracted, key, PACKAGE)
 
 
 def never_equal(answer: str, key: str) -> bool:
-    """Whether two normalised answers that are not the same text differ for certain."""
-    if _BASED.fullmatch(answer) or _BASED.fullmatch(key):
+    """Whether two normalised answers that are not the same text differ for certain.
+
+    Also where one of them has a factor in words, which the library would drop.
+    """
+    both = (answer, key)
+    if any(map(_BASED.fullmatch, both)):
         return True
-    if bool(FACTOR.search(_PI.sub("", answer))) != bool(FACTOR.search(_PI.sub("", key))):
+    factors = [bool(FACTOR.search(_PI.sub("", each))) for each in both]
+    listed = [each.startswith("\\{") and not _CONDITION.search(each) for each in both]
+    ordered = [each.startswith(("(", "[")) for each in both]
+    if factors[0] != factors[1] or (listed[0] and ordered[1]) or (ordered[0] and listed[1]):
         return True
-    kinds = [
-        bool(match) and match[1] == "\\{" for match in map(_OPENING.match, (answer, key)) if match
-    ]
-    if len(kinds) == 2 and kinds[0] != kinds[1]:
-        return True
-    words = [sorted(_WORD.findall(each)) for each in (answer, key)]
-    folded = [sorted(word.casefold() for word in each) for each in words]
-    return words[0] != words[1] and folded[0] == folded[1]
+    letters = [sorted(filter(_is_symbol, _WORD.findall(each))) for each in both]
+    folded = [sorted(word.casefold() for word in each) for each in letters]
+    return letters[0] != letters[1] and folded[0] == folded[1]
+
+
+def _is_symbol(word: str) -> bool:
+    """Whether letters are a symbol, whose case matters, and not a word."""
+    return len(word) <= 2 or word.startswith("\\")
 
 
 @functools.cache
