@@ -112,7 +112,7 @@ def test_a_time_without_a_search_is_left_out(tmp_path: Path) -> None:
     assert found is not None
     assert found.seconds == 8.0
     assert [(bar.start_s, bar.seconds) for bar in found.bars] == [(0, 2), (2, 2), (4, 4)]
-    assert found.pauses_s == (4.0,), "half a minute is no pause"
+    assert found.pauses_s == (4.0,), "half a minute is too short for a pause"
 
 
 def test_a_trace_that_cannot_be_read_has_no_bar(tmp_path: Path) -> None:
