@@ -78,8 +78,7 @@ class Run:
         Raises:
             see `Solver.solve`.
         """
-        plan = self.plan
-        self._announce(plan)
+        _ = self.plan
         with lend(self) as engine:
             return completed(engine, self.steps(engine, *listeners))
 
@@ -95,6 +94,7 @@ class Run:
             listeners: called with every event, after those of the setup.
             pool: the budget of all runs in the engine, tokens; by default that of this run.
         """
+        self._announce(self.plan)
         reads = self._reads()
         self.pool = pool
         metrics, writer = MetricsFold(), self.request.writer()
