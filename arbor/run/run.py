@@ -78,7 +78,7 @@ class Run:
         Raises:
             see `Solver.solve`.
         """
-        _ = self.plan
+        self.announce()
         with lend(self) as engine:
             return completed(engine, self.steps(engine, *listeners))
 
@@ -94,7 +94,6 @@ class Run:
             listeners: called with every event, after those of the setup.
             pool: the budget of all runs in the engine, tokens; by default that of this run.
         """
-        self._announce(self.plan)
         reads = self._reads()
         self.pool = pool
         metrics, writer = MetricsFold(), self.request.writer()
@@ -127,7 +126,9 @@ class Run:
             config=self.config,
         )
 
-    def _announce(self, plan: Plan) -> None:
+    def announce(self) -> None:
+        """Log what is searched, within which budget; plans it."""
+        plan = self.plan
         logger.info(
             "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
             self.setup.task.name,

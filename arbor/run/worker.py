@@ -204,6 +204,7 @@ class Worker:
             self._pool.tokens, alone = pool_of(runs), len(runs) == 1
         if not self._pool.admits(job.run, self.running, idle):
             return False
+        job.run.announce()
         if job.take():
             # alone, its own budget is that of all
             pool = None if alone else self._pool.tokens
