@@ -119,7 +119,7 @@ def test_a_search_within_a_search_of_the_same_solver_is_refused(listening: Solve
     assert listening.solve(OTHER).problem == OTHER
 
 
-def test_what_failed_first_is_raised_and_every_listener_is_told(
+def test_what_failed_first_is_raised_and_every_listener_gets_the_end(
     listening: Solver, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(event: Event) -> None:
@@ -218,7 +218,7 @@ def test_a_token_limit_ends_the_search(solver: Solver) -> None:
     ("options", "words"),
     [({"max_tokens": 0}, "max_tokens is 0"), ({"timeout": -1.0}, "timeout is -1")],
 )
-def test_a_limit_that_cannot_be_meant(solver: Solver, options: Any, words: str) -> None:
+def test_an_invalid_limit(solver: Solver, options: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         solver.solve(PUZZLE, **options)
     with pytest.raises(TypeError, match="budgett"):
@@ -306,7 +306,7 @@ def test_a_notebook_shows_the_page(solver: Solver, monkeypatch: pytest.MonkeyPat
     assert raw and "<iframe" in data["text/html"] and "sandbox" in data["text/html"]
 
 
-def test_a_terminal_with_ipython_is_no_notebook(
+def test_a_terminal_with_ipython_is_not_a_notebook(
     solver: Solver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ipython = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace())
@@ -422,7 +422,7 @@ def test_a_guess_is_marked_in_the_solution_and_its_trace(tmp_path: Path) -> None
     assert ends and all(event.guessed for event in ends)
 
 
-def test_an_answer_of_another_task_is_no_guess(solver: Solver) -> None:
+def test_an_answer_of_another_task_is_not_a_guess(solver: Solver) -> None:
     solution = solver.solve(PUZZLE, seed=SOLVED)
 
     assert solution.answer is not None and not solution.guessed
@@ -473,7 +473,7 @@ def test_a_configuration_in_a_file_builds_the_same_solver(solver: Solver, tmp_pa
         ({"seed": 1.0}, "seed", "seed is 1.0"),
     ],
 )
-def test_a_configuration_that_cannot_be_meant_says_what_would_work(
+def test_an_invalid_configuration_says_what_would_work(
     config: dict[str, object], code: str, words: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(words)) as caught:

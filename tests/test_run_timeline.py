@@ -105,6 +105,15 @@ def test_a_search_that_is_alone_holds_its_own_slots(tmp_path: Path) -> None:
     assert (found.budget[0], found.budget[-1]) == (200, 150)
 
 
+def test_the_moment_between_two_searches_has_a_budget(tmp_path: Path) -> None:
+    rows = [write(tmp_path, name, 0.53 * place, 0.5) for place, name in enumerate("abc")]
+    found = run_timeline(tmp_path, rows)
+
+    assert found is not None
+    assert [bar.lane for bar in found.bars] == [0, 0, 0]
+    assert found.seconds == pytest.approx(1.56) and set(found.budget) == {200}
+
+
 def test_a_time_without_a_search_is_left_out(tmp_path: Path) -> None:
     rows = [write(tmp_path, "a", 0, 2), write(tmp_path, "b", 30, 2), write(tmp_path, "c", 9000, 4)]
     found = run_timeline(tmp_path, rows)
@@ -112,7 +121,7 @@ def test_a_time_without_a_search_is_left_out(tmp_path: Path) -> None:
     assert found is not None
     assert found.seconds == 8.0
     assert [(bar.start_s, bar.seconds) for bar in found.bars] == [(0, 2), (2, 2), (4, 4)]
-    assert found.pauses_s == (4.0,), "half a minute is no pause"
+    assert found.pauses_s == (4.0,), "half a minute is too short for a pause"
 
 
 def test_a_trace_that_cannot_be_read_has_no_bar(tmp_path: Path) -> None:

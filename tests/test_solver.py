@@ -341,7 +341,7 @@ def test_a_model_that_does_not_sample_gets_the_papers_defaults(small: Path, tmp_
     assert Solver(tmp_path / "greedy").sampling == Sampling(temperature=0.7, top_p=0.9)
 
 
-def test_sampling_that_cannot_be_meant_is_refused_before_anything_loads() -> None:
+def test_invalid_sampling_is_refused_before_anything_loads() -> None:
     with pytest.raises(UsageError, match="temperature"):
         Solver(sampling={"temperature": -1.0})
 
@@ -519,7 +519,9 @@ def test_lossy_mode_keeps_fewer_tokens_and_needs_the_same_positions(small: Path)
         ({"model": "builtin:saplin"}, "builtin:sapling"),
     ],
 )
-def test_unknown_names_are_told_the_nearest_one(settings: dict[str, Any], name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one(
+    settings: dict[str, Any], name: str
+) -> None:
     with pytest.raises(UnknownName, match=f"Did you mean '{name}'"):
         Solver(**settings)
 
@@ -535,7 +537,7 @@ def test_unknown_names_are_told_the_nearest_one(settings: dict[str, Any], name: 
         {"seed": 0.5},
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Solver(**settings)
 
@@ -730,7 +732,7 @@ def test_a_generation_config_that_says_nothing_sensible_is_named(small: Path) ->
     assert error.value.code == "model-incomplete"
 
 
-def test_a_generation_config_that_cannot_be_read_is_told(
+def test_an_unreadable_generation_config_is_left_out(
     small: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = small.parent / "torn"

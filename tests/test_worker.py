@@ -308,13 +308,22 @@ def test_a_task_that_is_cancelled_while_it_waits_never_begins(solver: Solver) ->
 
 def test_a_closed_iterator_ends_its_own_search(solver: Solver) -> None:
     alone = approximately(solver.solve(PROBLEMS[1]))
+    begun, closed = threading.Event(), threading.Event()
+
+    def watch(event: Event) -> None:
+        if isinstance(event, Selected) and not begun.is_set():
+            begun.set()
+            closed.wait()
+
+    solver.listeners = (watch,)
     first, second = opened_together(solver, *PROBLEMS[:2])
     with first:
-        for event in first:
-            if isinstance(event, Selected):
-                break
+        assert isinstance(next(first), Header)
+        begun.wait()
+    closed.set()
 
-    assert first.solution.finish_reason in ("interrupted", "solved", "limit", "exhausted")
+    assert first.solution.finish_reason == "interrupted"
+    assert isinstance(list(first)[-1], Ended), "the remaining events still come"
     assert approximately(second.solution) == alone
     assert is_idle(solver)
 
@@ -340,7 +349,7 @@ def test_an_asynchronous_loop_that_is_left_ends_its_own_search(solver: Solver) -
         return await task
 
     assert approximately(asyncio.run(leave())) == alone
-    assert sorted(statuses)[0] == "interrupted" and len(statuses) == 2
+    assert statuses.count("interrupted") == 1 and len(statuses) == 2
     assert is_idle(solver)
 
 
@@ -436,6 +445,59 @@ def test_a_thread_that_cannot_be_started_is_an_error(
         list(stream)
 
     assert solver.stream(PROBLEMS[0]).solution.problem == PROBLEMS[0]
+
+
+def test_a_bug_in_the_budget_ends_the_search_that_begins(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pool_of(runs: Any) -> int:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("arbor.run.worker.pool_of", pool_of)
+        for stream in opened_together(solver, *PROBLEMS[:3]):
+            with pytest.raises(ZeroDivisionError):
+                _ = stream.solution
+
+    assert solver.stream(PROBLEMS[0]).solution.problem == PROBLEMS[0]
+
+
+def test_a_closed_solver_ends_its_streams() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def watch(event: Event) -> None:
+        if isinstance(event, Selected):
+            begun.set()
+            go.wait()
+
+    with Solver(**SMALL, listeners=[watch]) as solver:
+        stream, late = solver.stream(PROBLEMS[0]), None
+        begun.wait()
+        with solver._next:  # as if another thread waited: nothing begins
+            late = solver.stream(PROBLEMS[1])
+            solver.close()
+            go.set()
+            assert late.solution.finish_reason == "interrupted"
+            assert stream.solution.finish_reason == "interrupted"
+
+    assert list(late) == []
+
+
+def test_a_loop_that_is_given_up_leaves_no_search_behind(solver: Solver) -> None:
+    """A coroutine that is closed in the middle, not cancelled."""
+    with solver._busy:
+        waiting = solver.asolve(PROBLEMS[0])
+        loop = asyncio.new_event_loop()
+        loop.call_soon(lambda: None)
+
+        async def begin() -> None:
+            waiting.send(None)
+
+        loop.run_until_complete(begin())
+        waiting.close()
+        loop.close()
+        (job,) = solver._worker._waiting
+        assert job.taken and job.ended
 
 
 # Next to solve and batches

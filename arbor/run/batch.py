@@ -127,6 +127,7 @@ class Batch:
             raise run
         if not self._pool.admits(run, self._running.values(), idle):
             return None
+        run.announce()
         self._running[place] = run
         heard = () if self._listen is None else (partial(self._listen, place),)
         return run.steps(engine, *heard, pool=self._pool.tokens if self._several else None)

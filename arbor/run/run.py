@@ -78,8 +78,7 @@ class Run:
         Raises:
             see `Solver.solve`.
         """
-        plan = self.plan
-        self._announce(plan)
+        self.announce()
         with lend(self) as engine:
             return completed(engine, self.steps(engine, *listeners))
 
@@ -127,7 +126,9 @@ class Run:
             config=self.config,
         )
 
-    def _announce(self, plan: Plan) -> None:
+    def announce(self) -> None:
+        """Log what is searched, within which budget; plans it."""
+        plan = self.plan
         logger.info(
             "%s of %d tokens, seed %d: %d of %d tokens of KV, policy %s, %s",
             self.setup.task.name,

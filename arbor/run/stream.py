@@ -91,7 +91,7 @@ class SearchStream:
             self._refuse(True)
         try:
             await _called(self._job.at_end)
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, or closed with its event loop
             self.stop()
             raise
         return self._job.solution()
@@ -131,7 +131,7 @@ async def _called(notify: Callable[[Callable[[], object]], None]) -> None:
             called.set_result(None)
 
     def call() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and what waited in it
             loop.call_soon_threadsafe(finish)
 
     notify(call)

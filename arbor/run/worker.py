@@ -38,7 +38,7 @@ class Worker:
     Args:
         at_once: most searches in progress at a time.
         lend: the engine, loaded, for as long as searches are in progress.
-        contended: whether anybody waits for the engine; then no job begins until it was theirs.
+        contended: whether another thread waits for the engine; no job begins before it has had it.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Worker:
                 self._thread.start()
             except RuntimeError as error:  # too many threads, or the interpreter exits
                 self._thread = None
+                atexit.unregister(self._exit)
                 self._fail_waiting(error)
 
     @property
@@ -109,7 +110,7 @@ class Worker:
             except BaseException as error:  # the engine cannot be had
                 self._fail_waiting(error)
             while last:  # after the engine was given back
-                last.pop()()
+                last.pop(0)()
 
     def _has_work(self) -> bool:
         with self._lock:
@@ -185,18 +186,31 @@ class Worker:
         """Begin the jobs that wait, in their order, as many as there are places and room for."""
         while self._waiting and len(self._going) < self._at_once:
             job = self._waiting[0]
-            if not job.taken and self._is_planned(job):
-                idle, alone = not self._going, False
-                if idle:
-                    runs = self._next_runs()
-                    self._pool.tokens, alone = pool_of(runs), len(runs) == 1
-                if not self._pool.admits(job.run, self.running, idle):
+            try:
+                if not self._begin_one(engine, job):
                     return
+            except BaseException as error:
                 if job.take():
-                    pool = None if alone else self._pool.tokens
-                    search = Search(0, job.run.steps(engine, job.emit, pool=pool))
-                    self._going.append((search, job))
+                    job.end(None, error)
             self._waiting.popleft()
+
+    def _begin_one(self, engine: Engine, job: SearchJob) -> bool:
+        """Begin a job, unless it is taken or cannot be planned; False if it waits for room."""
+        if job.taken or not self._is_planned(job):
+            return True
+        idle, alone = not self._going, False
+        if idle:
+            runs = self._next_runs()
+            self._pool.tokens, alone = pool_of(runs), len(runs) == 1
+        if not self._pool.admits(job.run, self.running, idle):
+            return False
+        job.run.announce()
+        if job.take():
+            # alone, its own budget is that of all
+            pool = None if alone else self._pool.tokens
+            search = Search(0, job.run.steps(engine, job.emit, pool=pool))
+            self._going.append((search, job))
+        return True
 
     def _next_runs(self) -> list[Run]:
         """The runs that begin next in an idle engine."""

@@ -230,6 +230,8 @@ def _timeline(recorded: Sequence[_Recorded], ticks: _Ticks) -> RunTimeline:
         bars.append(Bar(each.row, round(start, 3), round(at(each.end_s) - start, 3), lane))
         for place in range(bin_of(each.start_s), bin_of(each.end_s) + 1):
             budget[place] = max(budget[place], each.budget)
+    for place in range(1, BINS):
+        budget[place] = budget[place] or budget[place - 1]  # between two searches
     return RunTimeline(round(total, 3), tuple(used), tuple(budget), tuple(bars), tuple(pauses))
 
 
