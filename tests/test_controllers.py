@@ -303,7 +303,7 @@ def test_a_finished_path_of_little_worth_gives_its_place_up_but_is_not_forgotten
     assert done.best[-1] == (0,)
 
 
-def test_paths_that_say_the_same_hold_one_place_unless_told_otherwise() -> None:
+def test_paths_that_say_the_same_hold_one_place_unless_dedup_is_off() -> None:
     same = scripted({}, otherwise=Thought("same", 0.5))
 
     with_dedup = run(Beam(beam_size=3, width=2), same, max_depth=3)
@@ -470,13 +470,13 @@ def test_sampling_makes_max_blocks_whatever_is_drawn(
         ETS(4, lambda_c=0.0),
     ],
 )
-def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Controller) -> None:
+def test_equal_values_go_by_id_in_any_order_of_the_children(controller: Controller) -> None:
     equal = scripted({})
 
     search = run(controller, equal, max_depth=3)
-    reversely_told = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
+    reverse = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
 
-    assert search.asked == reversely_told.asked
+    assert search.asked == reverse.asked
     assert all(
         [key for key, _ in level] == sorted(key for key, _ in level) for level in search.asked
     )
