@@ -263,7 +263,6 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees(selection: Any, b
         {"leaves": 0},
         {"virtual_loss": -1},
         {"rollout": -1},
-        {"rollout_width": 5},
         {"rollout_width": 0},
         {"exploration": -1.0},
         {"exploration": math.nan},
