@@ -29,12 +29,12 @@ class MCTS:
 
     Q of a block without a visit is its value. The sources with their settings are in `VARIANTS`:
 
-    ``rap``: RAP (Hao et al., arXiv 2305.14992, section 3.3; llm-reasoners): UCT with c = 1, 10
-    simulations, 4 children, rollouts to the end, reward=mean, backup=max.
-    ``rstar``: rStar (Qi et al., arXiv 2408.06195, section 3.2): UCT with c = 2, unvisited
+    ``rap``: RAP (Hao et al., arXiv 2305.14992; llm-reasoners, examples/RAP/gsm8k): UCT with c = 1,
+    10 simulations, 4 children, rollouts to the end, reward=mean, backup=max.
+    ``rstar``: rStar (Qi et al., arXiv 2408.06195; zhentingqi/rStar): UCT with c = 2, unvisited
     children first, 15 simulations, rollouts to the end, the reward of the last block.
-    ``rest-mcts``: ReST-MCTS* (Zhang et al., arXiv 2406.03816, Algorithm 2): c = 0.99, 3 children,
-    rollouts of 3 steps of which the best value counts one half, an unvisited child's
+    ``rest-mcts``: ReST-MCTS* (Zhang et al., arXiv 2406.03816; THUDM/ReST-MCTS): c = 0.99,
+    3 children, rollouts of 3 steps of which the best value counts one half, an unvisited child's
     exploration term 1, at most 100 simulations, an end at a value of 0.9.
 
     Args:

@@ -77,7 +77,7 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
     st.builds(
         Rebase,
         width=st.integers(1, 9),
-        temperature=st.sampled_from([0.01, 0.2, 5.0]),
+        softmax_temperature=st.sampled_from([0.01, 0.2, 5.0]),
         dedup=st.booleans(),
         threshold=thresholds,
         stop_value=stops,
@@ -85,7 +85,7 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
     st.builds(
         ETS,
         width=st.integers(1, 6),
-        temperature=st.sampled_from([0.2, 5.0]),
+        softmax_temperature=st.sampled_from([0.2, 5.0]),
         lambda_c=st.sampled_from([0.0, 1.0]),
         lambda_s=st.sampled_from([0.0, 1.5]),
         cost=st.sampled_from(["tokens", "blocks"]),
