@@ -58,6 +58,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     "verifier": {
         "exact": "arbor.verifiers.exact:Exact",
         "self": "arbor.verifiers.self_eval:SelfEval",
+        "vote": "arbor.verifiers.vote:Vote",
     },
     "aggregate": {
         "argmax": "arbor.aggregate.argmax:Argmax",

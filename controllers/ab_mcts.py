@@ -17,7 +17,7 @@ from .ranking import finished, give_up
 
 @dataclass(frozen=True)
 class ABMCTS:
-    """Adaptive branching MCTS, AB-MCTS-A (Inoue et al., arXiv 2503.04412, section 3.3; TreeQuest).
+    """Adaptive branching MCTS, AB-MCTS-A (Inoue et al., arXiv 2503.04412; TreeQuest's `ABMCTSA`).
 
         select     from the root: draw from the posteriors of GEN and CONT; GEN, or a block without
                    a child to go on with, grows a new thought here (wider); CONT draws from the

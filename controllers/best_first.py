@@ -14,7 +14,7 @@ from .ranking import finished, give_up, repeats
 
 @dataclass(frozen=True)
 class BestFirst:
-    """Best-first tree search (Koh et al., arXiv 2407.01476, section 3.2).
+    """Best-first tree search (Koh et al., arXiv 2407.01476).
 
         repeat    the leaf of the highest value in the whole tree grows width thoughts, until
                   `expansions` leaves have grown

@@ -24,7 +24,8 @@ _TIE = 1e-6
 
 @dataclass(frozen=True)
 class ETS:
-    """Efficient tree search (Hooper et al., arXiv 2502.13575, section 4; SqueezeAILab/ETS).
+    """Efficient tree search (Hooper et al., arXiv 2502.13575; SqueezeAILab/ETS,
+    `select_softmax_costmodel`).
 
     At every level, the thoughts i that may grow and the blocks j above them are chosen by
 
@@ -38,7 +39,7 @@ class ETS:
 
     Args:
         width: paths in all.
-        temperature: T of REBASE.
+        softmax_temperature: T of REBASE.
         lambda_c: weight of the cost; 0 for REBASE.
         lambda_s: weight of the clusters covered; 0 for none. 1.5 is the released one for width 16.
         cost: ``tokens``, a block's length, so that the cost is the KV that the level holds; or
@@ -54,7 +55,7 @@ class ETS:
     """
 
     width: int = 16
-    temperature: float = 0.2
+    softmax_temperature: float = 0.2
     lambda_c: float = 1.0
     lambda_s: float = 1.5
     cost: Literal["tokens", "blocks"] = "tokens"
@@ -64,7 +65,7 @@ class ETS:
     stop_value: float | None = 1.0
 
     def __post_init__(self) -> None:
-        check_rebase(self.width, self.temperature)
+        check_rebase(self.width, self.softmax_temperature)
         for name in ("lambda_c", "lambda_s", "distance"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UsageError(
@@ -99,7 +100,7 @@ class ETSSearch(RebaseSearch):
         if len(able) < 2:
             return able
         settings = self._ets
-        widths = rebase_widths([node.value for node in able], width, settings.temperature)
+        widths = rebase_widths([node.value for node in able], width, settings.softmax_temperature)
         clusters = similar([node.text for node in able], settings.distance)
         picked = choose(able, widths, clusters, settings)
         return [node for node, pick in zip(able, picked, strict=True) if pick]

@@ -29,12 +29,12 @@ class MCTS:
 
     Q of a block without a visit is its value. The sources with their settings are in `VARIANTS`:
 
-    ``rap``: RAP (Hao et al., arXiv 2305.14992, section 3.3; llm-reasoners): UCT with c = 1, 10
-    simulations, 4 children, rollouts to the end, reward=mean, backup=max.
-    ``rstar``: rStar (Qi et al., arXiv 2408.06195, section 3.2): UCT with c = 2, unvisited
+    ``rap``: RAP (Hao et al., arXiv 2305.14992; llm-reasoners, examples/RAP/gsm8k): UCT with c = 1,
+    10 simulations, 4 children, rollouts to the end, reward=mean, backup=max.
+    ``rstar``: rStar (Qi et al., arXiv 2408.06195; zhentingqi/rStar): UCT with c = 2, unvisited
     children first, 15 simulations, rollouts to the end, the reward of the last block.
-    ``rest-mcts``: ReST-MCTS* (Zhang et al., arXiv 2406.03816, Algorithm 2): c = 0.99, 3 children,
-    rollouts of 3 steps of which the best value counts one half, an unvisited child's
+    ``rest-mcts``: ReST-MCTS* (Zhang et al., arXiv 2406.03816; THUDM/ReST-MCTS): c = 0.99,
+    3 children, rollouts of 3 steps of which the best value counts one half, an unvisited child's
     exploration term 1, at most 100 simulations, an end at a value of 0.9.
 
     Args:
@@ -50,7 +50,8 @@ class MCTS:
             that the next one goes elsewhere (Chaslot et al. 2008).
         rollout: steps after the expansion; 0 takes the value of the new block for the rollout
             (AlphaZero), None goes on to the end of the path.
-        rollout_width: children grown at each step of a rollout; they stay in the tree.
+        rollout_width: children grown at each step of a rollout, at most `width`; they stay in the
+            tree.
         reward: G: ``last``, the value of the last block; ``max``, the highest of the rollout's
             values; ``mean``, for each block of the path the mean of the values from it on (RAP).
         rollout_weight: alpha, for ``last`` and ``max``: G = (1 - alpha) value of the expansion's
@@ -99,18 +100,20 @@ class MCTS:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("width", 1), ("simulations", 1), ("leaves", 1), ("virtual_loss", 0)):
+        least_of = {
+            "width": 1,
+            "simulations": 1,
+            "leaves": 1,
+            "rollout_width": 1,
+            "virtual_loss": 0,
+        }
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise UsageError(
                     "setting-range", f"{name}={getattr(self, name)}: it must be at least {least}."
                 )
         if self.rollout is not None and self.rollout < 0:
             raise UsageError("setting-range", f"rollout={self.rollout}: it must be at least 0.")
-        if not 1 <= self.rollout_width <= self.width:
-            raise UsageError(
-                "setting-range",
-                f"rollout_width={self.rollout_width}: it must be from 1 to width={self.width}.",
-            )
         if not (self.exploration >= 0 and math.isfinite(self.exploration)):
             raise UsageError(
                 "setting-range",
@@ -145,10 +148,10 @@ class MCTS:
     def max_blocks(self, max_depth: int) -> int:
         """simulations (width + steps rollout_width), and at most width + ... + width^max_depth.
 
-        steps is the smaller of `rollout` and max_depth - 1.
+        steps is the smaller of `rollout` and max_depth - 1; rollout_width counts up to `width`.
         """
         steps = max_depth - 1 if self.rollout is None else min(self.rollout, max_depth - 1)
-        most = self.simulations * (self.width + steps * self.rollout_width)
+        most = self.simulations * (self.width + steps * min(self.rollout_width, self.width))
         total = layer = 0
         for _ in range(max_depth):
             layer = self.width * (layer or 1)
@@ -350,7 +353,7 @@ class MCTSSearch:
         if simulation.steps == 0 or not self._may_grow(best):
             return False
         simulation.steps -= 1
-        simulation.width = self._settings.rollout_width
+        simulation.width = min(self._settings.rollout_width, self._settings.width)
         self._asked[best.id] = simulation.width
         return True
 

@@ -16,7 +16,7 @@ from .ranking import finished, give_up, repeats
 
 @dataclass(frozen=True)
 class Rebase:
-    """Reward-balanced search (Wu et al., arXiv 2408.00724, section 3.2; thu-wyz/inference_scaling).
+    """Reward-balanced search (Wu et al., arXiv 2408.00724; thu-wyz/inference_scaling).
 
         step 1    width thoughts of the root
         step t    W = width - finished paths; of the unfinished thoughts, in order of value r,
@@ -27,7 +27,7 @@ class Rebase:
 
     Args:
         width: paths in all; 16 is the least of the source's.
-        temperature: T; 0.2 as released. Small: only the best grow; large: all grow alike.
+        softmax_temperature: T; 0.2 as released. Small: only the best grow; large: all grow alike.
         dedup: of paths with the same thoughts, only the first may grow.
         threshold: a thought grows only if its value is above this; the default leaves out what a
             verifier refutes.
@@ -40,13 +40,13 @@ class Rebase:
     """
 
     width: int = 16
-    temperature: float = 0.2
+    softmax_temperature: float = 0.2
     dedup: bool = True
     threshold: float = 0.0
     stop_value: float | None = 1.0
 
     def __post_init__(self) -> None:
-        check_rebase(self.width, self.temperature)
+        check_rebase(self.width, self.softmax_temperature)
 
     def start(self, tree: ThoughtTree, max_depth: int) -> RebaseSearch:
         return RebaseSearch(self, tree, max_depth)
@@ -56,7 +56,7 @@ class Rebase:
         return self.width * max_depth
 
 
-def check_rebase(width: int, temperature: float) -> None:
+def check_rebase(width: int, softmax_temperature: float) -> None:
     """Refuse settings that no search has.
 
     Raises:
@@ -64,23 +64,25 @@ def check_rebase(width: int, temperature: float) -> None:
     """
     if width < 1:
         raise UsageError("setting-range", f"width={width}: it must be at least 1.")
-    if not 0 < temperature < math.inf:
-        raise UsageError("setting-range", f"temperature={temperature}: it must be above 0.")
+    if not 0 < softmax_temperature < math.inf:
+        raise UsageError(
+            "setting-range", f"softmax_temperature={softmax_temperature}: it must be above 0."
+        )
 
 
-def rebase_widths(values: Sequence[float], width: int, temperature: float) -> list[int]:
+def rebase_widths(values: Sequence[float], width: int, softmax_temperature: float) -> list[int]:
     """Children of each thought, in the order given; their sum is `width`.
 
     Args:
         values: of the thoughts; equal ones are served in the order given.
         width: children in all.
-        temperature: T of the softmax.
+        softmax_temperature: T of the softmax.
     """
     if not values:
         return []
     order = sorted(range(len(values)), key=lambda place: -values[place])  # stable
     highest = values[order[0]]
-    shares = [math.exp((values[place] - highest) / temperature) for place in order]
+    shares = [math.exp((values[place] - highest) / softmax_temperature) for place in order]
     widths = [0] * len(values)
     for rank, place in enumerate(order):
         after = math.fsum(shares[rank:])
@@ -96,7 +98,7 @@ class Levels(Protocol):
     @property
     def width(self) -> int: ...
     @property
-    def temperature(self) -> float: ...
+    def softmax_temperature(self) -> float: ...
     @property
     def dedup(self) -> bool: ...
     @property
@@ -138,7 +140,7 @@ class RebaseSearch:
         if self._left > 0:
             kept = self.chosen(able, self._left)
             values = [child.value for child in kept]
-            widths = rebase_widths(values, self._left, settings.temperature)
+            widths = rebase_widths(values, self._left, settings.softmax_temperature)
             self._next = [
                 Expansion(child, width)
                 for child, width in zip(kept, widths, strict=True)

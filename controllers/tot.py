@@ -23,7 +23,8 @@ class ToT:
         dfs    the newest state grows width thoughts; the best max_per_state above the threshold are
                visited in order of value, each with its whole subtree before the next
 
-    The released code is princeton-nlp/tree-of-thought-llm.
+    The released code is princeton-nlp/tree-of-thought-llm. Its state evaluators are the verifiers
+    ``self`` (value) and ``vote``.
 
     The defaults are those of Game of 24 (section 4.1: BFS, b = 5), `max_per_state` and
     `max_visited` those of the crosswords notebook.

@@ -95,7 +95,7 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
     st.builds(
         Rebase,
         width=st.integers(1, 9),
-        temperature=st.sampled_from([0.01, 0.2, 5.0]),
+        softmax_temperature=st.sampled_from([0.01, 0.2, 5.0]),
         dedup=st.booleans(),
         threshold=thresholds,
         stop_value=stops,
@@ -103,7 +103,7 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
     st.builds(
         ETS,
         width=st.integers(1, 6),
-        temperature=st.sampled_from([0.2, 5.0]),
+        softmax_temperature=st.sampled_from([0.2, 5.0]),
         lambda_c=st.sampled_from([0.0, 1.0]),
         lambda_s=st.sampled_from([0.0, 1.5]),
         cost=st.sampled_from(["tokens", "blocks"]),
@@ -121,7 +121,7 @@ controllers: st.SearchStrategy[Controller] = st.one_of(
         leaves=small,
         virtual_loss=st.integers(0, 2),
         rollout=st.sampled_from([0, 1, 3, None]),
-        rollout_width=st.just(1),
+        rollout_width=small,
         reward=st.sampled_from(["last", "mean", "max"]),
         rollout_weight=st.sampled_from([0.5, 1.0]),
         backup=st.sampled_from(["mean", "max"]),
@@ -321,7 +321,7 @@ def test_a_finished_path_of_little_worth_gives_its_place_up_but_is_not_forgotten
     assert done.best[-1] == (0,)
 
 
-def test_paths_that_say_the_same_hold_one_place_unless_told_otherwise() -> None:
+def test_paths_that_say_the_same_hold_one_place_unless_dedup_is_off() -> None:
     same = scripted({}, otherwise=Thought("same", 0.5))
 
     with_dedup = run(Beam(beam_size=3, width=2), same, max_depth=3)
@@ -489,13 +489,13 @@ def test_sampling_makes_max_blocks_whatever_is_drawn(
         DPTS(2, 2, continuous=False),
     ],
 )
-def test_equal_values_go_by_id_in_whatever_order_they_are_told(controller: Controller) -> None:
+def test_equal_values_go_by_id_in_any_order_of_the_children(controller: Controller) -> None:
     equal = scripted({})
 
     search = run(controller, equal, max_depth=3)
-    reversely_told = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
+    reverse = run(controller, equal, max_depth=3, shuffle=lambda nodes: nodes[::-1])
 
-    assert search.asked == reversely_told.asked
+    assert search.asked == reverse.asked
     assert all(
         [key for key, _ in level] == sorted(key for key, _ in level) for level in search.asked
     )

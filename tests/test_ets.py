@@ -32,8 +32,8 @@ def test_ets_on_a_tree_computed_by_hand() -> None:
         }
     )
 
-    done = run(ETS(width=4, temperature=9.0, lambda_s=0.0), script, max_depth=2)
-    rebase = run(Rebase(width=4, temperature=9.0), script, max_depth=2)
+    done = run(ETS(width=4, softmax_temperature=9.0, lambda_s=0.0), script, max_depth=2)
+    rebase = run(Rebase(width=4, softmax_temperature=9.0), script, max_depth=2)
 
     assert done.asked == [[((), 4)], [((0,), 2), ((1,), 2)]]
     assert rebase.asked[1] == [((0,), 2), ((1,), 1), ((2,), 1)]
@@ -51,7 +51,7 @@ def test_covering_clusters_keeps_a_different_thought() -> None:
     )
 
     def grown(lambda_s: float) -> list[tuple[int, ...]]:
-        done = run(ETS(width=3, temperature=9.0, lambda_s=lambda_s), script, max_depth=2)
+        done = run(ETS(width=3, softmax_temperature=9.0, lambda_s=lambda_s), script, max_depth=2)
         return [key for key, _ in done.asked[1]]
 
     assert grown(0.0) == [(0,), (1,)]
@@ -100,7 +100,7 @@ def worth(
     clusters: Sequence[int],
     settings: ETS,
 ) -> float:
-    """The objective of section 4, as written there."""
+    """The objective, term by term."""
 
     def cost(node: Node) -> float:
         if settings.cost == "blocks":
@@ -151,7 +151,7 @@ def test_it_finds_what_trying_every_choice_finds_on_random_trees() -> None:
     "fields",
     [
         {"width": 0},
-        {"temperature": -1.0},
+        {"softmax_temperature": -1.0},
         {"lambda_c": -1.0},
         {"lambda_s": math.inf},
         {"distance": -0.1},

@@ -121,6 +121,7 @@ SEARCHES: tuple[dict[str, Any], ...] = (
     {"controller": {"name": "tot", "beam": 3, "width": 5}},
     {"controller": {"name": "tot", "strategy": "dfs", "width": 4, "max_visited": 20}},
     {"controller": {"name": "beam", "beam_size": 4, "width": 4}},
+    {"controller": {"name": "mcts", "width": 4, "simulations": 12}},
 )
 
 

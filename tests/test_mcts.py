@@ -114,6 +114,12 @@ def test_a_child_that_repeats_a_sibling_is_given_up() -> None:
     assert done.state(1) is done.state(2) is PRUNED
 
 
+def test_a_step_of_a_rollout_grows_at_most_width_children() -> None:
+    done = run(MCTS(width=2, rollout=2, rollout_width=4, simulations=1), scripted({}), max_depth=5)
+
+    assert done.asked == [[((), 2)], [((0,), 2)], [((0, 0), 2)]]
+
+
 def test_progressive_widening_adds_children_with_the_visits() -> None:
     """With k = 1 and the power 1/2, the root has 1 child at visits 1 to 3, 2 at 4, 3 at 9."""
     done = run(
@@ -263,7 +269,6 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees(selection: Any, b
         {"leaves": 0},
         {"virtual_loss": -1},
         {"rollout": -1},
-        {"rollout_width": 5},
         {"rollout_width": 0},
         {"exploration": -1.0},
         {"exploration": math.nan},

@@ -31,7 +31,7 @@ def test_rebase_on_a_tree_computed_by_hand() -> None:
         }
     )
 
-    done = run(Rebase(width=4, temperature=1.0), script, max_depth=3)
+    done = run(Rebase(width=4, softmax_temperature=1.0), script, max_depth=3)
 
     assert done.asked == [
         [((), 4)],
@@ -105,7 +105,7 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees() -> None:
     for seed in range(1000):
         width, temperature = 1 + seed % 13, (0.1, 0.2, 1.0)[seed % 3]
         script = cache(hashed(seed, words=10**9, terminal=0.15, values=1 + seed % 9))
-        settings = Rebase(width=width, temperature=temperature, stop_value=None)
+        settings = Rebase(width=width, softmax_temperature=temperature, stop_value=None)
 
         done = run(settings, script, max_depth=1 + seed % 5)
 
@@ -114,7 +114,7 @@ def test_it_agrees_with_a_reading_of_the_paper_on_random_trees() -> None:
         assert levels == [sorted(level) for level in read]
 
 
-@pytest.mark.parametrize("fields", [{"width": 0}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("fields", [{"width": 0}, {"softmax_temperature": 0.0}], ids=str)
 def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
         Rebase(**fields)

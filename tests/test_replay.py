@@ -25,6 +25,8 @@ SEARCHES = (
     {"controller": {"name": "tot", "beam": 2, "width": 3}},
     {"controller": {"name": "tot", "strategy": "dfs", "width": 3, "max_visited": 6}},
     {"controller": {"name": "beam", "beam_size": 2, "width": 2}, "verifier": "exact"},
+    {"controller": {"name": "mcts", "width": 3, "simulations": 8, "rollout": 1}},
+    {"controller": {"name": "ab-mcts", "thoughts": 24}},
 )
 
 

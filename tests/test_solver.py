@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from arbor import Metrics, Sampling, Solution, Solver
+from arbor import Metrics, Sampling, Solution, Solver, registry
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UnknownName, UsageError
 from arbor.events import (
@@ -53,6 +53,7 @@ from arbor.trace import TraceWriter, read_trace
 from arbor.verifiers.base import Verdict
 
 SAPLING = BUILTIN["sapling"]
+CONTROLLERS = sorted(registry.BUILTIN["controller"])
 PUZZLE = "4 5 6 10"
 SMALL = ToT(beam=2, width=4)
 
@@ -206,7 +207,7 @@ def test_deterministic_results_agree_with_the_fast_ones_within_tolerance() -> No
         assert one.value == pytest.approx(other.value, abs=1e-4)
 
 
-@pytest.mark.parametrize("controller", ["chain", "beam", "tot"])
+@pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("verifier", ["exact", "self"])
 def test_every_controller_runs_with_every_verifier(controller: str, verifier: str) -> None:
     solution, events = search("builtin:sapling", controller=controller, verifier=verifier)
@@ -214,6 +215,17 @@ def test_every_controller_runs_with_every_verifier(controller: str, verifier: st
     assert isinstance(events[0], Header) and isinstance(events[-1], Ended)
     assert solution.metrics.nodes == sum(isinstance(event, Opened) for event in events)
     assert solution.finish_reason in ("solved", "exhausted")
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_every_controller_stops_at_the_limit_of_expansions(controller: str) -> None:
+    events: list[Event] = []
+    with Solver(controller=controller, max_expansions=3, listeners=[events.append]) as solver:
+        status = solver.solve("1 1 1 1").finish_reason  # unsolvable: no search stops at a proof
+
+    grown = sum(isinstance(event, Selected) and len(event.leaves) for event in events)
+    assert grown <= 3
+    assert status == "limit" or (status == "exhausted" and grown < 3)
 
 
 # Trace and metrics

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from arbor import Solver
 from arbor.controllers.beam import Beam
+from arbor.controllers.mcts import MCTS
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.events import KV, Boundary, Detail, Event, Forwarded, Sampled
@@ -25,6 +26,7 @@ CONTROLLERS = {
     "beam": Beam(beam_size=2, width=3),
     "bfs": ToT(beam=2, width=3),
     "dfs": ToT(strategy="dfs", width=3, max_visited=6),
+    "mcts": MCTS(width=3, simulations=6, rollout=None),
 }
 
 

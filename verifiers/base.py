@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from arbor.tasks.base import Problem, Task
+from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.tree import Node
 
 if TYPE_CHECKING:
@@ -105,4 +105,15 @@ class ChecksQuestions(Protocol):
         Raises:
             UsageError: names what is wrong, and what works.
         """
+        ...
+
+
+@runtime_checkable
+class PlansQuestions(Protocol):
+    """The part of a verifier whose questions are its own, not the task's: a bound for the plan."""
+
+    def most_question_tokens(
+        self, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
+    ) -> int:
+        """The most tokens of a question in a search with these limits."""
         ...

@@ -10,7 +10,7 @@ from .base import AnswerVotes, FinishedPath, path_score, votes_of
 
 @dataclass(frozen=True)
 class Best:
-    """The answer of the controller's best path that has one; there is no vote.
+    """The answer of the controller's best path that has one, without a vote.
 
     The controllers of arbor rank paths by the value of the last block, then by the mean log
     probability of their tokens. The score of an answer is the last value of its first path.

@@ -12,7 +12,7 @@ from arbor.run.plugin_answers import checked_task, most_blocks
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import BoundedQuestions, Converses, Problem, Task
-from arbor.verifiers.base import ChecksQuestions
+from arbor.verifiers.base import ChecksQuestions, PlansQuestions
 
 
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
@@ -146,12 +146,16 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     """Tokens of a question to the model that the plan counts.
 
     They are those of the question at no thoughts, and at least `max_question_tokens` of a task that
-    declares it.
+    declares it; or the bound of a verifier that has questions of its own.
 
     Raises:
         UsageError: the declared number is not a whole number of at least 1.
     """
     task = setup.task
+    if isinstance(setup.verifier, PlansQuestions):
+        return setup.verifier.most_question_tokens(
+            checked_task(task), problem, setup.boundary, Words(tokenizer)
+        )
     text = checked_task(task).question(problem, ()).text
     declared = None
     if isinstance(task, BoundedQuestions):

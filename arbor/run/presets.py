@@ -32,7 +32,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "step_tokens": 128,
         "sampling": _ARBORKV,
     },
-    # Wang et al., arXiv 2203.11171, section 3.1: 40 sampled chains, temperature 0.7, top-k 40
+    # Wang et al., arXiv 2203.11171: 40 sampled chains, temperature 0.7, top-k 40
     "self-consistency": {
         "controller": {"name": "chain", "samples": 40},
         "aggregate": "majority",
