@@ -38,6 +38,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
     ),
     "bench_decode": ("--size 5m --shapes F8 --rounds 1 --deepcopy --json FOLDER/out.json",),
+    "bench_dpts": (
+        "--n 1 --verifiers exact --width 3 --visited 3 --json FOLDER/out.json",
+        "--n 1 --verifiers self --task chains --width 2 --visited 2 --json FOLDER/out.json",
+    ),
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
     "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),

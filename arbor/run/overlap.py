@@ -82,7 +82,7 @@ class Overlapping:
         self._steps.close()
 
 
-class Ended:
+class AnyEnded:
     """Wait until an expansion can go on, or can be reported.
 
     Args:

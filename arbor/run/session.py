@@ -30,7 +30,7 @@ from arbor.events import (
 )
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import finished_paths, ranked
-from arbor.run.overlap import Ended, Grown, Overlapping, due
+from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
     Answers,
     checked_search,
@@ -268,7 +268,7 @@ class Session:
                 if not overlapping:
                     break
                 while not (ended := due(overlapping)):
-                    yield Ended(overlapping)
+                    yield AnyEnded(overlapping)
                     for each in overlapping:
                         each.go_on()
                 now = ended[0].earliest
