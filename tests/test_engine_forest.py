@@ -146,6 +146,36 @@ def test_a_wrong_answer_for_one_operation_ends_that_one_and_changes_no_other(wha
         assert child.confidence > 0
 
 
+class Failing(ModelSampler):
+    """A token source that fails wherever it decides about an end.
+
+    Attributes:
+        asked: blocks it was asked about.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Words())
+        self.asked: list[int] = []
+
+    def stop(self, node: Node, growth: Growth) -> Any:
+        self.asked.append(node.id)
+        raise Failure(node.id)
+
+
+def test_an_operation_fails_with_the_first_failure_of_its_token_source() -> None:
+    source = Failing()
+    lab = Lab(build("llama"), source=source, debug=True)
+    first, second = opened(lab, SHORT, PROMPT)
+    operations = [lab.begin_grow([(tree.root, 3)], growth()) for tree in (first, second)]
+
+    run(lab)
+
+    for operation, tree in zip(operations, (first, second), strict=True):
+        with pytest.raises(Failure, match=f"^{tree.nodes[1].id}$"):
+            operation.result()
+    assert len(source.asked) == 2  # nothing more is asked about a growth that has failed
+
+
 def test_an_operation_is_over_in_the_step_in_which_a_listener_ends_another_one_of_its_tree() -> (
     None
 ):

@@ -141,7 +141,7 @@ def test_the_block_that_joined_last_waits_again_and_is_the_next_to_join() -> Non
 
 def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> None:
     tree = ThoughtTree(PROMPT)
-    work = operation(tree, 50, 1)
+    work = operation(tree, 2 * 3 * 8, 1)
     rows = [row(work, tree.root, longest=8) for _ in range(5)]
     queue = queue_of(rows, lossy=True)
 
@@ -243,6 +243,36 @@ def test_steps_are_as_wide_as_blocks_turn_out_long_rather_than_as_they_might_bec
     assert rows / sum(event.steps for event in decoded) > 2
     assert all(child.span.exact[child.span.resident].all() for child in children)
     assert torch.isfinite(lab.ask(children, [(7,)] * len(children))).all()
+
+
+def test_more_blocks_decode_at_once_after_short_ones_have_ended() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, len(PROMPT) + 24, detail="steps")
+    lab.extend(tree.root)
+    lab.events.clear()
+    any_token = tuple(range(100))  # ends a block
+
+    lab.grow(
+        [(tree.root, 6)], Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), 24, 3), any_token))
+    )
+
+    # two of 12 tokens, half of the longest, are expected to fit; of one token all do
+    assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == [2, 4]
+
+
+@pytest.mark.parametrize("policy", ["full", "lru"])
+@pytest.mark.parametrize(("spare", "forwards"), [(0, [5]), (-1, [2, 3])])
+def test_questions_that_fill_the_budget_to_the_last_slot_are_answered_together(
+    policy: str, spare: int, forwards: list[int]
+) -> None:
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    tree = lab.plant(len(PROMPT) + 5 + spare)
+    lab.events.clear()
+
+    lab.ask([tree.root] * 2, [(7, 8), (9, 10, 11)])
+
+    assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == forwards
 
 
 def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_were_run(
