@@ -417,6 +417,20 @@ def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
     ]
 
 
+def test_what_is_protected_stays_where_there_is_just_room_for_it() -> None:
+    protect = Protect(sinks=4, recent=8, tail=2)
+    lab = Lab(
+        build("llama"), policy=dataclasses.replace(POLICIES["lru"], protect=protect), debug=True
+    )
+    tree = lab.plant(40)
+    children = lab.sprout([(tree.root, 3)])
+
+    lab.residency.fit(lab.memory.free + 3 * (LENGTH - protect.tail), [tree.root], "pressure")
+
+    for child in children:
+        assert np.flatnonzero(child.span.resident).tolist() == [LENGTH - 2, LENGTH - 1]
+
+
 @pytest.mark.parametrize("policy", [name for name in WORKING if POLICIES[name].spares_paths])
 def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -> None:
     lab = Lab(build("llama"), policy=little(policy), mode="lossy", rehydrate="off", debug=True)
@@ -580,3 +594,18 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
         }
 
     assert keys((0, 1)) == keys((1, 0))
+
+
+def test_the_tokens_of_a_tree_carry_the_same_key_whatever_tree_was_there_before_it() -> None:
+    def keys(lab: Lab) -> list[int]:
+        tree = lab.plant(4096)
+        lab.sprout([(tree.root, 2)], GREEDY)
+        return lab.residency.view.offered([tree.root]).tokens.key.tolist()
+
+    used = Lab(build("llama"), policy="random")
+    tree = used.plant(4096)
+    (child,) = used.sprout([(tree.root, 1)])
+    used.sprout([(child, 1)])
+    assert len(set(used.residency.view.offered([tree.root]).tokens.key.tolist())) == 2 * LENGTH
+
+    assert keys(used) == keys(Lab(build("llama"), policy="random"))

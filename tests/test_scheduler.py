@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import Words, build
-from support.trees import LENGTH, PROMPT, SAMPLED, Lab
+from support.models import Words, build, path_logits
+from support.trees import LENGTH, PROMPT, SAMPLED, Lab, path_ids, relative_error
 
+from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.decoding import Decoding
 from arbor.engine.open_tree import OpenTree, RunHooks
 from arbor.engine.operation import Growing, Operation
@@ -26,7 +27,7 @@ from arbor.engine.scheduler import (
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Evicted, Forwarded, Rehydrated
+from arbor.events import Boundary, Evicted, Forwarded, Pressure, Rehydrated
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.model.sampling_params import Sampling
@@ -173,6 +174,10 @@ def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
         paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in queue.rows))
         if len(queue.rows) > 1 and joined:
             assert paths + most_held(queue.rows) <= slots
+        if queue.waiting:  # nothing waits that would fit
+            more = (*queue.rows, work.waiting[0])
+            paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in more))
+            assert paths + most_held(more) > slots
         if data.draw(st.booleans()) and len(queue.rows) > 1:
             queue.preempt()
         else:
@@ -273,6 +278,110 @@ def test_questions_that_fill_the_budget_to_the_last_slot_are_answered_together(
     lab.ask([tree.root] * 2, [(7, 8), (9, 10, 11)])
 
     assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == forwards
+
+
+@pytest.mark.parametrize("policy", ["full", "lru"])
+@pytest.mark.parametrize(("spare", "forwards"), [(0, [16]), (-1, [12, 4])])
+def test_prompts_that_fill_the_budget_to_the_last_slot_are_computed_together(
+    policy: str, spare: int, forwards: list[int]
+) -> None:
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    trees = [ThoughtTree(PROMPT), ThoughtTree(PROMPT[:3:-2])]
+    pool = sum(tree.root.end for tree in trees) + spare
+    for tree in trees:
+        lab.open(tree, pool, alone=False, pool=pool)
+    for tree in trees:
+        lab.begin_extend(tree.root)
+
+    for rows in forwards if policy == "lru" or not spare else forwards[:1]:
+        before = lab.rows()
+        lab.step()
+        assert lab.rows() - before == rows
+
+
+@pytest.mark.parametrize(("steps", "waits"), [(3, False), (4, True)])
+def test_a_question_joins_rows_that_decode_if_their_next_tokens_fit_too(
+    steps: int, waits: bool
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 8)
+    stop = StopRule(Words(), BlockLimits((), 8, 8), ())
+    growing = lab.begin_grow([(tree.root, 1)], Growth(3, SAMPLED, stop))
+    for _ in range(steps):
+        lab.step()
+    asking = lab.begin_ask([tree.root], [(7, 8, 9)])
+
+    lab.step()  # computes the last of `steps` + 1 tokens, next to three of the question
+
+    assert asking.done is not waits
+    while lab.busy:
+        lab.step()
+    assert len(growing.result()[0].tokens) == 8
+    assert relative_error(asking.result(), own_answer(tree.root, (7, 8, 9))) < 1e-5
+
+
+def own_answer(node: Node, question: tuple[int, ...]) -> torch.Tensor:
+    """The logits after a question by the model's own forward."""
+    return path_logits(build("llama"), [*path_ids(node), *question])[-1:]
+
+
+def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, len(PROMPT) + 2 * LENGTH, detail="steps")
+    lab.extend(tree.root)
+    lab.sprout([(tree.root, 1)])  # leaves for the next two
+    lab.events.clear()
+
+    lab.sprout([(tree.root, 2)])
+
+    forwards = [event for event in lab.events if isinstance(event, Forwarded)]
+    assert [event.rows for event in forwards] == [2] * LENGTH
+    assert lab.memory.used == lab.memory.slots
+
+
+def test_room_that_is_there_is_not_made() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 2 * LENGTH)
+
+    for _ in range(2):
+        lab.sprout([(tree.root, 1)])
+
+    assert lab.memory.used == lab.memory.slots
+    assert not any(isinstance(event, Evicted | Pressure) for event in lab.events)
+
+
+def test_a_batch_is_laid_out_once_for_rows_that_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 2 * LENGTH + 4)
+    lab.sprout([(tree.root, 2)])
+    lab.events.clear()
+    held: list[int] = []
+    right = DecodeBatch.hold
+
+    def hold(self: DecodeBatch, rows: list[Row]) -> None:
+        held.append(len(rows))
+        right(self, rows)
+
+    monkeypatch.setattr(DecodeBatch, "hold", hold)
+
+    lab.sprout([(tree.root, 1)], length=2 * LENGTH)
+
+    assert sum(isinstance(event, Evicted) for event in lab.events) > 1  # in between
+    assert held == [1]
+
+
+def test_blocks_that_decode_together_lie_in_one_piece_each() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    children = lab.sprout([(tree.root, 3)])
+    children += lab.sprout([(child, 2) for child in children])
+
+    for child in children:
+        slots = child.span.slot
+        assert slots.tolist() == list(range(int(slots[0]), int(slots[0]) + LENGTH))
 
 
 def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_were_run(
