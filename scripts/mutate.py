@@ -54,6 +54,7 @@ LEFT_OUT = ("test_architecture", "test_cli", "test_loading")
 # Module below arbor/ -> its test files in tests/, the quickest first; those of its folder follow. A
 # module that is not listed has the tests that import it instead. Missing files are ignored.
 TESTS: dict[str, tuple[str, ...]] = {
+    "engine/forward_pass": ("test_stopwatch", "test_engine_forest", "test_engine_faults"),
     "engine/engine": ("test_engine", "test_sampling", "test_scheduler", "test_engine_faults"),
     "engine/nvtx": ("test_nvtx",),
     "engine/rehydration": ("test_rehydration", "test_engine", "test_residency"),
@@ -295,7 +296,8 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 }
 COMPARISON = re.compile(r"\bis\s+not\b|\bnot\s+in\b|\bis\b|\bin\b|[<>=!]=|[<>]")
 LOGGERS = {"log", "logger", "logging", "warnings"}
-UNMUTATED_KEYWORDS = {"strict"}  # zip(strict=...) is an assertion
+# zip(strict=...) is an assertion; numpy's assume_unique=... is one too, which makes it faster
+UNMUTATED_KEYWORDS = {"strict", "assume_unique"}
 TEXTS = {"__repr__", "__str__"}
 
 

@@ -100,6 +100,33 @@ def test_each_search_hears_its_own_tokens() -> None:
         assert tokens == (chosen if tree is not trees[2] else {})
 
 
+def test_the_accounts_of_a_search_are_those_it_has_alone() -> None:
+    def accounts(events: list[Event]) -> list[tuple[Any, ...]]:
+        return [
+            (e.kind, e.rows, e.steps, e.read_tokens, e.unique_read_tokens, e.held)
+            for e in events
+            if isinstance(e, Forwarded)
+        ]
+
+    def grow(*prompts: Sequence[int]) -> list[list[tuple[Any, ...]]]:
+        lab = Lab(build("llama"), debug=True)
+        heard: list[list[Event]] = [[] for _ in prompts]
+        trees = [ThoughtTree(prompt) for prompt in prompts]
+        for tree, events in zip(trees, heard, strict=True):
+            lab.open(tree, 200, alone=False, pool=200, emit=events.append)
+        for tree in trees:
+            lab.begin_grow([(tree.root, 2)], growth(len(tree.root.tokens)))
+        run(lab)
+        for tree in trees:
+            first, second = tree.root.children
+            lab.begin_ask([second, first, second], [(7,), (7, 8), (9,)])
+        run(lab)
+        return [accounts(events) for events in heard]
+
+    prompts = (PROMPT, SHORT, SHORT[::-1])
+    assert grow(*prompts) == [grow(prompt)[0] for prompt in prompts]
+
+
 def test_only_a_search_that_loses_tokens_hears_what_a_policy_decided() -> None:
     lab = Lab(build("llama"), debug=True)
     pool = len(PROMPT) + len(SHORT) + 5

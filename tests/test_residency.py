@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from support.trees import (
     planted_again,
     relative_error,
 )
+from transformers import AutoModelForCausalLM
 
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
@@ -29,6 +31,7 @@ from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
 from arbor.model.plan import Piece, Segment, plan_forward, visibility
+from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
@@ -317,6 +320,27 @@ def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
     total = sum(lab.state.statistics.view(n.id, np.arange(len(n.tokens))).mass.sum() for n in tree)
     # every query hands out exactly 1; those that ran again for their logits hand out nothing
     assert total == pytest.approx(len(PROMPT) + later, rel=1e-4)
+
+
+@pytest.mark.parametrize(("layers", "watched"), [(9, [3, 7]), (3, [2])])
+def test_attention_is_observed_in_every_fourth_layer_or_in_the_last_one(
+    layers: int, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build("llama").config
+    config.num_hidden_layers = layers
+    lab = Lab(AutoModelForCausalLM.from_config(config).eval(), policy="h2o", mode="lossy")
+    asked: list[list[int]] = []
+    right = ModelRunner.forward
+
+    def forward(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        asked.append(list(kwargs.get("mass", ())))
+        return right(self, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+
+    lab.plant()
+
+    assert asked == [watched]
 
 
 def test_a_token_ages_only_while_the_window_of_all_layers_holds_it() -> None:

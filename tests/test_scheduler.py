@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -330,7 +331,7 @@ def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
     tree = ThoughtTree(PROMPT)
     lab.open(tree, len(PROMPT) + 2 * LENGTH, detail="steps")
     lab.extend(tree.root)
-    lab.sprout([(tree.root, 1)])  # leaves for the next two
+    lab.sprout([(tree.root, 1)], length=1)  # leaves for the last tokens of the next two
     lab.events.clear()
 
     lab.sprout([(tree.root, 2)])
@@ -338,6 +339,39 @@ def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
     forwards = [event for event in lab.events if isinstance(event, Forwarded)]
     assert [event.rows for event in forwards] == [2] * LENGTH
     assert lab.memory.used == lab.memory.slots
+
+
+def test_room_is_made_for_some_tokens_of_every_row_at_once() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 3 * LENGTH + 3 * MARGIN)
+    lab.sprout([(tree.root, 3)])
+    lab.events.clear()
+
+    lab.sprout([(tree.root, 3)], length=2 * MARGIN)
+
+    asked = [event for event in lab.events if isinstance(event, Pressure)]
+    assert [(event.needed, event.free) for event in asked] == [(3 * MARGIN, 0)]
+
+
+def test_rows_that_decode_lose_nothing_to_what_joins_them() -> None:
+    lab = Lab(build("llama"), policy="random", debug=True)
+    tree = lab.plant(len(PROMPT) + 4 * LENGTH + 2)
+    first, second, *_ = lab.sprout([(tree.root, 4)])
+    lab.memory.evict(second, np.arange(LENGTH))
+    lab.state.changed([second])
+    stop = StopRule(Words(), BlockLimits((), 7, 8), ())
+    growing = lab.begin_grow([(first, 1)], Growth(3, SAMPLED, stop))
+    for _ in range(5):
+        lab.step()
+    lab.events.clear()
+    lab.begin_extend(second)
+
+    lab.step()
+
+    assert any(isinstance(event, Evicted) for event in lab.events)
+    assert second.span.resident.all() and not growing.done
+    assert all(node.span.resident.all() for node in first.path)
+    assert first.children[0].span.resident[:6].all()
 
 
 def test_room_that_is_there_is_not_made() -> None:
