@@ -29,6 +29,7 @@ from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Evicted, Forwarded, Pressure, Rehydrated
+from arbor.forest import LEAST_COMMON
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.model.sampling_params import Sampling
@@ -152,6 +153,33 @@ def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> No
     assert not queue.admit()
     queue.leave(rows[2:3])
     assert queue.admit().rows == rows[3:]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_prompts_share_counts_once_while_several_of_them_are_in_use(shares: bool) -> None:
+    common = range(LEAST_COMMON)
+    trees = [ThoughtTree([*common, *end]) for end in ((60, 61), (70, 71, 72))]
+    slots = LEAST_COMMON + 2 + 3 + 3 * 6
+    memory = KVMemory((LayerKV(1, 1, 1),), slots, torch.float32, torch.device("cpu"))
+    queue = Scheduler(memory, shares_prompts=shares)
+    rows: list[list[Row]] = []
+    for tree, count in zip(trees, (1, 3), strict=True):
+        memory.adopt(tree)
+        work = Growing(OpenTree(tree, memory, slots, RunHooks()), [])
+        work.opened.lengths.add(6)
+        rows.append([row(work, tree.root) for _ in range(count)])
+        work.waiting.extend(rows[-1])
+        queue.operations.append(work)
+
+    assert queue.admit().rows == [*rows[0], *(rows[1][:2] if shares else [])]
+    assert queue.admit().rows == []
+
+    queue.leave(queue.rows[1:])
+    queue.operations = queue.operations[:1]
+    more = [row(queue.operations[0], trees[0].root) for _ in range(4)]
+    queue.operations[0].waiting.extend(more)
+    # one prompt alone, and what is left of the budget
+    assert queue.admit().rows == more[: (slots - trees[0].root.end) // 6 - 1]
 
 
 @given(st.data())
