@@ -9,7 +9,8 @@ moved, an arithmetic or bitwise operator swapped, `and` and `or` swapped, a cond
 number or a truth value changed, a statement removed, a return value dropped. Each runs in a copy of
 the tree against the tests of its module, quick ones first, until one fails. Docstrings,
 annotations, decorators, assertions, error and log texts are not mutated, nor are the changes in
-`EQUIVALENT`.
+`EQUIVALENT`, the values of the constants in `TUNING`, and a returned `False`, which no caller can
+tell from None but mypy can (it is changed to `True`).
 
 Every mutant is a row of the CSV: file, line, kind, change, killed by, seconds. `killed by` is a
 test (one that takes too long fails), `timeout` for all of them, or empty where the mutant survived.
@@ -53,6 +54,7 @@ LEFT_OUT = ("test_architecture", "test_cli", "test_loading")
 # Module below arbor/ -> its test files in tests/, the quickest first; those of its folder follow. A
 # module that is not listed has the tests that import it instead. Missing files are ignored.
 TESTS: dict[str, tuple[str, ...]] = {
+    "engine/forward_pass": ("test_stopwatch", "test_engine_forest", "test_engine_faults"),
     "engine/engine": ("test_engine", "test_sampling", "test_scheduler", "test_engine_faults"),
     "engine/nvtx": ("test_nvtx",),
     "engine/rehydration": ("test_rehydration", "test_engine", "test_residency"),
@@ -64,13 +66,15 @@ TESTS: dict[str, tuple[str, ...]] = {
 FOLDER_TESTS: dict[str, tuple[str, ...]] = {
     "engine": (
         *("test_text", "test_scheduler", "test_sampling", "test_floors", "test_engine"),
-        *("test_rehydration", "test_engine_faults", "test_residency", "test_residency_machine"),
+        *("test_engine_forest", "test_rehydration", "test_engine_faults", "test_prefix_sharing"),
         *("test_engine_answers", "test_engine_runs", "test_engine_transactions"),
+        *("test_residency", "test_residency_machine", "test_forest_machine"),
         *("test_trace_engine", "test_golden", "test_solver"),
     ),
     "memory": (
-        *("test_memory", "test_out_of_memory", "test_engine", "test_plan", "test_residency"),
-        *("test_residency_machine", "test_engine_transactions"),
+        *("test_memory", "test_out_of_memory", "test_forest", "test_engine", "test_plan"),
+        *("test_prefix_sharing", "test_residency", "test_residency_machine"),
+        *("test_engine_transactions", "test_forest_machine"),
     ),
     "retention": (
         *("test_retention_allocators", "test_retention_block_table", "test_retention_msve"),
@@ -101,9 +105,27 @@ def _same(file: str, line: str, *changes: str, why: str) -> list[Equivalent]:
 
 
 SPEED = "how much is looked at first; the answer is the same"
-SLICES = "rows at a time; slices change no bit"
 CLOCK = "wall time, which no test asserts"
 SHORTCUT = "a shortcut for what the lines after it give too"
+
+# Constants of modules that trade time for memory and change no answer: (file, name) -> why. Any
+# constant that a result depends on is mutated, however it was chosen.
+TUNING: dict[tuple[str, str], str] = {
+    ("arbor/engine/sampling.py", "_PREFIX"): SPEED,
+    ("arbor/engine/sampling.py", "_TIES"): SPEED,
+    ("arbor/engine/sampling.py", "_WIDEN"): SPEED,
+    ("arbor/engine/sampling.py", "_CPU_SLICE"): "rows at a time; slices change no bit",
+    ("arbor/engine/sampling.py", "_GPU_SLICE"): "rows at a time; slices change no bit",
+    ("arbor/engine/last_logits.py", "MOST_BYTES"): "logits that were dropped are computed again",
+    ("arbor/engine/text.py", "LOOK_BACK"): "more tokens than a character has; the text is the same",
+    (
+        "arbor/memory/prefix_cache.py",
+        "MOST_PREFIXES",
+    ): "prompts that were dropped are computed again",
+    ("arbor/memory/slots.py", "_WINDOW"): SPEED,
+    ("arbor/retention/allocators/pooled.py", "_SAMPLE"): SPEED,
+    ("arbor/retention/scorers/random_tokens.py", "_PIECE"): "tokens at a time; each has its score",
+}
 
 # lines of `sampling.py` whose tensors have two axes
 LAST_AXIS = (
@@ -129,39 +151,9 @@ LAST_AXIS = (
 EQUIVALENT: tuple[Equivalent, ...] = (
     *_same(
         "engine/sampling.py",
-        "_PREFIX = 256  # most probable tokens examined first for a nucleus",
-        *("256 -> 255", "256 -> 257"),
-        why=SPEED,
-    ),
-    *_same(
-        "engine/sampling.py",
-        "_TIES = 64  # tokens examined beyond top-k, which show that no tie crosses the cut",
-        *("64 -> 63", "64 -> 65"),
-        why=SPEED,
-    ),
-    *_same(
-        "engine/sampling.py",
-        "_WIDEN = 16  # factor by which more tokens are examined for rows that need them",
-        *("16 -> 15", "16 -> 17"),
-        why=SPEED,
-    ),
-    *_same(
-        "engine/sampling.py",
         "return _PREFIX if vocabulary > 4 * _PREFIX else vocabulary",
         *("4 -> 3", "4 -> 5", "* -> +", "> -> >="),
         why=SPEED,
-    ),
-    *_same(
-        "engine/sampling.py",
-        "_CPU_SLICE = 2**20",
-        *("2 -> 1", "2 -> 3", "** -> *", "20 -> 19", "20 -> 21"),
-        why=SLICES,
-    ),
-    *_same(
-        "engine/sampling.py",
-        "_GPU_SLICE = 2**22",
-        *("2 -> 1", "2 -> 3", "** -> *", "22 -> 21", "22 -> 23"),
-        why=SLICES,
     ),
     *_same(
         "engine/sampling.py",
@@ -175,16 +167,59 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         for each in _same("engine/sampling.py", line, "-1 -> (1)", why="the last of two axes")
     ),
     *_same(
+        "engine/policy_view.py",
+        "few = np.flatnonzero((start < protect.sinks) | (ends > recent))",
+        *("< -> <=", "> -> >="),
+        why="one more block is looked at, of which no token is protected",
+    ),
+    *_same(
+        "engine/policy_view.py",
+        "if node.start <= begin:",
+        "<= -> <",
+        why="the window begins with this block: none of it is in the one above",
+    ),
+    *_same(
+        "engine/policy_view.py",
+        "break",
+        "break -> pass",
+        why="no token of the blocks above is as late as the window",
+    ),
+    *_same(
+        "engine/policy_view.py",
+        "sinks = table.start[nodes] < protect.sinks",
+        "< -> <=",
+        why="one more block is looked at, none of whose tokens is a sink",
+    ),
+    *_same(
+        "engine/policy_view.py",
+        "if (since < NEVER).any():",
+        "< -> <=",
+        why="no position is as far as NEVER",
+    ),
+    *_same(
+        "engine/scheduler.py",
+        "if not self._shares_prompts or len(trees) < 2:",
+        "2 -> 1",
+        why="a prompt has nothing in common with none",
+    ),
+    *_same("engine/scheduler.py", "self._joins = 0", "0 -> 1", why="only their order counts"),
+    *_same(
+        "engine/scheduler.py",
+        "self._asked = 0  # tokens of the questions that join the next forward",
+        "0 -> 1",
+        why="set again before it is read",
+    ),
+    *_same(
+        "engine/scheduler.py",
+        "self._missing = 0  # tokens of paths that joined for the next forward, not on the device",
+        "0 -> 1",
+        why="set again before it is read",
+    ),
+    *_same(
         "engine/residency.py",
         "elapsed_s = time.perf_counter() - began",
         "- -> +",
         why=CLOCK,
-    ),
-    *_same(
-        "memory/slots.py",
-        "_WINDOW = 1024  # slots that are looked at first",
-        *("1024 -> 1023", "1024 -> 1025"),
-        why=SPEED,
     ),
     *_same(
         "memory/slots.py",
@@ -208,10 +243,22 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         why=SHORTCUT,
     ),
     *_same(
-        "retention/allocators/pooled.py",
-        "_SAMPLE = 2048",
-        *("2048 -> 2047", "2048 -> 2049"),
-        why=SPEED,
+        "retention/base.py",
+        "asked = np.zeros(int(self.block[-1]) + 1, np.bool_)",
+        "1 -> 2",
+        why="an entry that is never read",
+    ),
+    *_same(
+        "retention/block_table.py",
+        "self._reserve(max(rows, default=-1) + 1)",
+        "1 -> 2",
+        why="room for one more row, which the table does not count",
+    ),
+    *_same(
+        "retention/token_statistics.py",
+        "if count <= capacity:",
+        "<= -> <",
+        why="a block that is full gets more room early; its figures stay",
     ),
     *_same(
         "retention/selection.py",
@@ -292,7 +339,8 @@ OPERATORS: dict[type[ast.operator], tuple[str, str]] = {
 }
 COMPARISON = re.compile(r"\bis\s+not\b|\bnot\s+in\b|\bis\b|\bin\b|[<>=!]=|[<>]")
 LOGGERS = {"log", "logger", "logging", "warnings"}
-UNMUTATED_KEYWORDS = {"strict"}  # zip(strict=...) is an assertion
+# zip(strict=...) is an assertion; numpy's assume_unique=... is one too, which makes it faster
+UNMUTATED_KEYWORDS = {"strict", "assume_unique"}
 TEXTS = {"__repr__", "__str__"}
 
 
@@ -377,6 +425,8 @@ class _Finder(ast.NodeVisitor):
         stored = {name.id for name in ast.walk(node) if _is_stored(name)}
         if any(name.startswith("__") for name in stored):
             return
+        if not self.function and any((self.file, name) in TUNING for name in stored):
+            return
         # without a local name or an attribute set in __init__ nearly everything fails
         if not stored and self.function not in ("", "__init__"):
             self.replace("statement", node, "pass")
@@ -408,7 +458,8 @@ class _Finder(ast.NodeVisitor):
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is None or _is_none(node.value):
             return
-        self.replace("return", node.value, "None")
+        if not _is_false(node.value):
+            self.replace("return", node.value, "None")
         self.visit(node.value)
 
     def visit_If(self, node: ast.If) -> None:
@@ -496,6 +547,10 @@ def _is_logging(node: ast.expr) -> bool:
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:

@@ -16,7 +16,7 @@ from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import UsageError
-from arbor.events import Event, Opened
+from arbor.events import Allocated, Event, Forwarded, Opened, Pressure, Rehydrated, Sampled
 from arbor.model.runner import ModelRunner
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -78,6 +78,96 @@ def alone(prompt: Sequence[int], how: Growth) -> list[int]:
     tree = lab.plant(prompt=prompt)
     (child,) = lab.grow([(tree.root, 1)], how)
     return child.tokens
+
+
+def test_each_search_hears_its_own_tokens() -> None:
+    lab = Lab(build("llama"), debug=True)
+    trees = [ThoughtTree(prompt) for prompt in (PROMPT, SHORT, SHORT[::-1])]
+    heard: dict[ThoughtTree, list[Event]] = {tree: [] for tree in trees}
+    for tree, detail in zip(trees, ("tokens", "tokens", "events"), strict=True):
+        lab.open(tree, 200, alone=False, pool=200, emit=heard[tree].append, detail=detail)
+    growing = [lab.begin_grow([(tree.root, 2)], growth()) for tree in trees]
+
+    run(lab)
+
+    for tree, operation in zip(trees, growing, strict=True):
+        sampled = [event for event in heard[tree] if isinstance(event, Sampled)]
+        tokens: dict[int, list[int]] = {}
+        for event in sampled:
+            for node, token in zip(event.nodes, event.ids, strict=True):
+                tokens.setdefault(node, []).append(token)
+        chosen = {child.id: child.tokens for child in operation.result()}
+        assert tokens == (chosen if tree is not trees[2] else {})
+
+
+def test_the_accounts_of_a_search_are_those_it_has_alone() -> None:
+    def accounts(events: list[Event]) -> list[tuple[Any, ...]]:
+        return [
+            (e.kind, e.rows, e.steps, e.read_tokens, e.unique_read_tokens, e.held)
+            for e in events
+            if isinstance(e, Forwarded)
+        ]
+
+    def grow(*prompts: Sequence[int]) -> list[list[tuple[Any, ...]]]:
+        lab = Lab(build("llama"), debug=True)
+        heard: list[list[Event]] = [[] for _ in prompts]
+        trees = [ThoughtTree(prompt) for prompt in prompts]
+        for tree, events in zip(trees, heard, strict=True):
+            lab.open(tree, 200, alone=False, pool=200, emit=events.append)
+        for tree in trees:
+            lab.begin_grow([(tree.root, 2)], growth(len(tree.root.tokens)))
+        run(lab)
+        for tree in trees:
+            first, second = tree.root.children
+            lab.begin_ask([second, first, second], [(7,), (7, 8), (9,)])
+        run(lab)
+        return [accounts(events) for events in heard]
+
+    prompts = (PROMPT, SHORT, SHORT[::-1])
+    assert grow(*prompts) == [grow(prompt)[0] for prompt in prompts]
+
+
+def test_only_a_search_that_loses_tokens_hears_what_a_policy_decided() -> None:
+    lab = Lab(build("llama"), debug=True)
+    pool = len(PROMPT) + len(SHORT) + 5
+    trees = [ThoughtTree(prompt) for prompt in (PROMPT, SHORT)]
+    heard: list[list[Event]] = [[], []]
+    for tree, events in zip(trees, heard, strict=True):
+        lab.open(tree, pool, alone=False, pool=pool, emit=events.append)
+    lab.begin_grow([(trees[0].root, 1)], growth())
+    lab.begin_extend(trees[1].root)
+    run(lab)
+    for events in heard:
+        events.clear()
+
+    lab.begin_grow([(trees[1].root, 1)], growth())
+    run(lab)
+
+    decided = [[event for event in events if isinstance(event, Allocated)] for events in heard]
+    assert decided[0] and all(event.nodes for event in decided[0])
+    assert not decided[1]
+    assert any(isinstance(event, Pressure) for event in heard[1])
+
+
+def test_a_prompt_that_takes_the_place_of_a_closed_one_is_computed_for_the_first_time() -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, stays = opened(lab, PROMPT, SHORT)
+    for tree in (first, stays):
+        lab.begin_grow([(tree.root, 2)], growth())
+    run(lab)
+    rows = [node.row for node in first]
+    lab.close(first)
+    lab.events.clear()
+
+    (second,) = opened(lab, PROMPT[::-1])
+    growing = lab.begin_grow([(second.root, 2)], growth())
+    run(lab)
+
+    assert sorted(node.row for node in second) == rows
+    assert not any(isinstance(event, Rehydrated) for event in lab.events)
+    kinds = [event.kind for event in lab.events if isinstance(event, Forwarded)]
+    assert kinds == ["prefill", "decode"]
+    assert growing.result()[0].tokens == alone(PROMPT[::-1], growth())
 
 
 def test_prompts_that_do_not_fit_together_go_in_in_pieces() -> None:
@@ -144,6 +234,36 @@ def test_a_wrong_answer_for_one_operation_ends_that_one_and_changes_no_other(wha
         assert child.state is NodeState.CLOSED
         assert child.tokens == alone(SHORT, growth())
         assert child.confidence > 0
+
+
+class Failing(ModelSampler):
+    """A token source that fails wherever it decides about an end.
+
+    Attributes:
+        asked: blocks it was asked about.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Words())
+        self.asked: list[int] = []
+
+    def stop(self, node: Node, growth: Growth) -> Any:
+        self.asked.append(node.id)
+        raise Failure(node.id)
+
+
+def test_an_operation_fails_with_the_first_failure_of_its_token_source() -> None:
+    source = Failing()
+    lab = Lab(build("llama"), source=source, debug=True)
+    first, second = opened(lab, SHORT, PROMPT)
+    operations = [lab.begin_grow([(tree.root, 3)], growth()) for tree in (first, second)]
+
+    run(lab)
+
+    for operation, tree in zip(operations, (first, second), strict=True):
+        with pytest.raises(Failure, match=f"^{tree.nodes[1].id}$"):
+            operation.result()
+    assert len(source.asked) == 2  # nothing more is asked about a growth that has failed
 
 
 def test_an_operation_is_over_in_the_step_in_which_a_listener_ends_another_one_of_its_tree() -> (

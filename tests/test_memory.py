@@ -9,9 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from arbor.kernels import hugepages
+from arbor.kernels.hugepages import HUGE
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
-from arbor.memory.pool import LayerKV, bytes_per_token
+from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
 from arbor.memory.slots import NO_OWNER, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
@@ -616,6 +618,25 @@ def test_a_preferred_place_is_taken_only_if_it_is_free() -> None:
 
     assert first.tolist() == [10, 11]
     assert second.tolist() == [2, 3]
+
+
+def test_a_pool_asks_for_large_pages_and_takes_none_before_it_is_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def advise(address: int, size: int, advice: int) -> int:
+        asked.append((size, advice))
+        return 0
+
+    monkeypatch.setattr(hugepages, "_madvise", lambda: advise)
+    layers = [LayerKV(num_kv_heads=1, head_dim_qk=64, head_dim_vo=64)]
+
+    pool = KVPool(layers, 8 * HUGE // 512, torch.float32, torch.device("cpu"))
+
+    ((size, advice),) = asked  # the pages of a large budget come as it is used
+    assert advice == hugepages.MADV_HUGEPAGE
+    assert size >= pool.slots * pool.bytes_per_token == 8 * HUGE
 
 
 def test_a_token_costs_what_its_layers_store() -> None:

@@ -58,6 +58,7 @@ def mutated(source: str) -> list[str]:
         ("def f(a=1): pass", ["def f(a=2): pass", "def f(a=0): pass"]),
         ("def f(a):\n    a.b = c", ["def f(a):\n    pass"]),
         ("def f():\n    return a", ["def f():\n    return None"]),
+        ("def f():\n    return 0", ["def f():\n    return None", "def f():\n    return 1"]),
         ("raise E('text')", ["pass"]),
         ("del a[b]", ["pass"]),
         ("é = 'é' < a", ["é = 'é' <= a"]),
@@ -93,6 +94,10 @@ def test_what_no_test_should_see_is_left_alone(source: str) -> None:
     assert mutated(source) == []
 
 
+def test_a_returned_false_becomes_true_and_not_none() -> None:
+    assert mutated("def f():\n    return False") == ["def f():\n    return True"]
+
+
 def test_every_mutant_of_a_module_is_another_program_of_as_many_lines() -> None:
     source = (ROOT / "arbor/retention/ordering.py").read_bytes()
 
@@ -114,6 +119,22 @@ def test_equivalent_mutants_are_left_out(tmp_path: Path) -> None:
     others = mutate.all_mutants(tmp_path, ["arbor"], (listed,))
 
     assert [(each.line, each.change) for each in every if each not in others] == [(1, "< -> <=")]
+
+
+def test_a_tuning_constant_is_left_alone_where_it_is_set_and_nowhere_else() -> None:
+    source = b"MOST_BYTES = 256 << 20\nMOST = 3\ndef f():\n    MOST_BYTES = 5\n"
+
+    tuned = mutate.mutants_of("arbor/engine/last_logits.py", source)
+    others = mutate.mutants_of("arbor/engine/other.py", source)
+
+    assert {each.line for each in tuned} == {2, 4}
+    assert {each.line for each in others} == {1, 2, 4}
+
+
+def test_every_listed_tuning_constant_is_one_of_its_module() -> None:
+    for (file, name), why in mutate.TUNING.items():
+        assert f"\n{name} = " in (ROOT / file).read_text("utf-8")
+        assert name == name.upper() and why
 
 
 def test_a_module_is_mutated_alone(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_a_budget_that_is_no_help_is_not_named() -> None:
 
 
 @pytest.mark.usefixtures("mib_free")
+def test_a_budget_that_leaves_just_the_room_a_search_needs_is_named() -> None:
+    fits = explained(least=1000).data["fitting_tokens"]
+
+    error = explained(least=fits)
+
+    assert f"--budget {fits}tok" in error.hint
+    assert error.data["fitting_tokens"] == fits
+    assert explained(least=fits + 1).data["fitting_tokens"] is None
+
+
+@pytest.mark.usefixtures("mib_free")
 @pytest.mark.parametrize("message", ["out of memory", "Tried to allocate 20.00 MiB. GPU 0 has"])
 def test_memory_that_is_free_in_pieces_or_lacks_by_an_unknown_size_is_a_quarter_of_the_kv(
     message: str,

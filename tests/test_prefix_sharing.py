@@ -221,6 +221,34 @@ def test_shared_tokens_stay_while_the_path_of_one_tree_runs() -> None:
     is_as_alone(lab, second)
 
 
+@pytest.mark.parametrize(("spare", "steps"), [(0, 1), (-1, 2)])
+def test_prompts_join_together_that_fit_thanks_to_what_they_share(spare: int, steps: int) -> None:
+    pool = len(FIRST) + len(SECOND) - len(EXAMPLES) + spare
+    lab = Lab(build("llama"), debug=True)
+    first, second, other = opened(lab, FIRST, SECOND, FIRST[::-1], pool=pool)
+    pairs = [(first, second), (first, other), (second, first), (other, second)]
+    for pair, most in zip(pairs, (steps, 2, steps, 2), strict=True):
+        for tree in pair:
+            lab.begin_extend(tree.root)
+        for _ in range(most):
+            assert lab.busy
+            lab.step()
+        assert not lab.busy
+
+
+def test_shared_tokens_stay_where_the_others_leave_just_enough_room() -> None:
+    other = tuple(range(9, 9 + 60))
+    lab = Lab(build("llama"), debug=True)
+    first, second, third = opened(lab, FIRST, SECOND, other, pool=len(EXAMPLES) + len(other))
+    extended(lab, first, second)
+    held = slots(first)
+
+    extended(lab, third)
+
+    assert slots(first) == slots(second) == held
+    assert lab.memory.used == len(EXAMPLES) + len(other)
+
+
 def test_lossy_trees_share_nothing() -> None:
     lab = Lab(build("llama"), mode="lossy", debug=True)
     trees = opened(lab, FIRST, SECOND)

@@ -247,6 +247,19 @@ def test_rehydration_with_incomplete_ancestors_is_wrong(lab: Lab) -> None:
     assert kv_error(alone, [x[leaf.start :] for x in want]) > 1e-2
 
 
+def test_tokens_that_come_back_lie_next_to_those_before_them() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    first, _, last = lab.sprout([(tree.root, 3)])
+    evict(lab, first, [0])  # which leaves the first free slots
+    evict(lab, first, [1])
+    evict(lab, last, [2, 3])
+
+    lab.extend(last)
+
+    assert (np.diff(last.span.slot) == 1).all()
+
+
 def test_a_complete_path_runs_nothing(lab: Lab) -> None:
     for leaf in leaves_of(lab.tree):
         lab.extend(leaf)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from support.trees import (
     planted_again,
     relative_error,
 )
+from transformers import AutoModelForCausalLM
 
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
@@ -29,6 +31,7 @@ from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
 from arbor.model.plan import Piece, Segment, plan_forward, visibility
+from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.base import Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
@@ -257,7 +260,7 @@ def test_no_policy_ever_holds_more_than_the_budget(slots: int, policy: str, rehy
 @pytest.mark.parametrize("mode", ("lossless", "lossy"))
 @pytest.mark.parametrize("name", ("arborkv", "lru", "h2o"))
 def test_floors_and_parts_of_the_view_are_those_of_all_tokens(name: str, mode: Mode) -> None:
-    protect = Protect(sinks=14, recent=7, tail=3 if name == "arborkv" else 0, floor=2)
+    protect = Protect(sinks=14, recent=7, tail=3 if name == "arborkv" else 0, floor=1)
     policy = dataclasses.replace(POLICIES[name], protect=protect)
     lab = Lab(build("llama"), policy=policy, mode=mode, debug=True)
     tree = lab.plant(4096)
@@ -317,6 +320,27 @@ def test_attention_is_counted_once_per_query_that_sees_a_token() -> None:
     total = sum(lab.state.statistics.view(n.id, np.arange(len(n.tokens))).mass.sum() for n in tree)
     # every query hands out exactly 1; those that ran again for their logits hand out nothing
     assert total == pytest.approx(len(PROMPT) + later, rel=1e-4)
+
+
+@pytest.mark.parametrize(("layers", "watched"), [(9, [3, 7]), (3, [2])])
+def test_attention_is_observed_in_every_fourth_layer_or_in_the_last_one(
+    layers: int, watched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = build("llama").config
+    config.num_hidden_layers = layers
+    lab = Lab(AutoModelForCausalLM.from_config(config).eval(), policy="h2o", mode="lossy")
+    asked: list[list[int]] = []
+    right = ModelRunner.forward
+
+    def forward(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        asked.append(list(kwargs.get("mass", ())))
+        return right(self, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+
+    lab.plant()
+
+    assert asked == [watched]
 
 
 def test_a_token_ages_only_while_the_window_of_all_layers_holds_it() -> None:
@@ -415,6 +439,20 @@ def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
         (0, 0, 0, 1),
         (0, 0, 0, 0),
     ]
+
+
+def test_what_is_protected_stays_where_there_is_just_room_for_it() -> None:
+    protect = Protect(sinks=4, recent=8, tail=2)
+    lab = Lab(
+        build("llama"), policy=dataclasses.replace(POLICIES["lru"], protect=protect), debug=True
+    )
+    tree = lab.plant(40)
+    children = lab.sprout([(tree.root, 3)])
+
+    lab.residency.fit(lab.memory.free + 3 * (LENGTH - protect.tail), [tree.root], "pressure")
+
+    for child in children:
+        assert np.flatnonzero(child.span.resident).tolist() == [LENGTH - 2, LENGTH - 1]
 
 
 @pytest.mark.parametrize("policy", [name for name in WORKING if POLICIES[name].spares_paths])
@@ -580,3 +618,18 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
         }
 
     assert keys((0, 1)) == keys((1, 0))
+
+
+def test_the_tokens_of_a_tree_carry_the_same_key_whatever_tree_was_there_before_it() -> None:
+    def keys(lab: Lab) -> list[int]:
+        tree = lab.plant(4096)
+        lab.sprout([(tree.root, 2)], GREEDY)
+        return lab.residency.view.offered([tree.root]).tokens.key.tolist()
+
+    used = Lab(build("llama"), policy="random")
+    tree = used.plant(4096)
+    (child,) = used.sprout([(tree.root, 1)])
+    used.sprout([(child, 1)])
+    assert len(set(used.residency.view.offered([tree.root]).tokens.key.tolist())) == 2 * LENGTH
+
+    assert keys(used) == keys(Lab(build("llama"), policy="random"))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import SEEDS
 
+from arbor.forest import Forest
 from arbor.retention.base import NEVER
 from arbor.retention.block_table import FAR, NO_PARENT, BlockTable, _Levels
 from arbor.retention.held_tokens import HeldTokens
@@ -126,6 +127,39 @@ def test_what_blocks_are_expected_to_be_worth_is_what_a_walk_up_the_tree_finds(s
     for node, found in zip(tree, table.expected(), strict=True):
         valued = next((each for each in reversed(node.path) if each.valued), None)
         assert found == (best if valued is None else valued.value)
+
+
+def test_a_table_that_forgot_a_tree_is_one_that_never_knew_it() -> None:
+    forest, table, other = Forest(), BlockTable(2), BlockTable(2)
+    stays, goes = random_tree(5, 9), random_tree(6, 9, deep=True)
+    for tree in (stays, goes):
+        forest.adopt(tree)
+        table.use(tree, 3)
+        for node in tree:
+            table.touch(node)
+    table.refresh()
+    other.use(stays, 3)
+    for node in stays:
+        other.touch(node)
+    table.touch(goes.nodes[-1])
+
+    gone = [node.row for node in goes]
+    table.forget(gone)
+    table.refresh()
+    other.refresh()
+
+    here = [node.row for node in stays]
+    for name in ("parent", "depth", "start", "length", "resident", "last_used", "tail"):
+        assert getattr(table, name)[here].tolist() == getattr(other, name)[here].tolist()
+    for column in (table.depth, table.start, table.length, table.resident, table.last_used):
+        assert not column[gone].any()
+    assert not table.tail[gone].any() and not table.open[gone].any()
+    assert np.isnan(table.value[gone]).all() and not table.confidence[gone].any()
+    assert table.expected()[here].tolist() == other.expected().tolist()
+    # a row that is free is far from every other one, whatever block it was
+    for row in gone:
+        assert np.delete(table.distances([row]), row).min() == FAR
+        assert table.reentry([row], [1.0]).sum() == 1.0
 
 
 def test_what_is_not_touched_is_not_read() -> None:

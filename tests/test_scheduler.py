@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import Words, build
-from support.trees import LENGTH, PROMPT, SAMPLED, Lab
+from support.models import Words, build, path_logits
+from support.trees import LENGTH, PROMPT, SAMPLED, Lab, path_ids, relative_error
 
+from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.decoding import Decoding
 from arbor.engine.open_tree import OpenTree, RunHooks
 from arbor.engine.operation import Growing, Operation
@@ -26,7 +28,8 @@ from arbor.engine.scheduler import (
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Evicted, Forwarded, Rehydrated
+from arbor.events import Boundary, Evicted, Forwarded, Pressure, Rehydrated
+from arbor.forest import LEAST_COMMON
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.model.sampling_params import Sampling
@@ -141,7 +144,7 @@ def test_the_block_that_joined_last_waits_again_and_is_the_next_to_join() -> Non
 
 def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> None:
     tree = ThoughtTree(PROMPT)
-    work = operation(tree, 50, 1)
+    work = operation(tree, 2 * 3 * 8, 1)
     rows = [row(work, tree.root, longest=8) for _ in range(5)]
     queue = queue_of(rows, lossy=True)
 
@@ -150,6 +153,33 @@ def test_lossy_blocks_join_in_waves_that_take_half_of_the_budget_at_most() -> No
     assert not queue.admit()
     queue.leave(rows[2:3])
     assert queue.admit().rows == rows[3:]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_prompts_share_counts_once_while_several_of_them_are_in_use(shares: bool) -> None:
+    common = range(LEAST_COMMON)
+    trees = [ThoughtTree([*common, *end]) for end in ((60, 61), (70, 71, 72))]
+    slots = LEAST_COMMON + 2 + 3 + 3 * 6
+    memory = KVMemory((LayerKV(1, 1, 1),), slots, torch.float32, torch.device("cpu"))
+    queue = Scheduler(memory, shares_prompts=shares)
+    rows: list[list[Row]] = []
+    for tree, count in zip(trees, (1, 3), strict=True):
+        memory.adopt(tree)
+        work = Growing(OpenTree(tree, memory, slots, RunHooks()), [])
+        work.opened.lengths.add(6)
+        rows.append([row(work, tree.root) for _ in range(count)])
+        work.waiting.extend(rows[-1])
+        queue.operations.append(work)
+
+    assert queue.admit().rows == [*rows[0], *(rows[1][:2] if shares else [])]
+    assert queue.admit().rows == []
+
+    queue.leave(queue.rows[1:])
+    queue.operations = queue.operations[:1]
+    more = [row(queue.operations[0], trees[0].root) for _ in range(4)]
+    queue.operations[0].waiting.extend(more)
+    # one prompt alone, and what is left of the budget
+    assert queue.admit().rows == more[: (slots - trees[0].root.end) // 6 - 1]
 
 
 @given(st.data())
@@ -173,6 +203,10 @@ def test_no_row_is_lost_and_the_budget_counts_whole_paths(data: Any) -> None:
         paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in queue.rows))
         if len(queue.rows) > 1 and joined:
             assert paths + most_held(queue.rows) <= slots
+        if queue.waiting:  # nothing waits that would fit
+            more = (*queue.rows, work.waiting[0])
+            paths = sum(len(node.tokens) for node in tree.paths(each.leaf for each in more))
+            assert paths + most_held(more) > slots
         if data.draw(st.booleans()) and len(queue.rows) > 1:
             queue.preempt()
         else:
@@ -243,6 +277,173 @@ def test_steps_are_as_wide_as_blocks_turn_out_long_rather_than_as_they_might_bec
     assert rows / sum(event.steps for event in decoded) > 2
     assert all(child.span.exact[child.span.resident].all() for child in children)
     assert torch.isfinite(lab.ask(children, [(7,)] * len(children))).all()
+
+
+def test_more_blocks_decode_at_once_after_short_ones_have_ended() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, len(PROMPT) + 24, detail="steps")
+    lab.extend(tree.root)
+    lab.events.clear()
+    any_token = tuple(range(100))  # ends a block
+
+    lab.grow(
+        [(tree.root, 6)], Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), 24, 3), any_token))
+    )
+
+    # two of 12 tokens, half of the longest, are expected to fit; of one token all do
+    assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == [2, 4]
+
+
+@pytest.mark.parametrize("policy", ["full", "lru"])
+@pytest.mark.parametrize(("spare", "forwards"), [(0, [5]), (-1, [2, 3])])
+def test_questions_that_fill_the_budget_to_the_last_slot_are_answered_together(
+    policy: str, spare: int, forwards: list[int]
+) -> None:
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    tree = lab.plant(len(PROMPT) + 5 + spare)
+    lab.events.clear()
+
+    lab.ask([tree.root] * 2, [(7, 8), (9, 10, 11)])
+
+    assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == forwards
+
+
+@pytest.mark.parametrize("policy", ["full", "lru"])
+@pytest.mark.parametrize(("spare", "forwards"), [(0, [16]), (-1, [12, 4])])
+def test_prompts_that_fill_the_budget_to_the_last_slot_are_computed_together(
+    policy: str, spare: int, forwards: list[int]
+) -> None:
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    trees = [ThoughtTree(PROMPT), ThoughtTree(PROMPT[:3:-2])]
+    pool = sum(tree.root.end for tree in trees) + spare
+    for tree in trees:
+        lab.open(tree, pool, alone=False, pool=pool)
+    for tree in trees:
+        lab.begin_extend(tree.root)
+
+    for rows in forwards if policy == "lru" or not spare else forwards[:1]:
+        before = lab.rows()
+        lab.step()
+        assert lab.rows() - before == rows
+
+
+@pytest.mark.parametrize(("steps", "waits"), [(3, False), (4, True)])
+def test_a_question_joins_rows_that_decode_if_their_next_tokens_fit_too(
+    steps: int, waits: bool
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 8)
+    stop = StopRule(Words(), BlockLimits((), 8, 8), ())
+    growing = lab.begin_grow([(tree.root, 1)], Growth(3, SAMPLED, stop))
+    for _ in range(steps):
+        lab.step()
+    asking = lab.begin_ask([tree.root], [(7, 8, 9)])
+
+    lab.step()  # computes the last of `steps` + 1 tokens, next to three of the question
+
+    assert asking.done is not waits
+    while lab.busy:
+        lab.step()
+    assert len(growing.result()[0].tokens) == 8
+    assert relative_error(asking.result(), own_answer(tree.root, (7, 8, 9))) < 1e-5
+
+
+def own_answer(node: Node, question: tuple[int, ...]) -> torch.Tensor:
+    """The logits after a question by the model's own forward."""
+    return path_logits(build("llama"), [*path_ids(node), *question])[-1:]
+
+
+def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, len(PROMPT) + 2 * LENGTH, detail="steps")
+    lab.extend(tree.root)
+    lab.sprout([(tree.root, 1)], length=1)  # leaves for the last tokens of the next two
+    lab.events.clear()
+
+    lab.sprout([(tree.root, 2)])
+
+    forwards = [event for event in lab.events if isinstance(event, Forwarded)]
+    assert [event.rows for event in forwards] == [2] * LENGTH
+    assert lab.memory.used == lab.memory.slots
+
+
+def test_room_is_made_for_some_tokens_of_every_row_at_once() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 3 * LENGTH + 3 * MARGIN)
+    lab.sprout([(tree.root, 3)])
+    lab.events.clear()
+
+    lab.sprout([(tree.root, 3)], length=2 * MARGIN)
+
+    asked = [event for event in lab.events if isinstance(event, Pressure)]
+    assert [(event.needed, event.free) for event in asked] == [(3 * MARGIN, 0)]
+
+
+def test_rows_that_decode_lose_nothing_to_what_joins_them() -> None:
+    lab = Lab(build("llama"), policy="random", debug=True)
+    tree = lab.plant(len(PROMPT) + 4 * LENGTH + 2)
+    first, second, *_ = lab.sprout([(tree.root, 4)])
+    lab.memory.evict(second, np.arange(LENGTH))
+    lab.state.changed([second])
+    stop = StopRule(Words(), BlockLimits((), 7, 8), ())
+    growing = lab.begin_grow([(first, 1)], Growth(3, SAMPLED, stop))
+    for _ in range(5):
+        lab.step()
+    lab.events.clear()
+    lab.begin_extend(second)
+
+    lab.step()
+
+    assert any(isinstance(event, Evicted) for event in lab.events)
+    assert second.span.resident.all() and not growing.done
+    assert all(node.span.resident.all() for node in first.path)
+    assert first.children[0].span.resident[:6].all()
+
+
+def test_room_that_is_there_is_not_made() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 2 * LENGTH)
+
+    for _ in range(2):
+        lab.sprout([(tree.root, 1)])
+
+    assert lab.memory.used == lab.memory.slots
+    assert not any(isinstance(event, Evicted | Pressure) for event in lab.events)
+
+
+def test_a_batch_is_laid_out_once_for_rows_that_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(len(PROMPT) + 2 * LENGTH + 4)
+    lab.sprout([(tree.root, 2)])
+    lab.events.clear()
+    held: list[int] = []
+    right = DecodeBatch.hold
+
+    def hold(self: DecodeBatch, rows: list[Row]) -> None:
+        held.append(len(rows))
+        right(self, rows)
+
+    monkeypatch.setattr(DecodeBatch, "hold", hold)
+
+    lab.sprout([(tree.root, 1)], length=2 * LENGTH)
+
+    assert sum(isinstance(event, Evicted) for event in lab.events) > 1  # in between
+    assert held == [1]
+
+
+def test_blocks_that_decode_together_lie_in_one_piece_each() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    children = lab.sprout([(tree.root, 3)])
+    children += lab.sprout([(child, 2) for child in children])
+
+    for child in children:
+        slots = child.span.slot
+        assert slots.tolist() == list(range(int(slots[0]), int(slots[0]) + LENGTH))
 
 
 def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_were_run(

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import build
-from support.trees import LENGTH, Lab
+from support.models import Words, build
+from support.trees import LENGTH, PROMPT, SAMPLED, Lab
 
 from arbor.engine import forward_pass
+from arbor.engine.stop_rule import StopRule
 from arbor.engine.stopwatch import Stopwatch
+from arbor.engine.token_source import Growth
 from arbor.events import Forwarded
+from arbor.tasks.base import BlockLimits
+from arbor.tree import ThoughtTree
 
 CUDA = torch.device("cuda")
 FORWARD_S = 2.0
@@ -171,3 +175,35 @@ def test_the_engine_reports_the_device_s_seconds_of_every_kind_of_forward(
     ]
     # one for each report: no decode step waits for its own end
     assert device.waits <= len(found)
+
+
+def test_the_seconds_of_a_forward_are_divided_among_its_rows(lab: Lab) -> None:
+    heard: dict[ThoughtTree, list[Any]] = {ThoughtTree(PROMPT[begin:]): [] for begin in (0, 3, 6)}
+    first, second, late = heard
+    for tree, events in heard.items():
+        lab.open(tree, 200, alone=False, pool=200, emit=events.append)
+    stop = StopRule(Words(), BlockLimits((), LENGTH, 8), ())
+    growing = [
+        lab.begin_grow([(tree.root, width)], Growth(3, SAMPLED, stop))
+        for tree, width in ((first, 1), (second, 3))
+    ]
+    for _ in range(3):
+        lab.step()
+    lab.begin_extend(late.root)
+    while lab.busy:
+        lab.step()
+
+    assert all(operation.done for operation in growing)
+    seconds = {
+        tree: {e.kind: e.elapsed_s for e in events if isinstance(e, Forwarded)}
+        for tree, events in heard.items()
+    }
+    both = first.root.end + second.root.end
+    assert seconds[first]["prefill"] == pytest.approx(FORWARD_S * first.root.end / both)
+    assert seconds[second]["prefill"] == pytest.approx(FORWARD_S * second.root.end / both)
+    # it joined the four rows that decode
+    share = FORWARD_S / (4 + late.root.end)
+    assert seconds[late] == {"prefill": pytest.approx(share * late.root.end)}
+    decoded = LENGTH * (FORWARD_S + SAMPLING_S) - share * late.root.end
+    assert seconds[first]["decode"] == pytest.approx(decoded / 4)
+    assert seconds[second]["decode"] == pytest.approx(decoded * 3 / 4)

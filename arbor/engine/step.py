@@ -196,9 +196,10 @@ class Stepper:
         if rows and not joined and memory.free < len(rows) and self._make_room():
             self._changed = True
             rows = self._ready()
-        if self._changed or len(self._batch) != len(rows):
+        if self._changed:
             self._batch.hold(rows)
             self._changed = False
+        assert len(self._batch) == len(rows), "rows have changed unnoticed"
         parts = self._parts()
         if parts:
             logits = self._forwards.run(parts, self._batch if rows else None)
