@@ -21,6 +21,7 @@ from arbor.aggregate.majority import Majority
 from arbor.aggregate.weighted import Weighted
 from arbor.errors import UsageError
 from arbor.run.answers import finished_paths, ranked
+from arbor.run.plugin_answers import CheckedTask, checked_task, is_guess
 from arbor.run.solution import Solution
 from arbor.tasks.base import Grade, Problem
 from arbor.tasks.reasoning import Reasoning
@@ -204,8 +205,6 @@ class Keyed(FakeTask):
 
 
 def test_a_plug_ins_grader_is_asked_only_with_an_answer_key() -> None:
-    from arbor.run.plugin_answers import checked_task
-
     task = checked_task(Keyed())
     ends = leaves(["x!", " X!", "x!"])
 
@@ -215,6 +214,25 @@ def test_a_plug_ins_grader_is_asked_only_with_an_answer_key() -> None:
 
     assert groups(None) == [0, 1, 0]
     assert groups("x") == [0, 1, 0]
+
+
+class Guessing(FakeTask):
+    """A task of a plug-in all of whose answers are guesses."""
+
+    def is_guess(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        return True
+
+
+def test_the_optional_parts_of_a_plug_in_are_found_where_isinstance_looks_at_the_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As from Python 3.12 on, where a protocol does not see what ``__getattr__`` finds."""
+    monkeypatch.delattr(CheckedTask, "__getattr__")
+    (leaf,) = leaves(["x!"])
+    problem = Problem("id", "fake", "fake", "x")
+
+    assert is_guess(checked_task(Guessing()), problem, leaf)
+    assert not is_guess(checked_task(Keyed()), problem, leaf)
 
 
 # Through the solver -------------------------------------------------------------------------------

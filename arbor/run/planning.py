@@ -8,7 +8,7 @@ from typing import Any
 from arbor.budget import Budget, Footprint, Plan
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.run.limits import check_count
-from arbor.run.plugin_answers import checked_task, most_blocks
+from arbor.run.plugin_answers import checked_task, most_blocks, unchecked
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import BoundedQuestions, Converses, Problem, Task
@@ -47,7 +47,8 @@ def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list
         UsageError: the chat template refuses the messages.
     """
     refuse_surrogates(prompt, "the prompt")
-    own = task if isinstance(task, Converses) else None
+    parts = None if task is None else unchecked(task)
+    own = parts if isinstance(parts, Converses) else None
     system = "" if own is None else own.system_message
     refuse_surrogates(system, "the system message")
     if getattr(tokenizer, "chat_template", None) and (own is None or own.uses_chat):
@@ -158,6 +159,7 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
         )
     text = checked_task(task).question(problem, ()).text
     declared = None
-    if isinstance(task, BoundedQuestions):
-        declared = check_count("max_question_tokens", task.max_question_tokens)
+    parts = unchecked(task)
+    if isinstance(parts, BoundedQuestions):
+        declared = check_count("max_question_tokens", parts.max_question_tokens)
     return max(declared or 0, len(Words(tokenizer).encode(text)))

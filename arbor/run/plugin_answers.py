@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
-from arbor.tasks.base import BlockLimits, Grade, Problem, Question, Task
+from arbor.tasks.base import BlockLimits, Grade, Guesses, Problem, Question, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Encoder, Inquires, Inquiry, Verdict, Verifier
 
@@ -109,20 +109,36 @@ def _own(component: Any) -> bool:
 # Tasks
 
 
+def unchecked(task: Task) -> Task:
+    """The task itself where its answers are checked."""
+    return task.task if isinstance(task, CheckedTask) else task
+
+
+def is_guess(task: Task, problem: Problem, leaf: Node) -> bool:
+    """Whether the answer of a finished path is a guess of the task."""
+    own = unchecked(task)
+    return isinstance(own, Guesses) and own.is_guess(problem, leaf.thoughts)
+
+
 def checked_task(task: Task) -> Task:
     """A task whose answers are checked."""
     return task if _own(task) else cast(Task, CheckedTask(task))
 
 
 class CheckedTask:
-    """A task of a plug-in; what is not checked is the task's own."""
+    """A task of a plug-in; what is not checked is the task's own.
+
+    Attributes:
+        task: the plug-in's. Its optional parts are looked for in it (`unchecked`): from Python 3.12
+            on, ``isinstance`` with a protocol does not see what ``__getattr__`` finds.
+    """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
         self._answers = Answers("task", task)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
+        return getattr(self.task, name)
 
     def parse(self, text: str) -> Problem:
         """See `Task.parse`."""
@@ -130,7 +146,7 @@ class CheckedTask:
 
     def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
         """See `Task.problems`."""
-        every = self._answers.of("problems", lambda: iter(self._task.problems(split, limit)))
+        every = self._answers.of("problems", lambda: iter(self.task.problems(split, limit)))
         end = object()
         while (found := self._answers.of("problems", lambda: next(every, end))) is not end:
             if not isinstance(found, Problem):
@@ -167,7 +183,7 @@ class CheckedTask:
 
     def value(self, problem: Problem, thoughts: Sequence[str]) -> float:
         """See `Task.value`."""
-        found = self._answers.of("value", lambda: self._task.value(problem, thoughts))
+        found = self._answers.of("value", lambda: self.task.value(problem, thoughts))
         if not is_finite(found):
             raise self._answers.wrong("value", found, "a finite number")
         return float(found)
@@ -182,7 +198,7 @@ class CheckedTask:
         return found
 
     def _typed(self, member: str, wanted: Any, words: str, *given: Any) -> Any:
-        found = self._answers.of(member, lambda: getattr(self._task, member)(*given))
+        found = self._answers.of(member, lambda: getattr(self.task, member)(*given))
         if not isinstance(found, wanted):
             raise self._answers.wrong(member, found, words)
         return found
@@ -308,7 +324,7 @@ def inquiry_of(
     """A verifier's questions; its verdict is checked like that of `verdict_of`."""
     if _own(verifier):
         return verifier.inquire(task, problem, candidates, encoder)
-    given = task._task if isinstance(task, CheckedTask) else task
+    given = unchecked(task)
     answers = Answers("verifier", verifier)
     found = answers.of("inquire", lambda: verifier.inquire(given, problem, candidates, encoder))
     if not isinstance(found, Inquiry) or not _are_questions(found):
@@ -342,7 +358,7 @@ def verdict_of(
     """
     if _own(verifier):
         return verifier.verify(task, problem, candidates, engine)
-    given = task._task if isinstance(task, CheckedTask) else task
+    given = unchecked(task)
     answers = Answers("verifier", verifier)
     return _checked_verdict(
         answers, "verify", lambda: verifier.verify(given, problem, candidates, engine)

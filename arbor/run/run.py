@@ -22,14 +22,14 @@ from arbor.run.callbacks import Broadcast
 from arbor.run.full_retention import FullRetention
 from arbor.run.limits import TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search
-from arbor.run.plugin_answers import checked_task
+from arbor.run.plugin_answers import checked_task, is_guess
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.searches import Steps, completed
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.tasks.base import Guesses, Problem
+from arbor.tasks.base import Problem
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 
@@ -318,7 +318,7 @@ class Run:
                     task.answer(problem, leaf.thoughts),
                     leaf.value,
                     leaf.logprob,
-                    isinstance(task, Guesses) and task.is_guess(problem, leaf.thoughts),
+                    is_guess(task, problem, leaf),
                 )
                 for leaf in outcome.finished
             ),

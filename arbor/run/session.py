@@ -37,12 +37,13 @@ from arbor.run.plugin_answers import (
     checked_task,
     inquiry_of,
     is_finite,
+    is_guess,
     most_blocks,
     verdict_of,
 )
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
-from arbor.tasks.base import Grade, Guesses, Problem, Task
+from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
 
@@ -377,12 +378,8 @@ class Session:
             ):
                 child.state = NodeState.TERMINAL
                 answer = self.task.answer(self.problem, thoughts)
-                self.emit(Terminal(child.id, answer, self._is_guess(child)))
+                self.emit(Terminal(child.id, answer, is_guess(self.task, self.problem, child)))
         return children
-
-    def _is_guess(self, leaf: Node) -> bool:
-        """Whether the answer of a finished path is a guess of the task."""
-        return isinstance(self.task, Guesses) and self.task.is_guess(self.problem, leaf.thoughts)
 
     def _verify(self, children: Sequence[Node]) -> Steps[bool]:
         """Value the children.
@@ -465,7 +462,9 @@ class Session:
             answer = self.task.answer(self.problem, best.thoughts)
         grade = self._grade(answer)
         correct = None if grade is None else grade.correct
-        guessed = answer is not None and best is not None and self._is_guess(best)
+        guessed = (
+            answer is not None and best is not None and is_guess(self.task, self.problem, best)
+        )
         status: Status = self._stopped or ("solved" if answer is not None else "exhausted")
         self.emit(
             Answered(
