@@ -11,6 +11,7 @@ from support.models import Words, build
 from support.trees import PROMPT, SAMPLED, Lab
 from torch import Tensor
 
+from arbor.engine import scheduler
 from arbor.engine.operation import Growing
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopRule
@@ -181,6 +182,38 @@ def test_prompts_that_do_not_fit_together_go_in_in_pieces() -> None:
         visit.result()
     assert lab.memory.used <= 26
     assert {tree.root.row for tree in trees} <= lab.state.computed
+
+
+@pytest.mark.parametrize(("most", "forwards"), [(40, [36]), (24, [24, 12]), (5, [12, 12, 12])])
+def test_only_so_many_tokens_join_a_forward(
+    monkeypatch: pytest.MonkeyPatch, most: int, forwards: list[int]
+) -> None:
+    monkeypatch.setattr(scheduler, "MOST_NEW", most)
+    lab = Lab(build("llama"), debug=True)
+    trees = opened(lab, *((place, *PROMPT[1:]) for place in (9, 10, 11)))
+    visits = [lab.begin_extend(tree.root) for tree in trees]
+    rows = []
+    while lab.busy:
+        before = lab.rows()
+        lab.step()
+        rows.append(lab.rows() - before)
+
+    assert rows == forwards
+    for visit in visits:
+        visit.result()
+
+
+def test_questions_count_among_the_tokens_that_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MOST_NEW", 7)
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    lab.events.clear()
+    asking = lab.begin_ask([tree.root] * 4, [(7, 8, 9)] * 4)
+    run(lab)
+
+    verified = [e.rows for e in lab.events if isinstance(e, Forwarded) and e.kind == "verify"]
+    assert verified == [6, 6]
+    assert asking.result().shape[0] == 4
 
 
 class Wrong(ModelSampler):

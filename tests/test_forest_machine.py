@@ -28,7 +28,7 @@ from support.trees import Lab, path_ids, relative_error
 from torch import Tensor
 
 from arbor import forest
-from arbor.engine import residency
+from arbor.engine import residency, scheduler
 from arbor.engine.mode import Mode
 from arbor.engine.operation import Operation
 from arbor.engine.scheduler import Row
@@ -276,6 +276,7 @@ class Grove(RuleBasedStateMachine):
     lossless = True
     prompts: tuple[tuple[int, ...], ...] = PROMPTS
     least_common = LEAST_COMMON
+    most_new = scheduler.MOST_NEW
 
     def begin(
         self,
@@ -290,6 +291,7 @@ class Grove(RuleBasedStateMachine):
             patch.object(module, "LEAST_COMMON", self.least_common)
             for module in (forest, prefix_cache)
         ]
+        self.patches.append(patch.object(scheduler, "MOST_NEW", self.most_new))
         for each in self.patches:
             each.start()
         self.source = Source()
@@ -696,6 +698,7 @@ class AlikeGrove(LosslessGrove):
 
     prompts = ALIKE
     least_common = 3
+    most_new = 10
 
     def end(self) -> None:
         super().end()

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 # tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
 MARGIN = 4
+# tokens of prompts, rehydrations and questions that join one forward at most; more wait for the
+# next one, so that neither its activations nor the wait of the rows that decode grow with the
+# number of problems. One piece of work joins whatever its length.
+MOST_NEW = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +231,8 @@ class Scheduler:
         for operation in self.operations:
             while operation.waiting:
                 work = operation.waiting[0]
-                if (self.rows or joined) and not self._fits(work, joined):
+                full = joined and self._new(work) > MOST_NEW
+                if full or ((self.rows or joined) and not self._fits(work, joined)):
                     self._in_order(joined)
                     return joined
                 operation.waiting.popleft()
@@ -270,15 +275,19 @@ class Scheduler:
             return paths + most_held((*self.rows, work)) <= self._memory.slots
         tokens = len(work.tokens) if isinstance(work, Question) else 0
         if self._keeps_all:
-            missing = self._missing + _missing(fresh)
-            return missing + self._asked + tokens + len(self.rows) <= self._memory.available
+            return self._new(work) + len(self.rows) <= self._memory.available
         grown = sum(len(row.node.tokens) + 1 for row in self.rows)
         return paths + tokens + grown <= self._memory.slots
 
+    def _new(self, work: Work) -> int:
+        """Tokens that the next forward computes next to the rows, if this work joins as well."""
+        fresh = [node for node in work.leaf.path if node.row not in self._users]
+        tokens = len(work.tokens) if isinstance(work, Question) else 0
+        return self._missing + _missing(fresh) + self._asked + tokens
+
     def _take(self, work: Work) -> None:
         fresh = [node for node in work.leaf.path if node.row not in self._users]
-        if self._keeps_all:
-            self._missing += _missing(fresh)
+        self._missing += _missing(fresh)
         self._paths += sum(len(node.tokens) for node in fresh)
         if fresh and fresh[0].parent is None:
             self._trees.append(fresh[0].tree)
