@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from arbor import Solver
 from arbor.controllers.beam import Beam
+from arbor.controllers.dpts import DPTS
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.events import KV, Boundary, Detail, Event, Forwarded, Sampled
@@ -25,6 +26,7 @@ CONTROLLERS = {
     "beam": Beam(beam_size=2, width=3),
     "bfs": ToT(beam=2, width=3),
     "dfs": ToT(strategy="dfs", width=3, max_visited=6),
+    "dpts": DPTS(width=3, parallel=2, max_visited=6),
 }
 
 
