@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from arbor import Solver
 from arbor.controllers.beam import Beam
+from arbor.controllers.dpts import DPTS
 from arbor.controllers.mcts import MCTS
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
@@ -27,6 +28,7 @@ CONTROLLERS = {
     "bfs": ToT(beam=2, width=3),
     "dfs": ToT(strategy="dfs", width=3, max_visited=6),
     "mcts": MCTS(width=3, simulations=6, rollout=None),
+    "dpts": DPTS(width=3, parallel=2, max_visited=6),
 }
 
 

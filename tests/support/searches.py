@@ -20,6 +20,7 @@ CONTROLLERS = (
     "tot,strategy=dfs,width=3,max_visited=6",
     "beam,beam_size=3",
     "chain,samples=3",
+    "dpts,width=3,parallel=2,max_visited=6",
 )
 # without the baseline that never evicts and the one that needs a recorded run
 POLICIES = ("arborkv", "h2o", "kkt", "lru", "random", "reentry", "streaming", "tova", "uniform")
