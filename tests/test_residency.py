@@ -462,8 +462,9 @@ def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -
     first, second = lab.sprout([(tree.root, 2)])
     for more, path in ((4, 17), (5, 17), (8, 14)):  # tokens beyond what was free
         needed = lab.memory.free + more - (5 - int(second.span.resident.sum()))
-        lab.residency.fit(needed, [first], "pressure")
+        lost = lab.residency.fit(needed, [first], "pressure")
 
+        assert lost is (path < 17)
         assert second.span.resident.sum() == max(0, 5 - more)
         assert tree.root.span.resident.sum() + first.span.resident.sum() == path
 
@@ -525,6 +526,7 @@ def test_where_nothing_leaves_no_eviction_is_reported() -> None:
     evicted = [event for event in lab.events if isinstance(event, Evicted)]
     assert evicted
     assert all(event.nodes for event in evicted)
+    assert any(isinstance(event, Allocated) and not event.nodes for event in lab.events)
 
 
 @pytest.mark.parametrize("length", [24, 25, 26])
@@ -620,11 +622,13 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
     assert keys((0, 1)) == keys((1, 0))
 
 
-def test_the_tokens_of_a_tree_carry_the_same_key_whatever_tree_was_there_before_it() -> None:
-    def keys(lab: Lab) -> list[int]:
+def test_a_policy_is_shown_nothing_of_the_tree_that_was_there_before() -> None:
+    def shown(lab: Lab) -> list[list[int]]:
         tree = lab.plant(4096)
         lab.sprout([(tree.root, 2)], GREEDY)
-        return lab.residency.view.offered([tree.root]).tokens.key.tolist()
+        blocks = lab.residency.view.offered([tree.root])
+        columns = (blocks.depth, blocks.distance, blocks.tokens.position, blocks.tokens.key)
+        return [column.tolist() for column in columns]
 
     used = Lab(build("llama"), policy="random")
     tree = used.plant(4096)
@@ -632,4 +636,4 @@ def test_the_tokens_of_a_tree_carry_the_same_key_whatever_tree_was_there_before_
     used.sprout([(child, 1)])
     assert len(set(used.residency.view.offered([tree.root]).tokens.key.tolist())) == 2 * LENGTH
 
-    assert keys(used) == keys(Lab(build("llama"), policy="random"))
+    assert shown(used) == shown(Lab(build("llama"), policy="random"))

@@ -32,6 +32,7 @@ from arbor.events import Boundary, Evicted, Forwarded, Pressure, Rehydrated
 from arbor.forest import LEAST_COMMON
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
+from arbor.memory.slots import NO_OWNER
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -306,6 +307,7 @@ def test_questions_that_fill_the_budget_to_the_last_slot_are_answered_together(
 
     lab.ask([tree.root] * 2, [(7, 8), (9, 10, 11)])
 
+    assert not any(isinstance(event, Pressure) for event in lab.events)
     assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == forwards
 
 
@@ -444,6 +446,22 @@ def test_blocks_that_decode_together_lie_in_one_piece_each() -> None:
     for child in children:
         slots = child.span.slot
         assert slots.tolist() == list(range(int(slots[0]), int(slots[0]) + LENGTH))
+
+
+def test_a_block_that_goes_on_is_to_lie_next_to_its_tokens() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    children = lab.sprout([(tree.root, 2)], length=2)
+    work = Growing(lab.state.of(tree.root), children)
+    rows = [row(work, tree.root), *(row(work, tree.root) for _ in children)]
+    for each, child in zip(rows[1:], children, strict=True):
+        each.node, each.pending, child.state = child, 7, NodeState.OPEN
+
+    lab._parts.stepper._decoding.start(rows)
+
+    ends = [int(child.span.slot[1]) + 1 for child in children]
+    assert [each.first_slot for each in rows[1:]] == ends
+    assert lab.memory.table.owner[rows[0].first_slot] == NO_OWNER
 
 
 def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_were_run(
