@@ -260,6 +260,21 @@ def test_prompts_keep_what_the_running_tree_uses_and_report_once_what_they_lose(
     assert not third.root.span.resident.any() and not fourth.root.span.resident.any()
 
 
+def test_a_prompt_leaves_once_no_other_one_uses_its_tokens() -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second, other = opened(lab, FIRST, SECOND, tuple(range(9, 9 + 60)), pool=70)
+    extended(lab, first, second)
+    shown = lab.residency.view.offered([other.root])
+    assert shown.resident.tolist() == [2, 3], "of each what the other one does not use"
+
+    lab.close(second)  # its prompt stays for later ones, until room runs out
+    extended(lab, other)
+
+    assert other.root.span.resident.all() and not lab.memory.prefixes
+    assert int(first.root.span.resident.sum()) <= 70 - 60
+    is_as_alone(lab, first)
+
+
 def test_shared_tokens_stay_where_the_others_leave_just_enough_room() -> None:
     other = tuple(range(9, 9 + 60))
     lab = Lab(build("llama"), debug=True)

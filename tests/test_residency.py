@@ -441,6 +441,31 @@ def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
     ]
 
 
+def test_a_block_that_holds_nothing_is_not_offered() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant(40)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    lab.memory.evict(second, np.arange(LENGTH))
+    lab.memory.evict(third, np.arange(LENGTH - 1))
+    lab.state.changed([second, third])
+
+    blocks = lab.residency.view.offered([tree.root])
+
+    assert blocks.ids.tolist() == [first.id, third.id]
+    assert blocks.resident.tolist() == [LENGTH, 1]
+
+
+def test_the_budget_that_a_policy_would_need_is_named() -> None:
+    lab = Lab(build("llama"), policy="full", debug=True)
+    tree = lab.plant(len(PROMPT) + LENGTH + 2)
+    lab.sprout([(tree.root, 1)])
+
+    with pytest.raises(BudgetInfeasible) as caught:
+        lab.residency.fit(lab.memory.free + 3, [tree.root], "pressure")
+
+    assert (caught.value.needed, caught.value.budget) == (lab.memory.slots + 3, lab.memory.slots)
+
+
 def test_what_is_protected_stays_where_there_is_just_room_for_it() -> None:
     protect = Protect(sinks=4, recent=8, tail=2)
     lab = Lab(
@@ -467,6 +492,8 @@ def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -
         assert lost is (path < 17)
         assert second.span.resident.sum() == max(0, 5 - more)
         assert tree.root.span.resident.sum() + first.span.resident.sum() == path
+    off_paths, on_paths = [event for event in lab.events if isinstance(event, Allocated)][-2:]
+    assert (off_paths.room, on_paths.room) == (0, path)
 
 
 def test_a_block_without_a_value_is_worth_what_the_one_above_it_is() -> None:
@@ -622,18 +649,21 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
     assert keys((0, 1)) == keys((1, 0))
 
 
-def test_a_policy_is_shown_nothing_of_the_tree_that_was_there_before() -> None:
-    def shown(lab: Lab) -> list[list[int]]:
+@pytest.mark.parametrize("policy", ["random", "h2o"])
+def test_a_policy_is_shown_nothing_of_the_tree_that_was_there_before(policy: str) -> None:
+    def shown(lab: Lab) -> list[list[float]]:
         tree = lab.plant(4096)
         lab.sprout([(tree.root, 2)], GREEDY)
         blocks = lab.residency.view.offered([tree.root])
-        columns = (blocks.depth, blocks.distance, blocks.tokens.position, blocks.tokens.key)
-        return [column.tolist() for column in columns]
+        tokens = blocks.tokens
+        columns = [blocks.depth, blocks.distance, blocks.attention]
+        columns += [tokens.position, tokens.key, tokens.mass, tokens.queries]
+        return [column.round(5).tolist() for column in columns]
 
-    used = Lab(build("llama"), policy="random")
+    used = Lab(build("llama"), policy=policy)
     tree = used.plant(4096)
     (child,) = used.sprout([(tree.root, 1)])
     used.sprout([(child, 1)])
     assert len(set(used.residency.view.offered([tree.root]).tokens.key.tolist())) == 2 * LENGTH
 
-    assert shown(used) == shown(Lab(build("llama"), policy="random"))
+    assert shown(used) == shown(Lab(build("llama"), policy=policy))
