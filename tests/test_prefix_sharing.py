@@ -268,6 +268,7 @@ def test_a_prompt_leaves_once_no_other_one_uses_its_tokens() -> None:
     assert shown.resident.tolist() == [2, 3], "of each what the other one does not use"
 
     lab.close(second)  # its prompt stays for later ones, until room runs out
+    assert lab.residency.view.offered([other.root]).resident.tolist() == [2]
     extended(lab, other)
 
     assert other.root.span.resident.all() and not lab.memory.prefixes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,10 @@ from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
 from arbor.model.plan import Piece, Segment, plan_forward, visibility
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.base import Blocks, Ints, Scorer, Tokens
+from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.tasks.base import BlockLimits
+from arbor.tree import ThoughtTree
 
 WORKING = sorted(set(POLICIES) - {"full"})
 REVERSIBLE = ("selective", "span")
@@ -441,6 +443,23 @@ def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
     ]
 
 
+def test_a_block_is_scheduled_in_so_many_waves() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant(40)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    (deep,) = lab.sprout([(third, 1)])
+
+    lab.state.of(tree.root).expect([[first], [second, third], [first]])
+
+    blocks = lab.residency.view.offered([deep])
+    assert dict(zip(blocks.ids.tolist(), blocks.scheduled.tolist(), strict=True)) == {
+        first.id: 1,
+        second.id: 2,
+    }
+    lab.state.of(tree.root).expect([])
+    assert set(lab.residency.view.offered([deep]).scheduled.tolist()) == {NEVER}
+
+
 def test_a_block_that_holds_nothing_is_not_offered() -> None:
     lab = Lab(build("llama"))
     tree = lab.plant(40)
@@ -650,20 +669,28 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
 
 
 @pytest.mark.parametrize("policy", ["random", "h2o"])
-def test_a_policy_is_shown_nothing_of_the_tree_that_was_there_before(policy: str) -> None:
+def test_a_policy_is_shown_nothing_of_a_tree_that_was_closed(policy: str) -> None:
+    def opened(lab: Lab, prompt: Sequence[int]) -> ThoughtTree:
+        lab.open(tree := ThoughtTree(prompt), 200, alone=False, pool=200)
+        lab.extend(tree.root)
+        return tree
+
     def shown(lab: Lab) -> list[list[float]]:
-        tree = lab.plant(4096)
+        tree = opened(lab, PROMPT)
         lab.sprout([(tree.root, 2)], GREEDY)
         blocks = lab.residency.view.offered([tree.root])
         tokens = blocks.tokens
-        columns = [blocks.depth, blocks.distance, blocks.attention]
+        columns = [blocks.ids, blocks.depth, blocks.distance, blocks.attention]
         columns += [tokens.position, tokens.key, tokens.mass, tokens.queries]
         return [column.round(5).tolist() for column in columns]
 
-    used = Lab(build("llama"), policy=policy)
-    tree = used.plant(4096)
-    (child,) = used.sprout([(tree.root, 1)])
+    fresh, used = (Lab(build("llama"), policy=policy, debug=True) for _ in range(2))
+    for lab in (fresh, used):
+        opened(lab, PROMPT[:3])  # keeps the pool
+    closed = opened(used, PROMPT[::-1])
+    (child,) = used.sprout([(closed.root, 1)])
     used.sprout([(child, 1)])
-    assert len(set(used.residency.view.offered([tree.root]).tokens.key.tolist())) == 2 * LENGTH
+    assert len(used.residency.view.offered([closed.root]).tokens.key) == 3 + 2 * LENGTH
+    used.close(closed)
 
-    assert shown(used) == shown(Lab(build("llama"), policy=policy))
+    assert shown(used) == shown(fresh)

@@ -451,7 +451,7 @@ def test_blocks_that_decode_together_lie_in_one_piece_each() -> None:
 def test_a_block_that_goes_on_is_to_lie_next_to_its_tokens() -> None:
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant()
-    children = lab.sprout([(tree.root, 2)], length=2)
+    children = lab.sprout([(tree.root, 2)], length=3)
     work = Growing(lab.state.of(tree.root), children)
     rows = [row(work, tree.root), *(row(work, tree.root) for _ in children)]
     for each, child in zip(rows[1:], children, strict=True):
@@ -459,7 +459,7 @@ def test_a_block_that_goes_on_is_to_lie_next_to_its_tokens() -> None:
 
     lab._parts.stepper._decoding.start(rows)
 
-    ends = [int(child.span.slot[1]) + 1 for child in children]
+    ends = [int(child.span.slot[-1]) + 1 for child in children]
     assert [each.first_slot for each in rows[1:]] == ends
     assert lab.memory.table.owner[rows[0].first_slot] == NO_OWNER
 
