@@ -459,7 +459,7 @@ def test_a_block_that_goes_on_is_to_lie_next_to_its_tokens() -> None:
 
     lab._parts.stepper._decoding.start(rows)
 
-    ends = [int(child.span.slot[-1]) + 1 for child in children]
+    ends = [int(child.span.slot[2]) + 1 for child in children]
     assert [each.first_slot for each in rows[1:]] == ends
     assert lab.memory.table.owner[rows[0].first_slot] == NO_OWNER
 
