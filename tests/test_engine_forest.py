@@ -68,6 +68,25 @@ def test_a_failed_forward_ends_what_took_part_and_not_what_waits(
     assert child.tokens == alone(PROMPT, growth())
 
 
+def test_a_failed_forward_ends_the_rows_that_decode_and_what_joins_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, PROMPT, SHORT)
+    running = lab.begin_grow([(first.root, 1)], growth())
+    lab.step()
+    lab.step()
+    joining = lab.begin_extend(second.root)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "forward", lambda *args, **kwargs: raise_failure())
+        lab.step()
+
+    assert not lab.busy
+    for operation in (running, joining):
+        with pytest.raises(Failure):
+            operation.result()
+
+
 def raise_failure() -> None:
     raise Failure
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from arbor.engine.scheduler import (
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Evicted, Forwarded, Pressure, Rehydrated
+from arbor.events import Boundary, Event, Evicted, Forwarded, Pressure, Rehydrated
 from arbor.forest import LEAST_COMMON
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
@@ -354,6 +355,31 @@ def test_a_question_joins_rows_that_decode_if_their_next_tokens_fit_too(
 def own_answer(node: Node, question: tuple[int, ...]) -> torch.Tensor:
     """The logits after a question by the model's own forward."""
     return path_logits(build("llama"), [*path_ids(node), *question])[-1:]
+
+
+def test_what_waits_is_expected_in_the_order_in_which_it_joins() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    waves: list[list[list[int]]] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Pressure):
+            upcoming = lab.state.of(tree.root).upcoming
+            waves.append([[node.id for node in wave] for wave in upcoming])
+
+    lab.open(tree, len(PROMPT) + LENGTH + 2, emit=listen)  # one path and a question
+    lab.extend(tree.root)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    waves.clear()
+
+    lab.ask([first, second, third], [(7, 8)] * 3)
+
+    # one path at a time: the last one that waits is the last to come
+    assert len(waves) > 1 and waves[-1] == []
+    for now, then in itertools.pairwise(waves):
+        assert now and now[1:] == then
+    (last,) = waves[0][-1]
+    assert tree[last].span.resident.all()
 
 
 def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
