@@ -361,16 +361,20 @@ def test_what_waits_is_expected_in_the_order_in_which_it_joins() -> None:
     lab = Lab(build("llama"), debug=True)
     tree = ThoughtTree(PROMPT)
     waves: list[list[list[int]]] = []
+    kinds: list[str] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, Pressure):
             upcoming = lab.state.of(tree.root).upcoming
             waves.append([[node.id for node in wave] for wave in upcoming])
+        if isinstance(event, Forwarded):
+            kinds.append(event.kind)
 
     lab.open(tree, len(PROMPT) + LENGTH + 2, emit=listen)  # one path and a question
     lab.extend(tree.root)
     first, second, third = lab.sprout([(tree.root, 3)])
     waves.clear()
+    kinds.clear()
 
     lab.ask([first, second, third], [(7, 8)] * 3)
 
@@ -380,6 +384,7 @@ def test_what_waits_is_expected_in_the_order_in_which_it_joins() -> None:
         assert now and now[1:] == then
     (last,) = waves[0][-1]
     assert tree[last].span.resident.all()
+    assert set(kinds) == {"verify"}, "also where its path comes back"
 
 
 def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
