@@ -112,11 +112,11 @@ def test_where_work_cannot_join_the_youngest_ends_and_the_others_are_tried_again
 
 def test_an_interruption_is_none_of_a_question_s_business() -> None:
     lab = Lab(build("llama"), debug=True)
-    pool = len(PROMPT) + 8
+    pool = len(PROMPT) + 7
     first, second = (ThoughtTree(prompt) for prompt in (PROMPT, SHORT))
     lab.open(first, pool, alone=False, pool=pool)
     lab.open(second, pool, alone=False, pool=pool, interrupted=lambda: True)
-    growing = lab.begin_grow([(first.root, 1)], growth(8))
+    growing = lab.begin_grow([(first.root, 1)], growth(7))
     asking = lab.begin_ask([second.root], [(7, 8, 9)])  # waits until the block has ended
 
     run(lab)
