@@ -2,10 +2,14 @@
 
     python scripts/bench_concurrency.py --problems 24 --rounds 3 --csv rows.csv
     python scripts/bench_concurrency.py --only forks --rounds 3
+    python scripts/bench_concurrency.py --only trees --problems 500 --csv trees.csv
 
 `searches`: problems of game24 solved by the built-in model, under full retention and in a quarter
 of what such searches hold. `forks`: a random Llama of 100 million parameters; each problem is a
-prompt of 512 tokens from which 8 branches of 32 tokens grow (F8). The numbers of problems at a time
+prompt of 512 tokens from which 8 branches of 32 tokens grow (F8); once with prompts that differ
+from the first token on, and once with prompts of which only the last token differs. `trees`: how
+many trees and answers of game24 differ between one and eight at a time, as it is by default and
+with `deterministic`. The numbers of problems at a time
 take turns within a round; times are CPU time of the thread, one thread. A row of the CSV is one
 measurement. The table gives, for each, the median of the ratios to one at a time of the same round.
 """
@@ -36,6 +40,7 @@ from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
 from arbor.run.searches import Steps, as_completed
+from arbor.run.solution import Solution
 from arbor.tree import ThoughtTree
 
 AT_A_TIME = (1, 2, 4, 8, 16)
@@ -60,8 +65,13 @@ def searches(controller: str, budget: str, problems: int) -> Callable[[int], dic
     return run
 
 
-def forks(problems: int) -> Callable[[int], dict[str, Any]]:
-    """Eight branches of each prompt, by a model that is read from memory at each step."""
+def forks(problems: int, *, alike: bool) -> Callable[[int], dict[str, Any]]:
+    """Eight branches of each prompt, by a model that is read from memory at each step.
+
+    Args:
+        problems: how many.
+        alike: the prompts have all but the last token in common.
+    """
     model = random_llama("100m", torch.float32)
     engine = Engine(ModelRunner(model, TorchCascade()), NoText(), policy=POLICIES["lru"])
     pack_linears(model)
@@ -70,7 +80,8 @@ def forks(problems: int) -> Callable[[int], dict[str, Any]]:
 
     def search(place: int, pool: int) -> Steps[int]:
         prompt = prefix(PROMPT, model.config.vocab_size)
-        tree = ThoughtTree([place + 1, *prompt[1:]])
+        own = place + 1
+        tree = ThoughtTree([*prompt[:-1], own] if alike else [own, *prompt[1:]])
         engine.open(tree, slots, pool=pool)
         prefill = engine.begin_extend(tree.root)
         yield prefill
@@ -87,6 +98,7 @@ def forks(problems: int) -> Callable[[int], dict[str, Any]]:
 
         done = list(as_completed(engine, map(begin, range(problems)), concurrency))
         assert not any(each.error for each in done), [each.error for each in done]
+        engine.memory.let_go(engine.memory.slots)  # the next measurement computes its prompts
         return {"tokens": sum(each.result or 0 for each in done), "recomputed": 0, "solved": ""}
 
     return run
@@ -99,12 +111,37 @@ def cases(only: str | None, problems: int) -> Iterator[tuple[str, Callable[[int]
             for budget in ("full", part):
                 yield f"{controller}, {budget}", searches(controller, budget, problems)
     if only in (None, "forks"):
-        yield "F8, 100M", forks(8)
+        yield "F8, 100M", forks(8, alike=False)
+        yield "F8, 100M, prompts alike", forks(8, alike=True)
+
+
+def trees(problems: int, deterministic: bool) -> dict[str, Any]:
+    """How many trees and answers differ between one and eight at a time."""
+    found = []
+    for concurrency in (1, 8):
+        solver = Solver(controller="tot", budget="0.25", threads=1, deterministic=deterministic)
+        every = list(solver.task.problems("test", problems))
+        solutions = solver.solve_batch(every, concurrency=concurrency)
+        found.append([(shape(each), each.answer) for each in solutions])
+        solver.close()
+    pairs = list(zip(*found, strict=True))
+    return {
+        "trees_differ": sum(one[0] != other[0] for one, other in pairs),
+        "answers_differ": sum(one[1] != other[1] for one, other in pairs),
+        "n": len(pairs),
+    }
+
+
+def shape(solution: Solution) -> list[tuple[int, str]]:
+    """The parent and the text of each block of a search, in the order of their ids."""
+    graph = solution.to_networkx()
+    parents = {child: parent for parent, child in graph.edges}
+    return [(parents.get(node, -1), data["text"]) for node, data in sorted(graph.nodes(data=True))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["searches", "forks"])
+    parser.add_argument("--only", choices=["searches", "forks", "trees"])
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
@@ -116,6 +153,24 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
+    if given.only == "trees":
+        for deterministic in (True, False):
+            found = trees(given.problems, deterministic)
+            print(f"deterministic {deterministic}: {found}", flush=True)
+            if given.csv is not None:
+                row = {
+                    "date": datetime.date.today().isoformat(),
+                    "commit": commit,
+                    "machine": given.machine,
+                    "case": "tot, 0.25, one and eight at a time",
+                    "deterministic": deterministic,
+                    **found,
+                    "n_of": "problems",
+                    "command": " ".join(["bench_concurrency.py", *sys.argv[1:]]),
+                    "note": "",
+                }
+                append(given.csv, row)
+        return
     for name, run in cases(given.only, given.problems):
         run(8)  # warm
         seconds: dict[int, list[float]] = defaultdict(list)
