@@ -601,8 +601,15 @@ def shape(events: Sequence[Event]) -> tuple[Any, ...]:
     return blocks, [e.leaves for e in events if isinstance(e, Selected)]
 
 
-@pytest.mark.parametrize("verifier", ["self", "exact"])
-@pytest.mark.parametrize("policy", ["reentry", "lru"])
+@pytest.mark.parametrize(
+    ("policy", "verifier"),
+    [
+        ("reentry", "self"),
+        ("lru", "exact"),
+        pytest.param("reentry", "exact", marks=pytest.mark.slow),
+        pytest.param("lru", "self", marks=pytest.mark.slow),
+    ],
+)
 def test_the_tree_is_the_same_at_any_budget(
     verifier: str, policy: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -624,7 +631,7 @@ def test_the_tree_is_the_same_at_any_budget(
     assert sum(bool({*e.leaves} & {*e.previous}) for e in transitions) > 1  # no rounds
 
 
-@pytest.mark.parametrize("verifier", ["self", "exact"])
+@pytest.mark.parametrize("verifier", [pytest.param("self", marks=pytest.mark.slow), "exact"])
 def test_the_tree_does_not_depend_on_other_searches(verifier: str, checkpoint: Checkpoint) -> None:
     exact = {"task": "game24", "controller": SETTINGS["controller"] | {"width": 6}}
     problems = HANDS if verifier == "exact" else PROBLEMS

@@ -36,6 +36,7 @@ from arbor.tasks.game24 import Game24
 from arbor.trace import Replay, read_trace
 
 RIGHT = "(10 - 4) * 5 - 6"  # what the fake solver answers
+ENDS = (pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL)
 FILES = {"run.toml", "samples.jsonl", "results.json", "index.html", "traces"}
 
 
@@ -347,7 +348,7 @@ def test_a_run_that_is_ended_keeps_what_is_finished(
             assert json.loads((out / "results.json").read_text("utf-8"))["missing"] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+@pytest.mark.parametrize("number", ENDS, ids=["INT", "KILL"])
 def test_a_concurrent_run_that_is_ended_keeps_what_is_finished_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -379,7 +380,7 @@ def test_a_concurrent_run_that_is_ended_keeps_what_is_finished_and_goes_on(
     assert (json.loads(said)["n"], json.loads(said)["missing"]) == (9, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+@pytest.mark.parametrize("number", ENDS, ids=["INT", "KILL"])
 def test_a_concurrent_run_that_is_ended_in_the_middle_finishes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -437,7 +438,7 @@ def test_samples_that_were_read_ahead_and_never_begun_leave_no_trace(command: Ar
     assert all(read_trace(path).events for path in Path("out/traces").iterdir())
 
 
-@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.parametrize("interrupted", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_real_samples_that_were_never_begun_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:

@@ -173,6 +173,7 @@ def test_every_module_has_tests(folder: str) -> None:
         assert all((ROOT / file).is_file() for file in files)
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_a_test_or_the_time_limit_or_survives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
