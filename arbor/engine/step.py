@@ -127,8 +127,10 @@ class Stepper:
             if joining:  # the others are tried again without the youngest
                 concerned = [max(concerned, key=lambda operation: operation.order)]
             self.cancel(concerned, error)
+        visited = [visit.node for visit in self._joined.visits]
         self._clear()
         self._hand_on_failures()
+        self._tick(visited)
 
     # Before the forward
 
@@ -213,7 +215,6 @@ class Stepper:
             logits = logits[: len(rows)]
         if rows:
             self._after(rows, logits)
-            self._tick()
         self._start([row for row in joined.rows if self._is_waiting_for_its_path(row)])
         for operation in [each for each in self._scheduler.operations if not each.left]:
             self._finish(operation)
@@ -309,16 +310,27 @@ class Stepper:
             self._decoding.look_back(rows)
         return preempted or lost
 
-    def _tick(self) -> None:
-        """Let the policy act at its own time."""
-        room = self._residency.due()
+    def _tick(self, visited: Sequence[Node]) -> None:
+        """Let the policy act at its own time, after a step with rows that decode.
+
+        A failure of the policy ends the last of their operations.
+
+        Args:
+            visited: ends of the paths that the step has completed, which stay.
+        """
+        rows = self._scheduler.rows
+        room = self._residency.due() if rows else None
         if room is None:
             return
-        rows = [row for row in self._scheduler.rows if row.started]
-        free = self._memory.slots - max(room, self._pinned())
+        nodes = [*self._scheduler.nodes, *visited]
+        pinned = self._memory.slots_of(self._rules.pinned(nodes))
         try:
-            lost = self._residency.fit(free, [row.node for row in rows], "clock")
+            lost = self._residency.fit(self._memory.slots - max(room, pinned), nodes, "clock")
         except BudgetInfeasible:  # it keeps more than that, and room has not run out
+            return
+        except Exception as error:
+            last = max(rows, key=lambda row: row.operation.order)
+            self.cancel([last.operation], error)
             return
         if lost:
             self._decoding.look_back(rows)
