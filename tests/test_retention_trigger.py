@@ -107,7 +107,7 @@ def test_it_is_a_setting_of_a_policy() -> None:
 
 
 def test_a_path_that_a_step_completes_stays_until_the_step_is_over() -> None:
-    lab, tree = grown(Trigger(above=0.3))
+    lab, tree = grown(Trigger(above=0.2))
     leaf = tree.root.children[-1]
     growing = lab.begin_grow([(tree.root.children[0], 1)], GROWTH)
     lab.step()
