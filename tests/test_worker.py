@@ -19,6 +19,7 @@ from arbor import Solver
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import Boundary, Ended, Event, Header, Selected
 from arbor.model.checkpoint import Checkpoint
+from arbor.run.job import SearchJob
 from arbor.run.solution import Solution
 from arbor.run.stream import SearchStream
 from arbor.run.worker import Worker
@@ -483,8 +484,18 @@ def test_a_closed_solver_ends_its_streams() -> None:
     assert list(late) == []
 
 
-def test_a_loop_that_is_given_up_leaves_no_search_behind(solver: Solver) -> None:
+def test_a_loop_that_is_given_up_leaves_no_search_behind(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A coroutine that is closed in the middle, not cancelled."""
+    jobs: list[SearchJob] = []
+    add = Worker.add
+
+    def added(worker: Worker, job: SearchJob) -> None:
+        jobs.append(job)
+        add(worker, job)
+
+    monkeypatch.setattr(Worker, "add", added)
     with solver._busy:
         waiting = solver.asolve(PROBLEMS[0])
         loop = asyncio.new_event_loop()
@@ -496,7 +507,7 @@ def test_a_loop_that_is_given_up_leaves_no_search_behind(solver: Solver) -> None
         loop.run_until_complete(begin())
         waiting.close()
         loop.close()
-        (job,) = solver._worker._waiting
+        (job,) = jobs
         assert job.taken and job.ended
 
 
