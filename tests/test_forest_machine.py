@@ -741,7 +741,7 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     run_state_machine_as_test(
         Long,
         settings=settings(
-            max_examples=1000,
+            max_examples=700,
             stateful_step_count=100,
             deadline=None,
             derandomize=False,
