@@ -12,7 +12,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up
+from .ranking import finished, give_up, is_open_end
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,7 @@ class ABMCTSSearch:
         texts = self._texts.setdefault(parent.id, set())
         again = child.text.strip() in texts
         texts.add(child.text.strip())
-        if (
-            not again
-            and child.state is NodeState.CLOSED
-            and child.depth < self._max_depth
-            and child.value > self._settings.threshold
-        ):
+        if not again and is_open_end(child, self._max_depth, self._settings.threshold):
             self._children.setdefault(parent.id, []).append(child)
 
     def _posterior(self, of: dict[int, Gaussian | Beta], node: Node) -> Gaussian | Beta:

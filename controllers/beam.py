@@ -9,7 +9,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, repeats
+from .ranking import finished, give_up, is_open_end, repeats
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,4 @@ class BeamSearch:
         return finished(self._tree)
 
     def _may_grow(self, node: Node) -> bool:
-        return (
-            node.state is NodeState.CLOSED
-            and node.depth < self._max_depth
-            and node.value > self._settings.threshold
-        )
+        return is_open_end(node, self._max_depth, self._settings.threshold)

@@ -9,7 +9,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, repeats
+from .ranking import finished, give_up, is_open_end, repeats
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ class BestFirstSearch:
         able = [
             child
             for child, again in zip(level, repeats(level), strict=True)
-            if not again
-            and child.state is NodeState.CLOSED
-            and child.depth < self._max_depth
-            and child.value > settings.threshold
+            if not again and is_open_end(child, self._max_depth, settings.threshold)
         ]
         kept = {child.id for child in able}
         give_up(child for child in level if child.id not in kept)

@@ -11,7 +11,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up
+from .ranking import finished, give_up, is_open_end
 
 
 @dataclass(frozen=True)
@@ -392,11 +392,7 @@ class MCTSSearch:
     # Blocks
 
     def _may_grow(self, node: Node) -> bool:
-        return (
-            node.state is NodeState.CLOSED
-            and node.depth < self._max_depth
-            and node.value > self._settings.threshold
-        )
+        return is_open_end(node, self._max_depth, self._settings.threshold)
 
     def _give_up(self, nodes: Sequence[Node]) -> None:
         """Give up those of these blocks that will never grow."""

@@ -1,4 +1,4 @@
-"""Shared by all searches: the order of finished paths, repeated thoughts, blocks to give up."""
+"""Shared by all searches: the order of finished paths, repeated thoughts, what may grow and what is given up."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def repeats(level: Iterable[Node]) -> list[bool]:
         result.append(text in seen)
         seen.setdefault(text, node.id)
     return result
+
+
+def is_open_end(node: Node, max_depth: int, threshold: float) -> bool:
+    """Whether a thought may grow: its path has not ended, is not as long as allowed, and is worth
+    more than a threshold."""
+    return node.state is NodeState.CLOSED and node.depth < max_depth and node.value > threshold
 
 
 def give_up(nodes: Iterable[Node], may_grow: Callable[[Node], bool] | None = None) -> None:

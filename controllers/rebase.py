@@ -11,7 +11,7 @@ from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
 from .base import Expansion
-from .ranking import finished, give_up, repeats
+from .ranking import finished, give_up, is_open_end, repeats
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,7 @@ class RebaseSearch:
         able = [
             child
             for child, again in zip(level, repeated, strict=True)
-            if not again
-            and child.state is NodeState.CLOSED
-            and child.depth < self._max_depth
-            and child.value > settings.threshold
+            if not again and is_open_end(child, self._max_depth, settings.threshold)
         ]
         if self._left > 0:
             kept = self.chosen(able, self._left)

@@ -99,6 +99,14 @@ def grouped(paths: Sequence[FinishedPath], steps: Steps) -> list[list[FinishedPa
     ]
 
 
+def summed(paths: Sequence[FinishedPath], steps: Steps) -> list[AnswerVotes]:
+    """Each answer with the sum of its paths' scores, in the order of their first path."""
+    return [
+        votes_of(group, math.fsum(path_score(path, steps) for path in group))
+        for group in grouped(paths, steps)
+    ]
+
+
 def votes_of(group: Sequence[FinishedPath], score: float) -> AnswerVotes:
     """One answer with the paths that gave it, in the order given."""
     assert group[0].answer is not None, "paths without an answer have no group"

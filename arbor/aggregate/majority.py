@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import AnswerVotes, FinishedPath, Steps, check_steps, grouped, path_score, votes_of
+from .base import AnswerVotes, FinishedPath, Steps, check_steps, summed
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,5 @@ class Majority:
         check_steps(self.steps)
 
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
-        ranked = [
-            votes_of(group, math.fsum(path_score(path, self.steps) for path in group))
-            for group in grouped(paths, self.steps)
-        ]
+        ranked = summed(paths, self.steps)
         return sorted(ranked, key=lambda each: (-each.votes, -each.score))  # stable

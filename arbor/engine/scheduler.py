@@ -178,8 +178,8 @@ class Scheduler:
     paths of all that run, until the others have ended; where blocks grow longer than expected, the
     last row of the last operation has to wait again (`preempt`). No work overtakes that of an older
     tree, so none waits longer than the searches before it take. Taking turns instead would let
-    every tree wait for the room of all others: with eight searches in a quarter of the budget
-    twice as many tokens are computed again (docs/experiments/concurrency.md).
+    every tree wait for the room of all others: with eight searches in a small budget 1.7 times as
+    many tokens are computed again (docs/experiments/concurrency.md).
 
     Args:
         memory: the budget, and what is free of it.
@@ -231,12 +231,15 @@ class Scheduler:
         for operation in self.operations:
             while operation.waiting:
                 work = operation.waiting[0]
-                full = joined and self._new(work) > MOST_NEW
-                if full or ((self.rows or joined) and not self._fits(work, joined)):
+                fresh = [node for node in work.leaf.path if node.row not in self._users]
+                new = self._missing + _missing(fresh)
+                full = joined and new + self._asked + _question(work) > MOST_NEW
+                if full or ((self.rows or joined) and not self._fits(work, joined, fresh, new)):
                     self._in_order(joined)
                     return joined
                 operation.waiting.popleft()
-                self._take(work)
+                self._take(work, fresh)
+                self._missing = new
                 joined.add(work)
         self._in_order(joined)
         return joined
@@ -267,27 +270,27 @@ class Scheduler:
         if joined.rows:
             self.rows.sort(key=lambda row: (row.operation.order, row.place))
 
-    def _fits(self, work: Work, joined: Joined) -> bool:
-        fresh = [node for node in work.leaf.path if node.row not in self._users]
+    def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
+        """Whether work can be expected to fit with all that runs and joins.
+
+        Args:
+            work: the next piece.
+            joined: what joins before it.
+            fresh: blocks of its path that are on no other, root first.
+            new: tokens of paths that the next forward computes if it joins.
+        """
         paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
-        paths -= self._shared([*self._trees, work.leaf.tree]) if fresh else self._overlap
+        another = bool(fresh) and fresh[0].parent is None
+        paths -= self._shared([*self._trees, work.leaf.tree]) if another else self._overlap
         if isinstance(work, Row):
             return paths + most_held((*self.rows, work)) <= self._memory.slots
-        tokens = len(work.tokens) if isinstance(work, Question) else 0
+        asked = _question(work)
         if self._keeps_all:
-            return self._new(work) + len(self.rows) <= self._memory.available
+            return new + self._asked + asked + len(self.rows) <= self._memory.available
         grown = sum(len(row.node.tokens) + 1 for row in self.rows)
-        return paths + tokens + grown <= self._memory.slots
+        return paths + asked + grown <= self._memory.slots
 
-    def _new(self, work: Work) -> int:
-        """Tokens that the next forward computes next to the rows, if this work joins as well."""
-        fresh = [node for node in work.leaf.path if node.row not in self._users]
-        tokens = len(work.tokens) if isinstance(work, Question) else 0
-        return self._missing + _missing(fresh) + self._asked + tokens
-
-    def _take(self, work: Work) -> None:
-        fresh = [node for node in work.leaf.path if node.row not in self._users]
-        self._missing += _missing(fresh)
+    def _take(self, work: Work, fresh: Sequence[Node]) -> None:
         self._paths += sum(len(node.tokens) for node in fresh)
         if fresh and fresh[0].parent is None:
             self._trees.append(fresh[0].tree)
@@ -299,7 +302,7 @@ class Scheduler:
             work.joined = self._joins
             self.rows.append(work)
         elif isinstance(work, Question):
-            self._asked += len(work.tokens)
+            self._asked += _question(work)
 
     def _release(self, work: Work) -> None:
         for node in work.leaf.path:
@@ -325,7 +328,7 @@ class WaveScheduler(Scheduler):
         """The next wave, once the last one has ended."""
         return Joined() if self.rows else super().admit()
 
-    def _fits(self, work: Work, joined: Joined) -> bool:
+    def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         return 2 * sum(map(_longest, (*joined, work))) <= self._memory.slots
 
 
@@ -333,6 +336,11 @@ def _longest(work: Work) -> int:
     """Tokens that a piece of work needs beyond its path at most."""
     if isinstance(work, Row):
         return work.growth.stop.max_tokens
+    return _question(work)
+
+
+def _question(work: Work) -> int:
+    """Tokens of a question; 0 for other work."""
     return len(work.tokens) if isinstance(work, Question) else 0
 
 
