@@ -1,4 +1,4 @@
-"""Shared by all searches: the order of finished paths, repeated thoughts, what may grow and what is given up."""
+"""Shared by all searches: the order of finished paths, repeats, what may grow, what is given up."""
 
 from __future__ import annotations
 
