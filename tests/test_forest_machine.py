@@ -633,8 +633,8 @@ class Grove(RuleBasedStateMachine):
                 Job(self.lab.begin_extend(plot.tree.root), plot, "extend", [plot.tree.root], 0)
             )
             self.finish_all()
-        for plot in list(self.plots):
-            self.lab.close(plot.tree)
+        for tree in list(self.lab.memory.forest.trees):  # the last one finished is still there
+            self.lab.close(tree)
         self.the_account_is_right()
 
 
