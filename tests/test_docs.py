@@ -30,7 +30,12 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 PYTHON = [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))]
-SHELL = [page for page in PAGES if blocks(page, "bash")]
+SLOW_PAGES = {"eval", "retention", "trace"}  # they evaluate many problems
+SHELL = [
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW_PAGES))
+    for page in PAGES
+    if blocks(page, "bash")
+]
 
 
 @pytest.mark.parametrize(("page", "number"), PYTHON, ids=lambda each: getattr(each, "stem", each))
@@ -52,7 +57,7 @@ def test_the_python_of_a_page_runs(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", SHELL, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", SHELL)
 def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()

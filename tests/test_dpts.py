@@ -605,7 +605,7 @@ def shape(events: Sequence[Event]) -> tuple[Any, ...]:
     ("policy", "verifier"),
     [
         ("reentry", "self"),
-        ("lru", "exact"),
+        pytest.param("lru", "exact", marks=pytest.mark.slow),
         pytest.param("reentry", "exact", marks=pytest.mark.slow),
         pytest.param("lru", "self", marks=pytest.mark.slow),
     ],

@@ -223,6 +223,7 @@ def test_a_wrong_answer_is_refused_and_nothing_is_lost(kind: str, name: str) -> 
     assert complaints(kind, name) == []
 
 
+@pytest.mark.slow
 def test_wrong_answers_are_refused_without_assertions() -> None:
     """All of the above where Python skips every ``assert``."""
     paths = [str(ROOT), str(ROOT / "tests")]

@@ -729,6 +729,9 @@ TestAlike = AlikeGrove.TestCase
 TestLossy = LossyGrove.TestCase
 
 
+HISTORIES = 250
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, LossyGrove])
 def test_many_trees_for_long(grove: type[Grove]) -> None:
@@ -741,7 +744,7 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     run_state_machine_as_test(
         Long,
         settings=settings(
-            max_examples=700,
+            max_examples=HISTORIES,
             stateful_step_count=100,
             deadline=None,
             derandomize=False,
