@@ -242,7 +242,7 @@ def test_prompts_that_do_not_fit_together_go_in_in_pieces() -> None:
     assert {tree.root.row for tree in trees} <= lab.state.computed
 
 
-@pytest.mark.parametrize(("most", "forwards"), [(40, [36]), (24, [24, 12]), (5, [12, 12, 12])])
+@pytest.mark.parametrize(("most", "forwards"), [(40, [36]), (24, [24, 12]), (5, [5, 5, 2] * 3)])
 def test_only_so_many_tokens_join_a_forward(
     monkeypatch: pytest.MonkeyPatch, most: int, forwards: list[int]
 ) -> None:

@@ -13,7 +13,7 @@ from arbor.engine.mode_names import Mode as Mode
 from arbor.engine.mode_names import Rehydrate as Rehydrate
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.residency import PathsLose, Residency
-from arbor.engine.scheduler import Scheduler, WaveScheduler
+from arbor.engine.scheduler import MOST_NEW, Scheduler, WaveScheduler
 from arbor.engine.waves import fitting, halves
 from arbor.retention.policy import Policy
 from arbor.tree import NO_SLOT, Node, paths_of
@@ -71,6 +71,10 @@ class Rules(Protocol):
     def pieces(self, root: Node, room: int) -> list[range]:
         """The pieces in which a prompt that was never computed goes in; none: at once, with what
         else a path misses."""
+        ...
+
+    def splits(self, node: Node) -> bool:
+        """Whether several forwards may each compute some of what a block misses."""
         ...
 
     def holes(
@@ -134,8 +138,12 @@ class Lossless:
         return False
 
     def pieces(self, root: Node, room: int) -> list[range]:
-        """None: a prompt fits."""
+        """None: a prompt fits, and the scheduler computes a long path part by part."""
         return []
+
+    def splits(self, node: Node) -> bool:
+        """Not where whole spans come back."""
+        return self._rehydrate != "span" or node.row not in self._state.computed
 
     def holes(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
@@ -191,11 +199,16 @@ class Lossy:
 
     def pieces(self, root: Node, room: int) -> list[range]:
         """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there
-        is."""
-        if root.row in self._state.computed or root.end <= room:
+        is; larger ones of a long prompt that fits."""
+        if root.row in self._state.computed or root.end <= min(room, MOST_NEW):
             return []
-        piece = max(1, min(PIECE, self._memory.slots // 4))
+        fits = root.end <= room
+        piece = MOST_NEW if fits else max(1, min(PIECE, self._memory.slots // 4))
         return [range(at, min(root.end, at + piece)) for at in range(0, root.end, piece)]
+
+    def splits(self, node: Node) -> bool:
+        """No: a gap in one forward would be what a later one computes over."""
+        return False
 
     def holes(
         self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
@@ -226,11 +239,11 @@ class Lossy:
 
 
 def _incomplete(state: ForestState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
-    """What is missing or inexact; all tokens of a block that lacks one, where whole spans come
-    back."""
+    """What is missing or inexact; all tokens of a computed block that lacks one, where whole
+    spans come back."""
     holes = {node.row: state.missing(node) for node in path}
     if rehydrate == "span":
         for node in path:
-            if len(holes[node.row]):
+            if len(holes[node.row]) and node.row in state.computed:
                 holes[node.row] = np.arange(len(node.tokens))
     return holes

@@ -82,6 +82,7 @@ class Rehydration:
         want: Sequence[Node] = (),
         reserve: int,
         running: Sequence[Node] = (),
+        most: int | None = None,
     ) -> Placed:
         """Give slots to the missing tokens of the leaves' paths, to be run in the next forward.
 
@@ -90,6 +91,7 @@ class Rehydration:
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
             running: ends of other running paths, which stay.
+            most: tokens to run, the first ones; None: all.
 
         Raises:
             BudgetInfeasible: the policy will not give up as much.
@@ -99,15 +101,17 @@ class Rehydration:
             if self._rules.is_outdated(leaf):
                 self._logits.pop(leaf.row, None)
         room = self._memory.slots - reserve - len(want)
-        for tree in by_tree(leaves):
-            if pieces := self._rules.pieces(tree.root, room):
-                self._prefill_in_pieces(tree.root, pieces)
-            elif tree.root.row not in self._state.computed:
-                room -= tree.root.end
+        for root in [tree.root for tree in by_tree(leaves)]:
+            new = root.row not in self._state.computed
+            if pieces := self._rules.pieces(root, room):
+                self._prefill_in_pieces(root, pieces)
+            if new and root.end <= room:
+                room -= root.end
         path = sorted(paths_of(leaves), key=lambda node: (node.tree.number, node.key))
         self._sharing.reuse(path)
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
+        later = set() if most is None else self._put_off(path, holes, most)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
@@ -132,7 +136,8 @@ class Rehydration:
             stale = np.setdiff1d(hole, here, assume_unique=True)
             above = node.parent is None or clean[node.parent.row]
             shared = [follower.offsets for follower in followers.get(node.row, ())]
-            exact = above and self._state.sees_all(node) and _is_whole(node, hole, *shared)
+            sure = above and self._state.sees_all(node)
+            exact = sure and _is_whole(node, hole, *shared, later=node.row in later)
             for follower in followers.get(node.row, ()):
                 self._sharing.follow(follower)
                 self._announced[node] = self._announced.get(node, 0) + len(follower.offsets)
@@ -141,7 +146,7 @@ class Rehydration:
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
-            clean[node.row] = exact
+            clean[node.row] = exact and node.row not in later
             if len(hole) and node.row in self._state.computed:
                 again.append((node, len(here)))
                 repeated[node.tree] = repeated.get(node.tree, 0) + len(stale)
@@ -165,8 +170,26 @@ class Rehydration:
             computed=self._state.computed,
         )
         placed.wanted = self._state.forest.nodes(order)
-        placed.written = [node for node in path if len(holes[node.row]) or node.row in followers]
+        placed.written = [
+            node
+            for node in path
+            if node.row not in later and (len(holes[node.row]) or node.row in followers)
+        ]
         return placed
+
+    def _put_off(
+        self, path: Sequence[Node], holes: dict[int, NDArray[np.int64]], most: int
+    ) -> set[int]:
+        """Leave the first `most` tokens of the holes; returns the rows of the blocks whose others
+        are computed later."""
+        later = set()
+        for node in path:
+            hole = holes[node.row]
+            if len(hole) > most and (most == 0 or self._rules.splits(node)):
+                holes[node.row] = hole[:most]
+                later.add(node.row)
+            most = max(0, most - len(hole))
+        return later
 
     def computed(self) -> None:
         """Record that a forward has computed what was placed."""
@@ -184,8 +207,7 @@ class Rehydration:
         )
 
     def _prefill_in_pieces(self, root: Node, pieces: Sequence[range]) -> None:
-        """A prompt longer than the budget (lossy mode): piece by piece, the policy evicting in
-        between."""
+        """A long prompt in lossy mode: piece by piece, the policy evicting in between."""
         try:
             for piece in pieces:
                 logits = self._prefill_piece(root, piece.start, piece.stop)
@@ -216,9 +238,12 @@ class Rehydration:
         return self._run_piece(root, segment)
 
 
-def _is_whole(node: Node, *computed: NDArray[np.int64]) -> bool:
-    """Whether every token of a block is exact once these are computed."""
+def _is_whole(node: Node, *computed: NDArray[np.int64], later: bool) -> bool:
+    """Whether every token of a block is exact once these are computed; up to the last of them, if
+    others are computed later."""
     exact = node.span.exact.copy()
+    end = 0 if later else len(exact)
     for offsets in computed:
         exact[offsets] = True
-    return bool(exact.all())
+        end = max(end, int(offsets.max(initial=-1)) + 1)
+    return bool(exact[:end].all())

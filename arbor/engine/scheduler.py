@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MARGIN = 4
 # tokens of prompts, rehydrations and questions that join one forward at most; more wait for the
 # next one, so that neither its activations nor the wait of the rows that decode grow with the
-# number of problems. One piece of work joins whatever its length.
+# number of problems or the length of a prompt (chunked prefill)
 MOST_NEW = 8192
 
 
@@ -105,11 +105,14 @@ class Visit:
         operation: whose.
         place: its place in the operation's order.
         node: the path's last block.
+        most: tokens of it that one forward computes; None: all. A part of a path is no work of its
+            own: the work that needs the path waits meanwhile.
     """
 
     operation: Operation
     place: int
     node: Node
+    most: int | None = None
 
     @property
     def leaf(self) -> Node:
@@ -191,6 +194,8 @@ class Scheduler:
         rows: blocks that decode, operation by operation.
     """
 
+    _chunks = True  # a long path is computed in several forwards
+
     def __init__(
         self, memory: KVMemory, *, keeps_all: bool = False, shares_prompts: bool = False
     ) -> None:
@@ -236,6 +241,11 @@ class Scheduler:
                 full = joined and new + self._asked + _question(work) > MOST_NEW
                 if full or ((self.rows or joined) and not self._fits(work, joined, fresh, new)):
                     self._in_order(joined)
+                    return joined
+                if new > MOST_NEW and self._chunks:
+                    part = Visit(operation, work.place, work.leaf, MOST_NEW)
+                    self._take(part, fresh)
+                    joined.add(part)
                     return joined
                 operation.waiting.popleft()
                 self._take(work, fresh)
@@ -324,12 +334,19 @@ class Scheduler:
 class WaveScheduler(Scheduler):
     """Work joins in waves, each of which takes at most half of the budget at its longest."""
 
+    _chunks = False  # see `Rules.pieces`
+
     def admit(self) -> Joined:
         """The next wave, once the last one has ended."""
         return Joined() if self.rows else super().admit()
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         return 2 * sum(map(_longest, (*joined, work))) <= self._memory.slots
+
+
+def is_part(work: Work) -> bool:
+    """Whether it computes the beginning of a path for work that waits."""
+    return isinstance(work, Visit) and work.most is not None
 
 
 def _longest(work: Work) -> int:

@@ -17,7 +17,7 @@ from arbor.engine.open_tree import OpenTree
 from arbor.engine.operation import Asking, Growing, Operation
 from arbor.engine.rehydration import Placed, Rehydration
 from arbor.engine.residency import Residency
-from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work
+from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work, is_part
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import ForwardKind
 from arbor.forest import by_tree
@@ -145,7 +145,7 @@ class Stepper:
             mine = [self._upcoming(each) for each in self.operations_of(opened)]
             opened.expect([wave for waves in mine for wave in waves])
         fresh = [row.leaf for row in joined.rows if row.pending is None]
-        fresh += [visit.node for visit in joined.visits]
+        fresh += [visit.node for visit in joined.visits if visit.most is None]
         begins = [row.begin for row in joined.rows]
         begins += [question.node for question in joined.questions]
         begins += [visit.node for visit in joined.visits]
@@ -155,6 +155,7 @@ class Stepper:
             want=fresh,
             reserve=len(scheduler.rows) + asked,
             running=[row.node for row in running if row not in joined.rows],
+            most=next((visit.most for visit in joined.visits), None),
         )
         for question in joined.questions:
             question.slots = self._memory.borrow(question.tokens, question.node)
@@ -282,7 +283,7 @@ class Stepper:
         done: list[Work] = [*joined.questions, *joined.visits]
         self._scheduler.leave(done)
         for work in done:
-            work.operation.left -= 1
+            work.operation.left -= not is_part(work)
 
     # Room for the next tokens
 
