@@ -36,6 +36,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.batch import CONCURRENCY, Batch
 from arbor.run.component_checks import resolve_component
+from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.limits import check_count, check_seed
 from arbor.run.plugin_answers import check_boundary
@@ -202,7 +203,9 @@ class Solver:
         self._sizes = SearchSizes(source.path, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
-        self._run: Run | Batch | Worker | None = None  # the search in progress, or several
+        self._run: Run | Batch | Worker | Generation | None = (
+            None  # the search in progress, or several
+        )
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
@@ -533,6 +536,55 @@ class Solver:
         """`imap`, all at once."""
         return list(self.imap(problems, concurrency=concurrency, on_error=on_error, **options))
 
+    def generate(
+        self,
+        prompt: str,
+        *,
+        beams: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["first", "heuristic", "never"] = "heuristic",
+        groups: int = 1,
+        diversity: float = 0.0,
+        budget: float | str | Budget | None = None,
+        chat: bool = True,
+    ) -> list[Continuation]:
+        """Token-level beam search: the continuations that are most probable as a whole.
+
+        The result is that of transformers' ``generate(num_beams=beams, do_sample=False)``; every
+        fork shares its KV.
+
+        Args:
+            prompt: one user message where the tokenizer has a chat template, else text to continue.
+            beams: hypotheses that go on at each step, and continuations returned.
+            max_tokens: tokens of the longest continuation.
+            length_penalty, early_stopping, groups, diversity: see `BeamSettings`.
+            budget: slots, instead of the solver's; a ratio is a part of the prompt and `max_tokens`
+                of every beam.
+            chat: whether the chat template is used.
+
+        Returns:
+            `beams` continuations, best first; those so far after `stop`.
+
+        Raises:
+            UsageError, InputError, ModelError, BudgetInfeasible: before the search begins.
+            BudgetInfeasible: also where the beams hold more tokens than the budget.
+        """
+        settings = checked_beams(
+            {
+                "beams": beams,
+                "max_tokens": max_tokens,
+                "length_penalty": length_penalty,
+                "early_stopping": early_stopping,
+                "groups": groups,
+                "diversity": diversity,
+            }
+        )
+        slots = self.budget if budget is None else Budget.parse(budget)
+        generation = Generation(self.checkpoint, prompt, settings, slots, chat=chat)
+        with self._lend(generation) as engine:
+            return generation.run(engine, self.eos)
+
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress, or all of them, after the current forward.
 
@@ -567,7 +619,7 @@ class Solver:
         )
 
     @contextmanager
-    def _lend(self, run: Run | Batch | Worker) -> Iterator[Engine]:
+    def _lend(self, run: Run | Batch | Worker | Generation) -> Iterator[Engine]:
         """The engine, loaded, for one run at a time, or for one batch of runs.
 
         Raises:

@@ -29,6 +29,7 @@ COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
     "eval": ("arbor.cli.eval:eval_", "Solve many problems into a resumable folder."),
     "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),
+    "generate": ("arbor.cli.generate:generate", "Continue a text by token-level beam search."),
     "demo": ("arbor.cli.demo:demo", "Solve a small example and write it as an HTML page."),
     "view": ("arbor.cli.view:view", "Show a trace as an HTML page, or as a tree in the terminal."),
     "replay": (

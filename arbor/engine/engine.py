@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbor.engine.beam_hypotheses import BeamSettings, Hypothesis
+from arbor.engine.beam_search import BeamSearch
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
@@ -422,6 +424,26 @@ class Engine:
         """End all operations of a tree with an error, see `decode` for what that leaves."""
         stepper = self._parts.stepper
         stepper.cancel(stepper.operations_of(self.state.trees[tree]), error)
+
+    def search_beams(self, settings: BeamSettings, ends: tuple[int, ...]) -> list[Hypothesis]:
+        """Token-level beam search after the prompt of the tree opened last; the tree stays as it
+        is.
+
+        Args:
+            settings: of the search.
+            ends: token ids that end the text.
+
+        Returns:
+            the best `settings.beams` hypotheses, best first; those so far after an interruption.
+
+        Raises:
+            BudgetInfeasible: the hypotheses hold more tokens than the budget; names what would do
+                in any case.
+        """
+        opened, parts = self.opened, self._parts
+        self.extend(opened.tree.root)
+        search = BeamSearch(parts.state, parts.forwards, opened.tree, settings, ends)
+        return search.run(parts.state.logits[opened.tree.root.row], opened.run.interrupted)
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Free the KV of blocks that the search has given up."""

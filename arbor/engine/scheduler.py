@@ -105,8 +105,8 @@ class Visit:
         operation: whose.
         place: its place in the operation's order.
         node: the path's last block.
-        most: tokens of it that one forward computes; None: all. A part of a path is no work of its
-            own: the work that needs the path waits meanwhile.
+        most: tokens of it that one forward computes; None: all. The work that needs the path waits
+            while it is computed in parts.
     """
 
     operation: Operation

@@ -374,19 +374,23 @@ class KVMemory:
             mine = left[np.isin(left, tree.root.span.slot)]
             table.owner[mine], table.tree[mine] = tree.root.row, tree.number
 
-    # Questions: tokens that belong to no block
+    # Questions and beams: tokens that belong to no block
 
-    def borrow(self, tokens: Sequence[int], after: Node) -> NDArray[np.int32]:
-        """Temporary slots for tokens after a path, at consecutive positions; give them back with
-        `give_back`.
+    def borrow(
+        self, tokens: Sequence[int], after: Node, *, position: int | None = None
+    ) -> NDArray[np.int32]:
+        """Temporary slots for tokens after a path; give them back with `give_back`.
 
         Args:
             tokens: their ids.
             after: the block at the path's end.
+            position: of all of them, alternatives to each other; None: consecutive positions after
+                the path.
         """
         slots = self.table.take(len(tokens), tree=after.tree.number)
         self.table.token[slots] = tokens
-        self.table.position[slots] = np.arange(after.end, after.end + len(tokens))
+        consecutive = np.arange(after.end, after.end + len(tokens))
+        self.table.position[slots] = consecutive if position is None else position
         return slots
 
     def give_back(self, slots: NDArray[np.int32]) -> None:

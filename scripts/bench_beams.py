@@ -1,0 +1,138 @@
+"""Token-level beam search against transformers' `generate`, on the same weights.
+
+    python scripts/bench_beams.py --size 100m --beams 4 16 64 400 --rounds 3 --csv rows.csv
+    python scripts/bench_beams.py --size 5m --beams 4 --prompt 64 --tokens 8 --rounds 1
+
+A random Llama in float32 continues a random prompt; both ways give the same tokens, which is
+checked. The ways take turns within a round; times are CPU time of the thread, one thread, prefill
+included. A row of the CSV is one measurement; the table gives the median of the ratios of
+transformers to arbor, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_llama import NoText, random_llama
+
+from arbor.engine.beam_hypotheses import BeamSettings
+from arbor.engine.engine import Engine
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.runner import ModelRunner
+from arbor.retention.policy import POLICIES
+from arbor.tree import ThoughtTree
+
+Way = Callable[[int], list[list[int]]]
+
+
+def ways(given: argparse.Namespace) -> dict[str, Way]:
+    """Name -> a function from the number of beams to the tokens of each."""
+    generator = torch.Generator().manual_seed(1)
+    reference: Any = random_llama(given.size, torch.float32)
+    ids = torch.randint(5, reference.config.vocab_size, (1, given.prompt), generator=generator)
+    model: Any = random_llama(given.size, torch.float32)
+    pack_linears(model)
+    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), policy=POLICIES["reentry"])
+
+    def transformers(beams: int) -> list[list[int]]:
+        out = reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=beams,
+            num_return_sequences=beams,
+            max_new_tokens=given.tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return [row[given.prompt :] for row in out.tolist()]
+
+    def arbor(beams: int) -> list[list[int]]:
+        settings = BeamSettings(beams=beams, max_tokens=given.tokens)
+        tree = ThoughtTree(ids[0].tolist())
+        engine.open(tree, given.prompt + beams * given.tokens)
+        found = engine.search_beams(settings, ())
+        engine.close(tree)
+        engine.memory.let_go(engine.memory.slots)  # the next prompt is not taken from this one
+        return [list(each.tokens) for each in found]
+
+    return {"transformers": transformers, "arbor": arbor}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=["5m", "100m"], default="100m")
+    parser.add_argument("--beams", type=int, nargs="+", default=(4, 16, 64, 400))
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--machine", default="")
+    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
+    parser.add_argument("--csv", type=Path, help="append a row per measurement")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    both = ways(given)
+    rows: list[dict[str, Any]] = []
+    for beams in given.beams:
+        ratios = []
+        for turn in range(given.rounds):
+            taken, results = {}, {}
+            for name in list(both)[:: 1 if turn % 2 else -1]:
+                began = time.thread_time()
+                results[name] = both[name](beams)
+                taken[name] = time.thread_time() - began
+                rows.append(
+                    {
+                        "date": datetime.date.today().isoformat(),
+                        "commit": commit,
+                        "machine": given.machine,
+                        "conditions": given.conditions,
+                        "model": given.size,
+                        "prompt": given.prompt,
+                        "tokens": given.tokens,
+                        "beams": beams,
+                        "way": name,
+                        "round": turn,
+                        "cpu_s": round(taken[name], 4),
+                        "n": 1,
+                        "n_of": "searches",
+                        "command": " ".join(["bench_beams.py", *sys.argv[1:]]),
+                    }
+                )
+            assert results["arbor"][0] == results["transformers"][0], "the best beams differ"
+            same = sum(a == b for a, b in zip(*results.values(), strict=True))
+            ratios.append(taken["transformers"] / taken["arbor"])
+        print(
+            f"{given.size} {beams:>4} beams: transformers / arbor "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), "
+            f"{same} of {beams} beams the same",
+            flush=True,
+        )
+    if given.csv:
+        new = not given.csv.exists()
+        with given.csv.open("a", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            if new:
+                table.writeheader()
+            table.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Token-level beam search: transformers' results, within the budget, without a copy of KV."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import build, path_logits
+from support.run_cli import in_process
+from support.trees import PROMPT, Lab
+
+from arbor import BudgetInfeasible, InputError, Solver, UsageError
+from arbor.engine.beam_hypotheses import BeamGroup, BeamSettings, EarlyStopping, Hypothesis
+from arbor.events import Forwarded
+from arbor.model.loading import load_model, load_tokenizer, locate_model
+from arbor.tree import ThoughtTree
+
+EARLY: dict[EarlyStopping, Any] = {"first": True, "heuristic": False, "never": "never"}
+CPU = torch.device("cpu")
+
+
+def by_transformers(
+    model: Any, prompt: Sequence[int], settings: BeamSettings, ends: tuple[int, ...]
+) -> list[tuple[list[int], float]]:
+    """Tokens up to the end, and scores, of every beam that `generate` returns."""
+    out = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=settings.beams,
+        num_return_sequences=settings.beams,
+        max_new_tokens=settings.max_tokens,
+        length_penalty=settings.length_penalty,
+        early_stopping=EARLY[settings.early_stopping],
+        do_sample=False,
+        eos_token_id=list(ends) or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    found = []
+    for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
+        tokens = row[len(prompt) :]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+        found.append((tokens[:end], score))
+    return found
+
+
+def searched(
+    model: Any,
+    settings: BeamSettings,
+    ends: tuple[int, ...] = (),
+    prompt: Sequence[int] = PROMPT,
+    slots: int = 1000,
+) -> tuple[list[Hypothesis], Lab]:
+    lab = Lab(model, debug=True)
+    lab.open(ThoughtTree(prompt), slots)
+    return lab.search_beams(settings, ends), lab
+
+
+def agree(got: Sequence[Hypothesis], want: Sequence[tuple[Sequence[int], float]]) -> bool:
+    return [list(each.tokens) for each in got] == [list(tokens) for tokens, _ in want] and all(
+        abs(each.score - score) < 1e-4 for each, (_, score) in zip(got, want, strict=True)
+    )
+
+
+# What is found
+
+ENDS = ((), (5,), (5, 9, 12, 40, 41, 42))
+GRID = list(itertools.product((2, 3, 8), ENDS, (0.0, 1.0, -0.5, 2.0), EARLY))
+
+
+@pytest.mark.parametrize(
+    ("beams", "ends", "penalty", "early"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * bool(place % 5), id=f"case{place}")
+        for place, case in enumerate(GRID)
+    ],
+)
+def test_it_finds_what_transformers_finds(
+    beams: int, ends: tuple[int, ...], penalty: float, early: EarlyStopping
+) -> None:
+    settings = BeamSettings(beams=beams, max_tokens=9, length_penalty=penalty, early_stopping=early)
+    want = by_transformers(build("llama"), PROMPT, settings, ends)
+    got, _ = searched(build("llama"), settings, ends)
+
+    assert agree(got, want)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral_window", "gpt_oss", "gpt2", "qwen3"])
+def test_every_kind_of_attention_gives_transformers_beams(name: str) -> None:
+    settings = BeamSettings(beams=4, max_tokens=14)
+    want = by_transformers(build(name), PROMPT, settings, (5, 9))
+    got, _ = searched(build(name), settings, (5, 9))
+
+    assert agree(got, want)
+
+
+def test_one_beam_is_greedy_decoding() -> None:
+    model, tokens = build("llama"), list(PROMPT)
+    for _ in range(6):
+        tokens.append(int(path_logits(model, tokens)[-1].argmax()))
+    (got,), _ = searched(build("llama"), BeamSettings(beams=1, max_tokens=6))
+
+    assert list(got.tokens) == tokens[len(PROMPT) :]
+
+
+def test_the_built_in_model_continues_a_text_as_with_transformers() -> None:
+    source = locate_model("builtin:sapling")
+    model, tokenizer = load_model(source, torch.float32, CPU), load_tokenizer(source)
+    text = "Target 24 (left: 4 5 6 10)\n"
+    ids = tokenizer.encode(text)
+    settings = BeamSettings(beams=6, max_tokens=30)
+    want = by_transformers(model, ids, settings, (tokenizer.eos_token_id,))
+    with Solver() as solver:
+        got = solver.generate(text, beams=6, max_tokens=30)
+
+    assert [list(each.tokens) for each in got] == [tokens for tokens, _ in want]
+    assert got[0].text == tokenizer.decode(want[0][0], skip_special_tokens=True)
+    assert all(each.finished for each in got)
+
+
+# Diverse beams, by a reading of the paper that knows nothing of tensors
+
+
+def diverse(
+    model: Any, prompt: Sequence[int], beams: int, groups: int, strength: float, length: int
+) -> list[tuple[list[int], float]]:
+    """Diverse beam search (arXiv 1610.02424, algorithm 1) with Hamming diversity, by lists."""
+    size = beams // groups
+    every: list[list[tuple[list[int], float]]] = [[([], 0.0)] for _ in range(groups)]
+    for _ in range(length):
+        chosen: list[int] = []
+        for g in range(groups):
+            options = []
+            for tokens, score in every[g]:
+                logits = path_logits(model, [*prompt, *tokens])[-1]
+                for token, each in enumerate(torch.log_softmax(logits, -1).tolist()):
+                    penalty = strength * chosen.count(token)
+                    options.append(([*tokens, token], score + each - penalty))
+            every[g] = sorted(options, key=lambda option: -option[1])[:size]
+            chosen += [tokens[-1] for tokens, _ in every[g]]
+    found = [(tokens, score / length) for group in every for tokens, score in group]
+    return sorted(found, key=lambda each: -each[1])
+
+
+@pytest.mark.parametrize(("groups", "strength"), [(2, 0.0), (2, 0.7), (3, 0.4), (6, 2.0)])
+def test_diverse_beams_are_those_of_the_paper(groups: int, strength: float) -> None:
+    settings = BeamSettings(beams=6, max_tokens=4, groups=groups, diversity=strength)
+    got, _ = searched(build("llama"), settings)
+
+    assert agree(got, diverse(build("llama"), PROMPT, 6, groups, strength, 4))
+
+
+def test_groups_that_differ_more_share_fewer_first_tokens() -> None:
+    def firsts(diversity: float) -> int:
+        settings = BeamSettings(beams=6, max_tokens=3, groups=6, diversity=diversity)
+        return len({each.tokens[0] for each in searched(build("llama"), settings)[0]})
+
+    assert firsts(0.0) == 1 < firsts(1.0) <= firsts(100.0) == 6
+
+
+# Selection alone
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from(list(EARLY)),
+    st.sampled_from([-1.0, 0.0, 1.0]),
+    st.integers(0, 1000),
+)
+def test_finished_hypotheses_are_the_best_that_ended(
+    count: int, early: EarlyStopping, penalty: float, seed: int
+) -> None:
+    settings = BeamSettings(beams=count, max_tokens=6, length_penalty=penalty, early_stopping=early)
+    group = BeamGroup(count, settings, (0, 1), CPU)
+    generator = torch.Generator().manual_seed(seed)
+    steps = 0
+    while not group.over:
+        steps += 1
+        logits = 2 * torch.randn(count, 12, generator=generator)
+        parents = group.choose(torch.log_softmax(logits, -1))
+        assert parents.min() >= 0 and parents.max() < count
+        rows = {tuple(tokens) for tokens in group.tokens.tolist()}
+        assert len(rows) == count or steps == 1
+        assert not np.isin(group.tokens, (0, 1)).any() or steps == 6
+    found = group.hypotheses()
+
+    assert steps <= 6
+    assert len(found) == count
+    scores = [each.score for each in found if each.finished]
+    assert scores == sorted(scores, reverse=True)
+    for each in found:
+        assert not {0, 1} & set(each.tokens[:-1])
+        assert not each.finished or each.tokens[-1] in (0, 1) or len(each.tokens) == 6
+
+
+# KV
+
+
+def test_a_fork_copies_nothing_and_every_slot_is_given_back() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, 1000)
+    held: list[int] = []
+    lab.listener = lambda event: None
+    right = lab.runner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        held.append(lab.memory.used - len(PROMPT))
+        return right(*args, **kwargs)
+
+    lab.runner.forward = forward  # type: ignore[method-assign]
+    settings = BeamSettings(beams=8, max_tokens=10)
+    found = lab.search_beams(settings, ())
+
+    distinct = {each.tokens[:n] for each in found for n in range(1, 10)}
+    assert held[0] == 0 and held[1] == 8
+    assert all(count <= 8 * step for step, count in enumerate(held))
+    assert len(distinct) <= held[-1] < 8 * 9, "hypotheses share the tokens that they have in common"
+    assert lab.memory.used == len(PROMPT)
+    assert tree.root.span.exact.all()
+
+
+def test_what_hypotheses_share_is_read_once() -> None:
+    settings = BeamSettings(beams=8, max_tokens=10)
+    _, lab = searched(build("llama"), settings)
+    decoded = [e for e in lab.events if isinstance(e, Forwarded) and e.kind == "decode"]
+
+    assert [event.rows for event in decoded] == [8] * 9
+    last = decoded[-1]
+    assert last.read_tokens == 8 * (len(PROMPT) + 9)
+    assert last.unique_read_tokens == last.kv.device
+
+
+def test_the_result_does_not_depend_on_a_budget_it_fits_in() -> None:
+    settings = BeamSettings(beams=4, max_tokens=8)
+    want, lab = searched(build("llama"), settings)
+    least = lab.memory.peak
+    got, _ = searched(build("llama"), settings, slots=least)
+    assert got == want
+
+    tight = Lab(build("llama"), debug=True)
+    tight.open(ThoughtTree(PROMPT), least - 1)
+    with pytest.raises(BudgetInfeasible, match="a search with 4 beams of 8 tokens") as raised:
+        tight.search_beams(settings, ())
+    assert raised.value.needed == len(PROMPT) + 4 * 8
+    assert tight.memory.used == len(PROMPT)
+
+
+def test_an_interruption_gives_the_hypotheses_so_far() -> None:
+    lab = Lab(build("llama"), debug=True)
+    calls = iter([False, False, True])
+    lab.open(ThoughtTree(PROMPT), 200, interrupted=lambda: next(calls))
+    found = lab.search_beams(BeamSettings(beams=3, max_tokens=50), ())
+
+    assert [len(each.tokens) for each in found] == [3] * 3
+    assert not any(each.finished for each in found)
+    assert lab.memory.used == len(PROMPT)
+
+
+def test_a_failed_forward_gives_every_slot_back() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    lab.open(tree, 200)
+    right, calls = lab.runner.forward, itertools.count()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("broken")
+        return right(*args, **kwargs)
+
+    lab.runner.forward = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="broken"):
+        lab.search_beams(BeamSettings(beams=3, max_tokens=50), ())
+    assert lab.memory.used == len(PROMPT)
+    lab.runner.forward = right  # type: ignore[method-assign]
+    assert lab.search_beams(BeamSettings(beams=3, max_tokens=5), ())
+
+
+# The solver and the command
+
+
+@pytest.fixture(scope="module")
+def solver() -> Any:
+    with Solver() as made:
+        made.load()
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"beams": 0}, "1 or more"),
+        ({"beams": 2.5}, "beams is 2.5"),
+        ({"max_tokens": None}, "1 or more"),
+        ({"beams": 4, "groups": 3}, "a number of beams that groups divides"),
+        ({"diversity": 1.0}, "Set groups as well"),
+        ({"groups": 2, "diversity": -1.0}, "0 or more"),
+        ({"length_penalty": float("nan")}, "a finite number"),
+        ({"early_stopping": "always"}, "first, heuristic, never"),
+    ],
+)
+def test_invalid_settings_are_named_with_what_works(
+    solver: Solver, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        solver.generate("4 5 6 10", **settings)
+
+
+def test_what_cannot_fit_is_refused_at_once(solver: Solver) -> None:
+    with pytest.raises(InputError, match="lower --max-tokens"):
+        solver.generate("4 5 6 10", max_tokens=100_000)
+    with pytest.raises(BudgetInfeasible, match="a search with 8 beams"):
+        solver.generate("4 5 6 10", beams=8, budget="9tok")
+
+
+def test_early_stopping_may_be_as_in_transformers(solver: Solver) -> None:
+    for mine, theirs in EARLY.items():
+        settings = {"beams": 3, "max_tokens": 12}
+        same = solver.generate("4 5 6 10", early_stopping=theirs, **settings)
+        assert solver.generate("4 5 6 10", early_stopping=mine, **settings) == same
+
+
+def test_searches_and_beams_take_turns_in_one_solver() -> None:
+    with Solver(controller="beam", verifier="exact") as solver:
+        first = solver.solve("4 5 6 10").answer
+        beams = solver.generate("4 5 6 10", beams=2, max_tokens=8)
+        assert solver.solve("4 5 6 10").answer == first
+        assert solver.generate("4 5 6 10", beams=2, max_tokens=8) == beams
+
+
+def test_stopping_ends_it_with_what_there_is(solver: Solver) -> None:
+    calls = itertools.count()
+    right = solver.engine.runner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            solver.stop()
+        return right(*args, **kwargs)
+
+    solver.engine.runner.forward = forward  # type: ignore[method-assign]
+    try:
+        found = solver.generate("4 5 6 10", beams=2, max_tokens=50)
+    finally:
+        solver.engine.runner.forward = right  # type: ignore[method-assign]
+    assert [len(each.tokens) for each in found] == [3, 3]
+    assert not any(each.finished for each in found)
+
+
+def test_the_command_prints_the_best_continuations(capsys: pytest.CaptureFixture[str]) -> None:
+    arbor = in_process(capsys)
+    words = ["generate", "4 5 6 10", "--beams", "4", "--max-tokens", "12"]
+    ran = arbor(*words, "--json", "--best", "3")
+    assert ran.code == 0
+    assert ran.document["schema"] == "arbor.generate/1"
+    continuations = ran.document["continuations"]
+    scores = [each["score"] for each in continuations]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    assert arbor(*words).out == continuations[0]["text"] + "\n"
+    assert len(arbor(*words, "--best", "2").out.splitlines()) == 2
+    refused = arbor(*words, "--groups", "3")
+    assert refused.code == 2 and "a number of beams that groups divides" in refused.err
