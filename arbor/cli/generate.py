@@ -137,9 +137,9 @@ def generate(output: Output, /, **values: Any) -> int:
     """Print the most probable continuations of PROMPT, by token-level beam search.
 
     \b
-      arbor generate "Target 24 (left: 4 5 6 10)" --beams 8
-      arbor generate "Target 24 (left: 4 5 6 10)" --beams 8 --best 3 --json
-      arbor generate "Target 24 (left: 4 5 6 10)" --groups 4 --diversity 0.5 --best 4
+      arbor generate "Once upon a time" --beams 8
+      arbor generate "Once upon a time" --beams 8 --best 3 --json
+      arbor generate "Once upon a time" --groups 4 --diversity 0.5 --best 4
     """
     options = read_options(GenerateOptions, values)
     Budget.parse(options.budget)
