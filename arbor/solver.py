@@ -115,6 +115,8 @@ class Solver:
             the model's `generation_config.json` if it samples, else those of `Sampling`.
         max_depth, step_tokens: override the task's thoughts per path and tokens per thought.
         max_expansions: leaves grown in all.
+        step_format: what every thought has to match: ``regex:PATTERN``, ``json:SCHEMA``,
+            ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
         backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``,
@@ -159,6 +161,7 @@ class Solver:
         max_depth: int | None = None,
         step_tokens: int | None = None,
         max_expansions: int | None = None,
+        step_format: str | Mapping[str, Any] | None = None,
         dtype: str = "auto",
         device: str = "auto",
         backend: str = "auto",
@@ -180,7 +183,9 @@ class Solver:
         if isinstance(sampling, Mapping):
             resolve_sampling(sampling)  # refuses invalid settings before anything loads
         self._sampling = sampling
-        self.boundary = resolve_boundary(check_boundary(self.task), max_depth, step_tokens)
+        self.boundary = resolve_boundary(
+            check_boundary(self.task), max_depth, step_tokens, step_format
+        )
         self.max_expansions = check_count("max_expansions", max_expansions)
         self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)

@@ -65,7 +65,7 @@ TORCH = (
 PACKAGES = {
     "cli": {"click", "huggingface_hub", "rich", "torch"},
     "controllers": {"numpy", "scipy"},
-    "engine": {"numpy", "torch"},
+    "engine": {"numpy", "torch", "xgrammar"},
     "forest": {"numpy"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},
     "measure": {"datasets", "numpy", "pyarrow", "scipy", "torch"},

@@ -77,6 +77,7 @@ def build_solver(
         sampling=settings["sampling"] | options.sampling,
         max_depth=options.max_depth,
         step_tokens=options.step_tokens,
+        step_format=options.step_format,
         max_expansions=options.max_expansions,
         dtype=options.dtype,
         device=options.device,

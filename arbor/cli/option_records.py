@@ -54,6 +54,7 @@ class SolverOptions:
     top_k: int | None = None
     threads: int | None = None
     aggregate: str = "best"
+    step_format: str | None = None
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

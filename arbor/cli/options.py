@@ -176,6 +176,12 @@ search_shape_options = option_group(
         help="Most tokens in one thought; default: the task's.",
     ),
     option(
+        "--step-format",
+        metavar="KIND:TEXT",
+        heading="Search",
+        help="Format of every thought: regex:PATTERN, json:SCHEMA or json:FILE.",
+    ),
+    option(
         "--set",
         multiple=True,
         metavar="KEY=VALUE",

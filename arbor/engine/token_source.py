@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args
 
 from torch import Tensor
 
+from arbor.engine.grammar import Grammar
 from arbor.engine.sampling import confidence, sample
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
@@ -21,11 +22,13 @@ from arbor.tree import Node
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends."""
+    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends, and what
+    it has to match; None: anything."""
 
     seed: int
     sampling: Sampling
     stop: StopRule
+    grammar: Grammar | None = None
 
 
 class TokenSource(Protocol):
@@ -64,6 +67,7 @@ class ModelSampler:
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""
+        logits = self._masked(rows, logits)
         first = rows[0].growth.sampling
         if all(row.growth.sampling is first for row in rows):
             return self._drawn(rows, logits, first)
@@ -84,11 +88,27 @@ class ModelSampler:
             row.code.narrow(drawn.left[i], drawn.share[i])
         return drawn.tokens
 
+    def _masked(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """The logits, without the tokens that the formats of the rows leave out."""
+        places: dict[Grammar, list[int]] = {}
+        for place, row in enumerate(rows):
+            if row.growth.grammar is not None:
+                places.setdefault(row.growth.grammar, []).append(place)
+        if not places:
+            return logits
+        masked = logits.clone()
+        for grammar, mine in places.items():
+            masked[mine] = grammar.mask([rows[place] for place in mine], logits[mine])
+        return masked
+
     def stop(self, node: Node, growth: Growth) -> StopReason | None:
         """By the rule of the operation."""
         if growth.stop.goes_on(node.tokens):
             return None
-        return growth.stop.after(node.tokens, before(node))
+        reason = growth.stop.after(node.tokens, before(node))
+        if reason is not None and growth.grammar is not None:
+            growth.grammar.forget(node)
+        return reason
 
     def confidence(self, nodes: Sequence[Node], logits: Tensor) -> list[float]:
         """From the logits."""

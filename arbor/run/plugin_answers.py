@@ -17,6 +17,7 @@ from arbor.controllers.base import Controller, Expansion, Foresight, Search
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
 from arbor.tasks.base import BlockLimits, Grade, Guesses, Problem, Question, Task
+from arbor.tasks.step_format import StepFormat
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Encoder, Inquires, Inquiry, Verdict, Verifier
 
@@ -217,6 +218,7 @@ def check_boundary(task: Task) -> BlockLimits:
         or not (is_count(found.max_tokens) and is_count(found.max_depth))
         or not isinstance(found.stop, tuple | list)
         or not all(isinstance(stop, str) and stop for stop in found.stop)
+        or not isinstance(found.form, StepFormat | None)
     ):
         raise answers.wrong("boundary", found, "BlockLimits with texts and numbers of at least 1")
     return dataclasses.replace(found, stop=tuple(found.stop))

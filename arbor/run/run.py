@@ -191,6 +191,7 @@ class Run:
         listeners: tuple[Listener, ...],
     ) -> Steps[Outcome]:
         """The session between the header and the end."""
+        from arbor.engine.grammar import Grammar
         from arbor.engine.stop_rule import StopRule
         from arbor.engine.token_source import Growth
         from arbor.run.session import Limits, Session
@@ -202,14 +203,18 @@ class Run:
             heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit")))
         emit = Broadcast(heard, self.stop)
         eos = setup.checkpoint.load().eos
+        boundary, words = setup.boundary, engine.tokenizer
+        form = boundary.form
+        grammar = None if form is None else Grammar(form, boundary.stop, words, eos)
+        stop = StopRule(words, boundary, eos)
         self.session = Session(
             engine,
             setup.task,
             self.problem,
             setup.controller,
             setup.verifier,
-            Growth(self.seed, setup.sampling, StopRule(engine.tokenizer, setup.boundary, eos)),
-            Limits(setup.boundary.max_depth, setup.max_expansions, request.timeout),
+            Growth(self.seed, setup.sampling, stop, grammar),
+            Limits(boundary.max_depth, setup.max_expansions, request.timeout),
             self.plan.budget_tokens,
             emit,
             detail=request.trace_level,
@@ -247,7 +252,8 @@ class Run:
         request = self.request
         whole = status in ("solved", "exhausted")
         cut = status == "limit" and request.max_tokens is None  # by `max_expansions`
-        if self.setup.mode == "lossless" and (whole or cut):
+        usual = self.setup.boundary.form is None  # a format changes the lengths
+        if self.setup.mode == "lossless" and usual and (whole or cut):
             tokens = full.peak + self.plan.question_tokens
             self.setup.sizes.learn(self.setup.kind, tokens)
 

@@ -16,6 +16,7 @@ from arbor.retention.msve import MSVE
 from arbor.run.limits import check_count, check_rehydration
 from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits
+from arbor.tasks.step_format import StepFormat
 
 # settings of a solver that are texts, and those that are true or false
 TEXTS = ("model", "revision", "mode", "rehydrate", "msve", "dtype", "device", "backend")
@@ -101,15 +102,25 @@ def check_plain_types(settings: Mapping[str, Any]) -> None:
 
 
 def resolve_boundary(
-    boundary: BlockLimits, max_depth: int | None, step_tokens: int | None
+    boundary: BlockLimits,
+    max_depth: int | None,
+    step_tokens: int | None,
+    step_format: StepFormat | str | Mapping[str, Any] | None = None,
 ) -> BlockLimits:
     """A task's boundary with other limits; None keeps the task's.
 
     Raises:
-        UsageError: a limit that is not a whole number of at least 1.
+        UsageError: a limit that is not a whole number of at least 1, or an invalid format.
+        InputError: the file of a format cannot be read.
     """
+    form = boundary.form if step_format is None else StepFormat.parse(step_format)
+    if form is not None and form is not boundary.form:
+        from arbor.engine.grammar import check_format
+
+        check_format(form)
     return dataclasses.replace(
         boundary,
         max_depth=check_count("max_depth", max_depth) or boundary.max_depth,
         max_tokens=check_count("step_tokens", step_tokens) or boundary.max_tokens,
+        form=form,
     )

@@ -73,8 +73,8 @@ class Setup:
 
     @property
     def size(self) -> SearchSize | None:
-        """The measured size of such a search; None: not measured."""
-        return self.sizes.expected(self.kind)
+        """The measured size of such a search; None: not measured, as with a step format."""
+        return None if self.boundary.form is not None else self.sizes.expected(self.kind)
 
     def resolved(self, budget: Budget) -> Budget:
         """A budget that means the same whatever is measured later; see `Budget.resolved`."""
@@ -115,5 +115,6 @@ class Setup:
                 if self.aggregate == Best()
                 else {"aggregate": components.spec_of(self.aggregate)}
             ),
+            **({} if self.boundary.form is None else {"step_format": str(self.boundary.form)}),
             **({} if self.checkpoint.cuda_graphs else {"cuda_graphs": False}),
         }

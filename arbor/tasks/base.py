@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from arbor.tasks.step_format import StepFormat
+
 SPLITS = ("train", "validation", "test")
 
 
@@ -36,11 +38,13 @@ class BlockLimits:
         stop: strings that end a thought; the token that completes one belongs to the thought.
         max_tokens: longest thought, in tokens; a longer one is cut.
         max_depth: longest path, in thoughts; the search gives up paths that reach it.
+        form: what every thought has to match before its `stop`; None: anything.
     """
 
     stop: tuple[str, ...]
     max_tokens: int
     max_depth: int
+    form: StepFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

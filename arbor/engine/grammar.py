@@ -1,0 +1,150 @@
+"""Grammar: which tokens may come next in thoughts that have a format; xgrammar's masks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from arbor.errors import UsageError
+from arbor.tasks.step_format import EXAMPLE, StepFormat
+from arbor.tree import Node
+
+if TYPE_CHECKING:
+    from arbor.engine.scheduler import Row
+
+
+class Grammar:
+    """The tokens that may come next in each thought, by xgrammar.
+
+    A thought matches the format, and then one of the texts that end thoughts, or the end of the
+    text. Probabilities are those of the tokens that may come, so `Node.logprob` and `Node.top1` are
+    conditional on the format. A thought of the greatest length is cut wherever it is.
+
+    Args:
+        form: what a thought has to match.
+        stops: texts that end a thought.
+        tokenizer: a Hugging Face tokenizer.
+        ends: token ids that end a text.
+
+    Raises:
+        UsageError: xgrammar is not installed, or cannot read the format.
+    """
+
+    def __init__(
+        self, form: StepFormat, stops: Sequence[str], tokenizer: Any, ends: Sequence[int]
+    ) -> None:
+        check_format(form)
+        self._form = form
+        self._stops = tuple(stops)
+        self._tokenizer = tokenizer
+        self._ends = tuple(ends)
+        # of blocks that decode: the matcher, and how many of the block's tokens it has read
+        self._matchers: dict[Node, tuple[Any, int]] = {}
+
+    def mask(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """The logits, -inf where a token may not come next.
+
+        Args:
+            rows: of this grammar.
+            logits: [n, V] float32; unchanged.
+
+        Raises:
+            UsageError: no token of the model may come next.
+        """
+        import xgrammar
+
+        vocabulary = logits.shape[1]
+        bits = xgrammar.allocate_token_bitmask(len(rows), vocabulary)
+        for place, row in enumerate(rows):
+            matcher = self._read(row.node, vocabulary)
+            if not matcher.is_terminated():
+                matcher.fill_next_token_bitmask(bits, place)
+            if not bits[place].any():
+                raise UsageError(
+                    "step-format",
+                    f"after {self._tokenizer.decode(row.node.tokens)!r:.60} no token of the model "
+                    "matches the step format.",
+                    "Use a format that the model's tokens can spell.",
+                )
+        masked = logits.clone()
+        xgrammar.apply_token_bitmask_inplace(masked, bits.to(logits.device))
+        return masked
+
+    def forget(self, node: Node) -> None:
+        """Drop what is known of a block that has ended."""
+        self._matchers.pop(node, None)
+
+    def _read(self, node: Node, vocabulary: int) -> Any:
+        """The block's matcher, after all of its tokens."""
+        import xgrammar
+
+        known = self._matchers.get(node)
+        if known is None:
+            compiled = _compiled(self._form, self._stops, self._tokenizer, vocabulary, self._ends)
+            known = xgrammar.GrammarMatcher(compiled), 0
+        matcher, count = known
+        if count > len(node.tokens):  # the last ones were taken back
+            matcher.rollback(count - len(node.tokens))
+        for token in node.tokens[count:]:
+            if not matcher.accept_token(token):
+                raise UsageError(
+                    "step-format", f"the token {token} does not match the step format.", EXAMPLE
+                )
+        self._matchers[node] = matcher, len(node.tokens)
+        return matcher
+
+
+def check_format(form: StepFormat) -> None:
+    """Refuses a format that xgrammar cannot read.
+
+    Raises:
+        UsageError: names the reason; or xgrammar is not installed.
+    """
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise UsageError(
+            "extra-missing",
+            "a step format needs xgrammar, which is not installed.",
+            "pip install 'arbor-search[structured]', or leave --step-format out.",
+        ) from error
+    try:
+        _grammar_of(form, xgrammar)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0].split(": ", 1)[-1]
+        raise UsageError(
+            "step-format", f"the {form.kind} of the step format is invalid: {reason}", EXAMPLE
+        ) from error
+
+
+def _grammar_of(form: StepFormat, xgrammar: Any) -> Any:
+    if form.kind == "regex":
+        return xgrammar.Grammar.from_regex(form.text)
+    # on one line: a line break ends most thoughts
+    return xgrammar.Grammar.from_json_schema(form.text, any_whitespace=False)
+
+
+@lru_cache(maxsize=8)
+def _compiled(
+    form: StepFormat, stops: tuple[str, ...], tokenizer: Any, vocabulary: int, ends: tuple[int, ...]
+) -> Any:
+    import xgrammar
+
+    literals = " | ".join(json.dumps(stop) for stop in (*stops, ""))
+    tail = xgrammar.Grammar.from_ebnf(f"root ::= {literals}")
+    whole = xgrammar.Grammar.concat(_grammar_of(form, xgrammar), tail)
+    return _compiler(tokenizer, vocabulary, ends).compile_grammar(whole)
+
+
+@lru_cache(maxsize=4)
+def _compiler(tokenizer: Any, vocabulary: int, ends: tuple[int, ...]) -> Any:
+    import xgrammar
+
+    known = xgrammar.TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocabulary, stop_token_ids=list(ends) or None
+    )
+    return xgrammar.GrammarCompiler(known)
