@@ -7,7 +7,7 @@ people: no decision reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -263,7 +263,13 @@ Detail = Literal["events", "steps", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Candidates were valued; `values` are in the order of `nodes`."""
+    """Candidates were valued; `values` are in the order of `nodes`.
+
+    Attributes:
+        confidences: of each candidate, from the generation; compared by a gate (CGEE level 1).
+        skipped: the gate was decisive, and the values follow from the confidences.
+        audited: values of the verification that was computed to be compared with these.
+    """
 
     name: ClassVar[str] = "verify"
     verifier: str
@@ -271,6 +277,16 @@ class Verified:
     values: tuple[float, ...]
     asked: int
     elapsed_s: float
+    confidences: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
+    skipped: bool = field(default=False, metadata=ONLY_IF_SET)
+    audited: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the audited values prefer the same candidate; None without an audit."""
+        if not self.audited:
+            return None
+        return preferred(self.values) == preferred(self.audited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +367,12 @@ Event = (
 )
 
 Listener = Callable[[Event], None]
+
+
+def preferred(values: Sequence[float]) -> int:
+    """The place of the largest value, of equal ones the first."""
+    return max(range(len(values)), key=lambda place: values[place])
+
 
 EVENTS: tuple[type[Event], ...] = (
     Header,

@@ -69,6 +69,10 @@ class Metrics:
         pressure_events: times more slots were needed than were free.
         verified: candidates valued.
         asked: candidates the model judged.
+        verifications: verifications that a gate decided about.
+        skipped_verifications: those of them that were skipped.
+        audited_verifications: verifications computed twice, to be compared.
+        disagreements: those of them that prefer another candidate.
     """
 
     wall_s: float = 0.0
@@ -106,6 +110,10 @@ class Metrics:
     pressure_events: int = 0
     verified: int = 0
     asked: int = 0
+    verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    skipped_verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    audited_verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    disagreements: int = field(default=0, metadata=ONLY_IF_SET)
 
     @property
     def blocks(self) -> int:
@@ -151,7 +159,7 @@ class Metrics:
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every counter and the derived numbers, JSON-able; `tokens_shared` only if it is not 0."""
+        """Every counter and the derived numbers, JSON-able; some counters only if not 0."""
         derived = (
             "blocks",
             "tree_tokens",
@@ -162,8 +170,9 @@ class Metrics:
             "reads_saved",
         )
         counters = dataclasses.asdict(self)
-        if not self.tokens_shared:
-            del counters["tokens_shared"]
+        for each in dataclasses.fields(self):
+            if each.metadata == ONLY_IF_SET and not counters[each.name]:
+                del counters[each.name]
         return counters | {name: getattr(self, name) for name in derived}
 
     @classmethod
@@ -288,6 +297,10 @@ class MetricsFold:
                 self._most(peak_tokens=event.peak)
             case Verified():
                 self._add(verified=len(event.nodes), asked=event.asked)
+                if event.confidences:
+                    self._add(verifications=1, skipped_verifications=event.skipped)
+                if event.audited:
+                    self._add(audited_verifications=1, disagreements=not event.agrees)
             case Ended():
                 elapsed = self._clock() - self._start
                 self._wall_s = float(event.metrics.get("wall_s", elapsed))

@@ -14,16 +14,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """A gate's decision about one verification.
+
+    Attributes:
+        skipped: the candidates are valued without the verification.
+        confidences: of each candidate, in [0, 1], as the gate compared them.
+        audited: values of the verification that was computed although it is skipped; empty without
+            an audit.
+    """
+
+    skipped: bool
+    confidences: tuple[float, ...]
+    audited: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Values of a batch of candidates.
 
     Attributes:
         values: one per candidate in [0, 1], in the order given.
         asked: questions put to the model (0 for verifiers that need no model).
+        gate: of a verifier that may skip verifications.
     """
 
     values: tuple[float, ...]
     asked: int
+    gate: Gate | None = None
 
 
 class Encoder(Protocol):
@@ -73,11 +91,14 @@ class Inquiry:
         nodes: the block each question follows.
         questions: token ids, at least one each.
         verdict: called with the next-token logits after the questions, [len(nodes), V] float32.
+        audits: the answers are compared with values that are known already; the order of a search
+            does not wait for them.
     """
 
     nodes: Sequence[Node]
     questions: Sequence[Sequence[int]]
     verdict: Callable[[Tensor], Verdict]
+    audits: bool = False
 
 
 @runtime_checkable
@@ -90,8 +111,8 @@ class Inquires(Protocol):
 
     def inquire(
         self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder
-    ) -> Inquiry:
-        """The questions about closed or terminal blocks."""
+    ) -> Inquiry | None:
+        """The questions about closed or terminal blocks; None: `verify` is called instead."""
         ...
 
 
@@ -114,6 +135,6 @@ class PlansQuestions(Protocol):
 
     def most_question_tokens(
         self, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
-    ) -> int:
-        """The most tokens of a question in a search with these limits."""
+    ) -> int | None:
+        """The most tokens of a question in a search with these limits; None: the task's."""
         ...

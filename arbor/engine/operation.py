@@ -28,6 +28,7 @@ class Operation:
         waiting: work that has not joined a forward yet.
         left: pieces of work that are not finished.
         error: what ended it before it was finished.
+        counts: whether a search's clock counts it; not an audit, which changes nothing.
     """
 
     def __init__(self, opened: OpenTree) -> None:
@@ -36,6 +37,7 @@ class Operation:
         self.waiting: deque[Work] = deque()
         self.left = 0
         self.error: BaseException | None = None
+        self.counts = True
 
     @property
     def done(self) -> bool:

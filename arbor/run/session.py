@@ -45,8 +45,9 @@ from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
 from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
-from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
+from arbor.verifiers.base import Asker, Gate, Inquires, Verdict, Verifier
 
+NO_GATE = Gate(False, ())  # of a verifier that skips nothing
 logger = logging.getLogger(__name__)
 
 Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
@@ -385,7 +386,7 @@ class Session:
         """Value the children.
 
         Returns:
-            whether the verifier asked the model.
+            whether the values depend on answers of the model.
         """
         if not children:
             return False
@@ -396,6 +397,7 @@ class Session:
         for child, value in zip(children, values, strict=True):
             child.value, child.valued = value, True
         self.engine.changed(children)
+        gate = verdict.gate or NO_GATE
         self.emit(
             Verified(
                 verifier=name,
@@ -403,23 +405,29 @@ class Session:
                 values=values,
                 asked=verdict.asked,
                 elapsed_s=time.perf_counter() - began,
+                confidences=gate.confidences,
+                skipped=gate.skipped,
+                audited=gate.audited,
             )
         )
-        return bool(verdict.asked)
+        return bool(verdict.asked) and not gate.skipped
 
     def _verdict(self, children: Sequence[Node]) -> Steps[Verdict]:
         """The verifier's verdict, its questions asked as one operation where it has them ready."""
         verifier, engine = self.verifier, self.engine
-        if not isinstance(verifier, Inquires):
+        inquiry = None
+        if isinstance(verifier, Inquires):
+            inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
+        if inquiry is None:
             asker: Asker = engine if self.questions is None else self.questions
             return verdict_of(verifier, self.task, self.problem, children, asker)
-        inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
         if not inquiry.nodes:
             return inquiry.verdict(NO_LOGITS)
         with ExitStack() as within:
             if self.questions is not None:
                 within.enter_context(self.questions.explaining(inquiry.nodes, inquiry.questions))
             asking = engine.begin_ask(inquiry.nodes, inquiry.questions)
+            asking.counts = not inquiry.audits
             yield asking
             logits = asking.result()
         return inquiry.verdict(logits)
