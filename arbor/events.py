@@ -269,6 +269,11 @@ class Verified:
         confidences: of each candidate, from the generation; compared by a gate (CGEE level 1).
         skipped: the gate was decisive, and the values follow from the confidences.
         audited: values of the verification that was computed to be compared with these.
+        exit_layer: of each candidate, the layer its question left after (CGEE level 2), from 0; -1
+            where there was none.
+        layers: of the model.
+        entropy: of each candidate, its question's uncertainty after each layer; null where it was
+            not looked at.
     """
 
     name: ClassVar[str] = "verify"
@@ -280,6 +285,9 @@ class Verified:
     confidences: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
     skipped: bool = field(default=False, metadata=ONLY_IF_SET)
     audited: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
+    exit_layer: tuple[int, ...] = field(default=(), metadata=ONLY_IF_SET)
+    layers: int = field(default=0, metadata=ONLY_IF_SET)
+    entropy: tuple[tuple[float, ...], ...] = field(default=(), metadata=ONLY_IF_SET)
 
     @property
     def agrees(self) -> bool | None:

@@ -71,6 +71,8 @@ class Metrics:
         asked: candidates the model judged.
         verifications: verifications that a gate decided about.
         skipped_verifications: those of them that were skipped.
+        left_early: candidates whose question left before the last layer.
+        layers_skipped: layers that these questions did not run through, in all.
         audited_verifications: verifications computed twice, to be compared.
         disagreements: those of them that prefer another candidate.
     """
@@ -112,6 +114,8 @@ class Metrics:
     asked: int = 0
     verifications: int = field(default=0, metadata=ONLY_IF_SET)
     skipped_verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    left_early: int = field(default=0, metadata=ONLY_IF_SET)
+    layers_skipped: int = field(default=0, metadata=ONLY_IF_SET)
     audited_verifications: int = field(default=0, metadata=ONLY_IF_SET)
     disagreements: int = field(default=0, metadata=ONLY_IF_SET)
 
@@ -299,6 +303,10 @@ class MetricsFold:
                 self._add(verified=len(event.nodes), asked=event.asked)
                 if event.confidences:
                     self._add(verifications=1, skipped_verifications=event.skipped)
+                early = [at for at in event.exit_layer if 0 <= at < event.layers - 1]
+                if early:
+                    skipped = sum(event.layers - 1 - at for at in early)
+                    self._add(left_early=len(early), layers_skipped=skipped)
                 if event.audited:
                     self._add(audited_verifications=1, disagreements=not event.agrees)
             case Ended():

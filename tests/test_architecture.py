@@ -57,6 +57,7 @@ TORCH = (
     "model.runner",
     "model.sharing",
     "model.threads",
+    "model.unembedding",
     "model.weights",
     "run.session",
 )

@@ -12,6 +12,8 @@ from arbor.tree import Node
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from arbor.engine.early_exit import LayerExit
+
 
 @dataclass(frozen=True, slots=True)
 class Gate:
@@ -30,6 +32,23 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Exits:
+    """Where the questions of one verification left the model's layers.
+
+    Attributes:
+        exit_layer: of each candidate, the layer its question left after, from 0; -1: no question.
+        layers: of the model.
+        entropy: of each candidate, the uncertainty after each layer; nan where not looked at.
+        audited: values after the last layer; empty without an audit.
+    """
+
+    exit_layer: tuple[int, ...] = ()
+    layers: int = 0
+    entropy: tuple[tuple[float, ...], ...] = ()
+    audited: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Values of a batch of candidates.
 
@@ -37,11 +56,13 @@ class Verdict:
         values: one per candidate in [0, 1], in the order given.
         asked: questions put to the model (0 for verifiers that need no model).
         gate: of a verifier that may skip verifications.
+        exits: of questions that may leave early; the session sets it.
     """
 
     values: tuple[float, ...]
     asked: int
     gate: Gate | None = None
+    exits: Exits | None = None
 
 
 class Encoder(Protocol):
@@ -91,6 +112,10 @@ class Inquiry:
         nodes: the block each question follows.
         questions: token ids, at least one each.
         verdict: called with the next-token logits after the questions, [len(nodes), V] float32.
+        rows: per candidate, the place of its question; -1: none. Empty: not known.
+        verdicts: per question, the token ids that `verdict` reads; empty: not known.
+        exit_rule: when a question leaves before the last layer; None: none does.
+        audit_exits: every layer runs all the same, and `verdict` is called with both answers.
         audits: the answers are compared with values that are known already; the order of a search
             does not wait for them.
     """
@@ -98,6 +123,10 @@ class Inquiry:
     nodes: Sequence[Node]
     questions: Sequence[Sequence[int]]
     verdict: Callable[[Tensor], Verdict]
+    rows: Sequence[int] = ()
+    verdicts: Sequence[Sequence[int]] = ()
+    exit_rule: LayerExit | None = None
+    audit_exits: bool = False
     audits: bool = False
 
 

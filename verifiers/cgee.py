@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from arbor.engine.early_exit import LayerExit
 from arbor.errors import UsageError
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.tree import Node
@@ -25,6 +26,7 @@ from .self_eval import CERTAIN, SelfEval
 
 Rule = Literal["and", "release"]
 SkippedValues = Literal["confidence", "inherited"]
+Levels = Literal["skip", "exit", "both"]
 
 # thresholds of the absolute and the relative gap where neither the user nor a calibration sets them
 CONFIDENCE, GAP = 0.70, 0.08
@@ -38,7 +40,7 @@ DECIMALS = 4
 class CGEE:
     """Skips the verification where the generation's confidence is decisive; else asks a verifier.
 
-    Confidence-gated early exit, level 1 (RKSC, arXiv 2606.09937, section 2.3, Eq. 4):
+    Confidence-gated early exit (RKSC, arXiv 2606.09937, section 2.3). Level 1, Eq. 4:
 
         max_b p(b) >= confidence   and   (p1 - p2) / p1 >= gap
 
@@ -47,6 +49,9 @@ class CGEE:
     round, or the children of one expansion in a search without rounds. Equal states are one
     candidate. A single state has no competitor, so its verification is never skipped. p is
     compared to `DECIMALS` decimals.
+
+    Level 2 lets the questions of the verifier leave the model early, see `LayerExit`. They run in
+    full where `verify` is called, as nothing but a search gives the engine all questions at once.
 
     A skipped verification values each candidate at p(b), below 1: no proof. That orders the
     candidates of one verification as the paper does; searches that compare values of different
@@ -63,8 +68,11 @@ class CGEE:
             and (p1 - p2) / p1 >= 0.08), as the released code decides, without `confidence` and
             `gap`.
         values: of a skipped verification, see above.
-        audit: compute skipped verifications all the same and report their values; what the search
-            sees does not change.
+        levels: ``skip``: the above; ``exit``: level 2 alone, `exit_rule` for every question;
+            ``both``.
+        exit_rule: when a question leaves before the last layer.
+        audit: compute in full what is skipped or left early, and report those values; what the
+            search sees does not change.
 
     Differs from the paper: a tree search verifies more than once a problem, and p(b) is the
     block's, not the path's. The released code values a skipped branch at p(b) ** 1.5.
@@ -75,9 +83,18 @@ class CGEE:
     gap: float | None = None
     rule: Rule = "and"
     values: SkippedValues = "confidence"
+    levels: Levels = "skip"
+    exit_rule: LayerExit = field(default_factory=LayerExit)
     audit: bool = False
 
     def __post_init__(self) -> None:
+        if self.levels != "skip" and not isinstance(self.verifier, Inquires):
+            raise UsageError(
+                "exit-verifier",
+                f"levels={self.levels}: questions leave early only where a verifier gives all of "
+                "them at once (inquire), and this one does not.",
+                "Use levels=skip, or a verifier such as self.",
+            )
         for name in ("confidence", "gap"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
@@ -90,8 +107,8 @@ class CGEE:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """Values of the candidates, by p or by the verifier."""
-        gate = self.decide(candidates)
+        """Values of the candidates, by p or by the verifier, whose questions run in full."""
+        gate = self._gate(candidates)
         if gate.skipped and not self.audit:
             return self._skipped(candidates, gate)
         return self._judged(
@@ -103,7 +120,7 @@ class CGEE:
     ) -> Inquiry | None:
         """The verifier's questions, none where the verification is skipped; None if the verifier
         asks in `verify`."""
-        gate = self.decide(candidates)
+        gate = self._gate(candidates)
         if gate.skipped and not self.audit:
             return Inquiry((), (), lambda _: self._skipped(candidates, gate))
         if not isinstance(self.verifier, Inquires):
@@ -112,9 +129,12 @@ class CGEE:
         if asked is None:
             return None
         judge = asked.verdict
+        leaves = self.levels != "skip" and not gate.skipped
         return replace(
             asked,
             verdict=lambda logits: self._judged(candidates, gate, judge(logits)),
+            exit_rule=self.exit_rule if leaves else asked.exit_rule,
+            audit_exits=leaves and self.audit,
             audits=asked.audits or gate.skipped,
         )
 
@@ -130,6 +150,9 @@ class CGEE:
         if isinstance(self.verifier, PlansQuestions):
             return self.verifier.most_question_tokens(task, problem, boundary, encoder)
         return None
+
+    def _gate(self, candidates: Sequence[Node]) -> Gate:
+        return Gate(False, ()) if self.levels == "exit" else self.decide(candidates)
 
     def decide(self, candidates: Sequence[Node]) -> Gate:
         """Whether the confidences of the candidates are decisive."""

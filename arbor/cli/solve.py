@@ -364,6 +364,9 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         parts.append(
             f"{metrics.skipped_verifications:,} of {metrics.verifications:,} verifications skipped"
         )
+    if metrics.left_early:
+        mean = metrics.layers_skipped / metrics.left_early
+        parts.append(f"{metrics.left_early:,} judged {mean:.1f} layers early")
     if metrics.audited_verifications:
         parts.append(
             f"audit: {metrics.disagreements:,} of {metrics.audited_verifications:,} decided otherwise"
