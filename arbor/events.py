@@ -291,10 +291,11 @@ class Verified:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the audited values prefer the same candidate; None without an audit."""
+        """Whether the preferred candidate is also a best one by the audited values; None without
+        an audit."""
         if not self.audited:
             return None
-        return preferred(self.values) == preferred(self.audited)
+        return self.audited[preferred(self.values)] == max(self.audited)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ TORCH = (
     "engine",
     "kernels",
     "measure.calibrate",
+    "measure.calibrate_exit",
     "measure.replay",
     "memory",
     "model.agreement",

@@ -22,6 +22,7 @@ from .base import (
     Verdict,
     Verifier,
 )
+from .exit_thresholds import ExitThresholds, Method
 from .self_eval import CERTAIN, SelfEval
 
 Rule = Literal["and", "release"]
@@ -70,7 +71,10 @@ class CGEE:
         values: of a skipped verification, see above.
         levels: ``skip``: the above; ``exit``: level 2 alone, `exit_rule` for every question;
             ``both``.
-        exit_rule: when a question leaves before the last layer.
+        exit_rule: when a question leaves before the last layer; the default is replaced by what
+            was calibrated for the model and the task.
+        calibration: which of the calibrated thresholds: ``risk``, those with a bound on
+            disagreement, or ``paper``, by its percentiles.
         audit: compute in full what is skipped or left early, and report those values; what the
             search sees does not change.
 
@@ -85,6 +89,7 @@ class CGEE:
     values: SkippedValues = "confidence"
     levels: Levels = "skip"
     exit_rule: LayerExit = field(default_factory=LayerExit)
+    calibration: Method = "risk"
     audit: bool = False
 
     def __post_init__(self) -> None:
@@ -103,6 +108,20 @@ class CGEE:
     @property
     def needs_model(self) -> bool:
         return self.verifier.needs_model
+
+    @property
+    def takes_thresholds(self) -> bool:
+        """Whether calibrated thresholds would change anything."""
+        return self.confidence is None or self.gap is None or self.exit_rule == LayerExit()
+
+    def with_thresholds(self, given: ExitThresholds) -> CGEE:
+        """These thresholds where none were set."""
+        return replace(
+            self,
+            confidence=given.confidence if self.confidence is None else self.confidence,
+            gap=given.gap if self.gap is None else self.gap,
+            exit_rule=given.exit_rule if self.exit_rule == LayerExit() else self.exit_rule,
+        )
 
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
@@ -156,20 +175,12 @@ class CGEE:
 
     def decide(self, candidates: Sequence[Node]) -> Gate:
         """Whether the confidences of the candidates are decisive."""
-        confidences = tuple(round(node.top1, DECIMALS) for node in candidates)
-        best: dict[tuple[str, ...], float] = {}
-        for node, confidence in zip(candidates, confidences, strict=True):
-            state = tuple(node.thoughts)
-            best[state] = max(best.get(state, 0.0), confidence)
-        if len(best) < 2:
-            return Gate(False, confidences)
-        second, first = sorted(best.values())[-2:]
-        return Gate(self._is_decisive(first, second), confidences)
+        confidences = confidences_of(candidates)
+        leading = leading_two(candidates, confidences)
+        return Gate(len(leading) > 1 and self._is_decisive(*leading), confidences)
 
     def _is_decisive(self, first: float, second: float) -> bool:
-        # rounded: 0.9 - 0.72 over 0.9 is not 0.2 in binary
-        absolute = round(first - second, DECIMALS)
-        relative = round(absolute / first, DECIMALS) if first else 0.0
+        absolute, relative = round(first - second, DECIMALS), relative_gap(first, second)
         if self.rule == "release":
             least, gap = RELEASE_ABSOLUTE
             lower, share = RELEASE_RELATIVE
@@ -198,6 +209,25 @@ class CGEE:
         if gate.skipped:
             return self._skipped(candidates, gate, found)
         return replace(found, gate=gate)
+
+
+def confidences_of(candidates: Sequence[Node]) -> tuple[float, ...]:
+    """p of each candidate, to `DECIMALS` decimals."""
+    return tuple(round(node.top1, DECIMALS) for node in candidates)
+
+
+def leading_two(candidates: Sequence[Node], confidences: Sequence[float]) -> tuple[float, ...]:
+    """The two largest p of different states; of one state one."""
+    best: dict[tuple[str, ...], float] = {}
+    for node, confidence in zip(candidates, confidences, strict=True):
+        state = tuple(node.thoughts)
+        best[state] = max(best.get(state, 0.0), confidence)
+    return tuple(sorted(best.values(), reverse=True)[:2])
+
+
+def relative_gap(first: float, second: float) -> float:
+    """(p1 - p2) / p1, to `DECIMALS` decimals: 0.9 - 0.72 over 0.9 is not 0.2 in binary."""
+    return round((first - second) / first, DECIMALS) if first else 0.0
 
 
 def _inherited(node: Node) -> float | None:

@@ -87,8 +87,8 @@ function audit(record) {
   const audited = list(record.audited);
   if (!audited.length) return "";
   const values = list(record.values);
-  const first = (numbers) => numbers.indexOf(Math.max(...numbers));
-  return first(values) === first(audited) ? "; the audit agrees" : "; the audit prefers another";
+  const agrees = audited[values.indexOf(Math.max(...values))] === Math.max(...audited);
+  return agrees ? "; the audit agrees" : "; the audit prefers another";
 }
 
 /** One line of a text. */
