@@ -7,7 +7,7 @@ people: no decision reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -263,7 +263,18 @@ Detail = Literal["events", "steps", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Candidates were valued; `values` are in the order of `nodes`."""
+    """Candidates were valued; `values` are in the order of `nodes`.
+
+    Attributes:
+        confidences: of each candidate, from the generation; compared by a gate (CGEE level 1).
+        skipped: the gate was decisive, and the values follow from the confidences.
+        audited: values of the verification that was computed to be compared with these.
+        exit_layer: of each candidate, the layer its question left after (CGEE level 2), from 0; -1
+            where there was none.
+        layers: of the model.
+        entropy: of each candidate, its question's uncertainty after each layer; null where it was
+            not looked at.
+    """
 
     name: ClassVar[str] = "verify"
     verifier: str
@@ -271,6 +282,20 @@ class Verified:
     values: tuple[float, ...]
     asked: int
     elapsed_s: float
+    confidences: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
+    skipped: bool = field(default=False, metadata=ONLY_IF_SET)
+    audited: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
+    exit_layer: tuple[int, ...] = field(default=(), metadata=ONLY_IF_SET)
+    layers: int = field(default=0, metadata=ONLY_IF_SET)
+    entropy: tuple[tuple[float, ...], ...] = field(default=(), metadata=ONLY_IF_SET)
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the preferred candidate is also a best one by the audited values; None without
+        an audit."""
+        if not self.audited:
+            return None
+        return self.audited[preferred(self.values)] == max(self.audited)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +376,12 @@ Event = (
 )
 
 Listener = Callable[[Event], None]
+
+
+def preferred(values: Sequence[float]) -> int:
+    """The place of the largest value, of equal ones the first."""
+    return max(range(len(values)), key=lambda place: values[place])
+
 
 EVENTS: tuple[type[Event], ...] = (
     Header,

@@ -69,6 +69,12 @@ class Metrics:
         pressure_events: times more slots were needed than were free.
         verified: candidates valued.
         asked: candidates the model judged.
+        verifications: verifications that a gate decided about.
+        skipped_verifications: those of them that were skipped.
+        left_early: candidates whose question left before the last layer.
+        layers_skipped: layers that these questions did not run through, in all.
+        audited_verifications: verifications computed twice, to be compared.
+        disagreements: those of them that prefer another candidate.
     """
 
     wall_s: float = 0.0
@@ -106,6 +112,12 @@ class Metrics:
     pressure_events: int = 0
     verified: int = 0
     asked: int = 0
+    verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    skipped_verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    left_early: int = field(default=0, metadata=ONLY_IF_SET)
+    layers_skipped: int = field(default=0, metadata=ONLY_IF_SET)
+    audited_verifications: int = field(default=0, metadata=ONLY_IF_SET)
+    disagreements: int = field(default=0, metadata=ONLY_IF_SET)
 
     @property
     def blocks(self) -> int:
@@ -151,7 +163,7 @@ class Metrics:
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every counter and the derived numbers, JSON-able; `tokens_shared` only if it is not 0."""
+        """Every counter and the derived numbers, JSON-able; some counters only if not 0."""
         derived = (
             "blocks",
             "tree_tokens",
@@ -162,8 +174,9 @@ class Metrics:
             "reads_saved",
         )
         counters = dataclasses.asdict(self)
-        if not self.tokens_shared:
-            del counters["tokens_shared"]
+        for each in dataclasses.fields(self):
+            if each.metadata == ONLY_IF_SET and not counters[each.name]:
+                del counters[each.name]
         return counters | {name: getattr(self, name) for name in derived}
 
     @classmethod
@@ -288,6 +301,14 @@ class MetricsFold:
                 self._most(peak_tokens=event.peak)
             case Verified():
                 self._add(verified=len(event.nodes), asked=event.asked)
+                if event.confidences:
+                    self._add(verifications=1, skipped_verifications=event.skipped)
+                early = [at for at in event.exit_layer if 0 <= at < event.layers - 1]
+                if early:
+                    skipped = sum(event.layers - 1 - at for at in early)
+                    self._add(left_early=len(early), layers_skipped=skipped)
+                if event.audited:
+                    self._add(audited_verifications=1, disagreements=not event.agrees)
             case Ended():
                 elapsed = self._clock() - self._start
                 self._wall_s = float(event.metrics.get("wall_s", elapsed))

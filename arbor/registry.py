@@ -56,6 +56,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {
+        "cgee": "arbor.verifiers.cgee:CGEE",
         "exact": "arbor.verifiers.exact:Exact",
         "self": "arbor.verifiers.self_eval:SelfEval",
         "vote": "arbor.verifiers.vote:Vote",

@@ -52,6 +52,7 @@ from arbor.run.settings import (
     resolve_mode,
     resolve_msve,
     resolve_sampling,
+    resolve_verifier,
 )
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
@@ -205,6 +206,7 @@ class Solver:
         )
         source = self.checkpoint.source
         self.msve = resolve_msve(msve, source)
+        self.verifier = resolve_verifier(self.verifier, self.task, source)
         self._sizes = SearchSizes(source.path, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()

@@ -45,6 +45,7 @@ TORCH = (
     "engine",
     "kernels",
     "measure.calibrate",
+    "measure.calibrate_exit",
     "measure.replay",
     "memory",
     "model.agreement",
@@ -57,6 +58,7 @@ TORCH = (
     "model.runner",
     "model.sharing",
     "model.threads",
+    "model.unembedding",
     "model.weights",
     "run.session",
 )

@@ -146,7 +146,7 @@ def test_fused_models_work_packed_copied_and_with_every_layer_tapped() -> None:
     for layer, state in before.hidden.items():
         assert relative_error(after.hidden[layer], state) < TOLERANCE[torch.float32], layer
 
-    left = runner.forward(plan, pool, leave=lambda layer, state: state[:, 0] > 0)
+    left = runner.forward(plan, pool, leave=lambda layer, state, rows: state[:, 0] > 0)
     assert left.exit_layer is not None and len(set(left.exit_layer.tolist())) > 1
     twin = copy.deepcopy(build("qwen3"))
     fuse(twin, TorchFusedOps())

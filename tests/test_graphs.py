@@ -279,7 +279,7 @@ def test_other_forwards_run_without_a_graph(
     runner.forward(plan_forward([silent]), pool)
     runner.forward(tree.step(), pool, hidden=[0])
     runner.forward(tree.step(), pool, stop_after=0)
-    runner.forward(tree.step(), pool, leave=lambda layer, hidden: None)
+    runner.forward(tree.step(), pool, leave=lambda layer, hidden, rows: None)
     runner.forward(tree.step(), pool, mass={0: None})
     assert tape.recorded == tape.replays == 0
 

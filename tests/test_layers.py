@@ -167,8 +167,9 @@ def leaving(rows_after: dict[int, Tensor], count: int) -> tuple[Any, list[tuple[
     asked: list[tuple[int, int]] = []
     alive = torch.arange(count)
 
-    def leave(layer: int, hidden: Tensor) -> Tensor | None:
+    def leave(layer: int, hidden: Tensor, rows: Tensor) -> Tensor | None:
         nonlocal alive
+        assert torch.equal(rows, alive)
         asked.append((layer, hidden.shape[0]))
         if layer not in rows_after:
             return None
@@ -224,7 +225,7 @@ def test_nobody_leaving_changes_nothing(name: str) -> None:
     runner = runner_of(name)
     plan, pool = batch(runner)
 
-    result = runner.forward(plan, pool, leave=lambda layer, hidden: None)
+    result = runner.forward(plan, pool, leave=lambda layer, hidden, rows: None)
 
     assert torch.equal(result.logits, runner.forward(plan, pool).logits)
 
@@ -240,7 +241,7 @@ def path_plan(runner: ModelRunner, rows: int) -> tuple[ForwardPlan, KVPool]:
     return plan_forward([segment]), KVPool(runner.layer_kv, rows, runner.dtype, runner.device)
 
 
-def last_leave(layer: int, hidden: Tensor) -> Tensor | None:
+def last_leave(layer: int, hidden: Tensor, rows: Tensor) -> Tensor | None:
     """After the first layer, the last rows leave."""
     return torch.arange(hidden.shape[0]) >= hidden.shape[0] - LAST_LEAVE if layer == 0 else None
 
@@ -327,7 +328,7 @@ def test_a_forward_that_fails_leaves_no_hooks_behind() -> None:
     runner = runner_of("llama")
     plan, pool = batch(runner)
 
-    def fail(layer: int, hidden: Tensor) -> None:
+    def fail(layer: int, hidden: Tensor, rows: Tensor) -> None:
         raise RuntimeError("no answer")
 
     with pytest.raises(RuntimeError, match="no answer"):

@@ -12,6 +12,41 @@ from arbor.tree import Node
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from arbor.engine.early_exit import LayerExit
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A gate's decision about one verification.
+
+    Attributes:
+        skipped: the candidates are valued without the verification.
+        confidences: of each candidate, in [0, 1], as the gate compared them.
+        audited: values of the verification that was computed although it is skipped; empty without
+            an audit.
+    """
+
+    skipped: bool
+    confidences: tuple[float, ...]
+    audited: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exits:
+    """Where the questions of one verification left the model's layers.
+
+    Attributes:
+        exit_layer: of each candidate, the layer its question left after, from 0; -1: no question.
+        layers: of the model.
+        entropy: of each candidate, the uncertainty after each layer; nan where not looked at.
+        audited: values after the last layer; empty without an audit.
+    """
+
+    exit_layer: tuple[int, ...] = ()
+    layers: int = 0
+    entropy: tuple[tuple[float, ...], ...] = ()
+    audited: tuple[float, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -20,10 +55,14 @@ class Verdict:
     Attributes:
         values: one per candidate in [0, 1], in the order given.
         asked: questions put to the model (0 for verifiers that need no model).
+        gate: of a verifier that may skip verifications.
+        exits: of questions that may leave early; the session sets it.
     """
 
     values: tuple[float, ...]
     asked: int
+    gate: Gate | None = None
+    exits: Exits | None = None
 
 
 class Encoder(Protocol):
@@ -73,11 +112,22 @@ class Inquiry:
         nodes: the block each question follows.
         questions: token ids, at least one each.
         verdict: called with the next-token logits after the questions, [len(nodes), V] float32.
+        rows: per candidate, the place of its question; -1: none. Empty: not known.
+        verdicts: per question, the token ids that `verdict` reads; empty: not known.
+        exit_rule: when a question leaves before the last layer; None: none does.
+        audit_exits: every layer runs all the same, and `verdict` is called with both answers.
+        audits: the answers are compared with values that are known already; the order of a search
+            does not wait for them.
     """
 
     nodes: Sequence[Node]
     questions: Sequence[Sequence[int]]
     verdict: Callable[[Tensor], Verdict]
+    rows: Sequence[int] = ()
+    verdicts: Sequence[Sequence[int]] = ()
+    exit_rule: LayerExit | None = None
+    audit_exits: bool = False
+    audits: bool = False
 
 
 @runtime_checkable
@@ -90,8 +140,8 @@ class Inquires(Protocol):
 
     def inquire(
         self, task: Task, problem: Problem, candidates: Sequence[Node], encoder: Encoder
-    ) -> Inquiry:
-        """The questions about closed or terminal blocks."""
+    ) -> Inquiry | None:
+        """The questions about closed or terminal blocks; None: `verify` is called instead."""
         ...
 
 
@@ -114,6 +164,6 @@ class PlansQuestions(Protocol):
 
     def most_question_tokens(
         self, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
-    ) -> int:
-        """The most tokens of a question in a search with these limits."""
+    ) -> int | None:
+        """The most tokens of a question in a search with these limits; None: the task's."""
         ...

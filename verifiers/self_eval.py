@@ -91,7 +91,7 @@ class SelfEval:
             ]
             return Verdict(tuple(values[row] for row in rows), len(nodes))
 
-        return Inquiry(nodes, encoded, verdict)
+        return Inquiry(nodes, encoded, verdict, rows, [list(worth) for worth in worths])
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
         """Refuse verdicts that this model cannot tell apart, by the question at no thoughts.

@@ -94,7 +94,9 @@ class Vote:
                     values[state] = expected_worth(known, chosen)
             return Verdict(tuple(values[place] for place in places), len(asked))
 
-        return Inquiry([root] * len(asked) if root else [], encoded, verdict)
+        vote_of = {place: row for row, vote in enumerate(asked) for place in vote}
+        rows = [vote_of.get(place, -1) for place in places]
+        return Inquiry([root] * len(asked) if root else [], encoded, verdict, rows, columns)
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
         """Refuse numbers that this model's tokenizer cannot keep apart.

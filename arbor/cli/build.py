@@ -13,7 +13,7 @@ from arbor.cli.option_records import SolverOptions
 from arbor.cli.output import Output
 from arbor.cli.signals import ending_at_once
 from arbor.controllers.base import Controller
-from arbor.errors import InputError
+from arbor.errors import InputError, UsageError
 from arbor.model.loading import locate_model
 from arbor.model.names import check_device, check_dtype
 from arbor.model.sampling_params import Sampling
@@ -67,7 +67,7 @@ def build_solver(
         trust_remote_code=options.trust_remote_code,
         task=task,
         controller=controller,
-        verifier=components.build("verifier", options.verifier, **settings["verifier"]),
+        verifier=_verifier(options, settings["verifier"]),
         aggregate=components.build("aggregate", options.aggregate, **settings["aggregate"]),
         budget=options.budget,
         policy=policy,
@@ -92,6 +92,25 @@ def build_solver(
         with ending_at_once():
             solver.describe()
     return solver
+
+
+def _verifier(options: SolverOptions, settings: Mapping[str, Any]) -> Any:
+    """The verifier of the options.
+
+    Raises:
+        UsageError: an audit of a verifier that never skips anything.
+    """
+    built = components.build("verifier", options.verifier, **settings)
+    if not options.audit_verify:
+        return built
+    if "audit" not in components.settings_of(built):
+        raise UsageError(
+            "audit-verify",
+            f"--audit-verify: the verifier '{components.spec_of(built)['name']}' computes every "
+            "verification in full.",
+            "Use it with --verifier cgee.",
+        )
+    return components.build("verifier", built, audit=True)
 
 
 def import_engine() -> None:

@@ -5,27 +5,33 @@ from __future__ import annotations
 import itertools
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from arbor.cli.command import Command, Group, Integer, option
+from arbor import components
+from arbor.cli.command import Command, Group, Integer, Number, option
 from arbor.cli.options import output_options, revision_option, trust_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
 from arbor.errors import UsageError
-from arbor.support.cache_dir import msve_file
+from arbor.support.cache_dir import exit_file, msve_file
+
+if TYPE_CHECKING:
+    from arbor.measure.calibrate_exit import Choice
+    from arbor.verifiers.exit_thresholds import Chosen
 
 
 @click.group(cls=Group)
 @output_options
 def calibrate() -> None:
-    """Calibrate the estimates of retention policies.
+    """Calibrate the estimates of retention policies, and the thresholds of CGEE.
 
     \b
       arbor calibrate msve --task chains --n 100
       arbor calibrate msve --model ./model --out msve.json
       arbor solve "4 5 6 10" --policy arborkv --msve msve.json
+      arbor calibrate exit --task game24 --n 200 --risk 0.02
     """
 
 
@@ -102,7 +108,7 @@ def msve(
     from arbor.solver import Solver
 
     source = locate_model(model, revision)
-    out = out or _default_file(source.path, revision)
+    out = out or _default_file("msve.json", source.path, msve_file(source.path, revision))
     with Solver(
         model,
         revision=revision,
@@ -146,22 +152,200 @@ def msve(
     return 0
 
 
-def _default_file(model: str, revision: str | None) -> Path:
-    """The file for the values, without ``--out``.
+@calibrate.command(name="exit", cls=Command)
+@option(
+    "--model",
+    default="builtin:sapling",
+    metavar="NAME|DIR",
+    heading="Model",
+    common=True,
+    help="Model to calibrate.",
+)
+@revision_option
+@trust_option
+@option(
+    "--task",
+    default="game24",
+    metavar="NAME",
+    heading="Search",
+    common=True,
+    help="Task whose training problems are solved.",
+)
+@option(
+    "--controller",
+    default="tot",
+    metavar="NAME[,KEY=VALUE]",
+    heading="Search",
+    help="The search that verifies; as in the searches that will use the thresholds.",
+)
+@option(
+    "--n",
+    type=Integer(8),
+    default=100,
+    metavar="N",
+    heading="Search",
+    common=True,
+    help="Problems to solve.",
+)
+@option(
+    "--risk",
+    type=Number(0, 1, min_open=True),
+    default=0.02,
+    metavar="X",
+    heading="Search",
+    common=True,
+    help="Largest part of verifications that may prefer another thought.",
+)
+@option(
+    "--error",
+    type=Number(0, 1, min_open=True),
+    default=0.05,
+    metavar="X",
+    heading="Search",
+    help="Chance that the choice exceeds --risk.",
+)
+@option(
+    "--measure",
+    type=click.Choice(["entropy", "margin"]),
+    default="entropy",
+    heading="Search",
+    help="What decides between layers, as in the setting of cgee.",
+)
+@option(
+    "--norm/--no-norm",
+    default=True,
+    heading="Search",
+    show_default=False,
+    help="Final norm before the unembedding; default: yes, the paper: no.",
+)
+@option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    heading="Output",
+    common=True,
+    help="File to add the task to; default: exit.json, or for a Hub model the cache.",
+)
+@output_options
+@click.pass_obj
+def exit_thresholds(
+    output: Output,
+    /,
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    task: str,
+    controller: str,
+    n: int,
+    risk: float,
+    error: float,
+    measure: str,
+    norm: bool,
+    out: Path | None,
+) -> int:
+    """Choose the thresholds of CGEE: solve problems with full verification, then compare.
+
+    The file is used by a model directory that holds it as exit.json.
+
+    \b
+      arbor calibrate exit
+      arbor calibrate exit --task game24 --n 200 --risk 0.01
+      arbor calibrate exit --model ./model --measure margin --out model/exit.json
+    """
+    refuse_unwritable("--out", out)
+
+    from arbor.engine.early_exit import Measure
+    from arbor.measure.calibrate_exit import Recorder, calibrate_exit, collect_verifications
+    from arbor.model.loading import locate_model
+    from arbor.solver import Solver
+    from arbor.verifiers.exit_thresholds import FILE, save_thresholds
+
+    source = locate_model(model, revision)
+    out = out or _default_file(FILE, source.path, exit_file(source.path, revision))
+    chosen = cast(Measure, measure)
+    with Solver(
+        model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        task=task,
+        controller=controller,
+        verifier=Recorder(measure=chosen, norm=norm),
+    ) as solver:
+        name = str(components.spec_of(solver.task)["name"])
+        problems = list(itertools.islice(solver.task.problems("train"), n))
+        output.say(f"solving {len(problems)} problems of {task}, every verification in full")
+        found = collect_verifications(solver, problems)
+        result = calibrate_exit(found, risk=risk, error=error, measure=chosen, norm=norm)
+    levels: dict[str, Choice[Any]] = {
+        "skip": result.skip,
+        "leave": result.leave,
+        "paper_skip": result.paper_skip,
+        "paper_leave": result.paper_leave,
+    }
+    figures: dict[str, Any] = {
+        "model": model,
+        "revision": revision,
+        "controller": controller,
+        "created": datetime.now(UTC).date().isoformat(),
+        "problems": result.problems,
+        "verifications": len(found),
+        "risk": risk,
+        "error": error,
+        **{
+            level: {
+                "saved": round(choice.saved, 4),
+                "decided": choice.decided,
+                "disagreements": choice.disagreements,
+                "bound": round(choice.bound, 5),
+                "candidates": choice.candidates,
+            }
+            for level, choice in levels.items()
+        },
+    }
+    thresholds: Chosen = {"risk": result.risk, "paper": result.paper}
+    save_thresholds(out, name, thresholds, **figures)
+    if output.json:
+        shown = {method: each.to_dict() for method, each in thresholds.items()}
+        output.document(
+            {"schema": "arbor.calibration/1", "out": str(out), "task": name, **shown, **figures}
+        )
+    else:
+        output.print(str(out))
+        for level, choice in levels.items():
+            output.say(f"{level.replace('_', ' ')}: {_described(choice)}")
+    return 0
+
+
+def _described(choice: Choice[Any]) -> str:
+    """A choice and its figures in words."""
+    if choice.setting is None:
+        return f"none of {choice.candidates} settings is safe enough on these problems"
+    return (
+        f"{choice.setting} saves {100 * choice.saved:.1f} %; {choice.disagreements:,} of {choice.n:,} "
+        f"verifications prefer another thought, at most {100 * choice.bound:.2f} %"
+    )
+
+
+def _default_file(name: str, model: str, cached: Path) -> Path:
+    """The file for what was calibrated, without ``--out``.
+
+    Args:
+        name: of the file, for a model in a directory.
+        model: the directory, or an id on the Hub.
+        cached: the file for a model of the Hub.
 
     Raises:
         UsageError: its folder cannot be created.
     """
     if Path(model).is_dir():
-        return Path("msve.json")
-    file = msve_file(model, revision)
+        return Path(name)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        cached.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             "output-unwritable",
-            f"{file.parent} cannot be created: {error.strerror}.",
+            f"{cached.parent} cannot be created: {error.strerror}.",
             "Name another folder with ARBOR_CACHE, or a file with --out.",
-            path=str(file),
+            path=str(cached),
         ) from error
-    return file
+    return cached

@@ -140,7 +140,7 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     facts["task"] = versions(task)
     facts["plugins"] = {kind: registry.plugins(kind) for kind in registry.KINDS}
     facts["msve"] = None if solver.msve is None else str(MSVE.parse(solver.msve))
-    files = [folder / "generation_config.json", folder / "msve.json"]
+    files = [folder / name for name in ("generation_config.json", "msve.json", "exit.json")]
     facts["files"] = [path.read_bytes().hex() for path in files if path.is_file()]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()

@@ -25,6 +25,7 @@ class SolverOptions:
     Attributes:
         task, controller, verifier, aggregate, policy: a name, perhaps with settings as
             ``,KEY=VALUE``.
+        audit_verify: sets the verifier's setting `audit`.
         set: further settings of components, each as ``KEY=VALUE`` or ``PART.KEY=VALUE``.
         temperature, top_p, top_k: None for the model's own.
 
@@ -55,6 +56,7 @@ class SolverOptions:
     threads: int | None = None
     aggregate: str = "best"
     step_format: str | None = None
+    audit_verify: bool = False
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

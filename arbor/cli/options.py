@@ -153,6 +153,12 @@ search_shape_options = option_group(
         help="Judges thoughts; see 'arbor list verifiers'.",
     ),
     option(
+        "--audit-verify",
+        is_flag=True,
+        heading="Search",
+        help="Compute verifications that 'cgee' skips or ends early, and count disagreements.",
+    ),
+    option(
         "--aggregate",
         default="best",
         metavar="NAME",

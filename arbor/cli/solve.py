@@ -360,6 +360,17 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         )
     if metrics.verified:
         parts.append(f"model judged {metrics.asked:,} of {metrics.verified:,} thoughts")
+    if metrics.verifications:
+        parts.append(
+            f"{metrics.skipped_verifications:,} of {metrics.verifications:,} verifications skipped"
+        )
+    if metrics.left_early:
+        mean = metrics.layers_skipped / metrics.left_early
+        parts.append(f"{metrics.left_early:,} judged {mean:.1f} layers early")
+    if metrics.audited_verifications:
+        parts.append(
+            f"audit: {metrics.disagreements:,} of {metrics.audited_verifications:,} decided otherwise"
+        )
     if correct is not None:
         parts.append("correct" if correct else "wrong")
     return " · ".join(parts)

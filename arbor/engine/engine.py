@@ -14,6 +14,7 @@ from torch import Tensor
 from arbor.engine.beam_hypotheses import BeamSettings, Hypothesis
 from arbor.engine.beam_search import BeamSearch
 from arbor.engine.decoding import Decoding
+from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
@@ -25,7 +26,7 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Question, Row, Visit
 from arbor.engine.step import Stepper
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
-from arbor.errors import BudgetInfeasible
+from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
 from arbor.memory import KVMemory
@@ -397,12 +398,57 @@ class Engine:
             return torch.empty(0, 0)
         return self._complete(self.begin_ask(nodes, questions)).result()
 
-    def begin_ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Asking:
-        """`ask`, as an operation for `step`; at least one question."""
+    def ask_early(
+        self,
+        nodes: Sequence[Node],
+        questions: Sequence[Sequence[int]],
+        exit_rule: LayerExit,
+        verdicts: Sequence[Sequence[int]] = (),
+        *,
+        audit: bool = False,
+    ) -> Answers:
+        """`ask`, where a question leaves as soon as a rule allows; at least one question.
+
+        Args:
+            nodes, questions: as for `ask`.
+            exit_rule: when a question leaves.
+            verdicts: token ids that each answer is read at, for a rule that compares verdicts.
+            audit: every layer runs all the same; the answers are those without it.
+
+        Raises:
+            BudgetInfeasible: one question does not fit after its path.
+            ModelError: rows cannot leave between the layers of this model.
+            UsageError: the rule compares verdicts, and a question has none.
+        """
+        asking = self.begin_ask(nodes, questions, exit_rule, verdicts, audit=audit)
+        return self._complete(asking).early()
+
+    def begin_ask(
+        self,
+        nodes: Sequence[Node],
+        questions: Sequence[Sequence[int]],
+        exit_rule: LayerExit | None = None,
+        verdicts: Sequence[Sequence[int]] = (),
+        *,
+        audit: bool = False,
+    ) -> Asking:
+        """`ask`, or with a rule `ask_early`, as an operation for `step`; at least one question."""
         self._require(nodes, [len(question) for question in questions])
         operation = Asking(self.state.of(nodes[0]), len(nodes))
+        if exit_rule is not None:
+            known = verdicts or [()] * len(nodes)
+            if exit_rule.measure == "margin" and not all(known):
+                raise UsageError(
+                    "exit-verdicts",
+                    "measure=margin compares verdicts, and this verifier's questions name none.",
+                    "Use measure=entropy.",
+                )
+            operation.exits = [Exiting(exit_rule, ids, audit) for ids in known]
         for place in self._in_order(range(len(nodes)), nodes):
-            operation.waiting.append(Question(operation, place, nodes[place], questions[place]))
+            question = Question(operation, place, nodes[place], questions[place])
+            if operation.exits:
+                question.exiting = operation.exits[place]
+            operation.waiting.append(question)
         operation.opened.begin_operation()
         self._begin(operation)
         return operation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.decode_batch import DecodeBatch
+from arbor.engine.early_exit import Exiting
+from arbor.engine.exit_watch import ExitWatch
 from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
 from arbor.engine.open_tree import OpenTree, Steps
@@ -42,11 +44,13 @@ class Part:
         tree: whose.
         kind: their purpose.
         segments: the tokens to compute.
+        exits: questions that may leave early, by their place in `segments`.
     """
 
     tree: ThoughtTree
     kind: ForwardKind
     segments: list[Segment]
+    exits: dict[int, Exiting] = field(default_factory=dict)
 
 
 class ForwardPasses:
@@ -98,7 +102,7 @@ class ForwardPasses:
                 nvtx_range(parts[0].kind) if decoding else nullcontext(),
                 self.explaining_out_of_memory(kind, plan.rows),
             ):
-                logits = self._forward(plan)
+                logits = self._forward(plan, self._watch(parts, table, decoding))
         self._memory.commit()
         elapsed_s = self._stopwatch.take() / plan.rows  # of each row
         if batch is not None:
@@ -189,12 +193,33 @@ class ForwardPasses:
             )
         )
 
-    def _forward(self, plan: ForwardPlan) -> Tensor:
+    def _watch(self, parts: Sequence[Part], table: SegmentTable, decoding: int) -> ExitWatch | None:
+        """Lets the questions of a forward leave that may; None where none may."""
+        questions: list[Exiting] = []
+        places: list[int] = []
+        first = decoding
+        for part in parts:
+            questions += part.exits.values()
+            places += [first + place for place in part.exits]
+            first += len(part.segments)
+        if not questions:
+            return None
+        ends = np.cumsum(table.counts)[places]
+        return ExitWatch(self.runner, questions, ends.tolist(), table.counts[places].tolist())
+
+    def _forward(self, plan: ForwardPlan, watch: ExitWatch | None = None) -> Tensor:
+        pool = self._memory.pool
+        if watch is None and (not self._observes or bool(plan.again.all())):
+            return self.runner.forward(plan, pool).logits
         if not self._observes or bool(plan.again.all()):
-            return self.runner.forward(plan, self._memory.pool).logits
+            return self.runner.forward(plan, pool, leave=watch).logits
         layers = range(self.runner.layer_count)
         watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]
-        result = self.runner.forward(plan, self._memory.pool, mass=dict.fromkeys(watched))
+        asked = dict.fromkeys(watched)
+        if watch is None:
+            result = self.runner.forward(plan, pool, mass=asked)
+        else:
+            result = self.runner.forward(plan, pool, mass=asked, leave=watch)
         if result.mass is None:  # a replay knows of no attention
             return result.logits
         shapes = [self.runner.specs[i].shape for i in watched]

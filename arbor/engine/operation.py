@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from arbor.engine.early_exit import Answers, Exiting
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.scheduler import Question, Work
 from arbor.tree import Node
@@ -28,6 +29,7 @@ class Operation:
         waiting: work that has not joined a forward yet.
         left: pieces of work that are not finished.
         error: what ended it before it was finished.
+        counts: whether a search's clock counts it; not an audit, which changes nothing.
     """
 
     def __init__(self, opened: OpenTree) -> None:
@@ -36,6 +38,7 @@ class Operation:
         self.waiting: deque[Work] = deque()
         self.left = 0
         self.error: BaseException | None = None
+        self.counts = True
 
     @property
     def done(self) -> bool:
@@ -93,12 +96,27 @@ class Asking(Operation):
     Args:
         opened: the tree.
         count: number of questions.
+
+    Attributes:
+        answers: of each question, [V] float32, once it has run.
+        exits: each question's way through the layers, where they may leave early; else empty.
+        full: of each question, [V] float32 after the last layer, where exits are audited.
     """
 
     def __init__(self, opened: OpenTree, count: int) -> None:
         super().__init__(opened)
         self.waiting: deque[Question]  # type: ignore[assignment]
         self.answers: list[Tensor] = [torch.empty(0)] * count
+        self.exits: list[Exiting] = []
+        self.full: dict[int, Tensor] = {}
+
+    def settle(self, question: Question, logits: Tensor) -> None:
+        """Take the logits [V] after a question."""
+        exiting = question.exiting
+        if exiting is not None and exiting.audit:
+            self.full[question.place] = logits
+            logits = logits if exiting.early is None else exiting.early
+        self.answers[question.place] = logits
 
     @property
     def extra(self) -> list[int]:
@@ -113,3 +131,13 @@ class Asking(Operation):
         """
         self.check()
         return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
+
+    def early(self) -> Answers:
+        """The answers to questions that may leave early.
+
+        Raises:
+            Exception: what ended the operation.
+        """
+        full = [self.full[place] for place in sorted(self.full)]
+        layers = tuple(each.layers for each in self.exits)
+        return Answers(self.result(), layers, torch.stack(full) if full else None)

@@ -18,6 +18,7 @@ from arbor.model.sharing import Context
 from arbor.tree import NO_SLOT, Node, ThoughtTree
 
 if TYPE_CHECKING:
+    from arbor.engine.early_exit import Exiting
     from arbor.engine.operation import Operation
     from arbor.engine.token_source import Growth
 
@@ -84,6 +85,7 @@ class Question:
         node: the path's last block.
         tokens: at least one.
         slots: where their K/V lie during the forward.
+        exiting: its way through the layers, if it may leave before the last one.
     """
 
     operation: Operation
@@ -91,6 +93,7 @@ class Question:
     node: Node
     tokens: Sequence[int]
     slots: NDArray[np.int32] | None = None
+    exiting: Exiting | None = None
 
     @property
     def leaf(self) -> Node:

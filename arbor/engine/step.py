@@ -242,6 +242,8 @@ class Stepper:
             tree = question.node.tree
             part = parts.setdefault(tree, Part(tree, "verify", []))
             part.kind = "verify"
+            if question.exiting is not None:
+                part.exits[len(part.segments)] = question.exiting
             part.segments.append(
                 Segment(
                     context=context,
@@ -250,6 +252,8 @@ class Stepper:
                     tail=question.slots,
                     write=question.slots,
                     logits=1,
+                    # what it attends to depends on where it leaves: it is not observed
+                    again=question.exiting is not None,
                 )
             )
         return list(parts.values())
@@ -273,7 +277,7 @@ class Stepper:
             for question in joined.questions:
                 if question.node.tree is part.tree:
                     assert isinstance(question.operation, Asking)
-                    question.operation.answers[question.place] = logits[at]
+                    question.operation.settle(question, logits[at])
                     at += 1
         self._rehydration.computed()
         self._state.mark_computed(placed.written)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from arbor.errors import ModelError
 
-# Asked after each layer with (layer, hidden [T', d] of the rows still running): bool [T'] of the
-# rows that leave now, or None.
-Leave = Callable[[int, Tensor], Tensor | None]
+# Asked after each layer with (layer, state [T', d] of the rows still running, their places in the
+# batch int64 [T'] on the CPU): bool [T'] of the rows that leave now, or None.
+Leave = Callable[[int, Tensor, Tensor], Tensor | None]
 
 # Arguments of decoder layers with an entry per row of the batch, and the dimension of the rows. The
 # shapes of other tensors say nothing: a number of heads or experts may equal the number of rows.
@@ -25,8 +26,29 @@ ROW_ARGUMENTS = {
 }
 
 
+class Given(nn.Module):
+    """In place of all layers: a state that they left behind, whatever comes in.
+
+    Args:
+        state: [1, n, d].
+        like: a layer of the decoder, whose attributes the model's loop may read.
+        in_tuple: whether the decoder's layers return tuples.
+    """
+
+    def __init__(self, state: Tensor, like: nn.Module, in_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__.update(state=state, like=like, in_tuple=in_tuple)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["like"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The state."""
+        return (self.state,) if self.in_tuple else self.state
+
+
 class StoppableLayers(nn.ModuleList):
-    """A decoder's own list of layers that can end early.
+    """A decoder's own list of layers that can end early, or give way to a state (`giving`).
 
     The model's own loop runs over it, so its own norm and head still run, and state_dict keys do
     not change. (A loop of our own over the layers is silently wrong for models that pass different
@@ -34,8 +56,23 @@ class StoppableLayers(nn.ModuleList):
     """
 
     stop_after: int | None = None
+    in_tuples = False  # whether the layers return tuples
+    _given: Given | None = None
+
+    @contextmanager
+    def giving(self, state: Tensor) -> Iterator[None]:
+        """Within, the model's loop gets this state [1, n, d] instead of what its layers compute."""
+        # not by assignment, which would make it one of the layers
+        self.__dict__["_given"] = Given(state, self[0], self.in_tuples)
+        try:
+            yield
+        finally:
+            del self.__dict__["_given"]
 
     def __iter__(self) -> Iterator[nn.Module]:
+        if self._given is not None:
+            yield self._given
+            return
         for index, layer in enumerate(super().__iter__()):
             if self.stop_after is not None and index > self.stop_after:
                 return
@@ -75,6 +112,15 @@ def install(model: nn.Module, count: int) -> StoppableLayers:
         f"{type(model).__name__} keeps no list of {count} decoder layers with attention.",
         "See 'arbor info MODEL'.",
     )
+
+
+def note_form(layers: StoppableLayers) -> Any:
+    """A hook that records whether the layers return tuples; to be removed after a forward."""
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> None:
+        layers.in_tuples = isinstance(output, tuple)
+
+    return layers[0].register_forward_hook(hook)
 
 
 class Tap:
@@ -167,7 +213,7 @@ class Tap:
             if self._leave is not None and index < self._last:
                 if state.dim() != 3 or state.shape[0] != 1:
                     raise _not_by_row(layer, f"hidden states of {_size(state)}")
-                gone = self._leave(index, state[0])
+                gone = self._leave(index, state[0], self.alive)
                 if gone is not None and bool(gone.any()):
                     if self._left is None:
                         self._left = state.new_zeros(self._rows, state.shape[-1])

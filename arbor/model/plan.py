@@ -57,8 +57,8 @@ class Segment:
         write: int32 [m], where this forward stores the rows' K/V: their own slots, or the trash
             slot where those already hold them.
         logits: how many rows, counted from the last, the caller wants logits of.
-        again: the tokens were computed earlier; their queries do not count a second time where
-            attention is observed.
+        again: the queries do not count where attention is observed: their tokens were computed
+            earlier, or may not run through every layer.
     """
 
     context: Context
@@ -320,7 +320,9 @@ def _from(context: Context, tail: Slots, end: int, begin: int) -> tuple[Slots, i
 
 
 def select_rows(layout: CascadeLayout, rows: Tensor, window: int | None) -> CascadeLayout:
-    """The layout of some rows of a batch, as single-row requests; the others have left.
+    """The layout of some rows of a batch; the others have left.
+
+    A causal request that has lost rows becomes single-row requests.
 
     Args:
         layout: of the whole batch.
@@ -332,20 +334,22 @@ def select_rows(layout: CascadeLayout, rows: Tensor, window: int | None) -> Casc
     for level in layout.levels:
         qo, kv = level.qo_indptr.numpy(), level.kv_indptr.numpy()
         indices = level.kv_indices.numpy()
-        request = np.searchsorted(qo, chosen, side="right") - 1
+        places = np.searchsorted(chosen, qo)  # where each request's rows begin in `chosen`
         counts: list[int] = []
         lists: list[Slots] = []
-        previous = -1
-        for row, index in zip(chosen, request, strict=True):
+        for index in np.flatnonzero(np.diff(places)).tolist():
             begin, end = int(kv[index]), int(kv[index + 1])
-            if level.causal:
-                end -= int(qo[index + 1]) - 1 - int(row)
-                begin = begin if window is None else max(begin, end - window)
-            if not level.causal and counts and index == previous:
-                counts[-1] += 1
-            else:
-                counts.append(1)
+            mine = chosen[places[index] : places[index + 1]].tolist()
+            count = len(mine)
+            last = int(qo[index + 1]) - 1
+            if not level.causal or count == last + 1 - int(qo[index]):
+                counts.append(count)
                 lists.append(indices[begin:end])
-            previous = index
+            else:
+                for row in mine:
+                    stop = end - (last - row)
+                    start = begin if window is None else max(begin, stop - window)
+                    counts.append(1)
+                    lists.append(indices[start:stop])
         levels.append(level_of(counts, lists, causal=level.causal))
     return CascadeLayout(rows=len(chosen), levels=tuple(levels))

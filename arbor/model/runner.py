@@ -28,8 +28,9 @@ from arbor.model.attention import (
     register_implementation,
 )
 from arbor.model.graphs import DecodeGraphs, Recorder
-from arbor.model.layers import Leave, Tap, install
+from arbor.model.layers import Leave, Tap, install, note_form
 from arbor.model.plan import ForwardPlan, select_rows
+from arbor.model.unembedding import Unembedding
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # more would take minutes to describe
@@ -109,11 +110,16 @@ class ModelRunner:
                 self.config, "take no attention but their own", everywhere
             ) from error
         self._layers = install(model, self.layer_count)
-        self.specs = check_specs(probe(model, self.layer_count), self.config)
+        noted = note_form(self._layers)
+        try:
+            self.specs = check_specs(probe(model, self.layer_count), self.config)
+        finally:
+            noted.remove()
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
         self._staging = Staging(self.device)
+        self._unembedding: Unembedding | None = None
         self.graphs: DecodeGraphs | None = None
         if recorder is not None and isinstance(backend, FixedBackend):
             staging = Staging(self.device)  # a buffer of its own: both may be in use
@@ -157,8 +163,8 @@ class ModelRunner:
             pool: holds the context, receives the new K/V.
             stop_after: last layer to run (0-based); norm and head follow it. None = all.
             hidden: layers whose outputs are returned.
-            leave: asked after each layer which rows leave; they write no K/V in later layers, and
-                their logits come from the state they left with.
+            leave: asked after each layer but the last which rows leave; they write no K/V in later
+                layers, and their logits come from the state they left with.
             mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all.
                 Rows that run again give none.
         """
@@ -171,6 +177,25 @@ class ModelRunner:
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
             return self._forward(plan, pool, last, hidden, leave, mass)
+
+    @torch.inference_mode()
+    def unembed(
+        self, state: Tensor, ids: Sequence[int] | None = None, *, norm: bool = True
+    ) -> Tensor:
+        """The logits that the model would give if its layers had ended with this state.
+
+        Args:
+            state: [n, d], output of any layer.
+            ids: of these tokens only.
+            norm: False: without the final norm, and what the model does to its logits.
+
+        Returns:
+            [n, V] or [n, len(ids)] float32.
+        """
+        if self._unembedding is None:
+            self._unembedding = Unembedding(self.model, self._layers)
+        with self._layers_context():
+            return self._unembedding(state, ids, norm=norm)
 
     def _forward(
         self,

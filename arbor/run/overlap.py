@@ -71,7 +71,7 @@ class Overlapping:
         while self.awaited is not None and self.awaited.done:
             try:
                 self.awaited = next(self._steps)
-                self._asks = True
+                self._asks = self._asks or getattr(self.awaited, "counts", True)
             except StopIteration as stopped:
                 self.reported, asked = stopped.value
                 self.end = self.start + self._longest + (self._asks or asked)

@@ -154,9 +154,11 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     """
     task = setup.task
     if isinstance(setup.verifier, PlansQuestions):
-        return setup.verifier.most_question_tokens(
+        most = setup.verifier.most_question_tokens(
             checked_task(task), problem, setup.boundary, Words(tokenizer)
         )
+        if most is not None:
+            return most
     text = checked_task(task).question(problem, ()).text
     declared = None
     parts = unchecked(task)

@@ -19,7 +19,7 @@ from arbor.registry import name_of
 from arbor.tasks.base import BlockLimits, Grade, Guesses, Problem, Question, Task
 from arbor.tasks.step_format import StepFormat
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Asker, Encoder, Inquires, Inquiry, Verdict, Verifier
+from arbor.verifiers.base import Asker, Encoder, Gate, Inquires, Inquiry, Verdict, Verifier
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,12 @@ def is_finite(value: object) -> bool:
 
 
 def _own(component: Any) -> bool:
+    """Whether a component, with the one that it wraps, is arbor's own."""
+    inner = getattr(component, "verifier", None) if _is_of_arbor(component) else None
+    return _is_of_arbor(component) and (inner is None or _own(inner))
+
+
+def _is_of_arbor(component: Any) -> bool:
     return type(component).__module__.startswith("arbor.")
 
 
@@ -322,20 +328,23 @@ def inquiry_of(
     problem: Problem,
     candidates: Sequence[Node],
     encoder: Encoder,
-) -> Inquiry:
-    """A verifier's questions; its verdict is checked like that of `verdict_of`."""
+) -> Inquiry | None:
+    """A verifier's questions, None if it asks in `verify`; its verdict is checked like that of
+    `verdict_of`."""
     if _own(verifier):
         return verifier.inquire(task, problem, candidates, encoder)
     given = unchecked(task)
     answers = Answers("verifier", verifier)
     found = answers.of("inquire", lambda: verifier.inquire(given, problem, candidates, encoder))
+    if found is None:
+        return None
     if not isinstance(found, Inquiry) or not _are_questions(found):
         raise answers.wrong("inquire", found, "an Inquiry with token ids after blocks")
 
     def verdict(logits: Tensor) -> Verdict:
         return _checked_verdict(answers, "verdict", lambda: found.verdict(logits))
 
-    return Inquiry(found.nodes, found.questions, verdict)
+    return dataclasses.replace(found, verdict=verdict)
 
 
 def _are_questions(inquiry: Inquiry) -> bool:
@@ -373,4 +382,7 @@ def _checked_verdict(answers: Answers, member: str, call: Callable[[], Any]) -> 
     asked = found.asked if right else None
     if not isinstance(asked, numbers.Integral) or int(asked) < 0:
         raise answers.wrong(member, found, "a Verdict with a tuple of values")
-    return Verdict(tuple(found.values), int(asked))
+    gate = found.gate
+    if gate is not None and not isinstance(gate, Gate):
+        raise answers.wrong(member, found, "a Verdict with a Gate or none")
+    return Verdict(tuple(found.values), int(asked), gate)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arbor import components
 from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
+from arbor.engine.early_exit import Exiting
 from arbor.engine.engine import Engine
 from arbor.engine.step import NO_LOGITS
 from arbor.engine.token_source import Growth
@@ -45,8 +47,9 @@ from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
 from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
-from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
+from arbor.verifiers.base import Asker, Exits, Gate, Inquires, Inquiry, Verdict, Verifier
 
+NO_GATE, NO_EXITS = Gate(False, ()), Exits()  # of a verifier that asks everything in full
 logger = logging.getLogger(__name__)
 
 Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
@@ -385,7 +388,7 @@ class Session:
         """Value the children.
 
         Returns:
-            whether the verifier asked the model.
+            whether the values depend on answers of the model.
         """
         if not children:
             return False
@@ -396,6 +399,7 @@ class Session:
         for child, value in zip(children, values, strict=True):
             child.value, child.valued = value, True
         self.engine.changed(children)
+        gate, exits = verdict.gate or NO_GATE, verdict.exits or NO_EXITS
         self.emit(
             Verified(
                 verifier=name,
@@ -403,26 +407,48 @@ class Session:
                 values=values,
                 asked=verdict.asked,
                 elapsed_s=time.perf_counter() - began,
+                confidences=gate.confidences,
+                skipped=gate.skipped,
+                audited=gate.audited or exits.audited,
+                exit_layer=exits.exit_layer,
+                layers=exits.layers,
+                entropy=exits.entropy,
             )
         )
-        return bool(verdict.asked)
+        return bool(verdict.asked) and not gate.skipped
 
     def _verdict(self, children: Sequence[Node]) -> Steps[Verdict]:
         """The verifier's verdict, its questions asked as one operation where it has them ready."""
         verifier, engine = self.verifier, self.engine
-        if not isinstance(verifier, Inquires):
+        inquiry = None
+        if isinstance(verifier, Inquires):
+            inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
+        if inquiry is None:
             asker: Asker = engine if self.questions is None else self.questions
             return verdict_of(verifier, self.task, self.problem, children, asker)
-        inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
         if not inquiry.nodes:
             return inquiry.verdict(NO_LOGITS)
         with ExitStack() as within:
             if self.questions is not None:
                 within.enter_context(self.questions.explaining(inquiry.nodes, inquiry.questions))
-            asking = engine.begin_ask(inquiry.nodes, inquiry.questions)
+            asking = engine.begin_ask(
+                inquiry.nodes,
+                inquiry.questions,
+                inquiry.exit_rule,
+                inquiry.verdicts,
+                audit=inquiry.audit_exits,
+            )
+            asking.counts = not inquiry.audits
             yield asking
             logits = asking.result()
-        return inquiry.verdict(logits)
+        verdict = inquiry.verdict(logits)
+        if not asking.exits:
+            return verdict
+        full = asking.early().full
+        audited = () if full is None else tuple(inquiry.verdict(full).values)
+        return replace(
+            verdict, exits=exits_of(inquiry, asking.exits, engine.runner.layer_count, audited)
+        )
 
     def _prune(self, tree: ThoughtTree) -> None:
         """Free the blocks that the search has given up."""
@@ -482,6 +508,28 @@ class Session:
         if self.problem.expected is None:
             return None
         return self.task.grade(self.problem, answer)
+
+
+def exits_of(
+    inquiry: Inquiry, ways: Sequence[Exiting], layers: int, audited: tuple[float, ...]
+) -> Exits:
+    """Where the questions of an inquiry left, by candidate.
+
+    Args:
+        inquiry: whose questions may leave early.
+        ways: of these through the layers.
+        layers: of the model.
+        audited: the candidates' values after the last layer; empty without an audit.
+    """
+    rows = inquiry.rows or range(len(ways))
+    by_layer = [way.by_layer(layers) for way in ways]
+    unknown = (math.nan,) * layers
+    return Exits(
+        exit_layer=tuple(ways[row].layers - 1 if row >= 0 else -1 for row in rows),
+        layers=layers,
+        entropy=tuple(by_layer[row] if row >= 0 else unknown for row in rows),
+        audited=audited,
+    )
 
 
 def _values(verifier: str, children: Sequence[Node], verdict: Verdict) -> tuple[float, ...]:

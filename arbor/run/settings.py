@@ -8,15 +8,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from arbor import components
 from arbor.engine.mode_names import Mode, Rehydrate
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.run.limits import check_count, check_rehydration
-from arbor.support.cache_dir import msve_file
-from arbor.tasks.base import BlockLimits
+from arbor.support.cache_dir import exit_file, msve_file
+from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.step_format import StepFormat
+from arbor.verifiers.base import Verifier
+from arbor.verifiers.cgee import CGEE
+from arbor.verifiers.exit_thresholds import FILE, load_thresholds
 
 # settings of a solver that are texts, and those that are true or false
 TEXTS = ("model", "revision", "mode", "rehydrate", "msve", "dtype", "device", "backend")
@@ -39,6 +43,22 @@ def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocat
     if not folder.is_dir():
         fitted = msve_file(source.path, source.revision)
     return MSVE.load(fitted) if fitted.is_file() else MSVE()
+
+
+def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:
+    """A verifier with the thresholds calibrated for the model and the task, where it takes any.
+
+    They lie in the model's directory, or in the cache directory for a model of the Hub.
+    """
+    if not isinstance(verifier, CGEE) or not verifier.takes_thresholds or not source.path:
+        return verifier
+    folder = Path(source.path)
+    path = folder / FILE if folder.is_dir() else exit_file(source.path, source.revision)
+    if not path.is_file():
+        return verifier
+    name = str(components.spec_of(task)["name"])
+    found = load_thresholds(path, name, verifier.calibration)
+    return verifier if found is None else verifier.with_thresholds(found)
 
 
 def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:

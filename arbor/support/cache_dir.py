@@ -3,11 +3,12 @@
 ``ARBOR_CACHE``, else ``$XDG_CACHE_HOME/arbor``, else ``~/.cache/arbor``:
 
     msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
+    exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
     models/ID.json                      description of a model directory, for plans without torch
     search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
 
-A model directory holds its own block values; Hub models are in the Hugging Face cache. Every file
-here may be deleted.
+A model directory holds its own block values and thresholds; Hub models are in the Hugging Face
+cache. Every file here may be deleted.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ def msve_file(model: str, revision: str | None) -> Path:
         revision: branch, tag or commit; None = its main branch.
     """
     return _model_file("msve", model, revision)
+
+
+def exit_file(model: str, revision: str | None) -> Path:
+    """The file with the thresholds of CGEE for a Hub model, which may not exist.
+
+    Args:
+        model: its id.
+        revision: branch, tag or commit; None = its main branch.
+    """
+    return _model_file("exit", model, revision)
 
 
 def description_file(identity: str) -> Path:

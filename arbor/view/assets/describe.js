@@ -71,16 +71,25 @@ const SENTENCES = {
     `${record.kind}: ${plural(record.rows, "row")} in ${plural(record.steps, "step")}, ${seconds(record.elapsed_s)}`,
   sample: (record) => `a token for ${some(list(record.nodes))}`,
   verify: (record) =>
-    `${record.verifier}: ${list(record.nodes)
+    `${record.verifier}${record.skipped ? " skipped" : ""}: ${list(record.nodes)
       .slice(0, 4)
       .map((id, i) => `#${id} ${fixed(list(record.values)[i])}`)
-      .join(", ")}${list(record.nodes).length > 4 ? " …" : ""}`,
+      .join(", ")}${list(record.nodes).length > 4 ? " …" : ""}${audit(record)}`,
   prune: (record) => `${some(list(record.nodes))} pruned`,
   terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}${record.guessed ? " (guessed)" : ""}`,
   answer: (record) =>
     `${wordsOr(record.node === null ? null : record.text, "no answer")}${record.guessed ? " (guessed)" : ""}, score ${fixed(record.score)}${verdict(record.correct)}`,
   end: (record) => `${record.status}, ${plural(record.nodes, "block")}`,
 };
+
+/** What an audited verification prefers. */
+function audit(record) {
+  const audited = list(record.audited);
+  if (!audited.length) return "";
+  const values = list(record.values);
+  const agrees = audited[values.indexOf(Math.max(...values))] === Math.max(...audited);
+  return agrees ? "; the audit agrees" : "; the audit prefers another";
+}
 
 /** One line of a text. */
 function line(text) {

@@ -433,6 +433,9 @@ const METRICS = [
   ["pressure_events", "pressure", count],
   ["transitions", "transitions", count],
   ["asked", "thoughts judged by the model", count],
+  ["skipped_verifications", "verifications skipped", count],
+  ["left_early", "thoughts judged before the last layer", count],
+  ["disagreements", "audits that prefer another thought", count],
   ["reads_saved", "reads saved by sharing", (value) => `${fixed(100 * value, 0)} %`],
 ];
 
