@@ -18,6 +18,7 @@ from arbor.events import (
     Evicted,
     Forwarded,
     Header,
+    Merged,
     Opened,
     Pressure,
     Pruned,
@@ -40,8 +41,10 @@ class Metrics:
             paths miss.
         policy_s: seconds of retention policies, eviction included.
         tokens_prefilled: tokens of the prompt.
-        tokens_shared: tokens that were not computed, since the prompt of another problem had their
-            KV.
+        tokens_shared: tokens that were not computed, since the prompt of another problem, or a
+            sibling, had their KV.
+        tokens_merged: tokens of closed blocks whose slots were given back, since siblings held the
+            same.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
@@ -79,6 +82,7 @@ class Metrics:
     policy_s: float = 0.0
     tokens_prefilled: int = 0
     tokens_shared: int = field(default=0, metadata=ONLY_IF_SET)
+    tokens_merged: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_recomputed: int = 0
     tokens_fetched: int = 0
@@ -151,7 +155,7 @@ class Metrics:
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every counter and the derived numbers, JSON-able; `tokens_shared` only if it is not 0."""
+        """Every counter and the derived numbers, JSON-able; those of sharing only if not 0."""
         derived = (
             "blocks",
             "tree_tokens",
@@ -162,8 +166,9 @@ class Metrics:
             "reads_saved",
         )
         counters = dataclasses.asdict(self)
-        if not self.tokens_shared:
-            del counters["tokens_shared"]
+        for name in ("tokens_shared", "tokens_merged"):
+            if not counters[name]:
+                del counters[name]
         return counters | {name: getattr(self, name) for name in derived}
 
     @classmethod
@@ -264,16 +269,21 @@ class MetricsFold:
                 self._add(evictions=1, evicted_tokens=sum(count for _, count in event.nodes))
                 self._hold(event.kv)
             case Rehydrated():
-                tokens = sum(count for _, count in event.nodes) + event.repeated
+                tokens = sum(count for _, count in event.nodes) + event.repeated - event.shared
                 fetched = event.mode == "fetch"
                 self._add(
                     rehydrations=1,
                     tokens_fetched=tokens if fetched else 0,
                     tokens_recomputed=0 if fetched else tokens,
                 )
+                if event.shared:
+                    self._add(tokens_shared=event.shared)
                 self._hold(event.kv)
             case Shared():
                 self._add(tokens_shared=sum(count for _, count in event.nodes))
+                self._hold(event.kv)
+            case Merged():
+                self._add(tokens_merged=sum(count for _, _, count in event.nodes))
                 self._hold(event.kv)
             case Forwarded():
                 self._add(

@@ -25,7 +25,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.mode_names import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
@@ -51,6 +51,7 @@ from arbor.run.settings import (
     resolve_mode,
     resolve_msve,
     resolve_sampling,
+    resolve_share,
 )
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
@@ -107,6 +108,8 @@ class Solver:
             running paths may leave too.
         rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
             nothing does (only in lossy mode, where it is the default).
+        share: which equal first tokens use the same KV in lossless mode: ``exact``, those of
+            prompts and of siblings; ``prompts``, those of prompts; ``off``, none.
         msve: block values for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``),
             or a file of ``arbor calibrate``; by default the model directory's ``msve.json``, the
             values that ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
@@ -153,6 +156,7 @@ class Solver:
         policy: str | Mapping[str, Any] | Policy | Allocator = "reentry",
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
+        share: Share = "exact",
         msve: MSVE | str | os.PathLike[str] | None = None,
         sampling: Sampling | Mapping[str, float] | None = None,
         max_depth: int | None = None,
@@ -176,6 +180,7 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
+        self.share = resolve_share(share)
         if isinstance(sampling, Mapping):
             resolve_sampling(sampling)  # refuses invalid settings before anything loads
         self._sampling = sampling
@@ -305,6 +310,7 @@ class Solver:
                     policy=self.policy,
                     mode=self.mode,
                     rehydrate=self.rehydrate,
+                    share=self.share,
                     msve=self.msve,
                     min_saved_reads=least_saved_reads(self.device),
                     debug=self.debug,
@@ -556,6 +562,7 @@ class Solver:
             budget=self.budget,
             mode=self.mode,
             rehydrate=self.rehydrate,
+            share=self.share,
             msve=self.msve,
             boundary=self.boundary,
             given_sampling=self._sampling,

@@ -73,6 +73,7 @@ def build_solver(
         policy=policy,
         mode=options.mode,
         rehydrate=options.rehydrate,
+        share=options.share,
         msve=options.msve,
         sampling=settings["sampling"] | options.sampling,
         max_depth=options.max_depth,

@@ -54,6 +54,7 @@ class SolverOptions:
     top_k: int | None = None
     threads: int | None = None
     aggregate: str = "best"
+    share: Literal["exact", "prompts", "off"] = "exact"
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

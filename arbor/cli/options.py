@@ -219,6 +219,13 @@ retention_options = option_group(
         help="Recompute missing tokens (selective), whole blocks (span), or nothing (off; lossy only).",
     ),
     option(
+        "--share",
+        type=click.Choice(["exact", "prompts", "off"]),
+        default="exact",
+        heading="KV budget",
+        help="Equal first tokens use the same KV: of prompts and siblings (exact), of prompts, or none.",
+    ),
+    option(
         "--msve",
         metavar="FILE",
         heading="KV budget",

@@ -14,7 +14,7 @@ from torch import Tensor
 from arbor.engine.decoding import Decoding
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
+from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import Asking, Extending, Growing, Operation
 from arbor.engine.rehydration import Rehydration
@@ -75,6 +75,8 @@ class Engine:
         rehydrate: what comes back when a path runs again: ``selective``, the missing tokens;
             ``span``, every token of a block that misses one (ArborKV section 4); ``off`` (lossy
             only), nothing: eviction cannot be undone.
+        share: which equal first tokens use the same slots (lossless only): ``exact``, those of
+            prompts and of siblings; ``prompts``; ``off``, none.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         min_saved_reads: see `plan_forward`.
@@ -89,6 +91,7 @@ class Engine:
         policy: Policy,
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
+        share: Share = "exact",
         msve: MSVE | None = None,
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
@@ -99,6 +102,7 @@ class Engine:
         self.policy = policy
         self.mode = mode
         self.rehydrate = rehydrate
+        self.share = share
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
@@ -165,8 +169,13 @@ class Engine:
                 weight_bytes=self.runner.weight_bytes,
                 debug=self._debug,
             )
-        shares = self.mode == "lossless"
-        state = ForestState(self._memory, self.policy.protect, shares_prompts=shares)
+        lossless = self.mode == "lossless"
+        state = ForestState(
+            self._memory,
+            self.policy.protect,
+            shares_prompts=lossless and self.share != "off",
+            shares_siblings=lossless and self.share == "exact",
+        )
         rules = self._mode(state, self.policy, self.rehydrate)
         residency = Residency(state, self.policy, self.msve, rules.paths_lose)
         forwards = ForwardPasses(
@@ -464,7 +473,9 @@ class Engine:
             work: what there is to do.
             nodes: the block at whose end each piece of work begins.
         """
-        order = sorted(range(len(work)), key=lambda i: (nodes[i].key, i))
+        forest = self.state.forest
+        names = [forest.order(node) if forest.cuts else node.key for node in nodes]
+        order = sorted(range(len(work)), key=lambda i: (names[i], i))
         held = np.array([np.count_nonzero(nodes[i].span.resident) for i in order])
         place = np.arange(len(order))
         if (held * place).sum() > (held * place[::-1]).sum():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from arbor.engine.mode_names import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
@@ -18,7 +18,7 @@ from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits
 
 # settings of a solver that are texts, and those that are true or false
-TEXTS = ("model", "revision", "mode", "rehydrate", "msve", "dtype", "device", "backend")
+TEXTS = ("model", "revision", "mode", "rehydrate", "share", "msve", "dtype", "device", "backend")
 SWITCHES = ("deterministic", "cuda_graphs", "debug")
 
 
@@ -54,6 +54,18 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
         raise UsageError("rehydrate", f"unknown rehydration '{chosen}'.", f"Known: {known}.")
     check_rehydration(mode, chosen)
     return cast(Mode, mode), cast(Rehydrate, chosen)
+
+
+def resolve_share(share: str) -> Share:
+    """A kind of sharing.
+
+    Raises:
+        UsageError: unknown.
+    """
+    if share not in get_args(Share):
+        known = ", ".join(get_args(Share))
+        raise UsageError("share", f"unknown sharing '{share}'.", f"Known: {known}.")
+    return cast(Share, share)
 
 
 def resolve_sampling(settings: Mapping[str, Any], defaults: Sampling | None = None) -> Sampling:

@@ -10,7 +10,7 @@ from support.models import Words, path_logits
 from torch import Tensor
 
 from arbor.engine.engine import Engine
-from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.mode import Mode, Rehydrate, Share
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
@@ -49,6 +49,7 @@ class Lab(Engine):
         policy: str | Policy = "lru",
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
+        share: Share = "exact",
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
@@ -62,6 +63,7 @@ class Lab(Engine):
             policy=POLICIES[policy] if isinstance(policy, str) else policy,
             mode=mode,
             rehydrate=rehydrate,
+            share=share,
             source=source,
             min_saved_reads=min_saved_reads,
             debug=debug,
