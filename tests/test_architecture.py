@@ -52,6 +52,7 @@ TORCH = (
     "model.describe",
     "model.fuse",
     "model.graphs",
+    "model.kv_probe",
     "model.layers",
     "model.plan",
     "model.runner",

@@ -55,6 +55,7 @@ class SolverOptions:
     threads: int | None = None
     aggregate: str = "best"
     share: Literal["exact", "prompts", "off"] = "exact"
+    kv_probe: str = "kept"
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

@@ -258,6 +258,13 @@ loading_options = option_group(
         help="Attention kernels: auto, flashinfer, torch, rowwise, invariant or reference.",
     ),
     option(
+        "--kv-probe",
+        default="kept",
+        metavar="WHAT",
+        heading="Model",
+        help="When rows read a shared span once: as measured before (kept), measure, off, or 8,4,2.",
+    ),
+    option(
         "--cuda-graphs/--no-cuda-graphs",
         default=True,
         heading="Model",

@@ -27,6 +27,7 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
 from arbor.memory import KVMemory
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
 from arbor.retention.future_reads import FutureReads
@@ -36,6 +37,7 @@ from arbor.tree import Node, ThoughtTree
 
 T = TypeVar("T")
 Ended = TypeVar("Ended", bound=Operation)
+_ALWAYS = LevelRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Engine:
             prompts and of siblings; ``prompts``; ``off``, none.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
-        min_saved_reads: see `plan_forward`.
+        levels: which shared spans are read once for all rows that share them.
         debug: poison freed slots and check all invariants after every change.
     """
 
@@ -94,7 +96,7 @@ class Engine:
         share: Share = "exact",
         msve: MSVE | None = None,
         source: TokenSource | None = None,
-        min_saved_reads: int = 0,
+        levels: LevelRule = _ALWAYS,
         debug: bool = False,
     ) -> None:
         self.runner = runner
@@ -106,7 +108,7 @@ class Engine:
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
-        self._min_saved_reads = min_saved_reads
+        self.levels = levels
         self._debug = debug
         self._source = (
             ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
@@ -182,7 +184,7 @@ class Engine:
             state,
             self.runner,
             observes=self.policy.observes,
-            min_saved_reads=self._min_saved_reads,
+            levels=self.levels,
         )
         scheduler = rules.scheduler()
 

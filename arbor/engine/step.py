@@ -65,8 +65,7 @@ class Stepper:
         self._rehydration = rehydration
         self._decoding = decoding
         self._scheduler = scheduler
-        layers, least = forwards.runner.layer_count, forwards.min_saved_reads
-        self._batch = DecodeBatch(self._memory, layers, least)
+        self._batch = DecodeBatch(self._memory, forwards.runner.layer_count, forwards.levels)
         self._changed = True  # the rows that decode, or what they read
         # of the step in progress: what joined, and the logits where rows of it begin
         self._joined = Joined()

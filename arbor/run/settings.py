@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 
 from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import UsageError, unknown_setting
+from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
@@ -18,7 +19,19 @@ from arbor.support.cache_dir import msve_file
 from arbor.tasks.base import BlockLimits
 
 # settings of a solver that are texts, and those that are true or false
-TEXTS = ("model", "revision", "mode", "rehydrate", "share", "msve", "dtype", "device", "backend")
+TEXTS = (
+    "model",
+    "revision",
+    "mode",
+    "rehydrate",
+    "share",
+    "kv_probe",
+    "msve",
+    "dtype",
+    "device",
+    "backend",
+)
+KV_PROBE = ("kept", "measure", "off")  # or the numbers of a measurement
 SWITCHES = ("deterministic", "cuda_graphs", "debug")
 
 
@@ -66,6 +79,17 @@ def resolve_share(share: str) -> Share:
         known = ", ".join(get_args(Share))
         raise UsageError("share", f"unknown sharing '{share}'.", f"Known: {known}.")
     return cast(Share, share)
+
+
+def check_kv_probe(setting: str) -> str:
+    """A setting of the KV probe.
+
+    Raises:
+        UsageError: unknown.
+    """
+    if setting not in KV_PROBE:
+        LevelRule.parse(setting)
+    return setting
 
 
 def resolve_sampling(settings: Mapping[str, Any], defaults: Sampling | None = None) -> Sampling:

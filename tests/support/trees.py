@@ -17,6 +17,7 @@ from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.graphs import Recorder
+from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES, Policy
@@ -65,7 +66,7 @@ class Lab(Engine):
             rehydrate=rehydrate,
             share=share,
             source=source,
-            min_saved_reads=min_saved_reads,
+            levels=LevelRule(min_saved_reads),
             debug=debug,
         )
 
