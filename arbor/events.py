@@ -45,12 +45,15 @@ class KV:
         host: in host memory; 0, since this tier is not implemented.
         compressed: in compressed form; 0 likewise.
         pool: of all searches that share the budget; written only where there are several.
+        shared: tokens that lie in the slots of siblings' equal tokens: what the blocks hold
+            together is `device` and these; written only where there are any.
     """
 
     device: int
     host: int = 0
     compressed: int = 0
     pool: int = field(default=0, metadata=ONLY_IF_SET)
+    shared: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,8 @@ class Rehydrated:
         nodes: tokens regained, per block.
         repeated: tokens that were resident and were computed again nevertheless: the rest of a
             span, or tokens written over a gap.
+        shared: of `nodes`, tokens that took the KV of a sibling's equal ones, computed in the same
+            forward. Written only where there are any.
     """
 
     name: ClassVar[str] = "rehydrate"
@@ -193,19 +198,33 @@ class Rehydrated:
     mode: Literal["recompute", "fetch"]
     kv: KV
     repeated: int = 0
+    shared: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Tokens of a prompt took the KV of equal tokens of another problem's prompt; nothing was
-    computed.
+    """Missing tokens took the KV of equal tokens elsewhere: those of a prompt of another problem's
+    prompt, those of a block of a sibling; nothing was computed.
 
     Attributes:
-        nodes: how many, of the root.
+        nodes: how many, per block.
     """
 
     name: ClassVar[str] = "share"
     nodes: Counts
+    kv: KV
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Blocks that closed gave back the slots of their first tokens, which siblings hold too.
+
+    Attributes:
+        nodes: (block, sibling, tokens) of each; of several siblings the first.
+    """
+
+    name: ClassVar[str] = "merge"
+    nodes: tuple[tuple[int, int, int], ...]
     kv: KV
 
 
@@ -366,6 +385,7 @@ Event = (
     | Evicted
     | Rehydrated
     | Shared
+    | Merged
     | Forwarded
     | Sampled
     | Verified
@@ -394,6 +414,7 @@ EVENTS: tuple[type[Event], ...] = (
     Evicted,
     Rehydrated,
     Shared,
+    Merged,
     Forwarded,
     Sampled,
     Verified,

@@ -13,6 +13,9 @@ from arbor.tree import Node, Spans, ThoughtTree
 
 LEAST_UNUSED = 4096  # tokens of spans that nothing uses, before they are compacted
 LEAST_COMMON = 32  # first tokens that two prompts must have in common to share their KV
+LEAST_SIBLING = 8  # first tokens that two closed siblings must have in common, likewise
+
+Place = tuple[int, tuple[int, ...], int]  # sorts siblings: see `Forest.order`
 
 
 class Forest:
@@ -26,12 +29,15 @@ class Forest:
     Attributes:
         spans: residency of the tokens of all blocks.
         trees: those adopted and not dropped, in order of adoption.
-        cuts: offsets at which the KV that a prompt has in common with other prompts ends,
-            increasing, by row of the root.
+        cuts: offsets at which the KV that a block has in common with blocks like it (prompts of
+            other trees, siblings) ends, increasing, by row.
+        cut_changes: how often `cuts` has changed; contexts made before the last one may name
+            shared slots by other pieces.
     """
 
     def __init__(self) -> None:
         self.trees: list[ThoughtTree] = []
+        self.cut_changes = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -41,8 +47,10 @@ class Forest:
         self._numbers = np.zeros(0, np.int64)  # by row
         self._free: list[int] = []  # a heap of rows below len(self._nodes)
         self.cuts: dict[int, tuple[int, ...]] = {}
-        self._prompts: dict[int, NDArray[np.int64]] = {}  # by number
-        self._common: dict[tuple[int, int], int] = {}  # by numbers, the smaller first
+        self._tokens: dict[int, NDArray[np.int64]] = {}  # of prompts and closed blocks, by row
+        self._common: dict[int, dict[int, int]] = {}  # by rows
+        self._siblings: dict[int, list[Node]] = {}  # closed ones with the same beginning, by row
+        self._beginnings: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
 
     def __len__(self) -> int:
         """Rows, free ones included."""
@@ -88,10 +96,8 @@ class Forest:
         assert tree.forest is self, "the tree is not in this forest"
         rows = [node.row for node in tree.nodes]
         self.trees.remove(tree)
-        self.cuts.pop(tree.root.row, None)
-        self._prompts.pop(tree.number, None)
-        for pair in [each for each in self._common if tree.number in each]:
-            del self._common[pair]
+        for row in rows:
+            self._forget(row)
         self._by_number[tree.number] = None
         tree.forest, tree.number, tree.spans = None, 0, Spans()
         for node in tree.nodes:
@@ -110,32 +116,87 @@ class Forest:
         """The number of each row's tree (`ThoughtTree.number`), int64 [n]."""
         return self._numbers.take(rows)
 
-    # Prompts
+    # Blocks that begin alike
 
-    def common(self, one: ThoughtTree, other: ThoughtTree) -> int:
-        """Tokens with which the prompts of two trees begin alike; 0 if fewer than
-        `LEAST_COMMON`."""
-        pair = (min(one.number, other.number), max(one.number, other.number))
-        if pair not in self._common:
-            first, second = self._prompt(one), self._prompt(other)
-            self._common[pair] = common_start(first, second)
-        return self._common[pair]
+    def close(self, node: Node) -> None:
+        """Record that a block is whole: from now on siblings that begin alike can share its KV."""
+        if node.parent is None or node.row in self._siblings or len(node.tokens) < LEAST_SIBLING:
+            return
+        beginning = (node.parent.row, tuple(node.tokens[:LEAST_SIBLING]))
+        group = self._beginnings.setdefault(beginning, [])
+        group.append(node)
+        self._siblings[node.row] = group
 
-    def overlap(self, trees: Sequence[ThoughtTree]) -> int:
-        """Tokens of these trees' prompts that are there more than once, and whose KV is shared."""
-        return sum(
-            max((self.common(tree, other) for other in trees[:place]), default=0)
-            for place, tree in enumerate(trees)
-        )
+    def may_share(self, node: Node) -> bool:
+        """Whether other blocks may have the same first tokens after the same path: true of prompts
+        and of blocks that have closed."""
+        return node.parent is None or node.row in self._siblings
 
-    def cut(self, root: Node, at: int) -> None:
-        """Record that the first `at` tokens of a prompt are shared: pieces of context end there."""
-        self.cuts[root.row] = tuple(sorted({*self.cuts.get(root.row, ()), at}))
+    def alike(self, node: Node) -> list[tuple[Node, int]]:
+        """The blocks that begin like a block after the same path, and with how many tokens: roots
+        of other trees, or closed siblings, in order of closing."""
+        others: Iterable[Node] = self._siblings.get(node.row, ())
+        if node.parent is None:
+            others = (tree.root for tree in self.trees)
+        alike = [(other, self.common(node, other)) for other in others if other is not node]
+        return [(other, common) for other, common in alike if common]
 
-    def _prompt(self, tree: ThoughtTree) -> NDArray[np.int64]:
-        if tree.number not in self._prompts:
-            self._prompts[tree.number] = np.array(tree.root.tokens, np.int64)
-        return self._prompts[tree.number]
+    def common(self, one: Node, other: Node) -> int:
+        """Tokens with which two prompts, or two closed siblings, begin alike; 0 if fewer than
+        `LEAST_COMMON`, or `LEAST_SIBLING`."""
+        known = self._common.setdefault(one.row, {})
+        if other.row not in known:
+            least = LEAST_COMMON if one.parent is None else LEAST_SIBLING
+            count = common_start(self._array(one), self._array(other), least)
+            known[other.row] = self._common.setdefault(other.row, {})[one.row] = count
+        return known[other.row]
+
+    def overlap(self, nodes: Sequence[Node]) -> int:
+        """Tokens of these distinct blocks that are there more than once, and whose KV is shared."""
+        groups: dict[int, list[Node]] = {}
+        total = 0
+        for node in nodes:
+            group = groups.setdefault(-1 if node.parent is None else node.parent.row, [])
+            total += max((self.common(node, other) for other in group), default=0)
+            group.append(node)
+        return total
+
+    def cut(self, node: Node, at: int) -> None:
+        """Record that the first `at` tokens of a block are shared: pieces of context end there."""
+        cuts = tuple(sorted({*self.cuts.get(node.row, ()), at}))
+        if cuts != self.cuts.get(node.row):
+            self.cuts[node.row] = cuts
+            self.cut_changes += 1
+
+    def order(self, node: Node) -> tuple[Place, ...]:
+        """A name by which blocks are sorted depth first, siblings that share KV next to each
+        other."""
+        places: list[Place] = []
+        for each in node.path[1:]:
+            if each.row in self.cuts:
+                group = self._siblings[each.row]
+                places.append((group[0].index, tuple(each.tokens), each.index))
+            else:
+                places.append((each.index, (), each.index))
+        return tuple(places)
+
+    def _array(self, node: Node) -> NDArray[np.int64]:
+        if node.row not in self._tokens:
+            self._tokens[node.row] = np.array(node.tokens, np.int64)
+        return self._tokens[node.row]
+
+    def _forget(self, row: int) -> None:
+        """Forget what a block of a dropped tree has in common with others."""
+        self.cuts.pop(row, None)
+        self._tokens.pop(row, None)
+        for other in self._common.pop(row, {}):
+            self._common.get(other, {}).pop(row, None)
+        group = self._siblings.pop(row, None)
+        if group:
+            first = group[0]
+            assert first.parent is not None
+            beginning = (first.parent.row, tuple(first.tokens[:LEAST_SIBLING]))
+            self._beginnings.pop(beginning, None)
 
     # Blocks
 
@@ -151,12 +212,12 @@ class Forest:
         self._numbers[node.row] = node.tree.number
 
 
-def common_start(one: NDArray[np.integer], other: NDArray[np.integer]) -> int:
-    """How many tokens two prompts begin with alike; 0 if fewer than `LEAST_COMMON`."""
+def common_start(one: NDArray[np.integer], other: NDArray[np.integer], least: int) -> int:
+    """How many tokens two blocks begin with alike; 0 if fewer than `least`."""
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     common = int(differ[0]) if len(differ) else length
-    return common if common >= LEAST_COMMON else 0
+    return common if common >= least else 0
 
 
 def by_tree(nodes: Iterable[Node]) -> dict[ThoughtTree, list[Node]]:

@@ -18,6 +18,7 @@ from arbor.events import (
     Evicted,
     Forwarded,
     Header,
+    Merged,
     Opened,
     Pressure,
     Pruned,
@@ -40,8 +41,10 @@ class Metrics:
             paths miss.
         policy_s: seconds of retention policies, eviction included.
         tokens_prefilled: tokens of the prompt.
-        tokens_shared: tokens that were not computed, since the prompt of another problem had their
-            KV.
+        tokens_shared: tokens that were not computed, since the prompt of another problem, or a
+            sibling, had their KV.
+        tokens_merged: tokens of closed blocks whose slots were given back, since siblings held the
+            same.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
@@ -85,6 +88,7 @@ class Metrics:
     policy_s: float = 0.0
     tokens_prefilled: int = 0
     tokens_shared: int = field(default=0, metadata=ONLY_IF_SET)
+    tokens_merged: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_recomputed: int = 0
     tokens_fetched: int = 0
@@ -277,16 +281,21 @@ class MetricsFold:
                 self._add(evictions=1, evicted_tokens=sum(count for _, count in event.nodes))
                 self._hold(event.kv)
             case Rehydrated():
-                tokens = sum(count for _, count in event.nodes) + event.repeated
+                tokens = sum(count for _, count in event.nodes) + event.repeated - event.shared
                 fetched = event.mode == "fetch"
                 self._add(
                     rehydrations=1,
                     tokens_fetched=tokens if fetched else 0,
                     tokens_recomputed=0 if fetched else tokens,
                 )
+                if event.shared:
+                    self._add(tokens_shared=event.shared)
                 self._hold(event.kv)
             case Shared():
                 self._add(tokens_shared=sum(count for _, count in event.nodes))
+                self._hold(event.kv)
+            case Merged():
+                self._add(tokens_merged=sum(count for _, _, count in event.nodes))
                 self._hold(event.kv)
             case Forwarded():
                 self._add(

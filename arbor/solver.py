@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import threading
 from collections.abc import (
@@ -25,10 +26,11 @@ from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.mode_names import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
+from arbor.model.level_rule import LevelRule
 from arbor.model.model_info import ModelInfo
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
@@ -46,12 +48,14 @@ from arbor.run.run import Run
 from arbor.run.search_sizes import SearchSizes
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
+    check_kv_probe,
     check_plain_types,
     refuse_unknown,
     resolve_boundary,
     resolve_mode,
     resolve_msve,
     resolve_sampling,
+    resolve_share,
     resolve_verifier,
 )
 from arbor.run.setup import Setup
@@ -64,8 +68,11 @@ if TYPE_CHECKING:
     import torch
 
     from arbor.engine.engine import Engine
+    from arbor.model.runner import ModelRunner
     from arbor.run.session import Status
     from arbor.run.stream import SearchStream
+
+logger = logging.getLogger(__name__)
 
 # Settings in a configuration file that are not a solver's: of one run, and of ``arbor eval``.
 RUN_SETTINGS = ("problem", "expected", "timeout", "max_tokens", "trace", "trace_level")
@@ -109,6 +116,11 @@ class Solver:
             running paths may leave too.
         rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
             nothing does (only in lossy mode, where it is the default).
+        share: which equal first tokens use the same KV in lossless mode: ``exact``, those of
+            prompts and of siblings; ``prompts``, those of prompts; ``off``, none.
+        kv_probe: from how many rows on a shared span is read once for all of them: ``kept``, as
+            was measured for this model on this machine, if it was; ``measure``: now; ``off``: by a
+            fixed rule, as always if `deterministic`; or the numbers of a measurement (``8,4,2``).
         msve: block values for the policies that read them: an `MSVE`, its numbers (``2,1,1,-2``),
             or a file of ``arbor calibrate``; by default the model directory's ``msve.json``, the
             values that ``arbor calibrate`` kept for this revision of a Hub model, or `MSVE()`.
@@ -157,6 +169,8 @@ class Solver:
         policy: str | Mapping[str, Any] | Policy | Allocator = "reentry",
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
+        share: Share = "exact",
+        kv_probe: str = "kept",
         msve: MSVE | str | os.PathLike[str] | None = None,
         sampling: Sampling | Mapping[str, float] | None = None,
         max_depth: int | None = None,
@@ -181,6 +195,8 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
+        self.share = resolve_share(share)
+        self.kv_probe = check_kv_probe(kv_probe)
         if isinstance(sampling, Mapping):
             resolve_sampling(sampling)  # refuses invalid settings before anything loads
         self._sampling = sampling
@@ -303,7 +319,6 @@ class Solver:
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
         from arbor.engine.engine import Engine
-        from arbor.model.plan import least_saved_reads
 
         with self._loading:
             if self._engine is None:
@@ -315,11 +330,32 @@ class Solver:
                     policy=self.policy,
                     mode=self.mode,
                     rehydrate=self.rehydrate,
+                    share=self.share,
                     msve=self.msve,
-                    min_saved_reads=least_saved_reads(self.device),
+                    levels=self._levels(runner),
                     debug=self.debug,
                 )
             return self._engine
+
+    def _levels(self, runner: ModelRunner) -> LevelRule:
+        """Which shared spans rows read together."""
+        from arbor.model.kv_probe import keep_rule, kept_rule, measure
+        from arbor.model.plan import least_saved_reads
+
+        fixed = LevelRule(least_saved_reads(self.device))
+        if self.deterministic or self.kv_probe == "off":
+            return fixed
+        source = self.checkpoint.source.name, self.checkpoint.load().backend
+        if self.kv_probe == "kept":
+            rule = kept_rule(runner, *source) or fixed
+        elif self.kv_probe == "measure":
+            rule = measure(runner)
+            keep_rule(rule, runner, *source)
+        else:
+            rule = LevelRule.parse(self.kv_probe)
+        if rule.least_rows:
+            logger.info("KV probe: rows from which shared spans are read once: %s", rule)
+        return rule
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -615,6 +651,8 @@ class Solver:
             budget=self.budget,
             mode=self.mode,
             rehydrate=self.rehydrate,
+            share=self.share,
+            kv_probe=self.kv_probe,
             msve=self.msve,
             boundary=self.boundary,
             given_sampling=self._sampling,

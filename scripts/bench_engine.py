@@ -35,6 +35,7 @@ from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.slots import SlotTable
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import CUDA_SAVED_READS, ForwardPlan
 from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.model.sampling_params import Sampling
@@ -195,11 +196,11 @@ def engine_step(leaves: int, rounds: int, *, ending: bool, saved: int) -> list[f
         leaves: rows, each the only child of a leaf of `deep_tree`.
         rounds: how often they decode, after once to warm up.
         ending: whether a row ends with each step; steps count until a quarter of the rows has.
-        saved: the engine's `min_saved_reads`.
+        saved: the engine's `LevelRule.min_saved_reads`.
     """
     outside = Stopwatch()
     runner: Any = NoModel(outside)
-    engine = Engine(runner, NoText(), policy=POLICIES["lru"], min_saved_reads=saved)
+    engine = Engine(runner, NoText(), policy=POLICIES["lru"], levels=LevelRule(saved))
     _, ends = deep_tree(engine, leaves)
     runner.ends = ending
     stop = StopRule(NoText(), BlockLimits(("\n",), max_tokens=64, max_depth=64), (EOS,))

@@ -228,10 +228,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         why="no position is as far as NEVER",
     ),
     *_same(
-        "engine/scheduler.py",
-        "if not self._shares_prompts or len(trees) < 2:",
+        "engine/forest_state.py",
+        "if self.hidden or len(nodes) < 2:",
         "2 -> 1",
-        why="a prompt has nothing in common with none",
+        why="a block has nothing in common with none",
     ),
     *_same("engine/scheduler.py", "self._joins = 0", "0 -> 1", why="only their order counts"),
     *_same(

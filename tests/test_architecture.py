@@ -53,6 +53,7 @@ TORCH = (
     "model.describe",
     "model.fuse",
     "model.graphs",
+    "model.kv_probe",
     "model.layers",
     "model.plan",
     "model.runner",

@@ -18,6 +18,7 @@ from arbor.engine.scheduler import Row
 from arbor.kernels.base import CascadeLayout
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import ForwardPlan, Segment, plan_forward, visibility
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node, NodeState, ThoughtTree
@@ -66,7 +67,7 @@ class Decoding(RuleBasedStateMachine):
             [LayerKV(1, 1, 1)], SLOTS, torch.float32, torch.device("cpu"), debug=True
         )
         self.memory.adopt(self.tree)
-        self.batch = DecodeBatch(self.memory, 1, least)
+        self.batch = DecodeBatch(self.memory, 1, LevelRule(least))
         self.rows: list[Row] = []
         self.place(self.tree.root)
         for _ in range(blocks.draw(st.integers(0, 7))):
@@ -183,7 +184,7 @@ def test_tokens_of_a_block_lie_side_by_side_until_they_meet_another_one() -> Non
         child = tree.fork(tree.root)
         code = ArithmeticCode(0, child, Sampling())
         rows.append(row_of(child, tree.root, code, first_slot=first))
-    batch = DecodeBatch(memory, 1, 0)
+    batch = DecodeBatch(memory, 1, LevelRule())
     batch.hold(rows)
 
     for _ in range(18):  # beyond the first stretch of each block's span

@@ -37,7 +37,7 @@ from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.events import Event
-from arbor.forest import LEAST_COMMON
+from arbor.forest import LEAST_COMMON, LEAST_SIBLING
 from arbor.memory import prefix_cache
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
@@ -253,6 +253,7 @@ class Tally:
         steps: of the engine.
         blocks: that were compared with those of a tree alone.
         shared: slots that prompts shared, summed over the checks.
+        siblings: tokens in the slots of siblings, likewise.
         kept: slots of finished prompts that no tree used, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
@@ -261,6 +262,7 @@ class Tally:
     steps: int = 0
     blocks: int = 0
     shared: int = 0
+    siblings: int = 0
     kept: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -276,6 +278,7 @@ class Grove(RuleBasedStateMachine):
     lossless = True
     prompts: tuple[tuple[int, ...], ...] = PROMPTS
     least_common = LEAST_COMMON
+    least_sibling = LEAST_SIBLING
     most_new = scheduler.MOST_NEW
 
     def begin(
@@ -291,6 +294,7 @@ class Grove(RuleBasedStateMachine):
             patch.object(module, "LEAST_COMMON", self.least_common)
             for module in (forest, prefix_cache)
         ]
+        self.patches.append(patch.object(forest, "LEAST_SIBLING", self.least_sibling))
         self.patches.append(patch.object(scheduler, "MOST_NEW", self.most_new))
         for each in self.patches:
             each.start()
@@ -595,6 +599,8 @@ class Grove(RuleBasedStateMachine):
             for tree, count in used.items():
                 held = [s for node in tree for s in node.span.slot[node.span.resident].tolist()]
                 assert count == len(set(held))
+                assert memory.shared_within(tree) == len(held) - len(set(held))
+                TALLY.siblings += len(held) - len(set(held))
             every = {s for node in memory.forest for s in node.span.slot.tolist()} - {NO_SLOT}
             kept = set(np.flatnonzero(memory.prefixes.references(memory.slots)).tolist())
             assert memory.used == len(every | kept)
@@ -698,6 +704,7 @@ class AlikeGrove(LosslessGrove):
 
     prompts = ALIKE
     least_common = 3
+    least_sibling = 2
     most_new = 10
 
     def end(self) -> None:

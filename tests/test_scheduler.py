@@ -163,7 +163,7 @@ def test_what_prompts_share_counts_once_while_several_of_them_are_in_use(shares:
     trees = [ThoughtTree([*common, *end]) for end in ((60, 61), (70, 71, 72))]
     slots = LEAST_COMMON + 2 + 3 + 3 * 6
     memory = KVMemory((LayerKV(1, 1, 1),), slots, torch.float32, torch.device("cpu"))
-    queue = Scheduler(memory, shares_prompts=shares)
+    queue = Scheduler(memory, overlap=memory.forest.overlap if shares else None)
     rows: list[list[Row]] = []
     for tree, count in zip(trees, (1, 3), strict=True):
         memory.adopt(tree)

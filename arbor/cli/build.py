@@ -22,6 +22,7 @@ from arbor.retention.policy import Policy
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import check_rehydration
 from arbor.run.plugin_answers import checked_task
+from arbor.run.settings import check_kv_probe
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def build_solver(
         policy=policy,
         mode=options.mode,
         rehydrate=options.rehydrate,
+        share=options.share,
+        kv_probe=options.kv_probe,
         msve=options.msve,
         sampling=settings["sampling"] | options.sampling,
         max_depth=options.max_depth,
@@ -134,6 +137,7 @@ def check_options(options: SolverOptions) -> None:
     check_device(options.device)
     check_dtype(options.dtype)
     check_rehydration(options.mode, options.rehydrate)
+    check_kv_probe(options.kv_probe)
     if options.msve is not None:
         MSVE.parse(options.msve)
 

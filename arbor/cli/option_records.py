@@ -57,6 +57,8 @@ class SolverOptions:
     aggregate: str = "best"
     step_format: str | None = None
     audit_verify: bool = False
+    share: Literal["exact", "prompts", "off"] = "exact"
+    kv_probe: str = "kept"
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

@@ -231,6 +231,13 @@ retention_options = option_group(
         help="Recompute missing tokens (selective), whole blocks (span), or nothing (off; lossy only).",
     ),
     option(
+        "--share",
+        type=click.Choice(["exact", "prompts", "off"]),
+        default="exact",
+        heading="KV budget",
+        help="Equal first tokens use the same KV: of prompts and siblings (exact), of prompts, or none.",
+    ),
+    option(
         "--msve",
         metavar="FILE",
         heading="KV budget",
@@ -261,6 +268,13 @@ loading_options = option_group(
         heading="Model",
         shell_complete=names_of("backend"),
         help="Attention kernels: auto, flashinfer, torch, rowwise, invariant or reference.",
+    ),
+    option(
+        "--kv-probe",
+        default="kept",
+        metavar="WHAT",
+        heading="Model",
+        help="When rows read a shared span once: as measured before (kept), measure, off, or 8,4,2.",
     ),
     option(
         "--cuda-graphs/--no-cuda-graphs",

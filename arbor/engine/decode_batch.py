@@ -9,6 +9,7 @@ import numpy as np
 from arbor.engine.scheduler import Row
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import ForwardPlan, SegmentTable, plan_table
 from arbor.model.sharing import SharedPrefix, Sharing
 from arbor.tree import NO_SLOT, ThoughtTree
@@ -21,17 +22,17 @@ class DecodeBatch:
     Args:
         memory: gives the slots.
         layers: of the model.
-        min_saved_reads: see `plan_forward`.
+        levels: which shared spans are read once for all rows.
 
     Attributes:
         trees: of the rows, each once.
         tree: int64 [n], place of each row's tree in `trees`.
     """
 
-    def __init__(self, memory: KVMemory, layers: int, min_saved_reads: int) -> None:
+    def __init__(self, memory: KVMemory, layers: int, levels: LevelRule) -> None:
         self._memory = memory
         self._layers = layers
-        self._sharing = Sharing(min_saved_reads)
+        self._sharing = Sharing(levels)
         self.hold(())
 
     def hold(self, rows: Sequence[Row]) -> None:

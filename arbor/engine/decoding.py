@@ -10,6 +10,7 @@ from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.prefix_sharing import PrefixSharing
 from arbor.engine.scheduler import Row, Scheduler
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
@@ -44,6 +45,8 @@ class Decoding:
         self._forwards = forwards
         self._source = source
         self._scheduler = scheduler
+        self._sharing = PrefixSharing(state)
+        self._cut_changes = 0  # of the forest, when contexts were last set
 
     def start(self, rows: Sequence[Row]) -> None:
         """Let rows begin or go on whose paths are complete: each is given its next token."""
@@ -58,7 +61,11 @@ class Decoding:
             if row.pending is not None:
                 row.node.tree.append(row.node, row.pending)
                 row.pending = None
-        self.look_back(rows)
+        # where blocks share other tokens than before, rows that run name them by other pieces
+        changes = self._state.forest.cut_changes
+        anew = self._cut_changes != changes
+        self._cut_changes = changes
+        self.look_back([row for row in self._scheduler.rows if row.started] if anew else rows)
 
     def look_back(self, rows: Sequence[Row]) -> None:
         """Set the context of each row, and whether that is whole and exact."""
@@ -136,6 +143,7 @@ class Decoding:
         for row in done:
             assert row.stop is not None
             self._report(row.node, row.stop)
+        self._sharing.merge(nodes)
 
     def _confidence(self, done: Sequence[Row], logits: Tensor) -> list[float]:
         """The model's confidence after each row; an operation with a wrong answer ends."""

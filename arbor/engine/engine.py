@@ -17,7 +17,7 @@ from arbor.engine.decoding import Decoding
 from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
+from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import Asking, Extending, Growing, Operation
 from arbor.engine.rehydration import Rehydration
@@ -30,6 +30,7 @@ from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
 from arbor.memory import KVMemory
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
 from arbor.retention.future_reads import FutureReads
@@ -39,6 +40,7 @@ from arbor.tree import Node, ThoughtTree
 
 T = TypeVar("T")
 Ended = TypeVar("Ended", bound=Operation)
+_ALWAYS = LevelRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,11 @@ class Engine:
         rehydrate: what comes back when a path runs again: ``selective``, the missing tokens;
             ``span``, every token of a block that misses one (ArborKV section 4); ``off`` (lossy
             only), nothing: eviction cannot be undone.
+        share: which equal first tokens use the same slots (lossless only): ``exact``, those of
+            prompts and of siblings; ``prompts``; ``off``, none.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
-        min_saved_reads: see `plan_forward`.
+        levels: which shared spans are read once for all rows that share them.
         debug: poison freed slots and check all invariants after every change.
     """
 
@@ -92,9 +96,10 @@ class Engine:
         policy: Policy,
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
+        share: Share = "exact",
         msve: MSVE | None = None,
         source: TokenSource | None = None,
-        min_saved_reads: int = 0,
+        levels: LevelRule = _ALWAYS,
         debug: bool = False,
     ) -> None:
         self.runner = runner
@@ -102,10 +107,11 @@ class Engine:
         self.policy = policy
         self.mode = mode
         self.rehydrate = rehydrate
+        self.share = share
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
-        self._min_saved_reads = min_saved_reads
+        self.levels = levels
         self._debug = debug
         self._source = (
             ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
@@ -168,15 +174,20 @@ class Engine:
                 weight_bytes=self.runner.weight_bytes,
                 debug=self._debug,
             )
-        shares = self.mode == "lossless"
-        state = ForestState(self._memory, self.policy.protect, shares_prompts=shares)
+        lossless = self.mode == "lossless"
+        state = ForestState(
+            self._memory,
+            self.policy.protect,
+            shares_prompts=lossless and self.share != "off",
+            shares_siblings=lossless and self.share == "exact",
+        )
         rules = self._mode(state, self.policy, self.rehydrate)
         residency = Residency(state, self.policy, self.msve, rules.paths_lose)
         forwards = ForwardPasses(
             state,
             self.runner,
             observes=self.policy.observes,
-            min_saved_reads=self._min_saved_reads,
+            levels=self.levels,
         )
         scheduler = rules.scheduler()
 
@@ -532,7 +543,9 @@ class Engine:
             work: what there is to do.
             nodes: the block at whose end each piece of work begins.
         """
-        order = sorted(range(len(work)), key=lambda i: (nodes[i].key, i))
+        forest = self.state.forest
+        names = [forest.order(node) if forest.cuts else node.key for node in nodes]
+        order = sorted(range(len(work)), key=lambda i: (names[i], i))
         held = np.array([np.count_nonzero(nodes[i].span.resident) for i in order])
         place = np.arange(len(order))
         if (held * place).sum() > (held * place[::-1]).sum():

@@ -30,6 +30,7 @@ class ForestState:
         memory: of the trees.
         protect: the policy's; says which tokens the figures of blocks count.
         shares_prompts: prompts that begin alike share KV.
+        shares_siblings: siblings that begin alike do.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -42,12 +43,22 @@ class ForestState:
         before_hiding: rows of the blocks computed before these were hidden; empty while nothing is.
     """
 
-    def __init__(self, memory: KVMemory, protect: Protect, *, shares_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        protect: Protect,
+        *,
+        shares_prompts: bool = False,
+        shares_siblings: bool = False,
+    ) -> None:
         self.memory = memory
         self.shares_prompts = shares_prompts
+        self.shares_siblings = shares_siblings
         self.trees: dict[ThoughtTree, OpenTree] = {}
         self.logits = LastLogits()
-        self.table = BlockTable(protect.tail, memory.is_shared if shares_prompts else None)
+        self.table = BlockTable(
+            protect.tail, memory.is_shared if shares_prompts or shares_siblings else None
+        )
         self.statistics = TokenStatistics(threshold=protect.threshold)
         self.computed: set[int] = set()
         self.hidden: frozenset[int] = frozenset()
@@ -93,9 +104,17 @@ class ForestState:
             opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv))
 
     def sharing_changed(self) -> None:
-        """Record that prompts may share other tokens than before."""
-        if self.forest.cuts or self.memory.prefixes:
+        """Record that blocks may share other tokens than before."""
+        self.changed(self.forest.nodes(self.forest.cuts))
+        if self.memory.prefixes:
             self.changed(tree.root for tree in self.forest.trees)
+
+    def overlap(self, nodes: Sequence[Node]) -> int:
+        """Tokens of these blocks that are on the device once for several of them."""
+        if self.hidden or len(nodes) < 2:
+            return 0
+        shares = {True: self.shares_prompts, False: self.shares_siblings}
+        return self.forest.overlap([node for node in nodes if shares[node.parent is None]])
 
     # What the parts report
 

@@ -21,6 +21,7 @@ from arbor.engine.stopwatch import Stopwatch
 from arbor.errors import ArborError
 from arbor.events import Forwarded, ForwardKind
 from arbor.memory.out_of_memory import forward_too_large, is_out_of_memory
+from arbor.model.level_rule import LevelRule
 from arbor.model.plan import (
     ForwardPlan,
     Segment,
@@ -60,17 +61,17 @@ class ForwardPasses:
         state: of the open trees.
         runner: the model.
         observes: whether attention is observed.
-        min_saved_reads: see `plan_forward`.
+        levels: which shared spans are read once for all rows.
     """
 
     def __init__(
-        self, state: ForestState, runner: ModelRunner, *, observes: bool, min_saved_reads: int
+        self, state: ForestState, runner: ModelRunner, *, observes: bool, levels: LevelRule
     ) -> None:
         self.runner = runner
         self._state = state
         self._memory = state.memory
         self._observes = observes
-        self.min_saved_reads = min_saved_reads
+        self.levels = levels
         self._stopwatch = Stopwatch(runner.device)  # of the steps whose time was not read yet
 
     def run(self, parts: Sequence[Part], batch: DecodeBatch | None = None) -> Tensor:
@@ -94,7 +95,7 @@ class ForwardPasses:
             if batch is not None:
                 tables.insert(0, batch.table())
             table = joined(tables)
-            shared = share(table.contexts, table.counts.tolist(), self.min_saved_reads)
+            shared = share(table.contexts, table.counts.tolist(), self.levels)
             plan = plan_table(table, shared)
             kind: ForwardKind = "decode" if decoding else parts[0].kind
             with (

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from arbor.engine.forest_state import ForestState
 from arbor.engine.mode_names import Mode as Mode
 from arbor.engine.mode_names import Rehydrate as Rehydrate
+from arbor.engine.mode_names import Share as Share
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.residency import PathsLose, Residency
 from arbor.engine.scheduler import MOST_NEW, Scheduler, WaveScheduler
@@ -127,7 +128,7 @@ class Lossless:
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
-        return Scheduler(self._memory, keeps_all=self._keeps_all, shares_prompts=True)
+        return Scheduler(self._memory, keeps_all=self._keeps_all, overlap=self._state.overlap)
 
     def pinned(self, nodes: Sequence[Node]) -> list[Node]:
         """Whole paths."""

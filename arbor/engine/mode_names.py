@@ -1,4 +1,4 @@
-"""Names of the modes and of the kinds of rehydration, for settings that are read without torch."""
+"""Names of modes and of kinds of rehydration and sharing, for settings read without torch."""
 
 from __future__ import annotations
 
@@ -6,3 +6,4 @@ from typing import Literal
 
 Mode = Literal["lossless", "lossy"]
 Rehydrate = Literal["selective", "span", "off"]
+Share = Literal["exact", "prompts", "off"]

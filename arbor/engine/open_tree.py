@@ -132,9 +132,10 @@ class OpenTree:
     def kv(self) -> KV:
         """Slots per tier now: those of the tree, and those of all trees if there are more."""
         memory = self._memory
+        device, shared = memory.used_by(self.tree), memory.shared_within(self.tree)
         if len(memory.forest.trees) == 1:
-            return KV(device=memory.used_by(self.tree))
-        return KV(device=memory.used_by(self.tree), pool=memory.used)
+            return KV(device=device, shared=shared)
+        return KV(device=device, pool=memory.used, shared=shared)
 
     # What is known of the tree
 

@@ -122,7 +122,7 @@ class Rehydration:
         }
         followers: dict[int, list[Follower]] = {}
         for follower in self._sharing.followers(absent):
-            row = follower.root.row
+            row = follower.node.row
             followers.setdefault(row, []).append(follower)
             holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
         needed = sum(len(offsets) for offsets in absent.values()) + reserve
@@ -130,14 +130,15 @@ class Rehydration:
         placed = Placed()
         again: list[tuple[Node, int]] = []
         repeated: dict[ThoughtTree, int] = {}
+        shared: dict[ThoughtTree, int] = {}
         clean: dict[int, bool] = {}
         for node in path:
             here, hole = absent[node.row], holes[node.row]
             stale = np.setdiff1d(hole, here, assume_unique=True)
             above = node.parent is None or clean[node.parent.row]
-            shared = [follower.offsets for follower in followers.get(node.row, ())]
+            taken = [follower.offsets for follower in followers.get(node.row, ())]
             sure = above and self._state.sees_all(node)
-            exact = sure and _is_whole(node, hole, *shared, later=node.row in later)
+            exact = sure and _is_whole(node, hole, *taken, later=node.row in later)
             for follower in followers.get(node.row, ()):
                 self._sharing.follow(follower)
                 self._announced[node] = self._announced.get(node, 0) + len(follower.offsets)
@@ -147,9 +148,12 @@ class Rehydration:
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
                 self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
             clean[node.row] = exact and node.row not in later
-            if len(hole) and node.row in self._state.computed:
-                again.append((node, len(here)))
+            # what a prompt takes from another one has been reported
+            more = sum(map(len, taken)) if node.parent is not None else 0
+            if (len(hole) or more) and node.row in self._state.computed:
+                again.append((node, len(here) + more))
                 repeated[node.tree] = repeated.get(node.tree, 0) + len(stale)
+                shared[node.tree] = shared.get(node.tree, 0) + more
         self._state.changed(path)
         back = dict(again)
         for node in back:
@@ -158,7 +162,15 @@ class Rehydration:
         for tree, nodes in by_tree(back).items():
             opened = self._state.trees[tree]
             counts = tuple(sorted((node.id, back[node]) for node in nodes))
-            opened.emit(Rehydrated(counts, mode="recompute", kv=opened.kv, repeated=repeated[tree]))
+            opened.emit(
+                Rehydrated(
+                    counts,
+                    mode="recompute",
+                    kv=opened.kv,
+                    repeated=repeated[tree],
+                    shared=shared[tree],
+                )
+            )
             placed.again.add(tree)
         placed.segments, placed.owners, order = segments_of(
             path,

@@ -20,7 +20,7 @@ from arbor.retention.base import NEVER, Blocks
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, select
-from arbor.tree import NO_SLOT, Node
+from arbor.tree import NO_SLOT, Node, paths_of
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks
 PathsLose = Literal["never", "last", "equally"]
@@ -104,7 +104,7 @@ class Residency:
             off_paths, offer = blocks, partial(self.view.offered, leaves, where="on")
             blocks = offer()
             room += int(blocks.resident.sum())
-        if room < 0 and self._drop_shared(leaves, cause):
+        if room < 0 and self._drop_shared(-room, leaves, cause):
             blocks = offer()
             room = memory.free + int(blocks.resident.sum()) - needed
         assert room >= 0, "more was planned than fits"
@@ -117,27 +117,32 @@ class Residency:
         assert memory.free >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
 
-    def _drop_shared(self, leaves: Sequence[Node], cause: Cause) -> bool:
-        """Evict what prompts share of which no tree runs; returns whether there was any.
+    def _drop_shared(self, short: int, leaves: Sequence[Node], cause: Cause) -> bool:
+        """Evict what blocks share of which none is on a running path, until so many slots are free;
+        returns whether there was any.
 
-        The policy is not asked for it: what several searches read leaves last.
+        The policy is not asked for it: what several blocks read leaves last, the least recently
+        used first.
         """
-        state, memory = self._state, self._memory
-        roots = [tree.root for tree in state.trees if tree.root.row in state.forest.cuts]
-        running = {leaf.tree for leaf in leaves}
-        used = [root.span.slot for root in roots if root.tree in running]
+        state, memory, forest = self._state, self._memory, self._state.forest
+        running = {node.row for node in paths_of(leaves)}
+        used = [forest[row].span.slot for row in forest.cuts if row in running]
         stays = np.concatenate([*used, np.empty(0, np.int32)])
-        lost: dict[Node, NDArray[np.int64]] = {}
-        for root in roots:
-            if root.tree not in running:
-                slots = root.span.slot
-                shared = (slots != NO_SLOT) & memory.is_shared(slots) & ~np.isin(slots, stays)
-                if shared.any():
-                    lost[root] = np.flatnonzero(shared)
-        for root, offsets in lost.items():
-            memory.evict(root, offsets)
-        state.changed(roots)
-        state.report_evicted({root: len(offsets) for root, offsets in lost.items()}, cause)
+        idle = [forest[row] for row in forest.cuts if row not in running]
+        lost: dict[Node, int] = {}
+        for node in sorted(idle, key=lambda node: int(state.table.last_used[node.row])):
+            if short <= 0:
+                break
+            slots = node.span.slot
+            gone = slots[(slots != NO_SLOT) & memory.is_shared(slots) & ~np.isin(slots, stays)]
+            for each in (node, *(other for other, _ in forest.alike(node))) if len(gone) else ():
+                offsets = np.flatnonzero(np.isin(each.span.slot, gone))
+                if len(offsets):
+                    memory.evict(each, offsets)
+                    lost[each] = lost.get(each, 0) + len(offsets)
+            short -= len(gone)
+        state.sharing_changed()
+        state.report_evicted(lost, cause)
         return bool(lost)
 
     def choose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
 from arbor.memory import KVMemory
 from arbor.model.sharing import Context
-from arbor.tree import NO_SLOT, Node, ThoughtTree
+from arbor.tree import NO_SLOT, Node
 
 if TYPE_CHECKING:
     from arbor.engine.early_exit import Exiting
@@ -190,7 +190,7 @@ class Scheduler:
     Args:
         memory: the budget, and what is free of it.
         keeps_all: the policy evicts nothing, so that questions have only what is free.
-        shares_prompts: prompts that begin alike share KV.
+        overlap: tokens of blocks that are on the device once for several of them; None: always 0.
 
     Attributes:
         operations: in progress, in their order.
@@ -200,18 +200,22 @@ class Scheduler:
     _chunks = True  # a long path is computed in several forwards
 
     def __init__(
-        self, memory: KVMemory, *, keeps_all: bool = False, shares_prompts: bool = False
+        self,
+        memory: KVMemory,
+        *,
+        keeps_all: bool = False,
+        overlap: Callable[[Sequence[Node]], int] | None = None,
     ) -> None:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self._memory = memory
         self._keeps_all = keeps_all
-        self._shares_prompts = shares_prompts
+        self._overlap_of = overlap
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
         self._paths = 0  # tokens of these blocks
-        self._trees: list[ThoughtTree] = []  # of these
-        self._overlap = 0  # tokens that the prompts of these trees have in common
+        self._sharing: dict[int, Node] = {}  # of these blocks, those that may share KV, by row
+        self._overlap = 0  # tokens that these have in common
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens of paths that joined for the next forward, not on the device
 
@@ -293,8 +297,8 @@ class Scheduler:
             new: tokens of paths that the next forward computes if it joins.
         """
         paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
-        another = bool(fresh) and fresh[0].parent is None
-        paths -= self._shared([*self._trees, work.leaf.tree]) if another else self._overlap
+        more = self._may_share(fresh)
+        paths -= self._shared([*self._sharing.values(), *more]) if more else self._overlap
         if isinstance(work, Row):
             return paths + most_held((*self.rows, work)) <= self._memory.slots
         asked = _question(work)
@@ -305,9 +309,9 @@ class Scheduler:
 
     def _take(self, work: Work, fresh: Sequence[Node]) -> None:
         self._paths += sum(len(node.tokens) for node in fresh)
-        if fresh and fresh[0].parent is None:
-            self._trees.append(fresh[0].tree)
-            self._overlap = self._shared(self._trees)
+        if more := self._may_share(fresh):
+            self._sharing.update((node.row, node) for node in more)
+            self._overlap = self._shared(list(self._sharing.values()))
         for node in work.leaf.path:
             self._users[node.row] = self._users.get(node.row, 0) + 1
         if isinstance(work, Row):
@@ -323,15 +327,18 @@ class Scheduler:
             if not self._users[node.row]:
                 del self._users[node.row]
                 self._paths -= len(node.tokens)
-                if node.parent is None:
-                    self._trees.remove(node.tree)
-                    self._overlap = self._shared(self._trees)
+                if self._sharing.pop(node.row, None) is not None:
+                    self._overlap = self._shared(list(self._sharing.values()))
 
-    def _shared(self, trees: Sequence[ThoughtTree]) -> int:
-        """Tokens that the prompts of these trees have in common."""
-        if not self._shares_prompts or len(trees) < 2:
-            return 0
-        return self._memory.forest.overlap(list(dict.fromkeys(trees)))
+    def _may_share(self, nodes: Sequence[Node]) -> list[Node]:
+        """The blocks that may have KV in common with others."""
+        if self._overlap_of is None:
+            return []
+        return [node for node in nodes if self._memory.forest.may_share(node)]
+
+    def _shared(self, nodes: Sequence[Node]) -> int:
+        """Tokens that these blocks have in common."""
+        return 0 if self._overlap_of is None else self._overlap_of(nodes)
 
 
 class WaveScheduler(Scheduler):

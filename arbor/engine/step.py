@@ -65,8 +65,7 @@ class Stepper:
         self._rehydration = rehydration
         self._decoding = decoding
         self._scheduler = scheduler
-        layers, least = forwards.runner.layer_count, forwards.min_saved_reads
-        self._batch = DecodeBatch(self._memory, layers, least)
+        self._batch = DecodeBatch(self._memory, forwards.runner.layer_count, forwards.levels)
         self._changed = True  # the rows that decode, or what they read
         # of the step in progress: what joined, and the logits where rows of it begin
         self._joined = Joined()
@@ -449,14 +448,16 @@ class Stepper:
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Free the KV of blocks, and report it as given up."""
-        freed: dict[Node, int] = {}
+        lost: dict[Node, int] = {}
         for node in nodes:
             self._state.logits.pop(node.row, None)
-            count = self._memory.release([node])
+            count = int(np.count_nonzero(node.span.resident))
             if count:
-                freed[node] = count
+                lost[node] = count
+        self._memory.release(list(lost))
         self._state.changed(nodes)
-        self._state.report_evicted(freed, "close")
+        self._state.sharing_changed()
+        self._state.report_evicted(lost, "close")
 
 
 def _kind(operations: Sequence[Operation]) -> ForwardKind:

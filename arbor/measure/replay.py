@@ -176,6 +176,7 @@ def replay(
         tokenizer,
         policy=resolve_component("policy", policy, Policy),
         rehydrate=rehydrate,
+        share=config.get("share", "exact"),
         msve=values,
         source=_Recorded(record, tokenizer),
     )

@@ -15,6 +15,9 @@ from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
 from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
 
+_NOTHING = np.empty(0, np.int64)
+_NO_SLOTS = np.empty(0, np.int32)
+
 
 class KVMemory:
     """The KV of the trees of a forest.
@@ -83,6 +86,11 @@ class KVMemory:
         """Slots a tree uses, temporary ones and those it shares included."""
         return int(self.table.used_by[tree.number])
 
+    def shared_within(self, tree: ThoughtTree) -> int:
+        """Tokens of a tree's blocks that are in the slots of siblings: what its blocks hold, minus
+        the slots that takes."""
+        return int(self.table.further_of[tree.number])
+
     def peak_of(self, tree: ThoughtTree) -> int:
         """Most slots a tree ever used at one instant."""
         return int(self.table.peak_of[tree.number])
@@ -123,7 +131,9 @@ class KVMemory:
 
     def release(self, nodes: Sequence[Node]) -> int:
         """Drop everything the blocks hold; returns how many slots became free."""
-        return sum(self.evict(node, np.flatnonzero(node.span.resident)) for node in nodes)
+        held = [np.flatnonzero(node.span.resident) for node in nodes]
+        counts = np.array([len(offsets) for offsets in held], np.int64)
+        return self.evict_from(nodes, np.concatenate([_NOTHING, *held]), counts)
 
     def slots_of(self, nodes: Sequence[Node]) -> int:
         """Slots that blocks hold, each counted once."""
@@ -135,7 +145,7 @@ class KVMemory:
         return held - len(slots) + len(np.unique(slots))
 
     def is_shared(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Whether several prompts use a slot, bool [n]: the eviction of one frees nothing.
+        """Whether several blocks use a slot, bool [n]: the eviction of one frees nothing.
 
         Args:
             slots: int32 [n]; anything where it is `NO_SLOT`.
@@ -269,15 +279,10 @@ class KVMemory:
             node.span.spans.drop(node.span.begin + here)
             lost[node] = lost.get(node, 0) + len(here)
         self._placed, self._appended = [], None
-        held = np.zeros(self.slots, np.int32)
-        for node in self.forest:
-            np.add.at(held, node.span.slot[node.span.resident], 1)
-        held += self.prefixes.references(self.slots)
-        surplus = np.maximum(self.table.references - held, 0)
-        self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus), NO_TREE)
-        for tree in self.forest.trees:
-            spans = (np.count_nonzero(node.span.resident) for node in tree.nodes)
-            self.table.used_by[tree.number] = sum(spans)
+        self._count_again()
+        for node, _ in pending:
+            if node.row in self.forest.cuts:
+                self._find_owners(node)
         self._changed()
         return lost
 
@@ -309,8 +314,7 @@ class KVMemory:
         if freed < len(slots):
             ends = np.cumsum(counts)
             for node, end, count in zip(nodes, ends, counts, strict=True):
-                if node.parent is None:
-                    self._hand_over(node, slots[end - count : end])
+                self._hand_over(node, slots[end - count : end])
         self._changed()
         return freed
 
@@ -334,15 +338,35 @@ class KVMemory:
         assert all(source.tokens[at] == target.tokens[at] for at in offsets), (
             "shared tokens must be equal"
         )
-        slots = source.span.slot[offsets]
-        assert (slots != NO_SLOT).all() and (target.span.slot[offsets] == NO_SLOT).all()
-        self.table.retain(slots, target.tree.number)
-        target.span.slot[offsets] = slots
-        for name in ("tier", "exact", "depth"):
-            getattr(target.span, name)[offsets] = getattr(source.span, name)[offsets]
+        assert (target.span.slot[offsets] == NO_SLOT).all()
+        self._take_over(source, target, offsets)
         if pending:
             self._placed.append((target, offsets, True))
         self._changed()
+
+    def merge(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
+        """Let a block use the K/V of a sibling's tokens in place of its own, whose slots are free
+        then.
+
+        Args:
+            source: the sibling.
+            target: the block.
+            offsets: int64 [m], equal tokens that both have on the device, increasing.
+        """
+        own = target.span.slot[offsets]
+        assert (own != NO_SLOT).all() and not self.is_shared(own).any(), "only own slots are freed"
+        self._take_over(source, target, offsets)
+        self._release(own, target.tree.number)
+        self._changed()
+
+    def _take_over(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
+        """Have the slots of a source's tokens serve a target as well."""
+        slots = source.span.slot[offsets]
+        assert (slots != NO_SLOT).all(), "only tokens on the device are shared"
+        self.table.retain(slots, target.tree.number, again=source.tree is target.tree)
+        target.span.slot[offsets] = slots
+        for name in ("tier", "exact", "depth"):
+            getattr(target.span, name)[offsets] = getattr(source.span, name)[offsets]
 
     def restore(self, root: Node) -> int:
         """Let a root use what is kept of a prompt that begins alike; returns how many tokens."""
@@ -365,14 +389,47 @@ class KVMemory:
         while self.free < needed and self.prefixes:
             self._release(self.prefixes.oldest(), NO_TREE)
 
-    def _hand_over(self, root: Node, slots: NDArray[np.int32]) -> None:
-        """Let slots that a root has released, and others still use, belong to one of these."""
+    def _hand_over(self, node: Node, slots: NDArray[np.int32]) -> None:
+        """Let slots that a block has released, and others still use, belong to one of these."""
         table = self.table
-        left = slots[(table.references[slots] > 0) & (table.owner[slots] == root.row)]
+        left = slots[(table.references[slots] > 0) & (table.owner[slots] == node.row)]
+        if not len(left):
+            return
         table.owner[left] = NO_OWNER
-        for tree in self.forest.trees if len(left) else ():
-            mine = left[np.isin(left, tree.root.span.slot)]
-            table.owner[mine], table.tree[mine] = tree.root.row, tree.number
+        for other in self._peers(node):
+            mine = left[np.isin(left, other.span.slot)]
+            table.owner[mine], table.tree[mine] = other.row, other.tree.number
+
+    def _peers(self, node: Node) -> list[Node]:
+        """The blocks that may use a block's slots: the roots of all trees, or it and its
+        siblings."""
+        if node.parent is None:
+            return [tree.root for tree in self.forest.trees]
+        return node.parent.children
+
+    def _count_again(self) -> None:
+        """Set the references of all slots to those of spans and kept prompts."""
+        table = self.table
+        held = self.prefixes.references(self.slots)
+        table.further[:] = 0
+        for tree in self.forest.trees:
+            slots = np.concatenate([_NO_SLOTS, *(node.span.slot for node in tree.nodes)])
+            count = np.bincount(slots[slots != NO_SLOT], minlength=self.slots).astype(np.int32)
+            held += count
+            further = np.maximum(count - 1, 0)
+            table.further += further
+            table.further_of[tree.number] = further.sum()
+            table.used_by[tree.number] = np.count_nonzero(count)
+        surplus = np.maximum(table.references - held, 0)
+        self._release(np.repeat(np.arange(self.slots, dtype=np.int32), surplus), NO_TREE)
+
+    def _find_owners(self, node: Node) -> None:
+        """After a rollback: shared slots that a block no longer names belong to another one."""
+        table = self.table
+        kept = node.span.slot
+        lost = (table.owner == node.row) & (table.references > 0)
+        lost[kept[kept != NO_SLOT]] = False
+        self._hand_over(node, np.flatnonzero(lost).astype(np.int32))
 
     # Questions and beams: tokens that belong to no block
 
@@ -453,16 +510,24 @@ class KVMemory:
         references[temporary] += 1
         assert (table.references == references).all(), "references do not add up"
         assert table.used == int((table.references > 0).sum()), "used slots do not add up"
+        further = np.zeros(table.slots, np.int32)
         for tree in self.forest.trees:
-            spans = sum(int(np.count_nonzero(node.span.resident)) for node in tree.nodes)
+            held = np.concatenate([_NO_SLOTS, *(node.span.slot for node in tree.nodes)])
+            slots, counts = np.unique(held[held != NO_SLOT], return_counts=True)
+            further[slots] += counts - 1
             own = int(np.count_nonzero(temporary & (table.tree == tree.number)))
             served = table.used_by[tree.number]
-            assert served == spans + own, f"the slots of tree {tree.number} do not add up"
+            assert served == len(slots) + own, f"the slots of tree {tree.number} do not add up"
+            within = table.further_of[tree.number]
+            assert within == (counts - 1).sum(), f"what tree {tree.number} shares does not add up"
+        assert (table.further == further).all(), "references within a tree do not add up"
         for row in self.forest.cuts:
-            root = self.forest[row]
-            slots = root.span.slot[root.span.resident]
-            owners = self.forest.nodes(np.unique(table.owner[slots]).tolist())
-            assert all(owner.parent is None for owner in owners), "a prompt's slots belong to it"
+            node = self.forest[row]
+            slots = node.span.slot[node.span.resident]
+            owners = set(self.forest.nodes(np.unique(table.owner[slots]).tolist()))
+            assert owners <= set(self._peers(node)), (
+                f"slots of block {node.id} belong to one that is unlike it"
+            )
         assert (table.used_by <= table.peak_of).all(), "the peak of a tree was not recorded"
         assert table.used <= table.peak <= table.slots, (
             "the peak was not recorded, or the budget broken"

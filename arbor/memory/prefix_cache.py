@@ -61,7 +61,7 @@ class PrefixCache:
         """
         best, most = None, 0
         for place, prefix in enumerate(self._prefixes):
-            common = common_start(prefix.tokens, prompt)
+            common = common_start(prefix.tokens, prompt, LEAST_COMMON)
             if common >= max(most, LEAST_COMMON):
                 best, most = place, common
         if best is None:

@@ -24,11 +24,13 @@ class SlotTable:
             slots.
         tree: int32 [slots], the number of the tree it was given to; meaningless if free.
         references: int32 [slots], spans (and questions) that use it.
+        further: int32 [slots], of these, spans of a tree beyond its first: siblings share the slot.
         used: slots in use now.
         peak: most slots ever in use at one instant.
         used_by: int64 [trees], slots in use per tree number; one that several trees use counts for
             each of them.
         peak_of: int64 [trees], most slots each tree had in use at one instant since `open`.
+        further_of: int64 [trees], `further` of the tree's slots, summed.
     """
 
     def __init__(self, slots: int) -> None:
@@ -38,10 +40,12 @@ class SlotTable:
         self.owner = np.full(slots, NO_OWNER, np.int32)
         self.tree = np.zeros(slots, np.int32)
         self.references = np.zeros(slots, np.int32)
+        self.further = np.zeros(slots, np.int32)
         self.used = 0
         self.peak = 0
         self.used_by = np.zeros(1, np.int64)
         self.peak_of = np.zeros(1, np.int64)
+        self.further_of = np.zeros(1, np.int64)
         self._low = 0  # all slots before it are in use
 
     @property
@@ -55,6 +59,7 @@ class SlotTable:
         if more > 0:
             self.used_by = np.pad(self.used_by, (0, more))
             self.peak_of = np.pad(self.peak_of, (0, more))
+            self.further_of = np.pad(self.further_of, (0, more))
         assert not self.used_by[tree], "a slot of the tree before was not given back"
         self.peak_of[tree] = 0
 
@@ -174,16 +179,20 @@ class SlotTable:
             self.used_by += np.bincount(trees, minlength=len(self.used_by))
         np.maximum(self.peak_of, self.used_by, out=self.peak_of)
 
-    def retain(self, slots: NDArray[np.int32], tree: int = NO_TREE) -> None:
+    def retain(self, slots: NDArray[np.int32], tree: int = NO_TREE, *, again: bool = False) -> None:
         """One more reference to distinct slots in use.
 
         Args:
             slots: int32 [n].
             tree: number of the tree they serve as well.
+            again: they serve that tree already.
         """
         assert (self.references[slots] > 0).all(), "a free slot cannot be shared"
         self.references[slots] += 1
-        if tree != NO_TREE:
+        if again:
+            self.further[slots] += 1
+            self.further_of[tree] += len(slots)
+        elif tree != NO_TREE:
             self._serve(slots, tree)
 
     def release(
@@ -212,7 +221,30 @@ class SlotTable:
         if not isinstance(trees, int):
             served = self.tree[slots] if trees is None else trees
             self.used_by -= np.bincount(served, minlength=len(self.used_by))
+            self.used_by += self._release_further(slots, served)
         elif trees != NO_TREE:
             self.used_by[trees] -= len(slots)
+            self.used_by += self._release_further(slots, np.full(len(slots), trees))
         self._low = min(self._low, int(freed.min(initial=self.slots)))
         return freed
+
+    def _release_further(
+        self, slots: NDArray[np.int32], trees: NDArray[np.integer]
+    ) -> NDArray[np.int64]:
+        """Release references by siblings before a tree's last one.
+
+        Args:
+            slots: int32 [n], those that lose a reference, once for each.
+            trees: int [n], whose it was.
+
+        Returns:
+            int64 [trees], how many of the references were such.
+        """
+        if not self.further_of.any():
+            return np.zeros(len(self.used_by), np.int64)
+        each, first, count = np.unique(slots, return_index=True, return_counts=True)
+        less = np.minimum(self.further[each], count)
+        self.further[each] -= less
+        by_tree = np.bincount(trees[first], less, len(self.used_by)).astype(np.int64)
+        self.further_of -= by_tree
+        return by_tree

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.kernels.base import CascadeLayout
+from arbor.model.level_rule import LevelRule
 from arbor.model.sharing import Context, Piece, SharedPrefix, Slots, level_of, share
 
 __all__ = [
@@ -217,7 +218,7 @@ def plan_forward(
     """
     table = SegmentTable.of(segments)
     if shared is None:
-        shared = share(table.contexts, table.counts.tolist(), min_saved_reads)
+        shared = share(table.contexts, table.counts.tolist(), LevelRule(min_saved_reads))
     return plan_table(table, shared)
 
 

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.kernels.base import CascadeLayout, CascadeLevel
+from arbor.model.level_rule import LevelRule
 
 Slots = NDArray[np.int32]
 _NOTHING = np.empty(0, np.int32)
+_ALWAYS = LevelRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +76,28 @@ class SharedPrefix:
         return CascadeLayout(rows=int(self.rows[-1]), levels=(*self.levels, last))
 
 
-def share(contexts: Sequence[Context], rows: Sequence[int], least: int = 0) -> SharedPrefix:
+def share(
+    contexts: Sequence[Context], rows: Sequence[int], rule: LevelRule = _ALWAYS
+) -> SharedPrefix:
     """What the segments of one batch share; see `Sharing`."""
-    return Sharing(least).of(contexts, rows)
+    return Sharing(rule).of(contexts, rows)
 
 
 class Sharing:
     """Finds the spans that neighbouring segments share.
 
     A span that the same run of segments shares is one level entry, however many blocks it covers;
-    its level is the number of shared spans above it. Spans that would save too little stay private.
+    its level is the number of shared spans above it. Spans that do not pay stay private.
 
     What was found for one batch is kept for the next one, where most contexts are the same objects
     in the same order: only pairs of neighbours that are new are compared.
 
     Args:
-        least: key reads a span must save to be shared, and more than that.
+        rule: which spans pay.
     """
 
-    def __init__(self, least: int = 0) -> None:
-        self._least = least
+    def __init__(self, rule: LevelRule = _ALWAYS) -> None:
+        self._rule = rule
         self._contexts: Sequence[Context] = ()  # keeps the ids below unique
         self._common: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[int, _Ranges], Slots] = {}
@@ -138,9 +142,8 @@ class Sharing:
                 around.pop()
             outer = around[-1]
             slots = self._taken(contexts[first], ((outer.depth, depth),), known)
-            saved = (begins[end] - begins[first] - 1) * len(slots)
             level, private = outer.level, outer.private
-            if len(slots) and saved > self._least:
+            if len(slots) and self._rule.pays(begins[end] - begins[first], len(slots)):
                 if level == len(spans):
                     spans.append([])
                 spans[level].append(_Span(first, end, slots))

@@ -35,6 +35,7 @@ from arbor.tree import Node
 
 if TYPE_CHECKING:
     from arbor.engine.engine import Engine
+    from arbor.model.level_rule import LevelRule
     from arbor.run.session import Outcome, Session, Status
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ class Run:
         )
         if self._stopped is not None:  # while the search was being set up
             self.session.stop(self._stopped)
-        emit(self._header())
+        emit(self._header(engine.levels))
         try:
             outcome = yield from self.session.steps(self.prompt, self.task.prompt(self.problem))
         except BaseException:
@@ -257,7 +258,7 @@ class Run:
             tokens = full.peak + self.plan.question_tokens
             self.setup.sizes.learn(self.setup.kind, tokens)
 
-    def _header(self) -> Header:
+    def _header(self, levels: LevelRule) -> Header:
         import torch
 
         checkpoint, problem = self.setup.checkpoint, self.problem
@@ -280,7 +281,7 @@ class Run:
                 "backend": checkpoint.backend_name(info),
                 "threads": torch.get_num_threads(),
             },
-            config=self.config,
+            config=self.config | ({"kv_probe": str(levels)} if levels.least_rows else {}),
             kv=self._slots(),
         )
 

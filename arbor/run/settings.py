@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from arbor import components
-from arbor.engine.mode_names import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import UsageError, unknown_setting
+from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
@@ -23,7 +24,19 @@ from arbor.verifiers.cgee import CGEE
 from arbor.verifiers.exit_thresholds import FILE, load_thresholds
 
 # settings of a solver that are texts, and those that are true or false
-TEXTS = ("model", "revision", "mode", "rehydrate", "msve", "dtype", "device", "backend")
+TEXTS = (
+    "model",
+    "revision",
+    "mode",
+    "rehydrate",
+    "share",
+    "kv_probe",
+    "msve",
+    "dtype",
+    "device",
+    "backend",
+)
+KV_PROBE = ("kept", "measure", "off")  # or the numbers of a measurement
 SWITCHES = ("deterministic", "cuda_graphs", "debug")
 
 
@@ -75,6 +88,29 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
         raise UsageError("rehydrate", f"unknown rehydration '{chosen}'.", f"Known: {known}.")
     check_rehydration(mode, chosen)
     return cast(Mode, mode), cast(Rehydrate, chosen)
+
+
+def resolve_share(share: str) -> Share:
+    """A kind of sharing.
+
+    Raises:
+        UsageError: unknown.
+    """
+    if share not in get_args(Share):
+        known = ", ".join(get_args(Share))
+        raise UsageError("share", f"unknown sharing '{share}'.", f"Known: {known}.")
+    return cast(Share, share)
+
+
+def check_kv_probe(setting: str) -> str:
+    """A setting of the KV probe.
+
+    Raises:
+        UsageError: unknown.
+    """
+    if setting not in KV_PROBE:
+        LevelRule.parse(setting)
+    return setting
 
 
 def resolve_sampling(settings: Mapping[str, Any], defaults: Sampling | None = None) -> Sampling:

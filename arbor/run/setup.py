@@ -12,7 +12,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.aggregate.best import Best
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
-from arbor.engine.mode_names import Mode, Rehydrate
+from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.events import Listener
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.sampling_params import Sampling
@@ -31,7 +31,7 @@ class Setup:
     Attributes:
         checkpoint: the model and its tokenizer, read when they are needed.
         task, controller, verifier, policy, aggregate: ready components.
-        budget, mode, rehydrate, msve, max_expansions, seed: as in `Solver`.
+        budget, mode, rehydrate, share, kv_probe, msve, max_expansions, seed: as in `Solver`.
         boundary: where a thought and a path end.
         given_sampling: `Solver`'s `sampling`, not resolved: that reads the model's files.
         listeners: called with every event of every run.
@@ -47,6 +47,8 @@ class Setup:
     budget: Budget
     mode: Mode
     rehydrate: Rehydrate
+    share: Share
+    kv_probe: str
     msve: MSVE
     boundary: BlockLimits
     given_sampling: Sampling | Mapping[str, float] | None
@@ -88,8 +90,8 @@ class Setup:
         """Every setting, resolved; enough to build the solver again.
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
-        the solver that is built again gives it the same slots. `aggregate` is named only where it
-        is another than `Best`, `cuda_graphs` where it is off.
+        the solver that is built again gives it the same slots. Named only where they are not the
+        default: `aggregate`, `share`, `kv_probe`, `cuda_graphs`.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -116,5 +118,7 @@ class Setup:
                 else {"aggregate": components.spec_of(self.aggregate)}
             ),
             **({} if self.boundary.form is None else {"step_format": str(self.boundary.form)}),
+            **({} if self.share == "exact" else {"share": self.share}),
+            **({} if self.kv_probe == "kept" else {"kv_probe": self.kv_probe}),
             **({} if self.checkpoint.cuda_graphs else {"cuda_graphs": False}),
         }

@@ -5,6 +5,7 @@
     msve/MODEL/REVISION.json            block values of a Hub model, from ``arbor calibrate msve``
     exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
     models/ID.json                      description of a model directory, for plans without torch
+    kv_probe/ID.json                    when rows read a shared span together, per model and machine
     search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
 
 A model directory holds its own block values and thresholds; Hub models are in the Hugging Face
@@ -56,6 +57,15 @@ def description_file(identity: str) -> Path:
         identity: of the directory and the dtype.
     """
     return cache_dir() / "models" / f"{identity}.json"
+
+
+def kv_probe_file(identity: str) -> Path:
+    """The file with the KV probe's measurement, which may not exist.
+
+    Args:
+        identity: of the model and the machine.
+    """
+    return cache_dir() / "kv_probe" / f"{identity}.json"
 
 
 def search_sizes_file(model: str, revision: str | None) -> Path:

@@ -17,6 +17,7 @@ from arbor.events import (
     Evicted,
     Forwarded,
     Header,
+    Merged,
     Opened,
     Pressure,
     Pruned,
@@ -141,7 +142,7 @@ class Replay:
         elif isinstance(event, Shared):
             self._move(event.nodes, +1)
         self._take(event)
-        if isinstance(event, Evicted | Rehydrated | Shared):
+        if isinstance(event, Evicted | Rehydrated | Shared | Merged):
             self._count(event.kv, borrowed=False)
         elif isinstance(event, Forwarded):
             self._count(event.kv, borrowed=event.kind == "verify")
@@ -279,7 +280,7 @@ class Replay:
         self.series.append((self.events, kv))
         self.peak = max(self.peak, kv.device)
         self._within_budget(kv.device)
-        held = self._held
+        held = self._held - kv.shared
         if kv.device < held or (kv.device > held and not borrowed and not self.open_blocks):
             self._wrong(
                 f"event {self.events:,}: the device holds {kv.device:,} tokens, "

@@ -54,8 +54,8 @@ def to_record(event: Event) -> dict[str, Any]:
     for name, default in _OPTIONAL[type(event)]:
         if getattr(event, name) == default:
             del record[name]
-    if isinstance(kv := getattr(event, "kv", None), KV) and not kv.pool:
-        del record["kv"]["pool"]
+    if isinstance(kv := getattr(event, "kv", None), KV):
+        record["kv"] = _plain(kv)
     return record
 
 
@@ -79,8 +79,9 @@ def to_line(record: dict[str, Any]) -> bytes:
 def _plain(value: Any) -> Any:
     """A value without a JSON form: a dataclass as its fields, others as text."""
     if isinstance(value, KV):
-        tiers = {"device": value.device, "host": value.host, "compressed": value.compressed}
-        return tiers | {"pool": value.pool} if value.pool else tiers
+        record = {"device": value.device, "host": value.host, "compressed": value.compressed}
+        more = {"pool": value.pool, "shared": value.shared}
+        return record | {name: tokens for name, tokens in more.items() if tokens}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return str(value)

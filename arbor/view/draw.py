@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from arbor.events import Event, Evicted, Rehydrated
+from arbor.events import Event, Evicted, Merged, Rehydrated, Shared
 from arbor.metrics import Metrics
 from arbor.support.units import human_bytes
 from arbor.trace.fold import Block, Replay
@@ -100,10 +100,14 @@ def movement(event: Event) -> str:
     if isinstance(event, Rehydrated):
         how = "fetched" if event.mode == "fetch" else "computed again"
         return f"return  {_tokens_of(event.nodes)}, {how}"
+    if isinstance(event, Shared):
+        return f"return  {_tokens_of(event.nodes)}, shared"
+    if isinstance(event, Merged):
+        return f"share   {_tokens_of([(node, tokens) for node, _, tokens in event.nodes])}"
     return ""
 
 
-def _tokens_of(nodes: tuple[tuple[int, int], ...]) -> str:
+def _tokens_of(nodes: Sequence[tuple[int, int]]) -> str:
     blocks = " ".join(f"#{node}" for node, _ in nodes[:MOST_NAMED])
     more = f" and {len(nodes) - MOST_NAMED} more" if len(nodes) > MOST_NAMED else ""
     return f"{sum(tokens for _, tokens in nodes):,} tokens of {blocks}{more}"

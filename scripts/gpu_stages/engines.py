@@ -16,6 +16,7 @@ from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.errors import UsageError
 from arbor.model.fuse import unfuse
+from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
 from arbor.tree import Node, NodeState, ThoughtTree
 
@@ -104,7 +105,7 @@ def make_engine(
         raise
     engine = solver.engine
     if variant.sharing in SHARING:
-        engine._min_saved_reads = SHARING[variant.sharing]
+        engine.levels = LevelRule(SHARING[variant.sharing])
     if variant.unfused:
         unfuse(model)  # no graph is captured yet
     return engine

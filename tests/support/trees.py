@@ -10,13 +10,14 @@ from support.models import Words, path_logits
 from torch import Tensor
 
 from arbor.engine.engine import Engine
-from arbor.engine.mode import Mode, Rehydrate
+from arbor.engine.mode import Mode, Rehydrate, Share
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.graphs import Recorder
+from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES, Policy
@@ -49,6 +50,7 @@ class Lab(Engine):
         policy: str | Policy = "lru",
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
+        share: Share = "exact",
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
@@ -62,8 +64,9 @@ class Lab(Engine):
             policy=POLICIES[policy] if isinstance(policy, str) else policy,
             mode=mode,
             rehydrate=rehydrate,
+            share=share,
             source=source,
-            min_saved_reads=min_saved_reads,
+            levels=LevelRule(min_saved_reads),
             debug=debug,
         )
 

@@ -61,7 +61,13 @@ const SENTENCES = {
   rehydrate: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
   share: (record) =>
-    `${plural(sum(pairs(record.nodes)), "token")} of the prompt shared with another problem`,
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} taken from equal ones elsewhere, not computed`,
+  merge: (record) =>
+    list(record.nodes)
+      .filter(Array.isArray)
+      .slice(0, 4)
+      .map(([id, sibling, tokens]) => `#${id} shares ${plural(tokens, "token")} with #${sibling}`)
+      .join(", "),
   allocate: (record) =>
     `${record.policy} divides ${count(record.room)} slots among ${plural(record.offered, "block")} (${record.cause}): ${some(ids(pairs(record.nodes)))} lose ${plural(
       list(record.nodes).reduce((total, row) => total + (row[1] - row[2] || 0), 0),

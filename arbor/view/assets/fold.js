@@ -573,6 +573,7 @@ const NAMED = {
   evict: ["nodes"],
   rehydrate: ["nodes"],
   share: ["nodes"],
+  merge: ["nodes"],
   verify: ["nodes"],
   prune: ["nodes"],
   allocate: ["nodes"],

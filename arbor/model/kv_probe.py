@@ -1,0 +1,155 @@
+"""The KV probe: from how many rows on reading a shared span once pays, measured on this machine.
+
+RKSC's probe (arXiv 2606.09937, section 2.2) compares recomputing a prefix with sharing it, once per
+64 tokens of its length, by the minimum of three timings. In arbor what paths share is never
+computed twice nor copied, so what is left to decide is whether rows read a shared span together, as
+a level of the cascade, or each by itself: a level saves reads and costs a launch and a merge per
+layer.
+
+Measurements are kept in the cache folder (`arbor.support.cache_dir`) per model and machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from arbor._version import __version__
+from arbor.errors import UsageError
+from arbor.memory.pool import KVPool
+from arbor.model.level_rule import BUCKET, NEVER, LevelRule
+from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
+from arbor.support.atomic_write import write_atomically
+from arbor.support.cache_dir import kv_probe_file
+
+SCHEMA = "arbor.kv-probe/1"
+ROWS = (2, 4, 8, 16)  # decoding rows that share a span
+BUCKETS = 16  # measured at most, up to 1,024 tokens
+TIMES = 3  # of which the minimum counts
+_NO_LEVELS = 1 << 60  # key reads that no span saves
+
+Seconds = Callable[[ForwardPlan], float]
+
+
+def measure(runner: ModelRunner, *, buckets: int = BUCKETS) -> LevelRule:
+    """From how many rows on a level pays, by length of the shared span.
+
+    Each bucket is measured in its middle, for 2, 4, 8 and 16 rows that decode a token, until a
+    level pays.
+
+    Args:
+        runner: the model.
+        buckets: of 64 tokens each; fewer where the model's context is shorter.
+    """
+    longest = getattr(runner.config, "max_position_embeddings", None)
+    if isinstance(longest, int):
+        buckets = max(1, min(buckets, longest // BUCKET))
+    pool = KVPool(runner.layer_kv, buckets * BUCKET + max(ROWS), runner.dtype, runner.device)
+
+    def seconds(plan: ForwardPlan) -> float:
+        _wait(runner.device)
+        began = time.perf_counter()
+        runner.forward(plan, pool)
+        _wait(runner.device)
+        return time.perf_counter() - began
+
+    return measured_rule(seconds, buckets)
+
+
+def measured_rule(seconds: Seconds, buckets: int) -> LevelRule:
+    """`measure` by any clock.
+
+    Args:
+        seconds: the time that a forward takes.
+        buckets: of 64 tokens each.
+    """
+    found = [
+        next((rows for rows in ROWS if _pays(seconds, bucket * BUCKET + BUCKET // 2, rows)), NEVER)
+        for bucket in range(buckets)
+    ]
+    while len(found) > 1 and found[-1] == found[-2]:
+        found.pop()
+    return LevelRule(least_rows=tuple(found))
+
+
+def _pays(seconds: Seconds, tokens: int, rows: int) -> bool:
+    """Whether a level is faster than reading the span once per row."""
+    slots = np.arange(tokens, dtype=np.int32)
+    context = (Piece("span", slots, slots),)
+    own = np.arange(tokens, tokens + rows, dtype=np.int32)
+    position = np.array([tokens])
+    segments = [
+        Segment(context, [0], position, own[row : row + 1], own[row : row + 1], logits=1)
+        for row in range(rows)
+    ]
+    plans = [plan_forward(segments, min_saved_reads=least) for least in (0, _NO_LEVELS)]
+    for plan in plans:
+        seconds(plan)  # warm up
+    times = [[seconds(plan) for plan in plans] for _ in range(TIMES)]
+    together, alone = (min(column) for column in zip(*times, strict=True))
+    return together < alone
+
+
+def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None:
+    """What was measured for this model on this machine; None: nothing, or the file is damaged.
+
+    Args:
+        runner: the model.
+        model: its name.
+        backend: what computes attention.
+    """
+    identity = _identity(runner, model, backend)
+    try:
+        record = json.loads(kv_probe_file(_digest(identity)).read_bytes())
+        if record["schema"] != SCHEMA or record["of"] != identity:
+            return None
+        return LevelRule.parse(record["least_rows"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError):
+        return None
+
+
+def keep_rule(rule: LevelRule, runner: ModelRunner, model: str, backend: str) -> None:
+    """Writes what was measured; a failure is ignored. Arguments as for `kept_rule`."""
+    identity = _identity(runner, model, backend)
+    path = kv_probe_file(_digest(identity))
+    record = {"schema": SCHEMA, "of": identity, "least_rows": str(rule)}
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(record, indent=1) + "\n")
+
+
+def _identity(runner: ModelRunner, model: str, backend: str) -> dict[str, Any]:
+    """What a timing depends on."""
+    device = runner.device
+    on_gpu = device.type == "cuda"
+    return {
+        "model": model,
+        "weight_bytes": runner.weight_bytes,
+        "kv": [[each.num_kv_heads, each.head_dim_qk, each.head_dim_vo] for each in runner.layer_kv],
+        "dtype": str(runner.dtype),
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
+        "host": platform.node(),
+        "threads": torch.get_num_threads(),
+        "backend": backend,
+        "torch": torch.__version__,
+        "arbor": __version__,
+    }
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    text = json.dumps(identity, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,56 @@
+"""LevelRule: whether a span that several rows share is read once for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from arbor.errors import UsageError
+
+BUCKET = 64  # tokens of shared spans that are judged alike
+NEVER = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRule:
+    """What makes a shared span a level of the cascade of its own, rather than a part of each row's
+    reads.
+
+    Attributes:
+        min_saved_reads: key reads that it must save, and more than that.
+        least_rows: the fewest rows for which it pays, by length in buckets of 64 tokens (the last
+            for all longer spans; `NEVER`: for none), as `arbor.model.kv_probe` measured; empty: not
+            measured. It replaces `min_saved_reads`.
+    """
+
+    min_saved_reads: int = 0
+    least_rows: tuple[int, ...] = ()
+
+    def pays(self, rows: int, tokens: int) -> bool:
+        """Whether a span of so many tokens, shared by so many rows, becomes a level."""
+        if not self.least_rows:
+            return (rows - 1) * tokens > self.min_saved_reads
+        least = self.least_rows[min(tokens // BUCKET, len(self.least_rows) - 1)]
+        return least != NEVER and rows >= max(2, least)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """``8,4,2`` -> at least 8 rows below 64 tokens, 4 below 128, else 2.
+
+        Raises:
+            UsageError: anything else.
+        """
+        try:
+            rows = tuple(int(each) for each in text.split(","))
+        except ValueError:
+            rows = ()
+        if not rows or min(rows) < 0:
+            raise UsageError(
+                "kv-probe",
+                f"unknown KV probe '{text}'.",
+                "Known: kept, measure, off, or rows for spans below 64, 128, … tokens, as in 8,4,2.",
+            )
+        return cls(least_rows=rows)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.least_rows))

@@ -1,0 +1,379 @@
+"""Branches over one prefix in RKSC's setting: time and KV bytes of four ways to hold the prefix.
+
+    python scripts/bench_sharing.py --size 5m --prefixes 64 128 256 512 1024 --branches 2 8
+        --rounds 5 --csv rows.csv --json out.json
+
+Each branch is the prefix, a suffix of its own and t greedy tokens (arXiv 2606.09937, section 2.1,
+with t = 8). The arms, on the same weights and kernels:
+
+    unshared    every branch runs the prefix itself, into slots of its own ("No-KV" there)
+    copied      the prefix runs once, and its K and V are copied for every branch (their cache)
+    shared      the prefix runs once, every branch names its slots, and each row reads it by itself
+    cascade     the same, and it is read once for all rows (a level of the cascade)
+
+The prefill is timed with the decoding. Arms run in turn within each round; a time is the median of
+the rounds, in seconds of CPU time on a CPU and of wall time on a GPU. All arms must give the same
+tokens.
+
+Two models of the time are fitted to the medians by least squares without negative terms: the
+paper's (its appendix A; A = B for unshared, else 1; P = B s for shared arms, else 0)
+
+    T = alpha A n^2 + beta P + gamma B t + delta
+
+and one with the term it leaves out, a prefill's cost per token, and a constant per arm, the second
+pass of the shared arms
+
+    T = alpha A n^2 + beta (A n + B s) + gamma B t + delta_arm
+
+From each follows a prefix length from which sharing pays, printed beside the one that was met: the
+first measured length at which the arm is not slower than unshared, interpolated on the line through
+it and the one before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from random_llama import SIZES, prefix, random_llama
+
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool
+from arbor.model.plan import Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
+
+ARMS = ("unshared", "copied", "shared", "cascade")
+NO_LEVELS = 1 << 60  # key reads that no shared span saves
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One setting.
+
+    Attributes:
+        n: tokens of the prefix.
+        branches: over it.
+        suffix: tokens of each branch's own beginning.
+        decoded: greedy tokens of each branch.
+    """
+
+    n: int
+    branches: int
+    suffix: int
+    decoded: int
+
+    @property
+    def own(self) -> int:
+        """Tokens of a branch after the prefix that are run."""
+        return self.suffix + self.decoded
+
+    def slots(self, arm: str) -> int:
+        """Slots that an arm holds at its peak."""
+        prefixes = {"unshared": self.branches, "copied": self.branches + 1}.get(arm, 1)
+        return prefixes * self.n + self.branches * self.own
+
+
+class Bench:
+    """Runs the arms on one model.
+
+    Args:
+        runner: the model.
+        vocabulary: of the random tokens.
+        most: slots of the pool.
+    """
+
+    def __init__(self, runner: ModelRunner, vocabulary: int, most: int) -> None:
+        self.runner = runner
+        self.vocabulary = vocabulary
+        self.pool = KVPool(runner.layer_kv, most, runner.dtype, runner.device)
+
+    def run(self, arm: str, shape: Shape) -> list[list[int]]:
+        """The tokens that each branch decodes."""
+        n, count = shape.n, shape.branches
+        tokens = prefix(n, self.vocabulary)
+        suffixes = [
+            [(7 * branch + 3 * at + 5) % self.vocabulary for at in range(shape.suffix)]
+            for branch in range(count)
+        ]
+        first = np.arange(n, dtype=np.int32)
+        alone = arm in ("unshared", "copied")
+        heads = [first + branch * n if alone else first for branch in range(count)]
+        if arm == "copied":
+            heads = [head + n for head in heads]
+        own = np.arange(shape.slots(arm) - count * shape.own, shape.slots(arm), dtype=np.int32)
+        tails = np.split(own, count)
+        least = 0 if arm == "cascade" else NO_LEVELS
+        if arm == "unshared":
+            segments = [
+                self._segment((), [*tokens, *suffix], 0, np.concatenate([head, tail]))
+                for head, suffix, tail in zip(heads, suffixes, tails, strict=True)
+            ]
+        else:
+            self._forward([self._segment((), tokens, 0, first)], NO_LEVELS)
+            if arm == "copied":
+                self._copy(first, heads)
+            segments = [
+                self._segment(self._context(head), suffix, n, tail)
+                for head, suffix, tail in zip(heads, suffixes, tails, strict=True)
+            ]
+        logits = self._forward(segments, least)
+        chosen = [logits.argmax(-1).tolist()]
+        contexts = [self._context(head) for head in heads]
+        for step in range(shape.suffix, shape.own - 1):
+            segments = [
+                self._segment(context, [token], n + step, tail, at=step)
+                for context, token, tail in zip(contexts, chosen[-1], tails, strict=True)
+            ]
+            chosen.append(self._forward(segments, least).argmax(-1).tolist())
+        return [list(branch) for branch in zip(*chosen, strict=True)]
+
+    def seconds(self, arm: str, shape: Shape) -> float:
+        """The time of `run`."""
+        on_gpu = self.runner.device.type == "cuda"
+        clock: Callable[[], float] = time.perf_counter if on_gpu else time.process_time
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = clock()
+        self.run(arm, shape)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return clock() - began
+
+    def _context(self, slots: NDArray[np.int32]) -> tuple[Piece, ...]:
+        return (Piece(int(slots[0]), slots, np.arange(len(slots), dtype=np.int32)),)
+
+    def _segment(
+        self,
+        context: tuple[Piece, ...],
+        tokens: Sequence[int],
+        start: int,
+        slots: NDArray[np.int32],
+        at: int = 0,
+    ) -> Segment:
+        """New tokens at `start` of the path, whose slots begin `at` places into `slots`."""
+        end = at + len(tokens)
+        positions = np.arange(start, start + len(tokens))
+        return Segment(context, tokens, positions, slots[:end], slots[at:end], logits=1)
+
+    def _forward(self, segments: Sequence[Segment], least: int) -> torch.Tensor:
+        return self.runner.forward(plan_forward(segments, min_saved_reads=least), self.pool).logits
+
+    def _copy(self, source: NDArray[np.int32], targets: Sequence[NDArray[np.int32]]) -> None:
+        device = self.runner.device
+        taken = torch.from_numpy(source).long().to(device)
+        given = torch.from_numpy(np.concatenate(targets)).long().to(device)
+        for tensor in (*self.pool.k, *self.pool.v):
+            tensor[given] = tensor[taken].repeat(len(targets), 1, 1)
+
+
+# Models of the time
+
+Row = dict[str, Any]
+
+
+def non_negative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares of relative errors without negative coefficients."""
+    from scipy.optimize import nnls
+
+    scale = 1 / seconds
+    size = np.maximum(np.abs(columns * scale[:, None]).max(axis=0), 1e-300)
+    found, _ = nnls(columns * scale[:, None] / size, seconds * scale)
+    return np.asarray(found / size)
+
+
+def fit(rows: Sequence[Row], arm: str) -> dict[str, float]:
+    """Both models, fitted to one arm and to unshared.
+
+    Returns:
+        Their coefficients, the largest relative error of each, and the two predicted lengths for
+        each number of branches.
+    """
+    some = [row for row in rows if row["arm"] in ("unshared", arm)]
+    seconds = np.array([row["seconds"] for row in some])
+    n, count, suffix, decoded = (
+        np.array([row[name] for row in some], float)
+        for name in ("prefix", "branches", "suffix", "decoded")
+    )
+    alone = np.array([row["arm"] == "unshared" for row in some])
+    runs = np.where(alone, count, 1)
+    ones = np.ones(len(some))
+    paper = np.stack(
+        [runs * n**2, np.where(alone, 0, count * suffix), count * decoded, ones], axis=1
+    )
+    full = np.stack(
+        [runs * n**2, runs * n + count * suffix, count * decoded, alone * ones, ~alone * ones],
+        axis=1,
+    )
+    found: dict[str, float] = {}
+    for name, columns, terms in (
+        ("paper", paper, ("alpha", "beta", "gamma", "delta")),
+        ("full", full, ("alpha", "beta", "gamma", "delta_unshared", "delta_shared")),
+    ):
+        values = non_negative(columns, seconds)
+        found |= {f"{name}_{term}": float(each) for term, each in zip(terms, values, strict=True)}
+        found[f"{name}_error"] = float(np.abs(columns @ values / seconds - 1).max())
+    for branches in sorted(set(count.astype(int).tolist())):
+        mean = float(suffix.mean())
+        saved = (branches - 1) * found["paper_alpha"]
+        found[f"paper_n_{branches}"] = (
+            math.sqrt(branches * found["paper_beta"] * mean / saved) if saved else math.inf
+        )
+        a, b = (branches - 1) * found["full_alpha"], (branches - 1) * found["full_beta"]
+        more = max(0.0, found["full_delta_shared"] - found["full_delta_unshared"])
+        found[f"full_n_{branches}"] = (
+            (-b + math.sqrt(b * b + 4 * a * more)) / (2 * a) if a else more / b if b else math.inf
+        )
+        found[f"met_n_{branches}"] = break_even(rows, arm, branches)
+    return found
+
+
+def break_even(rows: Sequence[Row], arm: str, branches: int) -> float:
+    """The prefix length at which an arm is as fast as unshared; infinite if it never is, 0 if it is
+    at every measured length."""
+    times = {
+        (row["arm"], row["prefix"]): row["seconds"] for row in rows if row["branches"] == branches
+    }
+    before: tuple[int, float] | None = None
+    for n in sorted({length for _, length in times}):
+        more = times[arm, n] - times["unshared", n]
+        if more <= 0:
+            if before is None:
+                return 0.0
+            return before[0] + (n - before[0]) * before[1] / (before[1] - more)
+        before = n, more
+    return math.inf
+
+
+def measured(bench: Bench, shapes: Sequence[Shape], rounds: int, arms: Sequence[str]) -> list[Row]:
+    """A row for each setting and arm."""
+    rows: list[Row] = []
+    width = sum(layer.numbers for layer in bench.runner.layer_kv) * bench.runner.dtype.itemsize
+    for shape in shapes:
+        tokens = {arm: bench.run(arm, shape) for arm in arms}  # warm up
+        taken: dict[str, list[float]] = {arm: [] for arm in arms}
+        for _ in range(rounds):
+            for arm in arms:
+                taken[arm].append(bench.seconds(arm, shape))
+        for arm in arms:
+            low, median, high = np.percentile(taken[arm], (25, 50, 75)).tolist()
+            rows.append(
+                {
+                    "prefix": shape.n,
+                    "branches": shape.branches,
+                    "suffix": shape.suffix,
+                    "decoded": shape.decoded,
+                    "arm": arm,
+                    "seconds": round(median, 6),
+                    "q1": round(low, 6),
+                    "q3": round(high, 6),
+                    "n": rounds,
+                    "n_of": "rounds",
+                    "kv_bytes": shape.slots(arm) * width,
+                    "same_tokens": tokens[arm] == tokens[arms[0]],
+                }
+            )
+            print(
+                f"n {shape.n:5}  B {shape.branches:3}  {arm:9} {1e3 * median:9.2f} ms  "
+                f"{rows[-1]['kv_bytes'] / 2**20:8.2f} MiB  "
+                f"{taken_ratio(rows, shape):5.2f} x  {'' if rows[-1]['same_tokens'] else 'other tokens'}"
+            )
+    return rows
+
+
+def taken_ratio(rows: Sequence[Row], shape: Shape) -> float:
+    """How many times faster than unshared the last row is."""
+    same = [r for r in rows if (r["prefix"], r["branches"]) == (shape.n, shape.branches)]
+    return float(same[0]["seconds"] / rows[-1]["seconds"])
+
+
+def append(path: Path, rows: Sequence[Row], given: argparse.Namespace) -> None:
+    """Append rows to a table as in docs/experiments."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    head = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "machine": given.machine or platform.processor() or platform.machine(),
+        "conditions": given.conditions,
+        "model": given.size,
+        "dtype": given.dtype,
+    }
+    tail = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "note": ""}
+    new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(head | rows[0] | tail), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(head | row | tail for row in rows)
+
+
+def main() -> None:
+    """Measure, fit and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--size", choices=sorted(SIZES), default="5m")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prefixes", type=int, nargs="+", default=(64, 128, 256, 512, 1024))
+    parser.add_argument("--branches", type=int, nargs="+", default=(2, 8))
+    parser.add_argument("--suffix", type=int, default=16)
+    parser.add_argument("--decoded", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--machine", default="", help="for the table")
+    parser.add_argument("--conditions", default="", help="for the table")
+    parser.add_argument("--csv", type=Path, help="append a row per setting and arm")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    model = random_llama(given.size, getattr(torch, given.dtype)).to(given.device)
+    if given.device == "cpu":
+        pack_linears(model)
+    shapes = [
+        Shape(n, branches, given.suffix, given.decoded)
+        for n in sorted(given.prefixes)
+        for branches in given.branches
+    ]
+    most = max(shape.slots(arm) for shape in shapes for arm in ARMS)
+    vocabulary = int(SIZES[given.size]["vocab_size"])
+    bench = Bench(ModelRunner(model, TorchCascade()), vocabulary, most)
+    rows = measured(bench, shapes, given.rounds, ARMS)
+    fits = {arm: fit(rows, arm) for arm in ARMS[1:]}
+    for arm, found in fits.items():
+        print(
+            f"\n{arm}: largest error of the paper's model {found['paper_error']:.0%}, "
+            f"of the full one {found['full_error']:.0%}"
+        )
+        for branches in sorted(set(given.branches)):
+            if branches > 1:
+                names = ("paper_n", "full_n", "met_n")
+                paper, full, met = (found[f"{name}_{branches}"] for name in names)
+                print(
+                    f"  B {branches:3}: pays from {paper:.0f} tokens by the paper's model, "
+                    f"{full:.0f} by the full one; met at {met:.0f}"
+                )
+    if given.csv is not None:
+        append(given.csv, rows, given)
+    if given.json is not None:
+        given.json.write_text(json.dumps({"rows": rows, "fits": fits}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
