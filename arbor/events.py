@@ -263,13 +263,44 @@ Detail = Literal["events", "steps", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Candidates were valued; `values` are in the order of `nodes`."""
+    """Candidates were valued.
+
+    Attributes:
+        values: in the order of `nodes`.
+        scores: of the last step of each alone, likewise; written only where values are of whole
+            paths.
+    """
 
     name: ClassVar[str] = "verify"
     verifier: str
     nodes: tuple[int, ...]
     values: tuple[float, ...]
     asked: int
+    elapsed_s: float
+    scores: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The model of a verifier scored steps, in an engine of its own; comes before `verify`.
+
+    Attributes:
+        verifier: its name.
+        steps: scores that were computed.
+        path_tokens: tokens of their paths: what computing each from nothing would run.
+        computed: tokens run through the model.
+        recomputed: those of them whose KV had been evicted.
+        peak: most slots that this search held in that engine so far.
+        elapsed_s: seconds in its forward passes.
+    """
+
+    name: ClassVar[str] = "score"
+    verifier: str
+    steps: int
+    path_tokens: int
+    computed: int
+    recomputed: int
+    peak: int
     elapsed_s: float
 
 
@@ -343,6 +374,7 @@ Event = (
     | Shared
     | Forwarded
     | Sampled
+    | Scored
     | Verified
     | Pruned
     | Terminal
@@ -365,6 +397,7 @@ EVENTS: tuple[type[Event], ...] = (
     Shared,
     Forwarded,
     Sampled,
+    Scored,
     Verified,
     Pruned,
     Terminal,

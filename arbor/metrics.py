@@ -22,6 +22,7 @@ from arbor.events import (
     Pressure,
     Pruned,
     Rehydrated,
+    Scored,
     Selected,
     Shared,
     Transition,
@@ -69,6 +70,12 @@ class Metrics:
         pressure_events: times more slots were needed than were free.
         verified: candidates valued.
         asked: candidates the model judged.
+        reward_s: seconds in forward passes of reward models.
+        reward_path_tokens: tokens of the paths that reward models scored: what scoring each from
+            nothing would compute.
+        reward_tokens: tokens that reward models computed.
+        reward_recomputed: those of them whose KV had been evicted.
+        reward_peak_tokens: most slots that a reward model held at any instant.
     """
 
     wall_s: float = 0.0
@@ -106,6 +113,11 @@ class Metrics:
     pressure_events: int = 0
     verified: int = 0
     asked: int = 0
+    reward_s: float = field(default=0.0, metadata=ONLY_IF_SET)
+    reward_path_tokens: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_tokens: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_recomputed: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_peak_tokens: int = field(default=0, metadata=ONLY_IF_SET)
 
     @property
     def blocks(self) -> int:
@@ -146,12 +158,19 @@ class Metrics:
         return self.pressure_events > 0 or self.peak_tokens >= self.budget_tokens
 
     @property
+    def reward_reused(self) -> float:
+        """Part of the tokens of scored paths whose KV was there; 0 without a reward model."""
+        whole = self.reward_path_tokens
+        return max(0.0, 1 - self.reward_tokens / whole) if whole else 0.0
+
+    @property
     def reads_saved(self) -> float:
         """Part of the reads that sharing saved: 1 - unique / all."""
         return 1 - self.unique_read_tokens / self.read_tokens if self.read_tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Every counter and the derived numbers, JSON-able; `tokens_shared` only if it is not 0."""
+        """Every counter and the derived numbers, JSON-able; counters of what few runs do only if
+        they are not 0."""
         derived = (
             "blocks",
             "tree_tokens",
@@ -161,9 +180,11 @@ class Metrics:
             "budget_share",
             "reads_saved",
         )
-        counters = dataclasses.asdict(self)
-        if not self.tokens_shared:
-            del counters["tokens_shared"]
+        counters = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) or not field.metadata.get("only_if_set")
+        }
         return counters | {name: getattr(self, name) for name in derived}
 
     @classmethod
@@ -286,6 +307,14 @@ class MetricsFold:
                 self._held += event.held or event.kv.device * event.steps
                 self._hold(event.kv)
                 self._most(peak_tokens=event.peak)
+            case Scored():
+                self._add(
+                    reward_s=event.elapsed_s,
+                    reward_path_tokens=event.path_tokens,
+                    reward_tokens=event.computed,
+                    reward_recomputed=event.recomputed,
+                )
+                self._most(reward_peak_tokens=event.peak)
             case Verified():
                 self._add(verified=len(event.nodes), asked=event.asked)
             case Ended():

@@ -56,7 +56,10 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "tot": "arbor.controllers.tot:ToT",
     },
     "verifier": {
+        "combined": "arbor.verifiers.combined:Combined",
         "exact": "arbor.verifiers.exact:Exact",
+        "orm": "arbor.verifiers.reward_model:OutcomeRewardModel",
+        "prm": "arbor.verifiers.reward_model:ProcessRewardModel",
         "self": "arbor.verifiers.self_eval:SelfEval",
         "vote": "arbor.verifiers.vote:Vote",
     },

@@ -56,7 +56,7 @@ from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
 from arbor.run.worker import Worker
 from arbor.tasks.base import Problem, Task
-from arbor.verifiers.base import Verifier
+from arbor.verifiers.base import OwnsModel, Placement, Verifier, VerifierModel, parts_of
 
 if TYPE_CHECKING:
     import torch
@@ -197,6 +197,12 @@ class Solver:
             deterministic=deterministic,
             cuda_graphs=cuda_graphs,
         )
+        placement = Placement(device, backend, deterministic, debug)
+        self.verifier_models: dict[Verifier, VerifierModel] = {
+            part: part.own_model(placement)
+            for part in parts_of(self.verifier)
+            if isinstance(part, OwnsModel)
+        }
         source = self.checkpoint.source
         self.msve = resolve_msve(msve, source)
         self._sizes = SearchSizes(source.path, source.revision)
@@ -263,6 +269,8 @@ class Solver:
         self._worker.stop()
         self._engine = None
         self.checkpoint.close()
+        for model in self.verifier_models.values():
+            model.close()
 
     # Loading
 
@@ -299,6 +307,8 @@ class Solver:
             if self._engine is None:
                 with self._computing():
                     runner = self.checkpoint.load().runner
+                    for model in self.verifier_models.values():
+                        model.load()
                 self._engine = Engine(
                     runner,
                     self.tokenizer,
@@ -309,6 +319,7 @@ class Solver:
                     min_saved_reads=least_saved_reads(self.device),
                     debug=self.debug,
                 )
+                self._engine.companions = tuple(self.verifier_models.values())
             return self._engine
 
     @property
@@ -564,6 +575,7 @@ class Solver:
             listeners=tuple(self.listeners),
             record_bytes=self.record_bytes,
             sizes=self._sizes,
+            verifier_models=self.verifier_models,
         )
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
-from arbor.engine.operation import Asking, Extending, Growing, Operation
+from arbor.engine.operation import Asking, Extending, Growing, Operation, Reading
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
@@ -35,7 +35,16 @@ from arbor.retention.policy import Policy
 from arbor.tree import Node, ThoughtTree
 
 T = TypeVar("T")
+
 Ended = TypeVar("Ended", bound=Operation)
+
+
+class Companion(Protocol):
+    """An engine of another model."""
+
+    def step(self) -> None:
+        """Run one forward for all operations in progress; nothing if there are none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,10 @@ class Engine:
         source: where tokens come from; by default the model.
         min_saved_reads: see `plan_forward`.
         debug: poison freed slots and check all invariants after every change.
+
+    Attributes:
+        companions: engines of other models that its searches wait for as well, such as a reward
+            model's; each `step` is one of theirs too.
     """
 
     def __init__(
@@ -107,6 +120,7 @@ class Engine:
         self._source = (
             ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
         )
+        self.companions: tuple[Companion, ...] = ()
         self._memory: KVMemory | None = None
         self._opened: _Parts | None = None
         self._latest: OpenTree | None = None
@@ -264,11 +278,13 @@ class Engine:
         return self._opened is not None and self._opened.stepper.busy
 
     def step(self) -> None:
-        """Run one forward for all operations in progress.
+        """Run one forward for all operations in progress, and one of each companion.
 
         What goes wrong ends the operations it concerns, and is raised by their `result`.
         """
         self._parts.stepper.step()
+        for companion in self.companions:
+            companion.step()
 
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a
@@ -395,12 +411,37 @@ class Engine:
             return torch.empty(0, 0)
         return self._complete(self.begin_ask(nodes, questions)).result()
 
-    def begin_ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Asking:
-        """`ask`, as an operation for `step`; at least one question."""
+    def begin_ask(
+        self,
+        nodes: Sequence[Node],
+        questions: Sequence[Sequence[int]],
+        *,
+        counts: bool = True,
+    ) -> Asking:
+        """`ask`, as an operation for `step`; at least one question. `counts` as in `begin_grow`."""
         self._require(nodes, [len(question) for question in questions])
         operation = Asking(self.state.of(nodes[0]), len(nodes))
         for place in self._in_order(range(len(nodes)), nodes):
             operation.waiting.append(Question(operation, place, nodes[place], questions[place]))
+        if counts:
+            operation.opened.begin_operation()
+        self._begin(operation)
+        return operation
+
+    def begin_read(self, nodes: Sequence[Node]) -> Reading:
+        """Make the paths of blocks complete and read the model's next-token logits after them, as
+        an operation for `step`; together as far as the budget allows.
+
+        Args:
+            nodes: closed blocks of one tree, at least one.
+
+        Raises:
+            BudgetInfeasible: one path does not fit.
+        """
+        self._require(nodes, [0] * len(nodes))
+        operation = Reading(self.state.of(nodes[0]), len(nodes))
+        for place in self._in_order(range(len(nodes)), nodes):
+            operation.waiting.append(Visit(operation, place, nodes[place]))
         operation.opened.begin_operation()
         self._begin(operation)
         return operation

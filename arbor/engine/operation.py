@@ -87,23 +87,17 @@ class Growing(Operation):
         return self.children
 
 
-class Asking(Operation):
-    """Reads the model's next-token logits after questions.
+class Reading(Operation):
+    """Makes paths complete and reads the model's next-token logits after them.
 
     Args:
         opened: the tree.
-        count: number of questions.
+        count: number of paths.
     """
 
     def __init__(self, opened: OpenTree, count: int) -> None:
         super().__init__(opened)
-        self.waiting: deque[Question]  # type: ignore[assignment]
         self.answers: list[Tensor] = [torch.empty(0)] * count
-
-    @property
-    def extra(self) -> list[int]:
-        """Tokens of each question that waits."""
-        return [len(question.tokens) for question in self.waiting]
 
     def result(self) -> Tensor:
         """The logits, [n, V] float32.
@@ -113,3 +107,14 @@ class Asking(Operation):
         """
         self.check()
         return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
+
+
+class Asking(Reading):
+    """Reads the model's next-token logits after paths and questions; the tree does not change."""
+
+    waiting: deque[Question]  # type: ignore[assignment]
+
+    @property
+    def extra(self) -> list[int]:
+        """Tokens of each question that waits."""
+        return [len(question.tokens) for question in self.waiting]

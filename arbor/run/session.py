@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -45,7 +45,15 @@ from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
 from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
-from arbor.verifiers.base import Asker, Inquires, Verdict, Verifier
+from arbor.verifiers.base import (
+    Asker,
+    Combines,
+    Inquires,
+    OwnsModel,
+    Verdict,
+    Verifier,
+    VerifierSearch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +120,7 @@ class Session:
             any.
         pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
+        opened: this search in the models of verifiers that have their own.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class Session:
         questions: PlannedQuestions | None = None,
         pool: int | None = None,
         aggregate: Aggregate | None = None,
+        opened: Mapping[Verifier, VerifierSearch] | None = None,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -146,6 +156,7 @@ class Session:
         self.questions = questions
         self.pool = pool
         self.aggregate = aggregate or Best()
+        self.opened = opened or {}
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -390,11 +401,13 @@ class Session:
         if not children:
             return False
         began = time.perf_counter()
-        verdict = yield from self._verdict(children)
+        verdict = yield from self._verdict(self.verifier, children)
         name = str(components.spec_of(self.verifier)["name"])
         values = _values(name, children, verdict)
         for child, value in zip(children, values, strict=True):
             child.value, child.valued = value, True
+        for child, score in zip(children, verdict.scores, strict=False):
+            child.score = score
         self.engine.changed(children)
         self.emit(
             Verified(
@@ -403,13 +416,34 @@ class Session:
                 values=values,
                 asked=verdict.asked,
                 elapsed_s=time.perf_counter() - began,
+                scores=verdict.scores,
             )
         )
         return bool(verdict.asked)
 
-    def _verdict(self, children: Sequence[Node]) -> Steps[Verdict]:
-        """The verifier's verdict, its questions asked as one operation where it has them ready."""
-        verifier, engine = self.verifier, self.engine
+    def _verdict(
+        self, verifier: Verifier, children: Sequence[Node], counts: bool = True
+    ) -> Steps[Verdict]:
+        """A verifier's verdict: part by part where it combines others, by its own model where it
+        has one, and its questions asked as one operation where it has them ready.
+
+        Args:
+            verifier: judges.
+            children: the candidates.
+            counts: whether its questions count as an operation of their own; one of a verification
+                does, see `FutureReads`.
+        """
+        engine = self.engine
+        if isinstance(verifier, Combines):
+            verdicts: list[Verdict] = []
+            for part in verifier.parts:
+                first = counts and not any(verdict.asked for verdict in verdicts)
+                verdicts.append((yield from self._verdict(part, children, first)))
+            return verifier.combined(verdicts)
+        if isinstance(verifier, OwnsModel):
+            judging = self.opened[verifier].begin(children)
+            yield judging
+            return judging.verdict()
         if not isinstance(verifier, Inquires):
             asker: Asker = engine if self.questions is None else self.questions
             return verdict_of(verifier, self.task, self.problem, children, asker)
@@ -419,7 +453,7 @@ class Session:
         with ExitStack() as within:
             if self.questions is not None:
                 within.enter_context(self.questions.explaining(inquiry.nodes, inquiry.questions))
-            asking = engine.begin_ask(inquiry.nodes, inquiry.questions)
+            asking = engine.begin_ask(inquiry.nodes, inquiry.questions, counts=counts)
             yield asking
             logits = asking.result()
         return inquiry.verdict(logits)
@@ -434,6 +468,8 @@ class Session:
             self._freed.update(node.id for node in pruned)
             self.emit(Pruned(tuple(node.id for node in pruned)))
             self.engine.forget(pruned)
+            for each in self.opened.values():
+                each.forget(pruned)
 
     def _outlook(self, tree: ThoughtTree) -> dict[int, float]:
         """Probability that a later operation reads the path to each block, for `Reentry`.

@@ -52,7 +52,7 @@ def to_record(event: Event) -> dict[str, Any]:
     """An event as a JSON object: its type as ``e``, then its fields."""
     record = {"e": event.name, **finite(dataclasses.asdict(event))}
     for name, default in _OPTIONAL[type(event)]:
-        if record[name] == default:
+        if getattr(event, name) == default:
             del record[name]
     if isinstance(kv := getattr(event, "kv", None), KV) and not kv.pool:
         del record["kv"]["pool"]

@@ -573,6 +573,7 @@ const NAMED = {
   evict: ["nodes"],
   rehydrate: ["nodes"],
   share: ["nodes"],
+  score: [],
   verify: ["nodes"],
   prune: ["nodes"],
   allocate: ["nodes"],
