@@ -22,6 +22,7 @@ from arbor import registry
 from arbor.errors import UsageError, unknown_setting
 
 NO_SETTING = {"setting": False}  # metadata of a field that neither texts nor specs hold
+ARE_COMPONENTS = {"components": True}  # metadata of a field that is a tuple of components
 
 
 def build(kind: str, spec: Any, /, **fields: Any) -> Any:
@@ -144,8 +145,11 @@ def spec_of(component: Any) -> dict[str, Any]:
     spec: dict[str, Any] = {"name": registry.name_of(component)}
     named = getattr(component, "registered_as", "")
     usually = registry.resolve(component.kind, named) if named else type(component)
-    for name in _fields(component):
+    for name, field in _fields(component).items():
         value = getattr(component, name)
+        if field.metadata.get("components", False):
+            spec[name] = [spec_of(each) for each in value]
+            continue
         usual = dataclasses.is_dataclass(value) and type(value) is type(_default(usually, name))
         is_part = name in registry.KINDS and type(value).__module__ != "builtins" and not usual
         spec[name] = spec_of(value) if is_part else _jsonable(value)

@@ -282,9 +282,12 @@ Detail = Literal["events", "steps", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Candidates were valued; `values` are in the order of `nodes`.
+    """Candidates were valued.
 
     Attributes:
+        values: in the order of `nodes`.
+        scores: of the last step of each alone, likewise; written only where values are of whole
+            paths.
         confidences: of each candidate, from the generation; compared by a gate (CGEE level 1).
         skipped: the gate was decisive, and the values follow from the confidences.
         audited: values of the verification that was computed to be compared with these.
@@ -301,6 +304,7 @@ class Verified:
     values: tuple[float, ...]
     asked: int
     elapsed_s: float
+    scores: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
     confidences: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
     skipped: bool = field(default=False, metadata=ONLY_IF_SET)
     audited: tuple[float, ...] = field(default=(), metadata=ONLY_IF_SET)
@@ -315,6 +319,30 @@ class Verified:
         if not self.audited:
             return None
         return self.audited[preferred(self.values)] == max(self.audited)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The model of a verifier scored steps, in an engine of its own; comes before `verify`.
+
+    Attributes:
+        verifier: its name.
+        steps: scores that were computed.
+        path_tokens: tokens of their paths: what computing each from nothing would run.
+        computed: tokens run through the model.
+        recomputed: those of them whose KV had been evicted.
+        peak: most slots that this search held in that engine so far.
+        elapsed_s: seconds in its forward passes.
+    """
+
+    name: ClassVar[str] = "score"
+    verifier: str
+    steps: int
+    path_tokens: int
+    computed: int
+    recomputed: int
+    peak: int
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +416,7 @@ Event = (
     | Merged
     | Forwarded
     | Sampled
+    | Scored
     | Verified
     | Pruned
     | Terminal
@@ -417,6 +446,7 @@ EVENTS: tuple[type[Event], ...] = (
     Merged,
     Forwarded,
     Sampled,
+    Scored,
     Verified,
     Pruned,
     Terminal,

@@ -23,6 +23,7 @@ from arbor.events import (
     Pressure,
     Pruned,
     Rehydrated,
+    Scored,
     Selected,
     Shared,
     Transition,
@@ -78,6 +79,12 @@ class Metrics:
         layers_skipped: layers that these questions did not run through, in all.
         audited_verifications: verifications computed twice, to be compared.
         disagreements: those of them that prefer another candidate.
+        reward_s: seconds in forward passes of reward models.
+        reward_path_tokens: tokens of the paths that reward models scored: what scoring each from
+            nothing would compute.
+        reward_tokens: tokens that reward models computed.
+        reward_recomputed: those of them whose KV had been evicted.
+        reward_peak_tokens: most slots that a reward model held at any instant.
     """
 
     wall_s: float = 0.0
@@ -122,6 +129,11 @@ class Metrics:
     layers_skipped: int = field(default=0, metadata=ONLY_IF_SET)
     audited_verifications: int = field(default=0, metadata=ONLY_IF_SET)
     disagreements: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_s: float = field(default=0.0, metadata=ONLY_IF_SET)
+    reward_path_tokens: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_tokens: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_recomputed: int = field(default=0, metadata=ONLY_IF_SET)
+    reward_peak_tokens: int = field(default=0, metadata=ONLY_IF_SET)
 
     @property
     def blocks(self) -> int:
@@ -160,6 +172,12 @@ class Metrics:
         KV of pruned blocks leaves at any budget, and does not count.
         """
         return self.pressure_events > 0 or self.peak_tokens >= self.budget_tokens
+
+    @property
+    def reward_reused(self) -> float:
+        """Part of the tokens of scored paths whose KV was there; 0 without a reward model."""
+        whole = self.reward_path_tokens
+        return max(0.0, 1 - self.reward_tokens / whole) if whole else 0.0
 
     @property
     def reads_saved(self) -> float:
@@ -308,6 +326,14 @@ class MetricsFold:
                 self._held += event.held or event.kv.device * event.steps
                 self._hold(event.kv)
                 self._most(peak_tokens=event.peak)
+            case Scored():
+                self._add(
+                    reward_s=event.elapsed_s,
+                    reward_path_tokens=event.path_tokens,
+                    reward_tokens=event.computed,
+                    reward_recomputed=event.recomputed,
+                )
+                self._most(reward_peak_tokens=event.peak)
             case Verified():
                 self._add(verified=len(event.nodes), asked=event.asked)
                 if event.confidences:

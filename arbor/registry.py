@@ -57,7 +57,10 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     },
     "verifier": {
         "cgee": "arbor.verifiers.cgee:CGEE",
+        "combined": "arbor.verifiers.combined:Combined",
         "exact": "arbor.verifiers.exact:Exact",
+        "orm": "arbor.verifiers.reward_model:OutcomeRewardModel",
+        "prm": "arbor.verifiers.reward_model:ProcessRewardModel",
         "self": "arbor.verifiers.self_eval:SelfEval",
         "vote": "arbor.verifiers.vote:Vote",
     },

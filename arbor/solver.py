@@ -62,7 +62,7 @@ from arbor.run.setup import Setup
 from arbor.run.solution import Solution, failed_solution
 from arbor.run.worker import Worker
 from arbor.tasks.base import Problem, Task
-from arbor.verifiers.base import Verifier
+from arbor.verifiers.base import OwnsModel, Placement, Verifier, VerifierModel, parts_of
 
 if TYPE_CHECKING:
     import torch
@@ -220,6 +220,12 @@ class Solver:
             deterministic=deterministic,
             cuda_graphs=cuda_graphs,
         )
+        placement = Placement(device, backend, deterministic, debug)
+        self.verifier_models: dict[Verifier, VerifierModel] = {
+            part: part.own_model(placement)
+            for part in parts_of(self.verifier)
+            if isinstance(part, OwnsModel)
+        }
         source = self.checkpoint.source
         self.msve = resolve_msve(msve, source)
         self.verifier = resolve_verifier(self.verifier, self.task, source)
@@ -289,6 +295,8 @@ class Solver:
         self._worker.stop()
         self._engine = None
         self.checkpoint.close()
+        for model in self.verifier_models.values():
+            model.close()
 
     # Loading
 
@@ -324,6 +332,8 @@ class Solver:
             if self._engine is None:
                 with self._computing():
                     runner = self.checkpoint.load().runner
+                    for model in self.verifier_models.values():
+                        model.load()
                 self._engine = Engine(
                     runner,
                     self.tokenizer,
@@ -335,6 +345,7 @@ class Solver:
                     levels=self._levels(runner),
                     debug=self.debug,
                 )
+                self._engine.companions = tuple(self.verifier_models.values())
             return self._engine
 
     def _levels(self, runner: ModelRunner) -> LevelRule:
@@ -661,6 +672,7 @@ class Solver:
             listeners=tuple(self.listeners),
             record_bytes=self.record_bytes,
             sizes=self._sizes,
+            verifier_models=self.verifier_models,
         )
 
     @contextmanager

@@ -196,6 +196,8 @@ class Node:
         state: see `NodeState`.
         value: the verifier's value in [0, 1] (MSVE's v); 0 until `valued`.
         valued: whether a verifier has set `value`.
+        score: the verifier's score of this step alone, where `value` is of the whole path; None:
+            `value`.
         logprob: sum of the tokens' log probabilities under the model.
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
@@ -215,6 +217,7 @@ class Node:
     state: NodeState = NodeState.OPEN
     value: float = 0.0
     valued: bool = False
+    score: float | None = None
     logprob: float = 0.0
     confidence: float = 0.0
     top1: float = 0.0

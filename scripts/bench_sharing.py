@@ -255,7 +255,7 @@ def break_even(rows: Sequence[Row], arm: str, branches: int) -> float:
         if more <= 0:
             if before is None:
                 return 0.0
-            return before[0] + (n - before[0]) * before[1] / (before[1] - more)
+            return float(before[0] + (n - before[0]) * before[1] / (before[1] - more))
         before = n, more
     return math.inf
 

@@ -57,11 +57,14 @@ TORCH = (
     "model.layers",
     "model.plan",
     "model.runner",
+    "model.scoring",
     "model.sharing",
     "model.threads",
     "model.unembedding",
     "model.weights",
     "run.session",
+    "verifiers.reward.engine",
+    "verifiers.reward.mirror",
 )
 
 # Packages outside the standard library that each unit may import; other units may import none.

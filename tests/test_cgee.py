@@ -285,3 +285,8 @@ def test_an_audit_needs_something_to_audit(capsys: pytest.CaptureFixture[str]) -
 
     assert done.code == 2
     assert "audit-verify" in done.err
+
+
+def test_a_verifier_with_a_model_of_its_own_is_refused() -> None:
+    with pytest.raises(UsageError, match="reward model"):
+        CGEE(verifier=Combined((SelfEval(), SelfEval())))

@@ -94,7 +94,9 @@ class FakeEngine:
         self.open_operations.append(operation)
         return operation
 
-    def begin_ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> FakeOperation:
+    def begin_ask(
+        self, nodes: Sequence[Node], questions: Sequence[Sequence[int]], *, counts: bool = True
+    ) -> FakeOperation:
         operation = FakeOperation(answers=len(nodes))
         self.open_operations.append(operation)
         return operation

@@ -45,6 +45,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "--n 1 --verifiers self --task chains --width 2 --visited 2 --json FOLDER/out.json",
     ),
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
+    "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
     "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
     "eval_chains": ("--n 1 --json FOLDER/out.json --svg FOLDER/out.svg",),

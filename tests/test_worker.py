@@ -455,7 +455,7 @@ def test_a_bug_in_the_budget_ends_the_search_that_begins(
         raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr("arbor.run.worker.pool_of", pool_of)
+        patch.setattr("arbor.run.batch.pool_of", pool_of)
         for stream in opened_together(solver, *PROBLEMS[:3]):
             with pytest.raises(ZeroDivisionError):
                 _ = stream.solution

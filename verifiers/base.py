@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from arbor.budget import Budget, Plan
+from arbor.events import Listener
 from arbor.tasks.base import BlockLimits, Problem, Task
 from arbor.tree import Node
 
@@ -54,15 +56,19 @@ class Verdict:
 
     Attributes:
         values: one per candidate in [0, 1], in the order given.
-        asked: questions put to the model (0 for verifiers that need no model).
+        asked: questions put to the search's model (0 for verifiers that need no model, or have one
+            of their own).
         gate: of a verifier that may skip verifications.
         exits: of questions that may leave early; the session sets it.
+        scores: of each candidate's last step alone, where the values are of whole paths; empty
+            where they are the values.
     """
 
     values: tuple[float, ...]
     asked: int
     gate: Gate | None = None
     exits: Exits | None = None
+    scores: tuple[float, ...] = ()
 
 
 class Encoder(Protocol):
@@ -167,3 +173,155 @@ class PlansQuestions(Protocol):
     ) -> int | None:
         """The most tokens of a question in a search with these limits; None: the task's."""
         ...
+
+
+# Verifiers with a model of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the model of a verifier runs: as the solver's.
+
+    Attributes:
+        device, backend, deterministic, debug: see `Solver`.
+    """
+
+    device: str = "auto"
+    backend: str = "auto"
+    deterministic: bool = False
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchShape:
+    """A search, as the plan of a verifier's model needs it.
+
+    Attributes:
+        task, problem: what is solved.
+        boundary: the longest step, in tokens of the search's model, and the most steps of a path.
+        blocks: most blocks of the search.
+        prompt_tokens: length of the prompt in tokens of the search's model.
+        expected_blocks_tokens: tokens that full retention of such a search is expected to hold at
+            its peak, the prompt excluded; None: not measured.
+        searches: number of measured searches behind it.
+    """
+
+    task: Task
+    problem: Problem
+    boundary: BlockLimits
+    blocks: int
+    prompt_tokens: int
+    expected_blocks_tokens: int | None = None
+    searches: int = 0
+
+
+@runtime_checkable
+class OwnsModel(Protocol):
+    """The part of a verifier that runs a model of its own, next to the search's.
+
+    Its solver keeps the model, loads it with its own and closes it; its searches share it, each
+    with its own `VerifierSearch`.
+    """
+
+    def own_model(self, placement: Placement) -> VerifierModel:
+        """The model, located and not loaded.
+
+        Raises:
+            UsageError, ModelError: invalid settings, or no such model.
+        """
+        ...
+
+
+class VerifierModel(Protocol):
+    """The model of a verifier, with an engine of its own.
+
+    Attributes:
+        budget: of its KV.
+    """
+
+    budget: Budget
+
+    def plan(self, search: SearchShape) -> Plan:
+        """The memory of a search in this model; reads config and tokenizer.
+
+        Raises:
+            ArborError: not a model for this, or the search does not fit.
+        """
+        ...
+
+    def load(self) -> None:
+        """Load the weights."""
+        ...
+
+    def open(self, search: SearchShape, plan: Plan, pool: int, emit: Listener) -> VerifierSearch:
+        """Begin a search, next to those in progress.
+
+        Args:
+            search: as planned.
+            plan: the plan.
+            pool: the budget of all searches in progress, tokens.
+            emit: called with the events of the search.
+        """
+        ...
+
+    def step(self) -> None:
+        """Run one forward for all searches in progress; nothing if there is nothing to do."""
+        ...
+
+    def close(self) -> None:
+        """Free the weights and the KV."""
+        ...
+
+
+class VerifierSearch(Protocol):
+    """One search, as the model of its verifier sees it."""
+
+    def begin(self, candidates: Sequence[Node]) -> Judging:
+        """Begin to judge closed or terminal blocks; at least one."""
+        ...
+
+    def forget(self, nodes: Sequence[Node]) -> None:
+        """Free what is held for blocks that the search has given up."""
+        ...
+
+    def close(self) -> None:
+        """End the search and free what is held for it."""
+        ...
+
+
+class Judging(Protocol):
+    """A verdict in progress; `VerifierModel.step` brings it forward."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the verdict is ready."""
+        ...
+
+    def verdict(self) -> Verdict:
+        """The verdict, once it is ready.
+
+        Raises:
+            Exception: what ended it.
+        """
+        ...
+
+
+@runtime_checkable
+class Combines(Protocol):
+    """The part of a verifier that combines the verdicts of others."""
+
+    @property
+    def parts(self) -> Sequence[Verifier]:
+        """The others."""
+        ...
+
+    def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """One verdict from those of the parts, in their order, on the same candidates."""
+        ...
+
+
+def parts_of(verifier: Verifier) -> list[Verifier]:
+    """The verifiers that judge: itself, or those that it combines, however deep."""
+    if isinstance(verifier, Combines):
+        return [each for part in verifier.parts for each in parts_of(part)]
+    return [verifier]

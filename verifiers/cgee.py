@@ -14,10 +14,12 @@ from arbor.tree import Node
 from .base import (
     Asker,
     ChecksQuestions,
+    Combines,
     Encoder,
     Gate,
     Inquires,
     Inquiry,
+    OwnsModel,
     PlansQuestions,
     Verdict,
     Verifier,
@@ -93,6 +95,13 @@ class CGEE:
     audit: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.verifier, Combines | OwnsModel):
+            raise UsageError(
+                "exit-verifier",
+                "cgee wraps a verifier that asks the search's model; a reward model, or a "
+                "combination of verifiers, does not.",
+                "Put cgee into the combination, around the verifier that asks.",
+            )
         if self.levels != "skip" and not isinstance(self.verifier, Inquires):
             raise UsageError(
                 "exit-verifier",

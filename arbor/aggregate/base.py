@@ -28,7 +28,8 @@ class FinishedPath:
         answer: None if the path gave none.
         group: number of its answer: equal answers, by the task's comparison, have the same; None
             without an answer.
-        values: of its blocks in order, the prompt excluded; in [0, 1].
+        values: of its blocks in order, the prompt excluded; in [0, 1]; where the verifier keeps
+            the scores of single steps, those.
     """
 
     node: int
@@ -84,7 +85,12 @@ def path_score(path: FinishedPath, steps: Steps) -> float:
 
     0 for a path without blocks.
     """
-    return _REDUCED[steps](path.values) if path.values else 0.0
+    return reduced(path.values, steps)
+
+
+def reduced(values: Sequence[float], steps: Steps) -> float:
+    """The last, the lowest, the mean or the product of the values of a path; 0 without any."""
+    return _REDUCED[steps](values) if values else 0.0
 
 
 def grouped(paths: Sequence[FinishedPath], steps: Steps) -> list[list[FinishedPath]]:

@@ -371,6 +371,12 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         parts.append(
             f"audit: {metrics.disagreements:,} of {metrics.audited_verifications:,} decided otherwise"
         )
+    if metrics.reward_path_tokens:
+        parts.append(
+            f"reward model computed {metrics.reward_tokens:,} tokens "
+            f"({100 * metrics.reward_reused:.0f} % of its paths reused, "
+            f"peak {metrics.reward_peak_tokens:,}) in {metrics.reward_s:.1f} s"
+        )
     if correct is not None:
         parts.append("correct" if correct else "wrong")
     return " · ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
-from arbor.engine.operation import Asking, Extending, Growing, Operation
+from arbor.engine.operation import Asking, Extending, Growing, Operation, Reading
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
@@ -41,6 +41,14 @@ from arbor.tree import Node, ThoughtTree
 T = TypeVar("T")
 Ended = TypeVar("Ended", bound=Operation)
 _ALWAYS = LevelRule()
+
+
+class Companion(Protocol):
+    """An engine of another model."""
+
+    def step(self) -> None:
+        """Run one forward for all operations in progress; nothing if there are none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,10 @@ class Engine:
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
         debug: poison freed slots and check all invariants after every change.
+
+    Attributes:
+        companions: engines of other models that its searches wait for as well, such as a reward
+            model's; each `step` is one of theirs too.
     """
 
     def __init__(
@@ -116,6 +128,7 @@ class Engine:
         self._source = (
             ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
         )
+        self.companions: tuple[Companion, ...] = ()
         self._memory: KVMemory | None = None
         self._opened: _Parts | None = None
         self._latest: OpenTree | None = None
@@ -278,11 +291,13 @@ class Engine:
         return self._opened is not None and self._opened.stepper.busy
 
     def step(self) -> None:
-        """Run one forward for all operations in progress.
+        """Run one forward for all operations in progress, and one of each companion.
 
         What goes wrong ends the operations it concerns, and is raised by their `result`.
         """
         self._parts.stepper.step()
+        for companion in self.companions:
+            companion.step()
 
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a
@@ -442,8 +457,10 @@ class Engine:
         verdicts: Sequence[Sequence[int]] = (),
         *,
         audit: bool = False,
+        counts: bool = True,
     ) -> Asking:
-        """`ask`, or with a rule `ask_early`, as an operation for `step`; at least one question."""
+        """`ask`, or with a rule `ask_early`, as an operation for `step`; at least one question.
+        `counts` as in `begin_grow`."""
         self._require(nodes, [len(question) for question in questions])
         operation = Asking(self.state.of(nodes[0]), len(nodes))
         if exit_rule is not None:
@@ -460,6 +477,25 @@ class Engine:
             if operation.exits:
                 question.exiting = operation.exits[place]
             operation.waiting.append(question)
+        if counts:
+            operation.opened.begin_operation()
+        self._begin(operation)
+        return operation
+
+    def begin_read(self, nodes: Sequence[Node]) -> Reading:
+        """Make the paths of blocks complete and read the model's next-token logits after them, as
+        an operation for `step`; together as far as the budget allows.
+
+        Args:
+            nodes: closed blocks of one tree, at least one.
+
+        Raises:
+            BudgetInfeasible: one path does not fit.
+        """
+        self._require(nodes, [0] * len(nodes))
+        operation = Reading(self.state.of(nodes[0]), len(nodes))
+        for place in self._in_order(range(len(nodes)), nodes):
+            operation.waiting.append(Visit(operation, place, nodes[place]))
         operation.opened.begin_operation()
         self._begin(operation)
         return operation

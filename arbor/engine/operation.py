@@ -90,23 +90,47 @@ class Growing(Operation):
         return self.children
 
 
-class Asking(Operation):
-    """Reads the model's next-token logits after questions.
+class Reading(Operation):
+    """Makes paths complete and reads the model's next-token logits after them.
+
+    Args:
+        opened: the tree.
+        count: number of paths.
+
+    Attributes:
+        answers: of each path, [V] float32, once it has run.
+    """
+
+    def __init__(self, opened: OpenTree, count: int) -> None:
+        super().__init__(opened)
+        self.answers: list[Tensor] = [torch.empty(0)] * count
+
+    def result(self) -> Tensor:
+        """The logits, [n, V] float32.
+
+        Raises:
+            Exception: what ended the operation.
+        """
+        self.check()
+        return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
+
+
+class Asking(Reading):
+    """Reads the model's next-token logits after paths and questions; the tree does not change.
 
     Args:
         opened: the tree.
         count: number of questions.
 
     Attributes:
-        answers: of each question, [V] float32, once it has run.
         exits: each question's way through the layers, where they may leave early; else empty.
         full: of each question, [V] float32 after the last layer, where exits are audited.
     """
 
+    waiting: deque[Question]  # type: ignore[assignment]
+
     def __init__(self, opened: OpenTree, count: int) -> None:
-        super().__init__(opened)
-        self.waiting: deque[Question]  # type: ignore[assignment]
-        self.answers: list[Tensor] = [torch.empty(0)] * count
+        super().__init__(opened, count)
         self.exits: list[Exiting] = []
         self.full: dict[int, Tensor] = {}
 
@@ -122,15 +146,6 @@ class Asking(Operation):
     def extra(self) -> list[int]:
         """Tokens of each question that waits."""
         return [len(question.tokens) for question in self.waiting]
-
-    def result(self) -> Tensor:
-        """The logits, [n, V] float32.
-
-        Raises:
-            Exception: what ended the operation.
-        """
-        self.check()
-        return torch.stack(self.answers) if self.answers else torch.empty(0, 0)
 
     def early(self) -> Answers:
         """The answers to questions that may leave early.

@@ -14,7 +14,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Rules
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.operation import Asking, Growing, Operation
+from arbor.engine.operation import Asking, Growing, Operation, Reading
 from arbor.engine.rehydration import Placed, Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work, is_part
@@ -278,6 +278,9 @@ class Stepper:
                     assert isinstance(question.operation, Asking)
                     question.operation.settle(question, logits[at])
                     at += 1
+        for visit in joined.visits:
+            if isinstance(visit.operation, Reading) and not is_part(visit):
+                visit.operation.answers[visit.place] = self._known[visit.node]
         self._rehydration.computed()
         self._state.mark_computed(placed.written)
         for question in joined.questions:

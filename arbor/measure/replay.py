@@ -44,7 +44,7 @@ from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
 from arbor.trace.records import NO_TOKEN
 from arbor.tree import Node, NodeState
-from arbor.verifiers.base import Asker, Verdict, Verifier
+from arbor.verifiers.base import Asker, Verdict, Verifier, parts_of
 
 MOST_VOCABULARY = 1 << 24  # the logits of a replay have a place for every token id
 
@@ -282,5 +282,9 @@ class _Judge:
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
         """The recorded values of the candidates."""
-        asked = self.verifier.verify(task, problem, candidates, engine).asked
+        asked = sum(
+            part.verify(task, problem, candidates, engine).asked
+            for part in parts_of(self.verifier)
+            if part.needs_model
+        )
         return Verdict(tuple(self.values[node.id] for node in candidates), asked)

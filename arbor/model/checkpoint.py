@@ -139,7 +139,7 @@ class Checkpoint:
                     raise ModelError("arch-unsupported", reason, hint)
                 self._weights = load_weights(
                     self.source,
-                    self._given,
+                    self._ready_model(files),
                     files,
                     device=self.device,
                     backend=self.backend_name(files.info),
@@ -148,6 +148,14 @@ class Checkpoint:
                     cuda_graphs=self.cuda_graphs,
                 )
             return self._weights
+
+    def _ready_model(self, files: Files) -> Any:
+        """The model as it was passed; None: its weights are read as those of a `*ForCausalLM`.
+
+        Args:
+            files: its config and tokenizer.
+        """
+        return self._given
 
     def _read(self, keep: bool) -> Files:
         from arbor.model.weights import read_files

@@ -203,8 +203,18 @@ def _no_tokenizer(source: ModelLocation, reason: str) -> ModelError:
     )
 
 
-def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) -> Any:
+def load_model(
+    source: ModelLocation,
+    dtype: torch.dtype,
+    device: torch.device,
+    auto: str = "AutoModelForCausalLM",
+) -> Any:
     """The decoder with its weights.
+
+    Args:
+        source: the model.
+        dtype, device: of its weights.
+        auto: the class of transformers that builds it; ``AutoModel`` has no head.
 
     For a GPU, transformers copies each tensor to the device as it is read, if accelerate is
     installed; without it the whole model passes through host memory.
@@ -214,7 +224,7 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
         OutOfMemory: they do not fit into memory.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils.import_utils import is_accelerate_available
 
     from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
@@ -223,7 +233,7 @@ def load_model(source: ModelLocation, dtype: torch.dtype, device: torch.device) 
     placement = {"device_map": {"": device}} if direct else {}
     try:
         with _no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = getattr(transformers, auto).from_pretrained(
                 source.path, dtype=dtype, output_loading_info=True, **placement, **source.loading
             )
     except Exception as error:

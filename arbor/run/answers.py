@@ -34,7 +34,7 @@ def finished_paths(task: Task, problem: Problem, leaves: Sequence[Node]) -> list
     for leaf in leaves:
         answer = task.answer(problem, leaf.thoughts)
         group = None if answer is None else group_of(answer)
-        values = tuple(node.value for node in leaf.path[1:])
+        values = tuple(node.value if node.score is None else node.score for node in leaf.path[1:])
         found.append(FinishedPath(leaf.id, answer, group, values))
     return found
 

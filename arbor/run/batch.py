@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from arbor.budget import Budget
+from arbor.budget import Budget, Plan
 from arbor.errors import ArborError
 from arbor.events import Event
 from arbor.run.request import Options, Request
@@ -16,6 +16,7 @@ from arbor.run.searches import Steps
 from arbor.run.setup import Setup
 from arbor.run.solution import Solution
 from arbor.tasks.base import Problem
+from arbor.verifiers.base import Verifier
 
 if TYPE_CHECKING:
     from arbor.engine.engine import Engine
@@ -31,10 +32,17 @@ class Pool:
 
     Attributes:
         tokens: of KV.
+        verifiers: tokens of KV in the models of verifiers that have their own.
     """
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.verifiers: dict[Verifier, int] = {}
+
+    def set(self, runs: Sequence[Run]) -> None:
+        """Set it by the searches that run at first."""
+        self.tokens = pool_of(runs)
+        self.verifiers = verifier_pools(runs)
 
     def admits(self, run: Run, running: Iterable[Run], idle: bool) -> bool:
         """Whether a search may begin; in an idle engine it may, and the budget grows to its own.
@@ -45,10 +53,15 @@ class Pool:
             idle: whether the engine is idle.
         """
         plan = run.plan
+        verifiers = run.verifier_plans
         if idle:
             self.tokens = max(self.tokens, plan.budget_tokens)
+            for verifier, each in verifiers.items():
+                self.verifiers[verifier] = max(self.verifiers[verifier], each.budget_tokens)
             return True
-        if plan.smallest_tokens > self.tokens:
+        if plan.smallest_tokens > self.tokens or any(
+            each.smallest_tokens > self.verifiers[verifier] for verifier, each in verifiers.items()
+        ):
             return False
         if run.setup.policy.keeps_all:
             taken = sum(other.plan.full_tokens for other in running)
@@ -89,7 +102,7 @@ class Batch:
 
     def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None]]:
         """What begins each search, see `as_completed`."""
-        self._pool.tokens = pool_of([run for run in self._first if isinstance(run, Run)])
+        self._pool.set([run for run in self._first if isinstance(run, Run)])
         for place, run in enumerate(chain(self._first, self._rest)):
             if self._stopped is not None:
                 return
@@ -130,15 +143,32 @@ class Batch:
         run.announce()
         self._running[place] = run
         heard = () if self._listen is None else (partial(self._listen, place),)
-        return run.steps(engine, *heard, pool=self._pool.tokens if self._several else None)
+        if not self._several:
+            return run.steps(engine, *heard)
+        pool, verifiers = self._pool.tokens, self._pool.verifiers
+        return run.steps(engine, *heard, pool=pool, verifier_pools=verifiers)
 
 
 def pool_of(runs: Sequence[Run]) -> int:
     """The budget of several runs together, in tokens."""
     if not runs:
         return 0
-    plans = [run.plan for run in runs]
-    budget: Budget = runs[0].budget
+    return _together(runs[0].budget, [run.plan for run in runs])
+
+
+def verifier_pools(runs: Sequence[Run]) -> dict[Verifier, int]:
+    """The same in the models of verifiers that have their own."""
+    if not runs:
+        return {}
+    models = runs[0].setup.verifier_models
+    return {
+        verifier: _together(model.budget, [run.verifier_plans[verifier] for run in runs])
+        for verifier, model in models.items()
+    }
+
+
+def _together(budget: Budget, plans: Sequence[Plan]) -> int:
+    """The budget of several searches in one engine, in tokens."""
     if budget.unit == "ratio":
         return sum(plan.budget_tokens for plan in plans)
     full = sum(plan.full_tokens for plan in plans)

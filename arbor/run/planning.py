@@ -12,7 +12,7 @@ from arbor.run.plugin_answers import checked_task, most_blocks, unchecked
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import BoundedQuestions, Converses, Problem, Task
-from arbor.verifiers.base import ChecksQuestions, PlansQuestions
+from arbor.verifiers.base import ChecksQuestions, PlansQuestions, SearchShape, parts_of
 
 
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
@@ -90,8 +90,9 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     info = files.info
     if not info.supported:
         raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info MODEL'.")
-    if isinstance(setup.verifier, ChecksQuestions):
-        setup.verifier.check(checked_task(setup.task), problem, Words(files.tokenizer))
+    for part in parts_of(setup.verifier):
+        if isinstance(part, ChecksQuestions):
+            part.check(checked_task(setup.task), problem, Words(files.tokenizer))
     size = setup.size
     shape = Footprint(
         prompt_tokens,
@@ -153,15 +154,38 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
         UsageError: the declared number is not a whole number of at least 1.
     """
     task = setup.task
-    if isinstance(setup.verifier, PlansQuestions):
-        most = setup.verifier.most_question_tokens(
-            checked_task(task), problem, setup.boundary, Words(tokenizer)
-        )
-        if most is not None:
-            return most
+    asking = [part for part in parts_of(setup.verifier) if part.needs_model]
+    bounds = [
+        part.most_question_tokens(checked_task(task), problem, setup.boundary, Words(tokenizer))
+        for part in asking
+        if isinstance(part, PlansQuestions)
+    ]
+    known = [most for most in bounds if most is not None]
+    if known and len(known) == len(asking):
+        return max(known)
     text = checked_task(task).question(problem, ()).text
     declared = None
     parts = unchecked(task)
     if isinstance(parts, BoundedQuestions):
         declared = check_count("max_question_tokens", parts.max_question_tokens)
-    return max(declared or 0, len(Words(tokenizer).encode(text)))
+    return max(declared or 0, len(Words(tokenizer).encode(text)), *known)
+
+
+def search_shape(setup: Setup, problem: Problem, prompt_tokens: int) -> SearchShape:
+    """A search, as the models of verifiers plan it.
+
+    Args:
+        setup: how it is searched.
+        problem: parsed.
+        prompt_tokens: length of its prompt.
+    """
+    size = setup.size
+    return SearchShape(
+        checked_task(setup.task),
+        problem,
+        setup.boundary,
+        most_blocks(setup.controller, setup.boundary.max_depth),
+        prompt_tokens,
+        None if size is None else size.expected,
+        0 if size is None else size.n,
+    )

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.full_retention import FullRetention
 from arbor.run.limits import TokenLimit
-from arbor.run.planning import encode_prompt, parse_problem, plan_search
+from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
 from arbor.run.plugin_answers import checked_task, is_guess
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
@@ -32,6 +32,7 @@ from arbor.run.solution import Candidate, Solution, Step
 from arbor.tasks.base import Problem
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
+from arbor.verifiers.base import SearchShape, Verifier, VerifierSearch
 
 if TYPE_CHECKING:
     from arbor.engine.engine import Engine
@@ -66,6 +67,7 @@ class Run:
         self.session: Session | None = None  # while the engine searches
         self._stopped: Status | None = None
         self.pool: int | None = None  # the budget of all runs in the engine
+        self.verifier_pools: Mapping[Verifier, int] = {}  # likewise, in the verifiers' models
 
     def solve(
         self, lend: Callable[[Run], AbstractContextManager[Engine]], *listeners: Listener
@@ -84,7 +86,11 @@ class Run:
             return completed(engine, self.steps(engine, *listeners))
 
     def steps(
-        self, engine: Engine, *listeners: Listener, pool: int | None = None
+        self,
+        engine: Engine,
+        *listeners: Listener,
+        pool: int | None = None,
+        verifier_pools: Mapping[Verifier, int] | None = None,
     ) -> Steps[Solution]:
         """`solve`, next to other runs in one engine.
 
@@ -94,9 +100,10 @@ class Run:
             engine: loaded.
             listeners: called with every event, after those of the setup.
             pool: the budget of all runs in the engine, tokens; by default that of this run.
+            verifier_pools: the same in the models of verifiers that have their own.
         """
         reads = self._reads()
-        self.pool = pool
+        self.pool, self.verifier_pools = pool, verifier_pools or {}
         metrics, writer = MetricsFold(), self.request.writer()
         recording = self._recording(writer)
         records = [each for each in (writer, recording) if each is not None]
@@ -162,7 +169,19 @@ class Run:
     @cached_property
     def plan(self) -> Plan:
         """The plan of this run: its memory at the budget."""
-        return plan_search(self.setup, self.problem, len(self.prompt), self.budget)
+        plan = plan_search(self.setup, self.problem, len(self.prompt), self.budget)
+        _ = self.verifier_plans  # what they refuse is refused before anything loads
+        return plan
+
+    @cached_property
+    def verifier_plans(self) -> Mapping[Verifier, Plan]:
+        """The memory of this run in the models of verifiers that have their own."""
+        models = self.setup.verifier_models
+        return {verifier: model.plan(self._shape) for verifier, model in models.items()}
+
+    @cached_property
+    def _shape(self) -> SearchShape:
+        return search_shape(self.setup, self.problem, len(self.prompt))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -208,33 +227,36 @@ class Run:
         form = boundary.form
         grammar = None if form is None else Grammar(form, boundary.stop, words, eos)
         stop = StopRule(words, boundary, eos)
-        self.session = Session(
-            engine,
-            setup.task,
-            self.problem,
-            setup.controller,
-            setup.verifier,
-            Growth(self.seed, setup.sampling, stop, grammar),
-            Limits(boundary.max_depth, setup.max_expansions, request.timeout),
-            self.plan.budget_tokens,
-            emit,
-            detail=request.trace_level,
-            reads=reads,
-            questions=PlannedQuestions(
-                engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
-            ),
-            pool=self.pool,
-            aggregate=setup.aggregate,
-        )
-        if self._stopped is not None:  # while the search was being set up
-            self.session.stop(self._stopped)
-        emit(self._header(engine.levels))
-        try:
-            outcome = yield from self.session.steps(self.prompt, self.task.prompt(self.problem))
-        except BaseException:
-            cost = metrics.metrics()
-            emit.fail(Ended("error", cost.nodes, cost.to_dict()))
-            raise
+        with ExitStack() as verifiers:
+            self.session = Session(
+                engine,
+                setup.task,
+                self.problem,
+                setup.controller,
+                setup.verifier,
+                Growth(self.seed, setup.sampling, stop, grammar),
+                Limits(boundary.max_depth, setup.max_expansions, request.timeout),
+                self.plan.budget_tokens,
+                emit,
+                detail=request.trace_level,
+                reads=reads,
+                questions=PlannedQuestions(
+                    engine, setup.task.name, self.plan, setup.checkpoint.read().info.context
+                ),
+                pool=self.pool,
+                aggregate=setup.aggregate,
+                opened=self._open_verifiers(emit, verifiers),
+            )
+            if self._stopped is not None:  # while the search was being set up
+                self.session.stop(self._stopped)
+            emit(self._header(engine.levels))
+            try:
+                text = self.task.prompt(self.problem)
+                outcome = yield from self.session.steps(self.prompt, text)
+            except BaseException:
+                cost = metrics.metrics()
+                emit.fail(Ended("error", cost.nodes, cost.to_dict()))
+                raise
         emit(Ended(outcome.status, len(outcome.tree), metrics.metrics().to_dict()))
         self._learn(outcome.status, full)
         cost = metrics.metrics()
@@ -247,6 +269,23 @@ class Run:
             cost.peak_tokens,
         )
         return outcome
+
+    def _open_verifiers(
+        self, emit: Listener, until: ExitStack
+    ) -> Mapping[Verifier, VerifierSearch]:
+        """This search in the models of verifiers that have their own.
+
+        Args:
+            emit: called with what they report.
+            until: closes them.
+        """
+        opened: dict[Verifier, VerifierSearch] = {}
+        for verifier, model in self.setup.verifier_models.items():
+            plan = self.verifier_plans[verifier]
+            pool = self.verifier_pools.get(verifier, plan.budget_tokens)
+            opened[verifier] = model.open(self._shape, plan, pool, emit)
+            until.callback(opened[verifier].close)
+        return opened
 
     def _learn(self, status: Status, full: FullRetention) -> None:
         """Adds a search that ended by its own rules to the measured sizes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -47,7 +47,18 @@ from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
 from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
-from arbor.verifiers.base import Asker, Exits, Gate, Inquires, Inquiry, Verdict, Verifier
+from arbor.verifiers.base import (
+    Asker,
+    Combines,
+    Exits,
+    Gate,
+    Inquires,
+    Inquiry,
+    OwnsModel,
+    Verdict,
+    Verifier,
+    VerifierSearch,
+)
 
 NO_GATE, NO_EXITS = Gate(False, ()), Exits()  # of a verifier that asks everything in full
 logger = logging.getLogger(__name__)
@@ -115,6 +126,7 @@ class Session:
             any.
         pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
+        opened: this search in the models of verifiers that have their own.
     """
 
     def __init__(
@@ -134,6 +146,7 @@ class Session:
         questions: PlannedQuestions | None = None,
         pool: int | None = None,
         aggregate: Aggregate | None = None,
+        opened: Mapping[Verifier, VerifierSearch] | None = None,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -149,6 +162,7 @@ class Session:
         self.questions = questions
         self.pool = pool
         self.aggregate = aggregate or Best()
+        self.opened = opened or {}
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -393,11 +407,13 @@ class Session:
         if not children:
             return False
         began = time.perf_counter()
-        verdict = yield from self._verdict(children)
+        verdict = yield from self._verdict(self.verifier, children)
         name = str(components.spec_of(self.verifier)["name"])
         values = _values(name, children, verdict)
         for child, value in zip(children, values, strict=True):
             child.value, child.valued = value, True
+        for child, score in zip(children, verdict.scores, strict=False):
+            child.score = score
         self.engine.changed(children)
         gate, exits = verdict.gate or NO_GATE, verdict.exits or NO_EXITS
         self.emit(
@@ -407,6 +423,7 @@ class Session:
                 values=values,
                 asked=verdict.asked,
                 elapsed_s=time.perf_counter() - began,
+                scores=verdict.scores,
                 confidences=gate.confidences,
                 skipped=gate.skipped,
                 audited=gate.audited or exits.audited,
@@ -417,9 +434,29 @@ class Session:
         )
         return bool(verdict.asked) and not gate.skipped
 
-    def _verdict(self, children: Sequence[Node]) -> Steps[Verdict]:
-        """The verifier's verdict, its questions asked as one operation where it has them ready."""
-        verifier, engine = self.verifier, self.engine
+    def _verdict(
+        self, verifier: Verifier, children: Sequence[Node], counts: bool = True
+    ) -> Steps[Verdict]:
+        """A verifier's verdict: part by part where it combines others, by its own model where it
+        has one, and its questions asked as one operation where it has them ready.
+
+        Args:
+            verifier: judges.
+            children: the candidates.
+            counts: whether its questions count as an operation of their own; one of a verification
+                does, see `FutureReads`.
+        """
+        engine = self.engine
+        if isinstance(verifier, Combines):
+            verdicts: list[Verdict] = []
+            for part in verifier.parts:
+                first = counts and not any(verdict.asked for verdict in verdicts)
+                verdicts.append((yield from self._verdict(part, children, first)))
+            return verifier.combined(verdicts)
+        if isinstance(verifier, OwnsModel):
+            judging = self.opened[verifier].begin(children)
+            yield judging
+            return judging.verdict()
         inquiry = None
         if isinstance(verifier, Inquires):
             inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
@@ -437,6 +474,7 @@ class Session:
                 inquiry.exit_rule,
                 inquiry.verdicts,
                 audit=inquiry.audit_exits,
+                counts=counts,
             )
             asking.counts = not inquiry.audits
             yield asking
@@ -460,6 +498,8 @@ class Session:
             self._freed.update(node.id for node in pruned)
             self.emit(Pruned(tuple(node.id for node in pruned)))
             self.engine.forget(pruned)
+            for each in self.opened.values():
+                each.forget(pruned)
 
     def _outlook(self, tree: ThoughtTree) -> dict[int, float]:
         """Probability that a later operation reads the path to each block, for `Reentry`.

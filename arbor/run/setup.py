@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from arbor import components
@@ -21,7 +21,7 @@ from arbor.retention.policy import Policy
 from arbor.run.search_sizes import SearchKind, SearchSize, SearchSizes
 from arbor.run.settings import resolve_sampling
 from arbor.tasks.base import BlockLimits, Task
-from arbor.verifiers.base import Verifier
+from arbor.verifiers.base import Verifier, VerifierModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Setup:
         listeners: called with every event of every run.
         record_bytes: as in `Solver`.
         sizes: measured sizes of the model's searches.
+        verifier_models: of the verifiers that have their own.
     """
 
     checkpoint: Checkpoint
@@ -58,6 +59,7 @@ class Setup:
     record_bytes: int
     sizes: SearchSizes
     aggregate: Aggregate
+    verifier_models: Mapping[Verifier, VerifierModel] = field(default_factory=dict)
 
     @property
     def sampling(self) -> Sampling:

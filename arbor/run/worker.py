@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from arbor.run.batch import Pool, pool_of
+from arbor.run.batch import Pool
 from arbor.run.job import SearchJob
 from arbor.run.run import Run
 from arbor.run.searches import Search
@@ -201,14 +201,17 @@ class Worker:
         idle, alone = not self._going, False
         if idle:
             runs = self._next_runs()
-            self._pool.tokens, alone = pool_of(runs), len(runs) == 1
+            self._pool.set(runs)
+            alone = len(runs) == 1
         if not self._pool.admits(job.run, self.running, idle):
             return False
         job.run.announce()
         if job.take():
             # alone, its own budget is that of all
             pool = None if alone else self._pool.tokens
-            search = Search(0, job.run.steps(engine, job.emit, pool=pool))
+            verifiers = None if alone else self._pool.verifiers
+            steps = job.run.steps(engine, job.emit, pool=pool, verifier_pools=verifiers)
+            search = Search(0, steps)
             self._going.append((search, job))
         return True
 

@@ -76,6 +76,8 @@ const SENTENCES = {
   forward: (record) =>
     `${record.kind}: ${plural(record.rows, "row")} in ${plural(record.steps, "step")}, ${seconds(record.elapsed_s)}`,
   sample: (record) => `a token for ${some(list(record.nodes))}`,
+  score: (record) =>
+    `${record.verifier}: ${plural(record.steps, "score")}, ${plural(record.computed, "token")} computed of ${record.path_tokens}, ${seconds(record.elapsed_s)}`,
   verify: (record) =>
     `${record.verifier}${record.skipped ? " skipped" : ""}: ${list(record.nodes)
       .slice(0, 4)

@@ -574,6 +574,7 @@ const NAMED = {
   rehydrate: ["nodes"],
   share: ["nodes"],
   merge: ["nodes"],
+  score: [],
   verify: ["nodes"],
   prune: ["nodes"],
   allocate: ["nodes"],

@@ -417,6 +417,7 @@ const METRICS = [
   ["wall_s", "time", seconds],
   ["decode_s", "decoding", seconds],
   ["verify_s", "verifying", seconds],
+  ["reward_s", "reward model", seconds],
   ["rehydrate_s", "rehydrating", seconds],
   ["policy_s", "retention policy", seconds],
   ["blocks", "blocks", count],

@@ -1,0 +1,102 @@
+"""The verifier that combines the values of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from arbor import components
+from arbor.errors import UsageError
+from arbor.tasks.base import Problem, Task
+from arbor.tree import Node
+
+from .base import Asker, Verdict
+
+Rule = Literal["sum", "product", "minimum"]
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Values a state by several verifiers: a weighted sum, a product or the minimum of theirs.
+
+        sum:      value = sum_i w_i v_i / sum_i w_i
+        product:  value = prod_i v_i ^ w_i
+        minimum:  value = min_i v_i
+
+    Args:
+        parts: the verifiers: names (``parts=self,exact``), tables with a name and settings, or
+            ready ones. On the command line a part with settings is JSON:
+            ``parts=["self",{"name":"prm","model":"PATH"}]``.
+        rule: see above.
+        weights: one for each part, at least 0 and not all of them 0; empty: all 1. The minimum has
+            none.
+
+    Each part judges all candidates of a call together. A sum is a proof (1) where each part with a
+    weight gives one, a minimum where all do. Where a part keeps the scores of single steps, those
+    of the blocks are combined likewise.
+    """
+
+    parts: tuple[Any, ...] = field(default=("self",), metadata=components.ARE_COMPONENTS)
+    rule: Rule = "sum"
+    weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        built = tuple(components.build("verifier", part) for part in self.parts)
+        object.__setattr__(self, "parts", built)
+        weights = self.weights
+        if not built:
+            raise UsageError("setting-range", "'combined' needs parts.", "As in parts=self,exact.")
+        if weights and self.rule == "minimum":
+            raise UsageError("setting-range", "weights=…: the minimum has no weights.", "")
+        if weights and len(weights) != len(built):
+            raise UsageError(
+                "setting-range", f"weights=…: {len(weights)} for {len(built)} parts.", ""
+            )
+        if not all(0 <= weight < math.inf for weight in weights) or (weights and not any(weights)):
+            raise UsageError(
+                "setting-range",
+                f"weights={','.join(map(str, weights))}: they must be finite, at least 0, and not "
+                "all 0.",
+            )
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a part asks the search's model."""
+        return any(part.needs_model for part in self.parts)
+
+    def verify(
+        self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
+    ) -> Verdict:
+        """The combined values, part by part."""
+        return self.combined(
+            [part.verify(task, problem, candidates, engine) for part in self.parts]
+        )
+
+    def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """One verdict from those of the parts."""
+        values = [verdict.values for verdict in verdicts]
+        steps = any(verdict.scores for verdict in verdicts)
+        return Verdict(
+            tuple(map(self._value, zip(*values, strict=True))),
+            sum(verdict.asked for verdict in verdicts),
+            scores=tuple(
+                map(
+                    self._value,
+                    zip(*(each.scores or each.values for each in verdicts), strict=True),
+                )
+            )
+            if steps
+            else (),
+        )
+
+    def _value(self, values: Sequence[float]) -> float:
+        """The value of one candidate from those of the parts."""
+        weights = self.weights or (1.0,) * len(values)
+        pairs = list(zip(weights, values, strict=True))
+        if self.rule == "minimum":
+            return min(values)
+        if self.rule == "product":
+            return math.prod(value**weight for weight, value in pairs)
+        return math.fsum(weight * value for weight, value in pairs) / math.fsum(weights)

@@ -1,0 +1,91 @@
+"""Reward formats: how a reward model reads a problem with its steps, and where it writes scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Head = Literal["classes", "tags"]
+
+REPLY = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the assistant's message in a chat template
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFormat:
+    """The text that a reward model reads, and the tokens at which it scores.
+
+        prompt, step 1, separator, between, step 2, separator, ...
+
+    Each part is tokenised by itself, so that equal beginnings of paths have equal tokens.
+
+    Attributes:
+        head: ``classes``: a score head gives a logit per class; ``tags``: the logits of two tokens
+            of the vocabulary do.
+        prompt: with ``{problem}``, the problem as the user typed it, and ``{prompt}``, the task's
+            prompt for the search's model.
+        chat: the prompt is a user's message and the steps are the assistant's, by the model's chat
+            template; else the prompt is plain text.
+        system: the system message of a chat; none if empty.
+        between: text before every step but the first.
+        separator: text after every step; a process reward model scores at its last token.
+        one_token: the separator must be one token of the vocabulary.
+        end: text after the last step, at whose last token an outcome reward model scores; None:
+            what the chat template writes after the assistant's message.
+        good, bad: ``tags``: the tokens for a good and a bad step.
+        label: ``classes``: the class of a good step; None: the second of two, the only one of one.
+    """
+
+    head: Head
+    prompt: str = "{problem}"
+    chat: bool = False
+    system: str = ""
+    between: str = ""
+    separator: str = ""
+    one_token: bool = False
+    end: str | None = None
+    good: str = ""
+    bad: str = ""
+    label: int | None = None
+
+
+# Process reward models. Each is described from the usage that its model card documents.
+PROCESS: Mapping[str, RewardFormat] = {
+    # peiyi9979/math-shepherd-mistral-7b-prm (Wang et al., arXiv 2312.08935):
+    # "question Step 1: ... ки\nStep 2: ... ки", scores at each ки
+    "math-shepherd": RewardFormat(
+        "tags",
+        prompt="{problem} ",
+        between="\n",
+        separator=" ки",
+        one_token=True,
+        good=" +",
+        bad=" -",
+    ),
+    # Qwen/Qwen2.5-Math-PRM-7B and -72B (Zhang et al., arXiv 2501.07301): a chat, scores at each
+    # <extra_0>
+    "qwen-prm": RewardFormat(
+        "classes",
+        chat=True,
+        system="Please reason step by step, and put your final answer within \\boxed{}.",
+        separator="<extra_0>",
+        one_token=True,
+    ),
+    # trl's PRMTrainer: *ForTokenClassification, scores at the line break after each step
+    "trl": RewardFormat("classes", prompt="{problem}\n", separator="\n"),
+}
+
+# Outcome reward models: a score of the whole path.
+OUTCOME: Mapping[str, RewardFormat] = {
+    # *ForSequenceClassification: a chat, scored at the last token
+    "chat": RewardFormat("classes", chat=True),
+    # the same without a chat template
+    "text": RewardFormat("classes", prompt="{problem}\n", end=""),
+}
+
+
+def process_family(architecture: str) -> str:
+    """The family of a process reward model by the architecture in its config."""
+    if architecture.endswith("ForProcessRewardModel"):
+        return "qwen-prm"
+    return "math-shepherd" if architecture.endswith("ForCausalLM") else "trl"
