@@ -19,6 +19,7 @@ from arbor.tasks.base import Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Inquires, Verdict
 from arbor.verifiers.cgee import CGEE, DECIMALS
+from arbor.verifiers.combined import Combined
 from arbor.verifiers.exact import Exact
 from arbor.verifiers.self_eval import CERTAIN, SelfEval
 from arbor.verifiers.vote import Vote
@@ -288,5 +289,10 @@ def test_an_audit_needs_something_to_audit(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_verifier_with_a_model_of_its_own_is_refused() -> None:
-    with pytest.raises(UsageError, match="reward model"):
-        CGEE(verifier=Combined((SelfEval(), SelfEval())))
+    class Judge(SelfEval):
+        def own_model(self, placement: object) -> None: ...
+
+    for verifier in (Judge(), Combined(parts=(Exact(), Judge()))):
+        with pytest.raises(UsageError, match="reward model"):
+            CGEE(verifier=verifier)
+    assert CGEE(verifier=Combined(parts=(Exact(), SelfEval()))).needs_model

@@ -14,7 +14,6 @@ from arbor.tree import Node
 from .base import (
     Asker,
     ChecksQuestions,
-    Combines,
     Encoder,
     Gate,
     Inquires,
@@ -23,6 +22,7 @@ from .base import (
     PlansQuestions,
     Verdict,
     Verifier,
+    parts_of,
 )
 from .exit_thresholds import ExitThresholds, Method
 from .self_eval import CERTAIN, SelfEval
@@ -95,12 +95,11 @@ class CGEE:
     audit: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.verifier, Combines | OwnsModel):
+        if any(isinstance(part, OwnsModel) for part in parts_of(self.verifier)):
             raise UsageError(
                 "exit-verifier",
-                "cgee wraps a verifier that asks the search's model; a reward model, or a "
-                "combination of verifiers, does not.",
-                "Put cgee into the combination, around the verifier that asks.",
+                "cgee wraps a verifier that asks the search's model, and not a reward model.",
+                "To use both, combine them: parts=cgee,prm.",
             )
         if self.levels != "skip" and not isinstance(self.verifier, Inquires):
             raise UsageError(
