@@ -213,8 +213,7 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
         "trace_text": options.trace_detail.trace_text,
         **({"sample_id": samples.sample_id} if samples.sample_id else {}),
         **versions(task),
-        "timeout": options.run.timeout,
-        "max_tokens": options.run.max_tokens,
+        **options.run.limits,
         **solver.config,
     }
 

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from arbor.cli.eval_options import AUTO_CONCURRENCY, EvalOptions
 from arbor.cli.output import Output
@@ -131,11 +131,8 @@ def _rows(
     def jobs() -> Iterator[tuple[Problem, Options]]:
         for sample in readable:
             seconds.begin(sample.id)
-            given: Options = {
-                "timeout": options.run.timeout,
-                "max_tokens": options.run.max_tokens,
-                "trace_level": options.trace_detail.trace_level,
-            }
+            given: Options = {"trace_level": options.trace_detail.trace_level}
+            given |= cast("Options", options.run.limits)
             if options.trace == "on":
                 text = options.trace_detail.trace_text
                 given["trace"] = writers[sample.id] = TraceWriter(

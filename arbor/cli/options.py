@@ -342,6 +342,19 @@ limit_options = option_group(
         heading="Limits",
         help="Most tokens in finished thoughts; then the best answer so far.",
     ),
+    option(
+        "--first",
+        type=click.Choice(["answer", "verified"]),
+        heading="Limits",
+        help="Stop at the first answer, or at the first that the verifier values at 0.5 or more.",
+    ),
+    option(
+        "--confidence",
+        type=Number(0, 1, min_open=True),
+        metavar="X",
+        heading="Limits",
+        help="Stop once the best answer has this value or, in a vote, this chance to stay ahead.",
+    ),
 )
 
 trace_detail_options = option_group(

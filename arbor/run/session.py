@@ -23,13 +23,15 @@ from arbor.events import (
     Event,
     Opened,
     Pruned,
+    ReachedLimit,
     Selected,
     Terminal,
     Transition,
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
-from arbor.run.answers import finished_paths, ranked
+from arbor.run.answers import confidence, finished_paths, ranked
+from arbor.run.limits import Limits
 from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
     Answers,
@@ -53,21 +55,6 @@ Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits that end a run early.
-
-    Attributes:
-        max_depth: thoughts on one path.
-        max_expansions: leaves grown in all; None: as many as the controller asks for.
-        timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
-    """
-
-    max_depth: int
-    max_expansions: int | None = None
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """Result of a session.
 
@@ -82,6 +69,7 @@ class Outcome:
         guessed: the answer is a guess of the task.
         votes: every answer with its paths, best first.
         grade: the grader's judgement, with its reason; None without an answer key.
+        limit: the limit that ended it, by the name of its setting.
     """
 
     tree: ThoughtTree
@@ -93,6 +81,7 @@ class Outcome:
     guessed: bool = False
     votes: tuple[AnswerVotes, ...] = ()
     grade: Grade | None = None
+    limit: ReachedLimit | None = None
 
 
 class Session:
@@ -150,6 +139,7 @@ class Session:
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
         self._stopped: Status | None = None
+        self._reached: ReachedLimit | None = None  # which limit stopped it
         self._deadline: float | None = None
         self._search: Search | None = None
         self._round_start = 0  # blocks in the tree before the round in progress
@@ -195,13 +185,17 @@ class Session:
         finally:
             self.engine.finish(tree)
 
-    def stop(self, status: Status) -> None:
+    def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
 
         Safe from a signal handler.
+
+        Args:
+            status: how the run ends.
+            limit: the limit that ends it.
         """
         if self._stopped is None:
-            self._stopped = status
+            self._stopped, self._reached = status, limit
 
     def _whole(self, tree: ThoughtTree) -> Steps[Outcome]:
         """The prompt, the search, and its end."""
@@ -249,6 +243,7 @@ class Session:
             self._verified = True
             search.tell(children)
             self._prune(tree)
+            self._check_answers(search, children)
 
     # Without rounds
 
@@ -279,8 +274,9 @@ class Session:
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
+                self._check_answers(search, children)
             if cut:
-                self.stop("limit")
+                self.stop("limit", "max_expansions")
         finally:
             for each in overlapping:
                 each.close()
@@ -312,15 +308,36 @@ class Session:
 
     def _over(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.stop("timeout")
+            self.stop("timeout", "timeout")
         return self._stopped is not None
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
         """The expansions of a round within the limit on all of them; none end the run."""
         allowed = self._within_limit(expansions)
         if expansions and not allowed:
-            self.stop("limit")
+            self.stop("limit", "max_expansions")
         return allowed
+
+    def _check_answers(self, search: Search, children: Sequence[Node]) -> None:
+        """Ends the run where one of these blocks finishes the path that a limit waits for."""
+        limits = self.limits
+        if limits.first is None and limits.confidence is None:
+            return
+        ended = {child.id for child in children if child.state is NodeState.TERMINAL}
+        if not ended:
+            return
+        finished = search.best()
+        for leaf in finished:
+            answered = (
+                leaf.id in ended and self.task.answer(self.problem, leaf.thoughts) is not None
+            )
+            if answered and limits.reached_by(leaf.value):
+                self.stop("limit", "first")
+                return
+        if limits.confidence is not None:
+            votes = ranked(self.aggregate, finished_paths(self.task, self.problem, finished))
+            if votes and confidence(self.aggregate, votes) >= limits.confidence:
+                self.stop("limit", "confidence")
 
     def _within_limit(self, expansions: list[Expansion]) -> list[Expansion]:
         most = self.limits.max_expansions
@@ -476,7 +493,18 @@ class Session:
                 guessed=guessed,
             )
         )
-        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed, votes, grade)
+        return Outcome(
+            tree,
+            status,
+            tuple(finished),
+            best,
+            answer,
+            correct,
+            guessed,
+            votes,
+            grade,
+            self._reached,
+        )
 
     def _grade(self, answer: str | None) -> Grade | None:
         if self.problem.expected is None:

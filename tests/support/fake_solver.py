@@ -36,6 +36,7 @@ class FakeSolution:
     score: float = 0.75
     guessed: bool = False
     grade: Grade | None = None
+    limit: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     votes: ClassVar[tuple[AnswerVotes, ...]] = ()
@@ -252,12 +253,16 @@ class FakeSolver:
         expected: str | None = None,
         timeout: float | None = None,
         max_tokens: int | None = None,
+        first: str | None = None,
+        confidence: float | None = None,
         trace: TraceWriter | None = None,
         trace_level: str = "events",
     ) -> FakeStream:
         self.config["expected"] = expected
         self.config["timeout"] = timeout
         self.config["max_tokens"] = max_tokens
+        self.config["first"] = first
+        self.config["confidence"] = confidence
         self.config["trace_level"] = trace_level
         self.config["problem"] = problem
         return FakeStream(self, problem, trace)
