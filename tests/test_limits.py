@@ -216,11 +216,21 @@ def test_limits_stand_in_a_configuration(tmp_path: Path) -> None:
     assert Solver.from_config(file).config.items() <= solution.config.items()
 
 
-def test_a_limit_drops_what_is_in_progress() -> None:
+@pytest.mark.parametrize("controller", ["tot", "dpts", "best-first", "mcts"])
+@pytest.mark.parametrize("most", [250, 400])
+def test_a_round_gets_as_many_blocks_as_fit_the_tokens(controller: str, most: int) -> None:
     events: list[Event] = []
+    step = {"verifier": "self", "seed": 0}
 
-    solution = solved(events, limits={"max_tokens": 30})
+    solution = solved(events, controller, {"max_tokens": most}, **step)
 
-    closed = [event for event in events if isinstance(event, Boundary)]
-    assert sum(len(event.ids) for event in closed) == solution.metrics.tokens_generated >= 30
-    assert sum(len(event.ids) for event in closed[:-1]) < 30 + max(len(e.ids) for e in closed) * 12
+    longest = max(len(event.ids) for event in events if isinstance(event, Boundary))
+    assert solution.limit == "max_tokens"
+    assert abs(solution.metrics.tokens_generated - most) <= 2 * longest
+
+
+def test_the_first_round_is_not_cut() -> None:
+    solution = solved(limits={"max_tokens": 30})
+
+    assert solution.limit == "max_tokens"
+    assert solution.metrics.rounds == 1 and solution.metrics.nodes == 13

@@ -191,7 +191,7 @@ def replay(
         components.build("controller", config["controller"]),
         judge,
         Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
-        Limits(config["max_depth"], min(most, default=None)),
+        Limits(config["max_depth"], min(most, default=None), config.get("max_tokens")),
         slots,
         emit,
         reads=record.reads,

@@ -26,11 +26,14 @@ class RunLimits(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that a session checks itself; the limit on tokens is a listener, `TokenLimit`.
+    """Limits of a session.
 
     Attributes:
         max_depth: thoughts on one path.
         max_expansions: leaves grown in all; None: as many as the controller asks for.
+        max_tokens: of closed blocks. A round gets only as many blocks as fit by the mean length of
+            the blocks before it; `TokenLimit` ends one whose blocks are longer. The first round,
+            before which no length is known, is not cut. None: no limit.
         timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
         first: end at the first finished path with an answer (``answer``), or at the first of those
             whose value is at least `ACCEPTED` (``verified``); None: no limit.
@@ -40,6 +43,7 @@ class Limits:
 
     max_depth: int
     max_expansions: int | None = None
+    max_tokens: int | None = None
     timeout_s: float | None = None
     first: First | None = None
     confidence: float | None = None

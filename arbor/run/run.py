@@ -217,6 +217,7 @@ class Run:
             Limits(
                 setup.boundary.max_depth,
                 setup.max_expansions,
+                request.max_tokens,
                 request.timeout,
                 request.first,
                 request.confidence,

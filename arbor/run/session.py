@@ -136,6 +136,7 @@ class Session:
         self.pool = pool
         self.aggregate = aggregate or Best()
         self._expanded = 0
+        self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
         self._stopped: Status | None = None
@@ -239,6 +240,7 @@ class Session:
         while not self._over() and (expansions := self._allowed(search.ask(self._room(tree)))):
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
+            self._count(children)
             yield from self._verify(children)
             self._verified = True
             search.tell(children)
@@ -259,7 +261,7 @@ class Session:
                     room = self.engine.room(self.growth.stop.max_tokens, tree, longest)
                     asked = search.ask(room)
                     expansions = self._within_limit(asked)
-                    cut = len(expansions) < len(asked)
+                    cut = expansions != asked
                     self._begin(tree, expansions, now)
                 if not overlapping:
                     break
@@ -271,12 +273,13 @@ class Session:
                 for each in ended:
                     overlapping.remove(each)
                 children = [child for each in ended for child in each.reported]
+                self._count(children)
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
                 self._check_answers(search, children)
             if cut:
-                self.stop("limit", "max_expansions")
+                self._stop_at_limit()
         finally:
             for each in overlapping:
                 each.close()
@@ -315,8 +318,19 @@ class Session:
         """The expansions of a round within the limit on all of them; none end the run."""
         allowed = self._within_limit(expansions)
         if expansions and not allowed:
-            self.stop("limit", "max_expansions")
+            self._stop_at_limit()
         return allowed
+
+    def _stop_at_limit(self) -> None:
+        """End the run at the limit that allows no further expansion."""
+        most = self.limits.max_expansions
+        used_up = most is not None and self._expanded >= most
+        self.stop("limit", "max_expansions" if used_up else "max_tokens")
+
+    def _count(self, children: Sequence[Node]) -> None:
+        """Count closed blocks and their tokens."""
+        self._blocks += len(children)
+        self._tokens += sum(len(child.tokens) for child in children)
 
     def _check_answers(self, search: Search, children: Sequence[Node]) -> None:
         """Ends the run where one of these blocks finishes the path that a limit waits for."""
@@ -343,8 +357,25 @@ class Session:
         most = self.limits.max_expansions
         if most is not None:
             expansions = expansions[: most - self._expanded]
+        if self.limits.max_tokens is not None and self._tokens:
+            expansions = self._within_tokens(expansions, self.limits.max_tokens)
         self._expanded += len(expansions)
         return expansions
+
+    def _within_tokens(self, expansions: list[Expansion], most: int) -> list[Expansion]:
+        """The expansions whose blocks fit the rest of the tokens, by the mean length so far; the
+        last one perhaps narrower."""
+        length = self._tokens / self._blocks
+        growing = sum(each.expansion.width for each in self._overlapping)
+        blocks = int((most - self._tokens) / length) - growing
+        allowed = []
+        for expansion in expansions:
+            width = min(expansion.width, blocks)
+            if width < 1:
+                break
+            blocks -= width
+            allowed.append(Expansion(expansion.leaf, width))
+        return allowed
 
     def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> Steps[list[Node]]:
         """Decode the children of all chosen leaves, each to its boundary.
