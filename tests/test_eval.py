@@ -787,7 +787,7 @@ def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> N
 
     page = Path("out/index.html").read_text("utf-8")
 
-    assert re.findall(r'<tr class="(\w+)">', page) == ["right", "wrong", "right"]
+    assert re.findall(r'<tr class="(\w+)"', page) == ["right", "wrong", "right"]
     links = re.findall(r'<a href="([^"]+)"', page)
     assert links == [row["trace"] for row in rows()]
     assert f"<code>arbor view {links[0]} --open</code>" in page

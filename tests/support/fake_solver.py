@@ -168,6 +168,9 @@ class FakeSolver:
     def __exit__(self, *error: object) -> None:
         return None
 
+    def close(self) -> None:
+        return None
+
     def describe(self) -> Any:
         return types.SimpleNamespace(parameters=10**9)
 
