@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import click
 import pytest
 from support import fake_solver
-from support.run_cli import Arbor, in_process
+from support.run_cli import Arbor, await_line, in_process, spawn
 
 from arbor import Solver
 from arbor.cli.arms import Arm, read_arms
@@ -324,6 +325,38 @@ def test_an_error_keeps_what_is_finished_and_names_the_way_on(command: Arbor) ->
 
     ran = command("compare", "bad.jsonl", *given, "--on-error", "continue", "--json", "--fresh")
     assert [each["errors"] for each in ran.document["table"]] == [1, 1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["INT", "KILL"])
+def test_a_comparison_that_is_ended_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [{"problem": each, "answer": RIGHT} for each in ("one", "two", "endless", "four")]
+    Path("p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines), "utf-8")
+    arguments = ("compare", "p.jsonl", "--task", "reasoning", "--output", "out")
+    arguments += ("--arm", "dpts", "--arm", "mcts")
+    with spawn(*arguments) as process:
+        await_line(process, b"running")
+        process.send_signal(number)
+        said, err = process.communicate(timeout=60)
+
+    samples = Path("out/arms/dpts/unlimited-seed-0/samples.jsonl")
+    before = samples.read_bytes()
+    assert [json.loads(line)["problem"] for line in before.splitlines()] == ["one", "two"]
+    assert not Path("out/arms/mcts").exists()
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert err.count(b"to resume: arbor compare --config out/compare.toml --output out") == 1
+        assert said.decode().splitlines()[1].split()[:2] == ["dpts", "2"]
+    lines[2]["problem"] = "three"
+    Path("p.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines), "utf-8")
+    with spawn(*arguments, "--json") as process:
+        said, err = process.communicate(timeout=60)
+
+    assert process.returncode == 0, err
+    assert [each["n"] for each in json.loads(said)["table"]] == [4, 4]
+    assert samples.read_bytes().startswith(before), "nothing is solved twice"
 
 
 @pytest.mark.parametrize(

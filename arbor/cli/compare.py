@@ -71,15 +71,14 @@ class PlannedRun:
 @compare_options
 @click.pass_context
 def compare(ctx: click.Context, /, **values: Any) -> int:
-    """Compare controllers on the same problems, at equal tokens and KV.
+    """Compare controllers on the same problems; the same command with the same --output resumes.
 
-    The same command with the same --output resumes; another arm, seed or a larger --limit goes on
-    where it stopped. DATASET is that of 'arbor eval'.
+    DATASET is that of 'arbor eval'.
 
     \b
-      arbor compare game24 --limit 50 --arm dpts --arm mcts --tokens 400 --output runs/two
-      arbor compare game24 --arm 'greedy=chain;temperature=0' --arm tot --tokens 200 --tokens 400
-      arbor compare game24 --arm tot --arm 'lru=tot;policy=lru' --tokens 400 --budget 0.5
+      arbor compare game24 --arm dpts --arm mcts --tokens 400 --output runs/two
+      arbor compare game24 --arm 'greedy=chain;temperature=0' --arm tot
+      arbor compare game24 --arm tot --arm 'lru=tot;policy=lru' --budget 300tok
     """
     output = ctx.ensure_object(Output)
     values["task"] = task_of(ctx, values["dataset"], values["task"])

@@ -281,6 +281,7 @@ def install() -> None:
 def install_light() -> None:
     """Make commands use the fake without the imports of the real one."""
     import arbor.cli.bench
+    import arbor.cli.compare
     import arbor.cli.eval
     import arbor.cli.solve
 
@@ -293,3 +294,4 @@ def install_light() -> None:
     arbor.cli.eval.build_solver = build
     arbor.cli.eval.import_engine = lambda: None
     arbor.cli.bench.build_solver = build
+    arbor.cli.compare.build_solver = build
