@@ -22,6 +22,9 @@ class Integers:
 # metadata of a field that a trace holds only where it differs from its default
 ONLY_IF_SET = {"only_if_set": True}
 
+# limits that end a run, by the names of their settings
+ReachedLimit = Literal["max_expansions", "max_tokens", "timeout", "first", "confidence"]
+
 Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
 
 
@@ -394,12 +397,14 @@ class Ended:
 
     Attributes:
         nodes: number of blocks, the root included.
+        limit: the limit that ended the run, by the name of its setting.
     """
 
     name: ClassVar[str] = "end"
     status: Literal["solved", "exhausted", "limit", "timeout", "interrupted", "error"]
     nodes: int
     metrics: dict[str, float] = field(default_factory=dict)
+    limit: ReachedLimit | None = field(default=None, metadata=ONLY_IF_SET)
 
 
 Event = (

@@ -40,7 +40,7 @@ from arbor.run.batch import CONCURRENCY, Batch
 from arbor.run.component_checks import resolve_component
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
-from arbor.run.limits import check_count, check_seed
+from arbor.run.limits import RunLimits, check_count, check_seed
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Settings in a configuration file that are not a solver's: of one run, and of ``arbor eval``.
-RUN_SETTINGS = ("problem", "expected", "timeout", "max_tokens", "trace", "trace_level")
+RUN_SETTINGS = ("problem", "expected", *RunLimits.__annotations__, "trace", "trace_level")
 # fmt: off
 EVALUATION_SETTINGS = (
     "arbor", "dataset", "split", "input_key", "target_key", "encoding", "limit", "sample_id",
@@ -420,7 +420,7 @@ class Solver:
         Args:
             problem: as a user types it, or parsed.
             options: the fields of `Request`: ``expected``, ``budget``, ``seed``, ``timeout``,
-                ``max_tokens``, ``trace``, ``trace_level``, ``recorded``.
+                ``max_tokens``, ``first``, ``confidence``, ``trace``, ``trace_level``, ``recorded``.
 
         Raises:
             InputError, BudgetInfeasible, ModelError: before the search begins.

@@ -199,6 +199,7 @@ def test_flags_reach_the_solver(command: Arbor) -> None:
         *("solve", "4 5 6 10", "--json", "--max-depth", "2", "--step-tokens", "9", "--seed", "7"),
         *("--temperature", "0", "--top-p", "0.5", "--top-k", "3", "--max-expansions", "11"),
         *("--timeout", "1.5", "--expected", "24", "--deterministic", "--dtype", "float32"),
+        *("--first", "verified", "--confidence", "0.9"),
         *("--trace-level", "tokens", "--no-cuda-graphs"),
         *("--model", "./m", "--controller", "beam", "--verifier", "exact", "--budget", "0.7"),
     ).document["config"]
@@ -213,6 +214,7 @@ def test_flags_reach_the_solver(command: Arbor) -> None:
         "max_expansions": "11",
     }
     assert (config["timeout"], config["expected"], config["model"]) == (1.5, "24", "./m")
+    assert (config["first"], config["confidence"]) == ("verified", 0.9)
     assert (config["deterministic"], config["dtype"]) == ("True", "'float32'")
     assert (config["trace_level"], config["cuda_graphs"]) == ("tokens", "False")
 

@@ -524,7 +524,7 @@ def examples(of: Iterable[str] = COMMANDS) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith(("arbor ", "echo "))))
 
 
-LIGHT = ("solve", "eval", "bench", "list", "prompt", "trace", "completion", "view")
+LIGHT = ("solve", "eval", "compare", "bench", "list", "prompt", "trace", "completion", "view")
 HEAVY = tuple(name for name in COMMANDS if name not in LIGHT)
 STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browser": "exit 0"}
 

@@ -284,7 +284,19 @@ def test_the_settings_of_a_run_repeat_it(
     real = in_process(capsys)
     first = real(
         *("eval", "game24", "--limit", "2", "--controller", "chain", "--temperature", "0.5"),
-        *("--max-tokens", "40", "--sample-id", "3a6bc65b3c19ae5c", "--output", "out", "--json"),
+        *(
+            "--max-tokens",
+            "40",
+            "--first",
+            "answer",
+            "--confidence",
+            "0.75",
+            "--sample-id",
+            "3a6bc65b3c19ae5c",
+            "--output",
+            "out",
+            "--json",
+        ),
     )
 
     again = real("eval", "--config", "out/run.toml", "--output", "out", "--json")
@@ -775,7 +787,7 @@ def test_the_page_lists_every_sample_and_links_to_its_trace(command: Arbor) -> N
 
     page = Path("out/index.html").read_text("utf-8")
 
-    assert re.findall(r'<tr class="(\w+)">', page) == ["right", "wrong", "right"]
+    assert re.findall(r'<tr class="(\w+)"', page) == ["right", "wrong", "right"]
     links = re.findall(r'<a href="([^"]+)"', page)
     assert links == [row["trace"] for row in rows()]
     assert f"<code>arbor view {links[0]} --open</code>" in page

@@ -34,7 +34,9 @@ from arbor.events import (
     Terminal,
     Transition,
 )
-from arbor.measure.evaluation.page import index_page
+from arbor.measure.evaluation.compare import ArmRuns, compare_arms
+from arbor.measure.evaluation.compare_page import compare_page
+from arbor.measure.evaluation.page import ComparedRun, index_page
 from arbor.measure.evaluation.run_timeline import BINS, Bar, RunTimeline
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
@@ -1135,6 +1137,88 @@ def test_an_evaluation_of_ten_thousand_samples_lays_out_few_rows(
 
     assert page.evaluate("document.querySelectorAll('tbody tr').length") <= 800
     assert page.evaluate("document.getElementById('more').hidden") is False
+    assert page.errors == []
+
+
+def compared(folder: Path) -> Path:
+    """The page of a comparison of three arms on nine problems, on some of which they differ."""
+    arms = []
+    for label in ("first", "second", "third"):
+        rows = {}
+        for place in range(9):
+            right = place < 6 if label != "second" else place % 3 == 0
+            metrics = {"tokens_generated": 100 * place, "peak_tokens": 50 + place}
+            rows[f"s{place}"] = {"id": f"s{place}", "problem": f"Problem {place}"} | {
+                "correct": right,
+                "answer": "1",
+                "trace": f"traces/s{place}.arbor.jsonl.gz",
+                "metrics": metrics,
+            }
+        arms.append(ArmRuns(label, 400, (0,), (f"arms/{label}/400-tokens-seed-0",), (rows,)))
+    found = {"dataset": "game24", "samples": 9, "budgets": [[400, "full"]]}
+    page = folder / "index.html"
+    text = compare_page(found | {"table": compare_arms(arms)}, arms, folder)
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_problems_on_which_arms_differ_are_chosen_and_sorted(page: Page, tmp_path: Path) -> None:
+    page.open(compared(tmp_path))
+    listed = (
+        "[...document.querySelectorAll('#list tbody tr')].map((row) => row.cells[0].textContent)"
+    )
+
+    def choose(outcome: str) -> list[str]:
+        page.evaluate(f"document.getElementById('outcome').value = {outcome!r}")
+        page.evaluate("document.getElementById('outcome').dispatchEvent(new Event('change'))")
+        found = page.evaluate(listed)
+        assert isinstance(found, list)
+        return found
+
+    assert choose("all right") == ["s0", "s3"]
+    assert choose("none right") == ["s7", "s8"]
+    assert choose("arms differ") == ["s1", "s2", "s4", "s5", "s6"]
+    for _ in range(2):
+        page.evaluate("document.querySelectorAll('#list th button')[4].click()")
+    assert page.evaluate(listed) == ["s6", "s5", "s4", "s2", "s1"]
+    href = page.evaluate("document.querySelector('#list tbody tr').cells[5].firstChild.href")
+    assert href.endswith("/arms/second/400-tokens-seed-0/traces/s6.arbor.jsonl.gz")
+    assert page.errors == [] and len(page.requests) == 1
+
+
+def test_the_table_of_the_arms_scrolls_alone(page: Page, tmp_path: Path) -> None:
+    page.open(compared(tmp_path), size=(700, 800))
+    page.settle()
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= 700
+    marks = page.evaluate("document.querySelectorAll('.plot .mark').length")
+    assert marks == 2 * (3 + 3), "points and the legend, in both plots"
+
+
+def test_an_evaluation_next_to_another_one(page: Page, tmp_path: Path) -> None:
+    here = [{"id": f"s{n}", "problem": "p", "correct": n < 2, "answer": "1"} for n in range(4)]
+    there = {
+        f"s{n}": {"correct": n % 2 == 0, "answer": "1", "trace": f"traces/s{n}.arbor.jsonl.gz"}
+        for n in range(4)
+    }
+    other = ComparedRun("../other", there, {}, (0.5, 0.1, 0.9))
+    text = index_page("run", [], here, accuracy=(0.5, 0.1, 0.9), other=other)
+    path = tmp_path / "index.html"
+    path.write_text(text.replace("<html", "<html data-ready='0'", 1), encoding="utf-8")
+    page.open(path)
+
+    for outcome, found in (
+        ("only here right", ["s1"]),
+        ("only there right", ["s2"]),
+        ("right", ["s0", "s1"]),
+        ("wrong", ["s2", "s3"]),
+    ):
+        page.evaluate(f"document.getElementById('outcome').value = {outcome!r}")
+        page.evaluate("document.getElementById('outcome').dispatchEvent(new Event('change'))")
+        assert page.evaluate(LISTED) == found
+    assert page.evaluate("document.querySelectorAll('.accuracy').length") == 2
+    link = page.evaluate("document.querySelector('#list tbody tr').cells[10].firstChild.href")
+    assert link.endswith("/other/traces/s2.arbor.jsonl.gz")
     assert page.errors == []
 
 

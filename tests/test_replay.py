@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.metrics import Metrics
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
+from arbor.run.callbacks import StopSearch
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 
@@ -121,18 +123,43 @@ def test_a_run_that_was_cut_short_is_replayed_up_to_its_last_whole_round(
 ) -> None:
     search: dict[str, object] = {"controller": {"name": "tot", "beam": 3, "width": 6}}
     events: list[Event] = []
-    with Solver(listeners=(events.append,), **search) as solver:
+
+    def stop_at(most: int) -> Callable[[Event], None]:
+        """Ends the search in the middle of a round, once its closed blocks hold so many tokens."""
+
+        def stop(event: Event) -> None:
+            if most <= sum(len(each.ids) for each in events if isinstance(each, Boundary)):
+                raise StopSearch
+
+        return stop
+
+    with Solver(**search) as solver:
         rounds = set()
         for most in (5, 40, 90, 200):
             events.clear()
-            solution = solver.solve("4 5 6 10", max_tokens=most)
-            assert solution.finish_reason == "limit"
+            solver.listeners = (events.append, stop_at(most))
+            solution = solver.solve("4 5 6 10")
+            assert solution.finish_reason == "interrupted"
             cut = any(isinstance(e, Boundary) and e.stop == "limit" for e in events)
             again = replay(Recording.of(list(events)), tokenizer, policy="lru", slots=4096)
             rounds.add((cut, again.rounds))
             shorter = again.tokens_generated < solution.metrics.tokens_generated
             assert shorter == cut
     assert {(True, 0), (False, 1), (True, 1)} <= rounds
+
+
+def test_a_round_that_the_limit_on_tokens_made_narrower_is_replayed(tokenizer: object) -> None:
+    search: dict[str, object] = {"controller": {"name": "tot", "beam": 3, "width": 6}}
+    events: list[Event] = []
+    with Solver(listeners=(events.append,), **search) as solver:
+        solution = solver.solve("4 5 6 10", max_tokens=130)
+
+    again = replay(Recording.of(events), tokenizer, policy="lru", slots=4096)
+    assert (solution.limit, again.rounds) == ("max_tokens", 2)
+    assert again.tokens_generated == solution.metrics.tokens_generated
+    whole, second = [e.leaves for e in events if isinstance(e, Selected)]
+    assert [width for _, width in whole] == [6]
+    assert len(second) < 3 or second[-1][1] < 6, "the second round is cut"
 
 
 def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(

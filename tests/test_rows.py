@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.run_cli import Arbor
 
-from arbor.cli.eval import _new_folder
+from arbor.cli.eval import new_folder
 from arbor.cli.eval_dataset import read_samples
 from arbor.cli.eval_options import DatasetOptions
 from arbor.errors import ArborError, InputError, UsageError
@@ -325,7 +325,7 @@ def test_a_run_of_the_hub_has_a_folder_and_a_configuration(
     assert ran.document["n"] == 2
     assert 'dataset = "hf:a/b:test"' in Path("out/run.toml").read_text("utf-8")
     assert command(*arguments, "--output", "out").document["n"] == 2
-    assert "_a-b-test_" in _new_folder("hf:a/b:test", {}).name
+    assert "_a-b-test_" in new_folder("hf:a/b:test", {}).name
 
 
 # Any bytes

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .base import AnswerVotes, FinishedPath, Steps, check_steps, summed
+from .confidence import lead_probability
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,6 @@ class Majority:
     def rank(self, paths: Sequence[FinishedPath]) -> list[AnswerVotes]:
         ranked = summed(paths, self.steps)
         return sorted(ranked, key=lambda each: (-each.votes, -each.score))  # stable
+
+    def confidence(self, ranked: Sequence[AnswerVotes]) -> float:
+        return lead_probability(ranked)

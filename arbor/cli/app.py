@@ -28,6 +28,10 @@ from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
 COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
     "eval": ("arbor.cli.eval:eval_", "Solve many problems into a resumable folder."),
+    "compare": (
+        "arbor.cli.compare:compare",
+        "Compare controllers on the same problems, at equal tokens and KV.",
+    ),
     "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),
     "generate": ("arbor.cli.generate:generate", "Continue a text by token-level beam search."),
     "demo": ("arbor.cli.demo:demo", "Solve a small example and write it as an HTML page."),

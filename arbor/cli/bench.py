@@ -248,8 +248,7 @@ class Trial:
         settings = {
             "problem": problem,
             **config,
-            "timeout": options.run.timeout,
-            "max_tokens": options.run.max_tokens,
+            **options.run.limits,
             "device": str(first.device),
         }
         return cls(solvers, arms, problem, settings)
@@ -267,8 +266,7 @@ def measure(output: Output, options: BenchOptions, trial: Trial) -> dict[str, An
             solver.solve,
             trial.problem,
             budget=budget,
-            timeout=options.run.timeout,
-            max_tokens=options.run.max_tokens,
+            **options.run.limits,
         )
     laps: dict[str, list[Lap]] = {name: [] for name in contestants}
     for lap in interleaved(contestants, options.warmup, options.repeat):

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from arbor.solver import Solver
 
 
-def _complete_dataset(
+def complete_dataset(
     ctx: click.Context, parameter: click.Parameter, begun: str
 ) -> list[CompletionItem]:
     """Tasks, then files."""
@@ -51,7 +52,7 @@ def _complete_dataset(
 
 
 @click.command("eval", cls=Command)
-@click.argument("dataset", shell_complete=_complete_dataset)
+@click.argument("dataset", shell_complete=complete_dataset)
 @eval_options
 @click.pass_context
 def eval_(ctx: click.Context, /, **values: Any) -> int:
@@ -66,27 +67,75 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
       arbor eval game24 --limit 50 --output runs/full --compare runs/baseline
     """
     output = ctx.ensure_object(Output)
-    values["task"] = _task_of(ctx, values["dataset"], values["task"])
+    values["task"] = task_of(ctx, values["dataset"], values["task"])
     options = read_options(EvalOptions, values)
-    stop_on_error = options.on_error == "stop"
     task = build_task(options.solver)
-    samples = read_samples(options.samples, task, stop_on_error)
+    samples = read_samples(options.samples, task, options.on_error == "stop")
     other = None if options.compare is None else OtherRun.read(options.compare, samples)
+    with StopSignals() as signals:
+        run = evaluate(output, options, task, samples, signals, other)
+    code = _show(output, options, run.results)
+    if signals.received is not None:
+        output.warn(f"interrupted; to resume: {resume_command(options, run.folder)}")
+        return EXIT_SIGNAL + signals.received
+    return code
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """A run in its folder, finished or interrupted.
+
+    Attributes:
+        folder: its path.
+        results: as in ``results.json``.
+        rows: sample id -> its last line in ``samples.jsonl``.
+    """
+
+    folder: Path
+    results: dict[str, Any]
+    rows: dict[str, dict[str, Any]]
+
+
+def evaluate(
+    output: Output,
+    options: EvalOptions,
+    task: Task,
+    samples: list[Sample],
+    signals: StopSignals,
+    other: OtherRun | None = None,
+    resume: str = "",
+) -> Evaluated:
+    """Solve the samples that the run's folder lacks, and write its results.
+
+    Returns early on a signal; a finished run builds no solver.
+
+    Args:
+        output: of the command.
+        options: of the run.
+        task, samples: read by the options.
+        signals: of the command.
+        other: a run to compare with.
+        resume: the command that resumes it; by default `resume_command`.
+
+    Raises:
+        ArborError: an invalid setting, a folder that holds something else, or, with
+            ``--on-error stop``, a sample that cannot be solved.
+    """
     request = request_digest(options, task)
     finished = _finished_folder(options, request, samples)
     if finished is not None:
         with contextlib.closing(finished):
             found = write_results(finished, options.samples.dataset, samples, other)
-        return _show(output, options, found)
+        return Evaluated(finished.path, found, finished.rows)
     options = with_recorded_budget(options)
-    with StopSignals() as signals, build_solver(options.solver, searches=False) as solver:
+    with build_solver(options.solver, searches=False) as solver:
         warn_of_guesses(output, options.solver)
         config = run_config(options, solver, task)
-        path = options.output or _new_folder(options.samples.dataset, config)
-        if stop_on_error and samples[0].problem is not None:
+        path = options.output or new_folder(options.samples.dataset, config)
+        if options.on_error == "stop" and samples[0].problem is not None:
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
         folder = RunFolder(path, config, options.fresh, request)
-        resume = resume_command(options, path)
+        resume = resume or resume_command(options, path)
         if not all(map(folder.finished, samples)):
             import_engine()
         try:
@@ -102,11 +151,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
             raise
         finally:
             folder.close()
-    if signals.received is not None:
-        _show(output, options, found)
-        output.warn(f"interrupted; to resume: {resume}")
-        return EXIT_SIGNAL + signals.received
-    return _show(output, options, found)
+    return Evaluated(path, found, folder.rows)
 
 
 def _finished_folder(options: EvalOptions, request: str, samples: list[Sample]) -> RunFolder | None:
@@ -204,7 +249,7 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
         }
     return {
         "arbor": __version__,
-        "dataset": _absolute(samples.dataset),
+        "dataset": absolute_path(samples.dataset),
         **source,
         "limit": samples.limit,
         "on_error": options.on_error,
@@ -213,13 +258,12 @@ def run_config(options: EvalOptions, solver: Solver, task: Task) -> dict[str, An
         "trace_text": options.trace_detail.trace_text,
         **({"sample_id": samples.sample_id} if samples.sample_id else {}),
         **versions(task),
-        "timeout": options.run.timeout,
-        "max_tokens": options.run.max_tokens,
+        **options.run.limits,
         **solver.config,
     }
 
 
-def _absolute(dataset: str) -> str:
+def absolute_path(dataset: str) -> str:
     """A file's absolute path, so that a configuration works from any folder; others as they are."""
     if is_task(dataset) or dataset == STDIN or dataset.startswith(HUB):
         return dataset
@@ -236,7 +280,7 @@ def resume_command(options: EvalOptions, path: Path) -> str:
     return shlex.join(words)
 
 
-def _task_of(ctx: click.Context, dataset: str, task: str) -> str:
+def task_of(ctx: click.Context, dataset: str, task: str) -> str:
     """The task that reads the dataset: the dataset itself where it is a task.
 
     Raises:
@@ -254,9 +298,9 @@ def _task_of(ctx: click.Context, dataset: str, task: str) -> str:
     return dataset
 
 
-def _new_folder(dataset: str, config: Mapping[str, Any]) -> Path:
-    """``runs/{time}_{dataset}_{id}``."""
+def new_folder(dataset: str, config: Mapping[str, Any], kind: str = "") -> Path:
+    """``runs/{time}_{kind}{dataset}_{id}``."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     name = re.sub(r"[^\w.-]+", "-", dataset.removeprefix(HUB))
     name = name if dataset.startswith(HUB) else Path(name_of(dataset)).stem
-    return Path("runs") / f"{now}_{name}_{digest(config)[:6]}"
+    return Path("runs") / f"{now}_{kind}{name}_{digest(config)[:6]}"

@@ -87,7 +87,7 @@ class EvalOptions:
     trace_detail: TraceOptions
 
 
-eval_options = option_group(
+dataset_options = option_group(
     option(
         "--split",
         default="test",
@@ -128,6 +128,10 @@ eval_options = option_group(
         heading="Dataset",
         help="Solve only this sample; may be repeated.",
     ),
+)
+
+eval_options = option_group(
+    dataset_options,
     search_options,
     model_option,
     loading_options,

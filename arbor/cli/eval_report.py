@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ from arbor.cli.eval_dataset import name_of
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows
-from arbor.measure.evaluation.page import index_page
-from arbor.measure.evaluation.results import compare, results
+from arbor.measure.evaluation.page import ComparedRun, index_page
+from arbor.measure.evaluation.results import compare, is_right, results
 from arbor.measure.evaluation.run_timeline import from_page, run_timeline, timeline_key
 from arbor.measure.evaluation.sample_pages import linked_pages, write_sample_pages
+from arbor.measure.statistics import clopper_pearson
 from arbor.support.atomic_write import write_atomically
 from arbor.support.units import human_bytes
 from arbor.trace.write import finite
@@ -99,7 +101,8 @@ def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[s
     key = timeline_key(folder, rows)
     timeline = from_page(folder / PAGE, key) or run_timeline(folder, rows)
     accuracy = (found["accuracy"], *found["interval"]) if found["n"] else None
-    page = index_page(
+    other = None if "comparison" not in found else _other(folder, found["comparison"]["with"], rows)
+    text = index_page(
         title,
         result_lines(found),
         rows,
@@ -107,9 +110,28 @@ def write_index(folder: Path, found: Mapping[str, Any], rows: Sequence[Mapping[s
         accuracy=accuracy,
         timeline=timeline,
         key=key,
+        other=other,
     )
-    write_atomically(folder / PAGE, page)
+    write_atomically(folder / PAGE, text)
     return folder / PAGE
+
+
+def _other(folder: Path, path: str, rows: Sequence[Mapping[str, Any]]) -> ComparedRun | None:
+    """The run that a run is compared with, for its page; None where it is not there any more."""
+    try:
+        there, _ = read_rows(Path(path))
+    except InputError:
+        return None
+    common = {str(row["id"]): there[row["id"]] for row in rows if row["id"] in there}
+    right, n = sum(map(is_right, common.values())), len(common)
+    if not n:
+        return None
+    return ComparedRun(
+        os.path.relpath(path, folder),
+        common,
+        linked_pages(Path(path), common.values()),
+        (right / n, *clopper_pearson(right, n)),
+    )
 
 
 def write_samples(folder: Path) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from arbor.cli.build import build_task
 from arbor.cli.eval_options import AUTO_CONCURRENCY, EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
@@ -17,7 +19,8 @@ from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
-from arbor.tasks.base import Problem
+from arbor.measure.evaluation.reused_tokens import ReusedTokens
+from arbor.tasks.base import Problem, Task
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
 
@@ -127,15 +130,18 @@ def _rows(
         return
     solver.load()
     writers: dict[str, TraceWriter] = {}
+    task = build_task(options.solver)
+    reused: defaultdict[int, ReusedTokens] = defaultdict(ReusedTokens)
+
+    def hear(place: int, event: Event) -> None:
+        reused[place](event)
+        listen(place, event)
 
     def jobs() -> Iterator[tuple[Problem, Options]]:
         for sample in readable:
             seconds.begin(sample.id)
-            given: Options = {
-                "timeout": options.run.timeout,
-                "max_tokens": options.run.max_tokens,
-                "trace_level": options.trace_detail.trace_level,
-            }
+            given: Options = {"trace_level": options.trace_detail.trace_level}
+            given |= cast("Options", options.run.limits)
             if options.trace == "on":
                 text = options.trace_detail.trace_text
                 given["trace"] = writers[sample.id] = TraceWriter(
@@ -145,7 +151,7 @@ def _rows(
             yield sample.problem, given
 
     try:
-        results = solver.as_completed(jobs(), concurrency=several, listen=listen)
+        results = solver.as_completed(jobs(), concurrency=several, listen=hear)
         with contextlib.closing(results), signals.stopping(solver):
             for place, result in results:
                 sample = readable[place]
@@ -153,8 +159,13 @@ def _rows(
                 if writer is not None:
                     writer.close()
                 ended = None if isinstance(result, ArborError) else result.finish_reason
+                tokens_reused = reused.pop(place, ReusedTokens()).total
                 if ended != "interrupted" or signals.received is None:
-                    yield _row(options, folder, sample, result, writer) | seconds.end(sample.id)
+                    row = _row(options, folder, sample, result, writer)
+                    if not isinstance(result, ArborError):
+                        row["any_correct"] = _any_correct(task, sample, result)
+                        row["tokens_reused"] = tokens_reused
+                    yield row | seconds.end(sample.id)
     finally:
         for writer in writers.values():
             writer.close()
@@ -185,7 +196,8 @@ def _row(
         outcome |= {"score": 0.0, "grade": None, "metrics": {}, "error": result.to_dict()}
     else:
         outcome = {
-            name: getattr(result, name) for name in ("answer", "correct", "finish_reason", "score")
+            name: getattr(result, name)
+            for name in ("answer", "correct", "finish_reason", "limit", "score")
         }
         grade = None if result.grade is None else dataclasses.asdict(result.grade)
         outcome |= {"grade": grade, "metrics": result.metrics.to_dict(), "error": None}
@@ -200,6 +212,14 @@ def _row(
         **outcome,
         "trace": path.relative_to(folder.path).as_posix() if traced and path else None,
     }
+
+
+def _any_correct(task: Task, sample: Sample, solution: Solution) -> bool | None:
+    """Whether any finished path has a right answer; None without an answer key."""
+    if solution.correct or solution.correct is None or sample.problem is None:
+        return solution.correct
+    others = solution.votes[1:]  # the first one is the answer
+    return any(task.grade(sample.problem, each.answer).correct for each in others)
 
 
 def _has_events(path: Path) -> bool:

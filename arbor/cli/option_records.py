@@ -15,6 +15,8 @@ from arbor.events import Detail
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from arbor.run.limits import RunLimits
+
     Record = TypeVar("Record", bound=DataclassInstance)
 
 
@@ -82,10 +84,23 @@ class RunOptions:
     Attributes:
         timeout: seconds.
         max_tokens: of finished thoughts.
+        first, confidence: see `Request`.
     """
 
     timeout: float | None
     max_tokens: int | None
+    first: Literal["answer", "verified"] | None = None
+    confidence: float | None = None
+
+    @property
+    def limits(self) -> RunLimits:
+        """The limits as keyword arguments of a run."""
+        return {
+            "timeout": self.timeout,
+            "max_tokens": self.max_tokens,
+            "first": self.first,
+            "confidence": self.confidence,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

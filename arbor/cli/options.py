@@ -116,34 +116,37 @@ trust_option = option(
 
 # `arbor bench` has its own --budget and --policy.
 
-search_shape_options = option_group(
-    option(
-        "--preset",
-        type=click.Choice(sorted(PRESETS)),
-        heading="Search",
-        is_eager=True,
-        expose_value=False,
-        callback=take_preset,
-        help="A paper's search; other options win.",
-    ),
-    option(
-        "--task",
-        default="game24",
-        metavar="NAME",
-        heading="Search",
-        common=True,
-        shell_complete=names_of("task"),
-        help="Kind of problem; see 'arbor list tasks'.",
-    ),
-    option(
-        "--controller",
-        default="tot",
-        metavar="NAME",
-        heading="Search",
-        common=True,
-        shell_complete=names_of("controller"),
-        help="Chooses the leaves to grow; see 'arbor list controllers'.",
-    ),
+preset_option = option(
+    "--preset",
+    type=click.Choice(sorted(PRESETS)),
+    heading="Search",
+    is_eager=True,
+    expose_value=False,
+    callback=take_preset,
+    help="A paper's search; other options win.",
+)
+
+task_option = option(
+    "--task",
+    default="game24",
+    metavar="NAME",
+    heading="Search",
+    common=True,
+    shell_complete=names_of("task"),
+    help="Kind of problem; see 'arbor list tasks'.",
+)
+
+controller_option = option(
+    "--controller",
+    default="tot",
+    metavar="NAME",
+    heading="Search",
+    common=True,
+    shell_complete=names_of("controller"),
+    help="Chooses the leaves to grow; see 'arbor list controllers'.",
+)
+
+judging_options = option_group(
     option(
         "--verifier",
         default="self",
@@ -196,6 +199,8 @@ search_shape_options = option_group(
         help="Setting of a component or of sampling, as in width=4; may be repeated.",
     ),
 )
+
+search_shape_options = option_group(preset_option, task_option, controller_option, judging_options)
 
 budget_option = option(
     "--budget",
@@ -345,7 +350,15 @@ max_expansions_option = option(
     help="Most leaves to grow.",
 )
 
-limit_options = option_group(
+max_tokens_option = option(
+    "--max-tokens",
+    type=Integer(1),
+    metavar="N",
+    heading="Limits",
+    help="Most tokens in finished thoughts; then the best answer so far.",
+)
+
+other_limit_options = option_group(
     max_expansions_option,
     option(
         "--timeout",
@@ -362,13 +375,21 @@ limit_options = option_group(
         help="CPU threads of torch; default: one for small models.",
     ),
     option(
-        "--max-tokens",
-        type=Integer(1),
-        metavar="N",
+        "--first",
+        type=click.Choice(["answer", "verified"]),
         heading="Limits",
-        help="Most tokens in finished thoughts; then the best answer so far.",
+        help="Stop at the first answer, or at the first that the verifier values at 0.5 or more.",
+    ),
+    option(
+        "--confidence",
+        type=Number(0, 1, min_open=True),
+        metavar="X",
+        heading="Limits",
+        help="Stop once the best answer has this value or, in a vote, this chance to stay ahead.",
     ),
 )
+
+limit_options = option_group(other_limit_options, max_tokens_option)
 
 trace_detail_options = option_group(
     option(

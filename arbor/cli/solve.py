@@ -182,8 +182,7 @@ def solve(output: Output, /, **values: Any) -> int:
         stream = solver.stream(
             problem,
             expected=options.expected,
-            timeout=options.run.timeout,
-            max_tokens=options.run.max_tokens,
+            **options.run.limits,
             trace=writer,
             trace_level=options.trace_detail.trace_level,
         )
@@ -204,7 +203,8 @@ def solve(output: Output, /, **values: Any) -> int:
     if output.verbose:
         for line in votes_table(solution.votes):
             output.say(line)
-    output.say(numbers_line(solution.finish_reason, solution.metrics, correct))
+    ended = solution.limit or solution.finish_reason
+    output.say(numbers_line(ended, solution.metrics, correct))
     if unreached := unreached_line(solution.metrics):
         output.say(unreached)
     if solution.trace_path is not None:
@@ -261,8 +261,7 @@ def print_config(
     config = {
         "problem": problem,
         "expected": options.expected,
-        "timeout": options.run.timeout,
-        "max_tokens": options.run.max_tokens,
+        **options.run.limits,
         **solver.config,
     }
     if output.json:
@@ -335,11 +334,21 @@ def budget_line(budget: str, plan: Plan) -> str:
 
 
 def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
-    """The cost of a run, printed after it."""
+    """The cost of a run, printed after it.
+
+    Args:
+        reason: the limit that ended it, or else how it ended.
+        metrics: its counters.
+        correct: the grade of its answer.
+    """
     ended = {
         "solved": "solved in",
         "exhausted": "exhausted after",
         "limit": "limit reached after",
+        "max_expansions": "limit of expansions reached after",
+        "max_tokens": "limit of tokens reached after",
+        "first": "ended at the first answer after",
+        "confidence": "confident after",
         "timeout": "time up after",
         "interrupted": "interrupted after",
     }
@@ -416,11 +425,12 @@ def no_answer(solution: Solution) -> str:
     """Why a search has no answer, and what to try."""
     reasons = {
         "exhausted": ("search exhausted", "another --seed, or a wider search (--set width=N)"),
-        "limit": ("limit reached", "a larger --max-expansions or --max-tokens"),
+        "max_expansions": ("limit of expansions reached", "a larger --max-expansions"),
+        "max_tokens": ("limit of tokens reached", "a larger --max-tokens"),
         "timeout": ("time up", "a larger --timeout"),
     }
-    other = solution.finish_reason, "again"
-    reason, hint = reasons.get(solution.finish_reason, other)
+    ended = solution.limit or solution.finish_reason
+    reason, hint = reasons.get(ended, (ended, "again"))
     return f"[no-answer] {reason} after {solution.metrics.blocks:,} blocks, no answer; try {hint}."
 
 

@@ -90,6 +90,7 @@ def info(output: Output, file: Path) -> int:
                 "path": str(file),
                 "header": None if header is None else _record(read, header),
                 "status": status,
+                "limit": replay.ended.limit if replay.ended else None,
                 "answer": None if answer is None else _record(read, answer),
                 "events": len(read.events),
                 "unknown_events": read.unknown,
@@ -117,7 +118,8 @@ def info(output: Output, file: Path) -> int:
         text = answer.text if read.words or answer.node is None else LEFT_OUT
         shown = "(no answer)" if text is None else one_line(text)
         output.print(f"answer    {shown}  (score {answer.score:.3f}, path {path})")
-    output.print(f"end       {numbers_line(status, metrics, answer.correct if answer else None)}")
+    ended = (replay.ended and replay.ended.limit) or status
+    output.print(f"end       {numbers_line(ended, metrics, answer.correct if answer else None)}")
     output.print(f"events    {len(read.events):,}")
     return 0
 

@@ -69,7 +69,7 @@ class ViewOptions:
 def view(output: Output, /, **values: Any) -> int:
     """Show a trace as one HTML page, without server or network, or as a tree in the terminal.
 
-    A folder of `arbor eval` is shown by the page of its samples.
+    A folder of `arbor eval` or `arbor compare` is shown by its page.
 
     \b
       arbor view run.arbor.jsonl --open
@@ -122,9 +122,11 @@ def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
             path=str(folder),
         )
     if options.samples:
+        from arbor.cli.compare_report import RESULTS, write_comparison_samples
         from arbor.cli.eval_report import write_samples
 
-        for sentence in write_samples(folder):
+        compared = (folder / RESULTS).is_file()
+        for sentence in (write_comparison_samples if compared else write_samples)(folder):
             output.warn(f"warning: {sentence}")
     if output.json:
         size = page.stat().st_size

@@ -38,7 +38,8 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
-from arbor.run.session import Limits, Session
+from arbor.run.limits import Limits
+from arbor.run.session import Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
@@ -191,7 +192,7 @@ def replay(
         components.build("controller", config["controller"]),
         judge,
         Growth(record.header.seed, Sampling(), StopRule(tokenizer, boundary, record.eos)),
-        Limits(config["max_depth"], min(most, default=None)),
+        Limits(config["max_depth"], min(most, default=None), config.get("max_tokens")),
         slots,
         emit,
         reads=record.reads,

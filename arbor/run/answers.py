@@ -1,11 +1,12 @@
-"""Answers of a search: finished paths with equal answers grouped, and an aggregate's ranking."""
+"""Answers of a search: equal answers grouped, an aggregate's ranking, and its confidence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from arbor.aggregate.base import Aggregate, AnswerVotes, FinishedPath
-from arbor.run.plugin_answers import Answers, CheckedTask
+from arbor.aggregate.confidence import Confident
+from arbor.run.plugin_answers import Answers, CheckedTask, is_finite
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 
@@ -63,3 +64,22 @@ def ranked(aggregate: Aggregate, paths: Sequence[FinishedPath]) -> tuple[AnswerV
     ):
         raise answers.wrong("rank", found, "AnswerVotes with paths of the search")
     return tuple(found)
+
+
+def confidence(aggregate: Aggregate, votes: Sequence[AnswerVotes]) -> float:
+    """The confidence in the first of the ranked answers: the aggregate's own, else its score.
+
+    Args:
+        aggregate: that ranked them.
+        votes: every answer, best first; at least one.
+
+    Raises:
+        UsageError: a plug-in's confidence is not a finite number, or it raised an exception.
+    """
+    if not isinstance(aggregate, Confident):
+        return votes[0].score
+    answers = Answers("aggregate", aggregate)
+    found = answers.of("confidence", lambda: aggregate.confidence(votes))
+    if not is_finite(found):
+        raise answers.wrong("confidence", found, "a finite number")
+    return float(found)

@@ -1,14 +1,56 @@
-"""Limits of a run: seeds, counts and seconds checked, and the limit on generated tokens."""
+"""Limits that end a run early: their values, their checks, and the limit on generated tokens."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event
+
+First = Literal["answer", "verified"]
+ACCEPTED = 0.5  # least value of a verified path: more likely right than wrong
+
+
+class RunLimits(TypedDict):
+    """The limits of one run, see `Request`."""
+
+    timeout: float | None
+    max_tokens: int | None
+    first: First | None
+    confidence: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a session.
+
+    Attributes:
+        max_depth: thoughts on one path.
+        max_expansions: leaves grown in all; None: as many as the controller asks for.
+        max_tokens: of closed blocks. A round gets only as many blocks as fit by the mean length of
+            the blocks before it; `TokenLimit` ends one whose blocks are longer. The first round,
+            before which no length is known, is not cut. None: no limit.
+        timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
+        first: end at the first finished path with an answer (``answer``), or at the first of those
+            whose value is at least `ACCEPTED` (``verified``); None: no limit.
+        confidence: end once the confidence of the best answer reaches this, see
+            `arbor.aggregate.confidence`; None: no limit.
+    """
+
+    max_depth: int
+    max_expansions: int | None = None
+    max_tokens: int | None = None
+    timeout_s: float | None = None
+    first: First | None = None
+    confidence: float | None = None
+
+    def reached_by(self, value: float) -> bool:
+        """Whether a finished path with an answer and this value ends the search by `first`."""
+        return self.first == "answer" or (self.first == "verified" and value >= ACCEPTED)
 
 
 def check_rehydration(mode: str, rehydrate: str | None) -> None:
@@ -65,6 +107,39 @@ def check_timeout(seconds: Any) -> float | None:
         number = math.nan
     if not number >= 0:
         raise UsageError("limit", f"timeout is {seconds!r}.", "It is 0 seconds or more.")
+    return number
+
+
+def check_first(first: Any) -> First | None:
+    """A limit on the first solution; None: no limit.
+
+    Raises:
+        UsageError: neither ``answer`` nor ``verified``.
+    """
+    known = get_args(First)
+    if first is None:
+        return None
+    for each in known:
+        if first == each:
+            return cast(First, each)
+    raise UsageError("limit", f"first is {first!r}.", f"It is {' or '.join(known)}.")
+
+
+def check_confidence(confidence: Any) -> float | None:
+    """A limit on the confidence of the best answer; None: no limit.
+
+    Raises:
+        UsageError: not a number above 0 and at most 1.
+    """
+    if confidence is None:
+        return None
+    try:
+        number = math.nan if isinstance(confidence, str | bool) else float(confidence)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number <= 1:
+        message = f"confidence is {confidence!r}."
+        raise UsageError("limit", message, "It is a number above 0 and at most 1.")
     return number
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TypedDict, get_args
+from typing import Any, TypedDict, get_args
 
 from arbor.budget import Budget
 from arbor.errors import UsageError
 from arbor.events import Detail
 from arbor.retention.future_reads import FutureReads
-from arbor.run.limits import check_count, check_seed, check_timeout
+from arbor.run.limits import (
+    First,
+    RunLimits,
+    check_confidence,
+    check_count,
+    check_first,
+    check_seed,
+    check_timeout,
+)
 from arbor.support.texts import clipped, refuse_surrogates
 from arbor.trace.read import read_trace
 from arbor.trace.write import TraceWriter
@@ -24,6 +32,8 @@ class Options(TypedDict, total=False):
     seed: int | None
     timeout: float | None
     max_tokens: int | None
+    first: First | None
+    confidence: float | None
     trace: str | os.PathLike[str] | TraceWriter | None
     trace_level: Detail
     recorded: str | os.PathLike[str] | FutureReads | None
@@ -38,6 +48,10 @@ class Request:
         budget, seed: instead of the solver's.
         timeout: wall seconds; then the best so far is the answer.
         max_tokens: tokens of closed blocks; then the best so far is the answer.
+        first: end at the first finished path with an answer (``answer``), or at the first of those
+            that the verifier values at 0.5 or more (``verified``).
+        confidence: in (0, 1]; end once the confidence in the best answer reaches it: its score, or
+            under a voting aggregate the probability that it stays ahead.
         trace: where to write the trace (``.arbor.jsonl`` or ``.gz``), or a writer.
         trace_level: detail of decoding in events: one event for many steps (``events``), one for
             each step (``steps``), and the tokens of each step as well (``tokens``).
@@ -54,6 +68,8 @@ class Request:
     seed: int | None = None
     timeout: float | None = None
     max_tokens: int | None = None
+    first: First | None = None
+    confidence: float | None = None
     trace: str | os.PathLike[str] | TraceWriter | None = None
     trace_level: Detail = "events"
     recorded: str | os.PathLike[str] | FutureReads | None = None
@@ -73,6 +89,8 @@ class Request:
             "seed": None if self.seed is None else check_seed(self.seed),
             "timeout": check_timeout(self.timeout),
             "max_tokens": check_count("max_tokens", self.max_tokens),
+            "first": check_first(self.first),
+            "confidence": check_confidence(self.confidence),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -83,9 +101,9 @@ class Request:
             )
 
     @property
-    def limits(self) -> dict[str, float]:
+    def limits(self) -> dict[str, Any]:
         """The limits given, by name; needed to repeat a run, though not solver settings."""
-        given = {"timeout": self.timeout, "max_tokens": self.max_tokens}
+        given = {name: getattr(self, name) for name in RunLimits.__annotations__}
         return {name: limit for name, limit in given.items() if limit is not None}
 
     def writer(self) -> TraceWriter | None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
 from arbor.errors import UsageError
-from arbor.events import Ended, Header, Listener
+from arbor.events import Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
 from arbor.run.full_retention import FullRetention
-from arbor.run.limits import TokenLimit
+from arbor.run.limits import Limits, TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
 from arbor.run.plugin_answers import checked_task, is_guess
 from arbor.run.questions import PlannedQuestions
@@ -66,6 +66,7 @@ class Run:
         self.budget = setup.resolved(budget)
         self.session: Session | None = None  # while the engine searches
         self._stopped: Status | None = None
+        self._reached: ReachedLimit | None = None  # which limit stopped it
         self.pool: int | None = None  # the budget of all runs in the engine
         self.verifier_pools: Mapping[Verifier, int] = {}  # likewise, in the verifiers' models
 
@@ -148,15 +149,19 @@ class Run:
             self.setup.mode,
         )
 
-    def stop(self, status: Status = "interrupted") -> None:
+    def stop(self, status: Status = "interrupted", limit: ReachedLimit | None = None) -> None:
         """End the search after its current forward, or as soon as it begins.
 
         Safe from a signal handler or another thread.
+
+        Args:
+            status: how the run ends.
+            limit: the limit that ends it.
         """
-        self._stopped = status
+        self._stopped, self._reached = status, limit
         session = self.session  # read once: the search may end meanwhile
         if session is not None:
-            session.stop(status)
+            session.stop(status, limit)
 
     # Before the search; reads no weights
 
@@ -214,13 +219,13 @@ class Run:
         from arbor.engine.grammar import Grammar
         from arbor.engine.stop_rule import StopRule
         from arbor.engine.token_source import Growth
-        from arbor.run.session import Limits, Session
+        from arbor.run.session import Session
 
         setup, request = self.setup, self.request
         full = FullRetention()
         heard: list[Listener] = [metrics, full, *records, *setup.listeners, *listeners]
         if request.max_tokens is not None:
-            heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit")))
+            heard.append(TokenLimit(request.max_tokens, lambda: self.stop("limit", "max_tokens")))
         emit = Broadcast(heard, self.stop)
         eos = setup.checkpoint.load().eos
         boundary, words = setup.boundary, engine.tokenizer
@@ -235,7 +240,14 @@ class Run:
                 setup.controller,
                 setup.verifier,
                 Growth(self.seed, setup.sampling, stop, grammar),
-                Limits(boundary.max_depth, setup.max_expansions, request.timeout),
+                Limits(
+                    boundary.max_depth,
+                    setup.max_expansions,
+                    request.max_tokens,
+                    request.timeout,
+                    request.first,
+                    request.confidence,
+                ),
                 self.plan.budget_tokens,
                 emit,
                 detail=request.trace_level,
@@ -248,7 +260,7 @@ class Run:
                 opened=self._open_verifiers(emit, verifiers),
             )
             if self._stopped is not None:  # while the search was being set up
-                self.session.stop(self._stopped)
+                self.session.stop(self._stopped, self._reached)
             emit(self._header(engine.levels))
             try:
                 text = self.task.prompt(self.problem)
@@ -257,8 +269,9 @@ class Run:
                 cost = metrics.metrics()
                 emit.fail(Ended("error", cost.nodes, cost.to_dict()))
                 raise
-        emit(Ended(outcome.status, len(outcome.tree), metrics.metrics().to_dict()))
-        self._learn(outcome.status, full)
+        counters = metrics.metrics().to_dict()
+        emit(Ended(outcome.status, len(outcome.tree), counters, outcome.limit))
+        self._learn(outcome, full)
         cost = metrics.metrics()
         logger.info(
             "%s: %d tokens in %.2f s, %d recomputed, at most %d tokens of KV",
@@ -287,11 +300,11 @@ class Run:
             until.callback(opened[verifier].close)
         return opened
 
-    def _learn(self, status: Status, full: FullRetention) -> None:
-        """Adds a search that ended by its own rules to the measured sizes."""
-        request = self.request
-        whole = status in ("solved", "exhausted")
-        cut = status == "limit" and request.max_tokens is None  # by `max_expansions`
+    def _learn(self, outcome: Outcome, full: FullRetention) -> None:
+        """Adds a search that ended by its own rules, or at `max_expansions`, to the measured
+        sizes."""
+        whole = outcome.status in ("solved", "exhausted")
+        cut = outcome.limit == "max_expansions"
         usual = self.setup.boundary.form is None  # a format changes the lengths
         if self.setup.mode == "lossless" and usual and (whole or cut):
             tokens = full.peak + self.plan.question_tokens
@@ -356,6 +369,7 @@ class Run:
             guessed=outcome.guessed,
             grade=outcome.grade,
             finish_reason=outcome.status,
+            limit=outcome.limit,
             path=tuple(node.id for node in path),
             steps=tuple(Step(n.id, n.text, n.value, len(n.tokens)) for n in path[1:]),
             candidates=tuple(

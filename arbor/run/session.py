@@ -25,13 +25,15 @@ from arbor.events import (
     Event,
     Opened,
     Pruned,
+    ReachedLimit,
     Selected,
     Terminal,
     Transition,
     Verified,
 )
 from arbor.retention.future_reads import FutureReads
-from arbor.run.answers import finished_paths, ranked
+from arbor.run.answers import confidence, finished_paths, ranked
+from arbor.run.limits import Limits
 from arbor.run.overlap import AnyEnded, Grown, Overlapping, due
 from arbor.run.plugin_answers import (
     Answers,
@@ -67,21 +69,6 @@ Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits that end a run early.
-
-    Attributes:
-        max_depth: thoughts on one path.
-        max_expansions: leaves grown in all; None: as many as the controller asks for.
-        timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
-    """
-
-    max_depth: int
-    max_expansions: int | None = None
-    timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """Result of a session.
 
@@ -96,6 +83,7 @@ class Outcome:
         guessed: the answer is a guess of the task.
         votes: every answer with its paths, best first.
         grade: the grader's judgement, with its reason; None without an answer key.
+        limit: the limit that ended it, by the name of its setting.
     """
 
     tree: ThoughtTree
@@ -107,6 +95,7 @@ class Outcome:
     guessed: bool = False
     votes: tuple[AnswerVotes, ...] = ()
     grade: Grade | None = None
+    limit: ReachedLimit | None = None
 
 
 class Session:
@@ -164,9 +153,11 @@ class Session:
         self.aggregate = aggregate or Best()
         self.opened = opened or {}
         self._expanded = 0
+        self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
         self._stopped: Status | None = None
+        self._reached: ReachedLimit | None = None  # which limit stopped it
         self._deadline: float | None = None
         self._search: Search | None = None
         self._round_start = 0  # blocks in the tree before the round in progress
@@ -212,13 +203,17 @@ class Session:
         finally:
             self.engine.finish(tree)
 
-    def stop(self, status: Status) -> None:
+    def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
 
         Safe from a signal handler.
+
+        Args:
+            status: how the run ends.
+            limit: the limit that ends it.
         """
         if self._stopped is None:
-            self._stopped = status
+            self._stopped, self._reached = status, limit
 
     def _whole(self, tree: ThoughtTree) -> Steps[Outcome]:
         """The prompt, the search, and its end."""
@@ -262,10 +257,12 @@ class Session:
         while not self._over() and (expansions := self._allowed(search.ask(self._room(tree)))):
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
+            self._count(children)
             yield from self._verify(children)
             self._verified = True
             search.tell(children)
             self._prune(tree)
+            self._check_answers(search, children)
 
     # Without rounds
 
@@ -281,7 +278,7 @@ class Session:
                     room = self.engine.room(self.growth.stop.max_tokens, tree, longest)
                     asked = search.ask(room)
                     expansions = self._within_limit(asked)
-                    cut = len(expansions) < len(asked)
+                    cut = expansions != asked
                     self._begin(tree, expansions, now)
                 if not overlapping:
                     break
@@ -293,11 +290,13 @@ class Session:
                 for each in ended:
                     overlapping.remove(each)
                 children = [child for each in ended for child in each.reported]
+                self._count(children)
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
+                self._check_answers(search, children)
             if cut:
-                self.stop("limit")
+                self._stop_at_limit()
         finally:
             for each in overlapping:
                 each.close()
@@ -329,22 +328,71 @@ class Session:
 
     def _over(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.stop("timeout")
+            self.stop("timeout", "timeout")
         return self._stopped is not None
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
         """The expansions of a round within the limit on all of them; none end the run."""
         allowed = self._within_limit(expansions)
         if expansions and not allowed:
-            self.stop("limit")
+            self._stop_at_limit()
         return allowed
+
+    def _stop_at_limit(self) -> None:
+        """End the run at the limit that allows no further expansion."""
+        most = self.limits.max_expansions
+        used_up = most is not None and self._expanded >= most
+        self.stop("limit", "max_expansions" if used_up else "max_tokens")
+
+    def _count(self, children: Sequence[Node]) -> None:
+        """Count closed blocks and their tokens."""
+        self._blocks += len(children)
+        self._tokens += sum(len(child.tokens) for child in children)
+
+    def _check_answers(self, search: Search, children: Sequence[Node]) -> None:
+        """Ends the run where one of these blocks finishes the path that a limit waits for."""
+        limits = self.limits
+        if limits.first is None and limits.confidence is None:
+            return
+        ended = {child.id for child in children if child.state is NodeState.TERMINAL}
+        if not ended:
+            return
+        finished = search.best()
+        for leaf in finished:
+            answered = (
+                leaf.id in ended and self.task.answer(self.problem, leaf.thoughts) is not None
+            )
+            if answered and limits.reached_by(leaf.value):
+                self.stop("limit", "first")
+                return
+        if limits.confidence is not None:
+            votes = ranked(self.aggregate, finished_paths(self.task, self.problem, finished))
+            if votes and confidence(self.aggregate, votes) >= limits.confidence:
+                self.stop("limit", "confidence")
 
     def _within_limit(self, expansions: list[Expansion]) -> list[Expansion]:
         most = self.limits.max_expansions
         if most is not None:
             expansions = expansions[: most - self._expanded]
+        if self.limits.max_tokens is not None and self._tokens:
+            expansions = self._within_tokens(expansions, self.limits.max_tokens)
         self._expanded += len(expansions)
         return expansions
+
+    def _within_tokens(self, expansions: list[Expansion], most: int) -> list[Expansion]:
+        """The expansions whose blocks fit the rest of the tokens, by the mean length so far; the
+        last one perhaps narrower."""
+        length = self._tokens / self._blocks
+        growing = sum(each.expansion.width for each in self._overlapping)
+        blocks = int((most - self._tokens) / length) - growing
+        allowed = []
+        for expansion in expansions:
+            width = min(expansion.width, blocks)
+            if width < 1:
+                break
+            blocks -= width
+            allowed.append(Expansion(expansion.leaf, width))
+        return allowed
 
     def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> Steps[list[Node]]:
         """Decode the children of all chosen leaves, each to its boundary.
@@ -542,7 +590,18 @@ class Session:
                 guessed=guessed,
             )
         )
-        return Outcome(tree, status, tuple(finished), best, answer, correct, guessed, votes, grade)
+        return Outcome(
+            tree,
+            status,
+            tuple(finished),
+            best,
+            answer,
+            correct,
+            guessed,
+            votes,
+            grade,
+            self._reached,
+        )
 
     def _grade(self, answer: str | None) -> Grade | None:
         if self.problem.expected is None:

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from arbor.aggregate.base import AnswerVotes
 from arbor.errors import ArborError, UsageError
+from arbor.events import ReachedLimit
 from arbor.metrics import Metrics
 from arbor.run.recording import Recording
 from arbor.support.graph import Vertex, search_graph
@@ -84,6 +85,8 @@ class Solution:
         guessed: the text does not mark the answer: the task took, for example, its last number.
         grade: the grader's judgement of the answer: what it extracted, by which method, and why;
             None without an answer key.
+        limit: the limit that ended the run, by the name of its setting: ``max_expansions``,
+            ``max_tokens``, ``timeout``, ``first`` or ``confidence``; None where none did.
         error: `ArborError.to_dict` of the error; then `finish_reason` is ``error``.
         recording: the events of the search, in memory, where no trace was written; neither compared
             nor part of `to_dict`.
@@ -110,6 +113,7 @@ class Solution:
     schema: str = SOLUTION_SCHEMA
     recording: Recording | None = field(default=None, compare=False)
     votes: tuple[AnswerVotes, ...] = ()
+    limit: ReachedLimit | None = None
 
     def __str__(self) -> str:
         return self.answer or ""

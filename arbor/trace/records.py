@@ -232,7 +232,7 @@ def _check_of(hint: Any) -> Check:
         return lambda value: build(is_object(value))
     if origin is Literal:
         return _choice(arguments)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):  # of a Literal it is the latter
         (kind,) = (each for each in arguments if each is not types.NoneType)
         return _optional(_check_of(kind))
     if origin is dict:

@@ -15,6 +15,7 @@ KEYS = (
     *("task", "controller", "verifier", "policy", "sampling", "model", "revision", "budget"),
     *("mode", "rehydrate", "msve", "max_depth", "step_tokens", "max_expansions", "dtype"),
     *("device", "backend", "seed", "deterministic", "cuda_graphs", "timeout", "max_tokens"),
+    *("first", "confidence"),
     *("problem", "expected", "trace", "trace_level", "set", "threads", "html", "encoding", "x"),
 )
 SETTINGS = ("name", "width", "beam", "tail", "allocator", "scorer", "temperature", "top_k", "eta")

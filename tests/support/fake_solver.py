@@ -36,6 +36,7 @@ class FakeSolution:
     score: float = 0.75
     guessed: bool = False
     grade: Grade | None = None
+    limit: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
 
     votes: ClassVar[tuple[AnswerVotes, ...]] = ()
@@ -167,6 +168,9 @@ class FakeSolver:
     def __exit__(self, *error: object) -> None:
         return None
 
+    def close(self) -> None:
+        return None
+
     def describe(self) -> Any:
         return types.SimpleNamespace(parameters=10**9)
 
@@ -252,12 +256,16 @@ class FakeSolver:
         expected: str | None = None,
         timeout: float | None = None,
         max_tokens: int | None = None,
+        first: str | None = None,
+        confidence: float | None = None,
         trace: TraceWriter | None = None,
         trace_level: str = "events",
     ) -> FakeStream:
         self.config["expected"] = expected
         self.config["timeout"] = timeout
         self.config["max_tokens"] = max_tokens
+        self.config["first"] = first
+        self.config["confidence"] = confidence
         self.config["trace_level"] = trace_level
         self.config["problem"] = problem
         return FakeStream(self, problem, trace)
@@ -273,6 +281,7 @@ def install() -> None:
 def install_light() -> None:
     """Make commands use the fake without the imports of the real one."""
     import arbor.cli.bench
+    import arbor.cli.compare
     import arbor.cli.eval
     import arbor.cli.solve
 
@@ -285,3 +294,4 @@ def install_light() -> None:
     arbor.cli.eval.build_solver = build
     arbor.cli.eval.import_engine = lambda: None
     arbor.cli.bench.build_solver = build
+    arbor.cli.compare.build_solver = build

@@ -50,6 +50,20 @@ def digest(config: Mapping[str, Any]) -> str:
     return hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
 
 
+def file_name(identity: str, other: str) -> str:
+    """An id as the name of a file: itself, or with a hash where it is not a valid one.
+
+    Args:
+        identity: any text.
+        other: begins the name of an id without a letter or digit.
+    """
+    if _PLAIN.fullmatch(identity):
+        return identity
+    plain = re.sub(r"[^A-Za-z0-9_-]+", "-", identity)[:40].strip("-")
+    named = hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=6)
+    return f"{plain or other}~{named.hexdigest()}"
+
+
 def requested_config(path: Path, request: str) -> dict[str, Any] | None:
     """The configuration in a run's folder if the same request wrote it, unchanged; else None.
 
@@ -160,12 +174,8 @@ class RunFolder:
         write_atomically(self.path / name, text)
 
     def trace_path(self, identity: str) -> Path:
-        """Path of a sample's trace: its id, with a hash if the id is not a valid file name."""
-        if _PLAIN.fullmatch(identity):
-            return self.path / TRACES / f"{identity}{TRACE_SUFFIX}"
-        plain = re.sub(r"[^A-Za-z0-9_-]+", "-", identity)[:40].strip("-")
-        named = hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=6)
-        return self.path / TRACES / f"{plain or 'sample'}~{named.hexdigest()}{TRACE_SUFFIX}"
+        """Path of a sample's trace, named after its id."""
+        return self.path / TRACES / f"{file_name(identity, 'sample')}{TRACE_SUFFIX}"
 
     def _check(self) -> None:
         """Refuses a folder with other files."""

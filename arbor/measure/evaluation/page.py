@@ -1,26 +1,30 @@
 """The page of a run: its accuracy, its budget over time, and the list of its samples.
 
-One HTML file with one script, and no requests.
+Next to another run of the same samples it shows both. One HTML file with one script, and no
+requests.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import html
-import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
+from arbor.measure.evaluation.list_page import (
+    escaped,
+    list_page,
+    list_row,
+    number_cell,
+    share_bar,
+    short,
+    words_cell,
+)
+from arbor.measure.evaluation.plot import binned, plot
 from arbor.measure.evaluation.results import Row, cost, is_right
 from arbor.measure.evaluation.run_timeline import RunTimeline, as_attributes
-from arbor.support.texts import clipped, visible
-from arbor.view.page import asset
-
-LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
 
 COLUMNS = (
     "sample",
@@ -35,47 +39,10 @@ COLUMNS = (
     "trace",
 )
 NUMBERS = COLUMNS[5:9]
+OTHER_COLUMNS = ("outcome there", "tokens there", "peak KV there")
 
-SHOWN = 400  # rows that are drawn at first; the others wait in a template
 OUTCOMES = ("right", "wrong", "no answer", "error")
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>
-{style}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{accuracy}{lines}
-{timeline}
-<div class="tools">
-<label>find <input type="search" id="find" autocomplete="off" spellcheck="false"></label>
-<select id="outcome" aria-label="outcome"><option value="">every outcome</option>{outcomes}</select>
-<label><input type="checkbox" id="only">hide correct</label>
-<output id="found" for="find"></output>
-</div>
-<div class="scroll">
-<table>
-<thead><tr>{columns}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table>
-{rest}
-<button type="button" id="more" hidden>more</button>
-</div>
-<script>{script}</script>
-</body>
-</html>
-"""
+COMPARED = ("only here right", "only there right")  # where there is another run
 
 _TIMELINE = """<section id="run" aria-label="The run over time" {attributes}>
 <div id="chart"><canvas id="times" role="img" aria-label="{says}"></canvas></div>
@@ -89,6 +56,23 @@ _HINT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """A run of the same samples, shown next to this one.
+
+    Attributes:
+        folder: its path, relative to this run's.
+        rows: lines of its ``samples.jsonl``, by sample id.
+        pages: trace -> page of its search, both in its folder.
+        accuracy: over the samples of both, and the ends of its interval.
+    """
+
+    folder: str
+    rows: Mapping[str, Row]
+    pages: Mapping[str, str]
+    accuracy: tuple[float, float, float]
+
+
 def index_page(
     title: str,
     lines: Sequence[str],
@@ -98,6 +82,7 @@ def index_page(
     accuracy: tuple[float, float, float] | None = None,
     timeline: RunTimeline | None = None,
     key: str = "",
+    other: ComparedRun | None = None,
 ) -> str:
     """The page.
 
@@ -109,44 +94,46 @@ def index_page(
         accuracy: of the run, and the ends of its interval.
         timeline: the run over time.
         key: of the timeline, see `timeline_key`.
+        other: a run to compare with.
     """
     pages = pages or {}
-    shown = [_row(row, pages) for row in rows]
-    rest = f'<template id="rest">{"".join(shown[SHOWN:])}</template>' if shown[SHOWN:] else ""
-    script = asset("evaluation.js")
-    return _PAGE.format(
-        title=_escaped(title),
-        accuracy="" if accuracy is None else _accuracy(*accuracy),
-        lines="\n".join(f"<p>{_escaped(line)}</p>" for line in lines) + _traces_line(rows, pages),
-        timeline=_over_time(rows, timeline, key),
-        outcomes="".join(f"<option>{each}</option>" for each in OUTCOMES),
-        rows="\n".join(shown[:SHOWN]),
-        rest=rest,
-        columns="".join(map(_column, COLUMNS)),
-        style=_style(),
-        script=script,
-        allowed=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    bars = "" if accuracy is None else share_bar(*accuracy)
+    if other is not None and accuracy is not None:
+        runs = (("this run", accuracy), (other.folder, other.accuracy))
+        bars = "".join(f'<p class="name">{escaped(n)}</p>{share_bar(*a)}' for n, a in runs)
+    texts = "\n".join(f"<p>{escaped(line)}</p>" for line in lines)
+    names = COLUMNS if other is None else (*COLUMNS, *OTHER_COLUMNS)
+    return list_page(
+        title,
+        bars
+        + texts
+        + _traces_line(rows, pages)
+        + _plots(rows, other)
+        + "\n"
+        + _over_time(rows, timeline, key),
+        [(name, name in NUMBERS or name in OTHER_COLUMNS[1:]) for name in names],
+        [_row(row, pages, other) for row in rows],
+        OUTCOMES if other is None else (*OUTCOMES, *COMPARED),
     )
 
 
-def _style() -> str:
-    """The viewer's colours, light or dark as the system is, and the page's own rules."""
-    light, dark = re.findall(r"^:root[^{]*\{(.*?)\}", asset("viewer.css"), re.DOTALL | re.MULTILINE)
-    return (
-        f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
-        f"{asset('evaluation.css')}"
-    )
-
-
-def _accuracy(value: float, low: float, high: float) -> str:
-    """The accuracy as a bar, with its interval on it."""
-    says = f"accuracy {100 * value:.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
-    return (
-        f'<div class="accuracy" role="img" aria-label="{says}" title="{says}">'
-        f'<i class="part" style="width:{100 * value:.2f}%"></i>'
-        f'<i class="interval" style="left:{100 * low:.2f}%;width:{100 * (high - low):.2f}%"></i>'
-        "</div>\n"
-    )
+def _plots(rows: Sequence[Row], other: ComparedRun | None) -> str:
+    """Success against tokens and against peak KV; none without a finished search."""
+    runs = [("this run", [row for row in rows if row.get("error") is None])]
+    if other is not None:
+        there = [row for row in other.rows.values() if row.get("error") is None]
+        runs.append((other.folder, there))
+    if not all(solved for _, solved in runs):
+        return ""
+    figures = [
+        plot(
+            f"Right samples by {unit}, in groups of equal size",
+            unit,
+            [binned(label, those, [cost(row, name) for row in those]) for label, those in runs],
+        )
+        for name, unit in (("tokens_generated", "tokens generated"), ("peak_tokens", "peak KV"))
+    ]
+    return f'\n<div class="plots">{"".join(figures)}</div>'
 
 
 def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str) -> str:
@@ -165,11 +152,6 @@ def _over_time(rows: Sequence[Row], timeline: RunTimeline | None, key: str) -> s
     return _TIMELINE.format(attributes=as_attributes(key, timeline), says=says, hint=hint)
 
 
-def _column(name: str) -> str:
-    numbers = ' class="n"' if name in NUMBERS else ""
-    return f'<th scope="col"{numbers}><button type="button">{name}</button></th>'
-
-
 def _traces_line(rows: Sequence[Row], pages: Mapping[str, str]) -> str:
     """How to look at a sample's search; empty where there is no trace."""
     traces = [str(row["trace"]) for row in rows if row.get("trace")]
@@ -177,36 +159,59 @@ def _traces_line(rows: Sequence[Row], pages: Mapping[str, str]) -> str:
         return ""
     if all(trace in pages for trace in traces):
         return "<p>The name in the last column opens the page of a sample's search.</p>"
-    command = _escaped(f"arbor view {shlex.quote(traces[0])} --open")
+    command = escaped(f"arbor view {shlex.quote(traces[0])} --open")
     return (
         "<p>Searches as pages, in this folder: <code>arbor view . --samples --open</code>; "
         f"one of them: <code>{command}</code></p>"
     )
 
 
-def _row(row: Row, pages: Mapping[str, str]) -> str:
-    right = is_right(row)
+def outcome_of(row: Row) -> str:
+    """One of `OUTCOMES`."""
+    if row.get("error") is not None:
+        return "error"
+    if is_right(row):
+        return "right"
+    return "no answer" if row.get("answer") is None else "wrong"
+
+
+def search_link(row: Row, pages: Mapping[str, str], folder: str = "", text: str = "") -> str:
+    """A link to a sample's search: its page, or else its trace; the plain text without a trace.
+
+    Args:
+        row: of ``samples.jsonl``.
+        pages: trace -> page of its search, both in the run's folder.
+        folder: of the run, relative to the page.
+        text: of the link, as HTML; by default the name of the file.
+    """
+    if not row.get("trace"):
+        return text
+    target = pages.get(str(row["trace"]), str(row["trace"]))
+    address = quote(f"{folder}/{target}" if folder else target, errors="replace")
+    return f'<a href="{address}">{text or short(PurePath(target).name)}</a>'
+
+
+def _row(row: Row, pages: Mapping[str, str], other: ComparedRun | None) -> str:
+    outcome = outcome_of(row)
     error: Mapping[str, Any] | None = row.get("error")
-    outcome = "right" if right else "no answer" if row.get("answer") is None else "wrong"
-    if error is not None:
-        outcome = f"error: [{error.get('code')}] {error.get('message')}"
-    words = [row.get("id"), row.get("problem"), row.get("answer"), row.get("expected"), outcome]
+    says = outcome if error is None else f"error: [{error.get('code')}] {error.get('message')}"
+    words = [row.get("id"), row.get("problem"), row.get("answer"), row.get("expected"), says]
     names = ("tokens_generated", "tokens_recomputed", "peak_tokens")
     numbers = [f"{cost(row, name):,.0f}" for name in names] + [f"{row.get('cpu_s', 0):.2f}"]
-    cells = [f'<td class="words">{_short(word)}</td>' for word in words]
-    cells += [f'<td class="n">{number}</td>' for number in numbers]
-    link = ""
-    if row.get("trace"):
-        target = pages.get(str(row["trace"]), str(row["trace"]))
-        address = quote(target, errors="replace")
-        link = f'<a href="{address}">{_short(PurePath(target).name)}</a>'
-    return f'<tr class="{"right" if right else "wrong"}">{"".join(cells)}<td>{link}</td></tr>'
+    cells = [*map(words_cell, words), *map(number_cell, numbers)]
+    cells.append(f"<td>{search_link(row, pages)}</td>")
+    if other is not None:
+        there = other.rows.get(str(row.get("id")))
+        cells += _cells_there(there, other)
+        if there is not None and is_right(row) != is_right(there):
+            return list_row(cells, is_right(row), outcome, COMPARED[is_right(there)])
+    return list_row(cells, is_right(row), outcome)
 
 
-def _short(word: Any) -> str:
-    return "" if word is None else _escaped(clipped(str(word), LONGEST + 1))
-
-
-def _escaped(text: str) -> str:
-    """A text as HTML; control characters, which no page may hold, are shown."""
-    return html.escape(visible(text))
+def _cells_there(row: Row | None, other: ComparedRun) -> list[str]:
+    """The cells of the other run; empty ones for a sample that it lacks."""
+    if row is None:
+        return ["<td></td>", number_cell(""), number_cell("")]
+    numbers = [f"{cost(row, name):,.0f}" for name in ("tokens_generated", "peak_tokens")]
+    link = search_link(row, other.pages, other.folder, outcome_of(row))
+    return [f"<td>{link}</td>", *map(number_cell, numbers)]

@@ -87,7 +87,8 @@ const SENTENCES = {
   terminal: (record) => `#${record.node} ends its path: ${wordsOr(record.answer, "no answer")}${record.guessed ? " (guessed)" : ""}`,
   answer: (record) =>
     `${wordsOr(record.node === null ? null : record.text, "no answer")}${record.guessed ? " (guessed)" : ""}, score ${fixed(record.score)}${verdict(record.correct)}`,
-  end: (record) => `${record.status}, ${plural(record.nodes, "block")}`,
+  end: (record) =>
+    `${record.status}${record.limit ? ` (${record.limit})` : ""}, ${plural(record.nodes, "block")}`,
 };
 
 /** What an audited verification prefers. */

@@ -13,7 +13,7 @@
 
   // The list: the rows after the first ones wait in a template
 
-  const table = document.querySelector("table"),
+  const table = find("list"),
     body = table.tBodies[0];
   const rest = find("rest");
   const all = [...body.rows, ...(rest ? rest.content.children : [])];
@@ -44,7 +44,7 @@
     if (asked.length) words ||= all.map((row) => row.textContent.toLowerCase());
     chosen = order.filter((row) => {
       if (wrong && row.className === "right") return false;
-      if (outcome && !row.cells[4].textContent.startsWith(outcome)) return false;
+      if (outcome && !row.dataset.outcome.split("|").includes(outcome)) return false;
       return asked.every((word) => words[place.get(row)].includes(word));
     });
     show(PART);
@@ -52,7 +52,7 @@
   }
 
   const collator = new Intl.Collator(undefined, { numeric: true });
-  for (const name of document.querySelectorAll("th button"))
+  for (const name of table.querySelectorAll("th button"))
     name.addEventListener("click", () => {
       const head = name.parentNode,
         column = head.cellIndex,
@@ -191,7 +191,7 @@
     const outcomeOf = (row) => {
       const shape = all[row];
       if (!shape || shape.className === "right") return "right";
-      return shape.cells[4].textContent === "wrong" ? "wrong" : "none";
+      return shape.dataset.outcome.split("|")[0] === "wrong" ? "wrong" : "none";
     };
 
     /** Puts the link over a bar; `says` also describes it. */

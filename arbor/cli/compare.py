@@ -1,0 +1,302 @@
+"""``arbor compare``: several arms on the same problems, at matched tokens and matched KV."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from arbor.budget import Budget
+from arbor.cli.arms import Arm, read_arms
+from arbor.cli.build import build_solver, build_task
+from arbor.cli.command import Command
+from arbor.cli.compare_options import CompareOptions, compare_options
+from arbor.cli.compare_report import table_lines, write_comparison
+from arbor.cli.eval import (
+    Evaluated,
+    absolute_path,
+    complete_dataset,
+    evaluate,
+    new_folder,
+    task_of,
+)
+from arbor.cli.eval_dataset import read_samples
+from arbor.cli.eval_options import EvalOptions
+from arbor.cli.option_records import read_options
+from arbor.cli.output import Output
+from arbor.cli.signals import EXIT_SIGNAL, StopSignals
+from arbor.config import config_text
+from arbor.errors import ArborError, BudgetInfeasible, UsageError
+from arbor.measure.evaluation.compare import ArmRuns
+from arbor.measure.evaluation.folder import file_name
+from arbor.support.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    from arbor.measure.evaluation.dataset import Sample
+
+SETTINGS = "compare.toml"  # every option, as --config reads it
+RUNS = "arms"
+LEAST_ARMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run of a comparison.
+
+    Attributes:
+        arm: what is run.
+        tokens: most generated tokens of a search; None: no limit.
+        seed: of its searches.
+        folder: of the run, relative to the comparison's.
+        options: of the evaluation.
+    """
+
+    arm: Arm
+    tokens: int | None
+    seed: int
+    folder: str
+    options: EvalOptions
+
+
+@click.command(cls=Command)
+@click.argument("dataset", shell_complete=complete_dataset)
+@compare_options
+@click.pass_context
+def compare(ctx: click.Context, /, **values: Any) -> int:
+    """Compare controllers on the same problems; the same command with the same --output resumes.
+
+    DATASET is that of 'arbor eval'.
+
+    \b
+      arbor compare game24 --arm dpts --arm mcts --tokens 400 --output runs/two
+      arbor compare game24 --arm 'greedy=chain;temperature=0' --arm tot
+      arbor compare game24 --arm tot --arm 'lru=tot;policy=lru' --budget 300tok
+    """
+    output = ctx.ensure_object(Output)
+    values["task"] = task_of(ctx, values["dataset"], values["task"])
+    arms = read_arms(values["arm"], ctx)
+    if len(arms) < LEAST_ARMS:
+        raise UsageError(
+            "usage",
+            f"a comparison needs {LEAST_ARMS} arms, not {len(arms)}.",
+            "As in --arm dpts --arm mcts.",
+        )
+    values |= {"controller": arms[0].controller, "max_tokens": None}
+    options = read_options(CompareOptions, values)
+    options = dataclasses.replace(options, tokens=tuple(dict.fromkeys(options.tokens)))
+    task = build_task(arms[0].solver_options(options.solver))
+    samples = read_samples(options.samples, task, options.on_error == "stop")
+    for arm in arms:  # before any of them solves a problem
+        build_solver(arm.solver_options(options.solver), searches=False).close()
+    budgets = matched_budgets(options, arms, samples)
+    settings = settings_of(options)
+    path = options.output or new_folder(options.samples.dataset, settings, "compare_")
+    refuse_other_files(path)
+    planned = plan_runs(options, arms, budgets, path)
+    path.mkdir(parents=True, exist_ok=True)
+    write_atomically(path / SETTINGS, config_text(settings))
+    resume = resume_command(options, path)
+    done: list[tuple[PlannedRun, Evaluated]] = []
+
+    def write() -> dict[str, Any]:
+        return write_comparison(path, options, budgets, samples, arm_runs(done, samples))
+
+    with StopSignals() as signals:
+        try:
+            for number, run in enumerate(planned, 1):
+                output.say(f"{number} of {len(planned)}: {run.folder}")
+                ended = evaluate(output, run.options, task, samples, signals, resume=resume)
+                done.append((run, ended))
+                if signals.received is not None:
+                    break
+        except (ArborError, KeyboardInterrupt):
+            with contextlib.suppress(UsageError):  # on a full disk the first error says enough
+                write()
+            raise
+        found = write()
+    if output.json:
+        output.document(found)
+    else:
+        for line in table_lines(found):
+            output.print(line)
+    if signals.received is not None:
+        output.warn(f"interrupted; to resume: {resume}")
+        return EXIT_SIGNAL + signals.received
+    return 0
+
+
+def matched_budgets(
+    options: CompareOptions, arms: Sequence[Arm], samples: Sequence[Sample]
+) -> dict[int | None, str]:
+    """The KV budget of a search at each number of tokens, the same for every arm.
+
+    A ratio is of the longest prompt and the tokens: what full retention of any search holds that
+    generates so many and prunes nothing.
+
+    Raises:
+        UsageError: a budget that differs from arm to arm, or is shared by several searches.
+        BudgetInfeasible: too small for an arm.
+    """
+    levels: tuple[int | None, ...] = options.tokens or (None,)
+    budget = Budget.parse(options.solver.budget)
+    if budget.unit == "max" and budget.amount == 1:
+        return dict.fromkeys(levels, str(budget))
+    if budget.unit == "max" or budget.beyond_prompt is not None:
+        raise _not_matched(options, "is a part of a size that differs from arm to arm")
+    if budget.unit == "ratio" and None in levels:
+        raise _not_matched(options, "is a part of the prompt and --tokens, which is not given")
+    if options.concurrency > 1:
+        raise UsageError(
+            "usage",
+            f"--budget {options.solver.budget} with --concurrency {options.concurrency}: "
+            "the searches in progress would share it.",
+            "Leave --concurrency out.",
+        )
+    prompt, smallest, bytes_per_token = _sizes(options, arms, samples)
+    found: dict[int | None, str] = {}
+    for tokens in levels:
+        whole = prompt + (tokens or 0)
+        slots = math.floor(Fraction(repr(float(budget.amount))) * whole)
+        if budget.unit != "ratio":
+            slots = budget.tokens(2**62, bytes_per_token)
+        for label, least in smallest.items():
+            if least > slots:
+                ratio = f", {math.ceil(1000 * least / whole) / 1000:g}" if tokens else ""
+                hint = f"Smallest workable for it: --budget {least}tok{ratio}."
+                raise BudgetInfeasible(least, slots, f"the arm '{label}'", hint)
+        found[tokens] = f"{slots}tok"
+    return found
+
+
+def _sizes(
+    options: CompareOptions, arms: Sequence[Arm], samples: Sequence[Sample]
+) -> tuple[int, dict[str, int], int]:
+    """Tokens of the longest prompt, the smallest workable budget of each arm for it, and the bytes
+    of a token's KV.
+
+    Raises:
+        ArborError: an arm cannot be built, or a problem is too long for the model.
+    """
+    problems = [sample.problem for sample in samples if sample.problem is not None]
+    longest, smallest, size = 0, {}, 1
+    for place, arm in enumerate(arms):
+        shared = dataclasses.replace(options.solver, budget="full")
+        with build_solver(arm.solver_options(shared), searches=False) as solver:
+            if not place:
+                plans = [solver.plan(problem) for problem in problems]
+                prompts = [plan.prompt_tokens for plan in plans]
+                longest, size = max(prompts, default=0), plans[0].bytes_per_token if plans else 1
+                problems = [problems[prompts.index(longest)]] if plans else []
+            smallest[arm.label] = max(
+                (solver.plan(problem).smallest_tokens for problem in problems), default=0
+            )
+    return longest, smallest, size
+
+
+def _not_matched(options: CompareOptions, why: str) -> UsageError:
+    return UsageError(
+        "usage",
+        f"--budget {options.solver.budget} {why}.",
+        "Give a size, as in --budget 300tok, or with --tokens a ratio of the prompt and these.",
+    )
+
+
+def plan_runs(
+    options: CompareOptions, arms: Sequence[Arm], budgets: dict[int | None, str], path: Path
+) -> list[PlannedRun]:
+    """Every run of the comparison, the arms next to each other at each seed."""
+    planned = []
+    for tokens, budget in budgets.items():
+        for seed in range(options.solver.seed, options.solver.seed + options.seeds):
+            for arm in arms:
+                level = "unlimited" if tokens is None else f"{tokens}-tokens"
+                folder = f"{RUNS}/{file_name(arm.label, 'arm')}/{level}-seed-{seed}"
+                shared = dataclasses.replace(options.solver, budget=budget, seed=seed)
+                run = EvalOptions(
+                    samples=options.samples,
+                    solver=arm.solver_options(shared),
+                    run=arm.run_options(options.run, tokens),
+                    output=path / folder,
+                    fresh=options.fresh,
+                    concurrency=options.concurrency,
+                    on_error=options.on_error,
+                    fail_under=None,
+                    compare=None,
+                    trace=options.trace,
+                    trace_detail=options.trace_detail,
+                )
+                planned.append(PlannedRun(arm, tokens, seed, folder, run))
+    return planned
+
+
+def arm_runs(
+    done: Sequence[tuple[PlannedRun, Evaluated]], samples: Sequence[Sample]
+) -> list[ArmRuns]:
+    """The runs by arm and number of tokens, with the rows of these samples only."""
+    grouped: dict[tuple[str, int | None], list[tuple[PlannedRun, Evaluated]]] = {}
+    for run, ended in done:
+        grouped.setdefault((run.arm.label, run.tokens), []).append((run, ended))
+    known = [sample.id for sample in samples]
+    return [
+        ArmRuns(
+            label,
+            tokens,
+            tuple(run.seed for run, _ in runs),
+            tuple(run.folder for run, _ in runs),
+            tuple({each: e.rows[each] for each in known if each in e.rows} for _, e in runs),
+        )
+        for (label, tokens), runs in grouped.items()
+    ]
+
+
+def settings_of(options: CompareOptions) -> dict[str, Any]:
+    """The options that repeat the comparison, as ``--config`` reads them."""
+    skipped = ("controller", "trust_remote_code", "max_tokens")
+    flat: dict[str, Any] = {
+        **dataclasses.asdict(options.samples),
+        **dataclasses.asdict(options.solver),
+        **options.run.limits,
+        **dataclasses.asdict(options.trace_detail),
+        **{name: getattr(options, name) for name in ("arm", "tokens", "seeds", "concurrency")},
+        **{name: getattr(options, name) for name in ("on_error", "trace")},
+    }
+    flat["dataset"] = absolute_path(options.samples.dataset)
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in flat.items()
+        if name not in skipped and value is not None and value != ()
+    }
+
+
+def refuse_other_files(path: Path) -> None:
+    """Refuse a folder that holds something other than a comparison.
+
+    Raises:
+        UsageError: names what it holds.
+    """
+    if not path.is_dir() or (path / SETTINGS).exists():
+        return
+    strange = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
+    if strange:
+        raise UsageError(
+            "run-foreign",
+            f"{path} is not a comparison's folder; it holds {', '.join(strange[:3])}.",
+            "Name a new folder: --output DIR.",
+            path=str(path),
+        )
+
+
+def resume_command(options: CompareOptions, path: Path) -> str:
+    """The command that resumes a comparison."""
+    words = ["arbor", "compare", "--config", str(path / SETTINGS), "--output", str(path)]
+    if options.solver.trust_remote_code:
+        words.append("--trust-remote-code")
+    return shlex.join(words)

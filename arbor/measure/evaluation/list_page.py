@@ -1,0 +1,141 @@
+"""The frame of a page that lists samples: find, filter, sort; no requests, one script."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from arbor.support.texts import clipped, visible
+from arbor.view.page import asset
+
+LONGEST = 300  # characters of a cell; samples.jsonl has the whole text
+SHOWN = 400  # rows that are drawn at first; the others wait in a template
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>
+{style}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+{head}
+<div class="tools">
+<label>find <input type="search" id="find" autocomplete="off" spellcheck="false"></label>
+<select id="outcome" aria-label="outcome"><option value="">every outcome</option>{outcomes}</select>
+<label><input type="checkbox" id="only">hide correct</label>
+<output id="found" for="find"></output>
+</div>
+<div class="scroll">
+<table id="list">
+<thead><tr>{columns}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table>
+{rest}
+<button type="button" id="more" hidden>more</button>
+</div>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def list_page(
+    title: str,
+    head: str,
+    columns: Sequence[tuple[str, bool]],
+    rows: Sequence[str],
+    outcomes: Sequence[str],
+) -> str:
+    """The page.
+
+    Args:
+        title: of the page.
+        head: HTML above the list.
+        columns: names, and whether they are numbers.
+        rows: each as HTML: `list_row`.
+        outcomes: values of the rows' outcomes, to choose from.
+    """
+    rest = f'<template id="rest">{"".join(rows[SHOWN:])}</template>' if rows[SHOWN:] else ""
+    script = asset("evaluation.js")
+    return _PAGE.format(
+        title=escaped(title),
+        head=head,
+        outcomes="".join(f"<option>{escaped(each)}</option>" for each in outcomes),
+        rows="\n".join(rows[:SHOWN]),
+        rest=rest,
+        columns="".join(_column(name, number) for name, number in columns),
+        style=_style(),
+        script=script,
+        allowed=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def list_row(cells: Sequence[str], right: bool, *outcomes: str) -> str:
+    """A row.
+
+    Args:
+        cells: HTML of each cell, ``<td>`` included.
+        right: whether it is hidden with the correct ones.
+        outcomes: those of `list_page` that choose it.
+    """
+    kind = "right" if right else "wrong"
+    return f'<tr class="{kind}" data-outcome="{"|".join(outcomes)}">{"".join(cells)}</tr>'
+
+
+def words_cell(word: Any) -> str:
+    """A cell of text."""
+    return f'<td class="words">{short(word)}</td>'
+
+
+def number_cell(text: str) -> str:
+    """A cell of a number."""
+    return f'<td class="n">{text}</td>'
+
+
+def share_bar(value: float, low: float, high: float, name: str = "accuracy") -> str:
+    """A share as a bar, with its interval on it."""
+    says = f"{name} {100 * value:.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %"
+    return (
+        f'<div class="accuracy" role="img" aria-label="{escaped(says)}" title="{escaped(says)}">'
+        f'<i class="part" style="width:{100 * value:.2f}%"></i>'
+        f'<i class="interval" style="left:{100 * low:.2f}%;width:{100 * (high - low):.2f}%"></i>'
+        "</div>\n"
+    )
+
+
+def short(word: Any) -> str:
+    """A text as HTML, cut to `LONGEST` characters; None is empty."""
+    return "" if word is None else escaped(clipped(str(word), LONGEST + 1))
+
+
+def escaped(text: str) -> str:
+    """A text as HTML; control characters, which no page may hold, are shown."""
+    return html.escape(visible(text))
+
+
+def _style() -> str:
+    """The viewer's colours, light or dark as the system is, and the page's own rules."""
+    light, dark = re.findall(r"^:root[^{]*\{(.*?)\}", asset("viewer.css"), re.DOTALL | re.MULTILINE)
+    return (
+        f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
+        f"{asset('evaluation.css')}"
+    )
+
+
+def _column(name: str, number: bool) -> str:
+    numbers = ' class="n"' if number else ""
+    return f'<th scope="col"{numbers}><button type="button">{escaped(name)}</button></th>'
