@@ -1,7 +1,7 @@
 """Linear layers faster than `F.linear` on CPUs, and rows that do not depend on the batch.
 
-Weights are packed once, for the native kernels, MKL or oneDNN. Measured, one thread, `F.linear` / packed (above 1 =
-packing wins), rows 1 / 8 / 32 / 64 / 512:
+Weights are packed once, for the native kernels, MKL or oneDNN. Measured, one thread, `F.linear` /
+packed (above 1 = packing wins), rows 1 / 8 / 32 / 64 / 512:
 
     float32, Intel AVX-512, MKL
         768 -> 768     1.0  2.5  1.5  1.3  1.1

@@ -12,6 +12,7 @@
 // into levels, on the slots they lie in, or on the number of threads.
 #pragma once
 
+#include "amx.h"
 #include "native.h"
 #include "vector.h"
 
@@ -28,6 +29,7 @@ constexpr int VALUES = 64;      // keys whose values are read again from the L1 
 constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : 2;  // queries that share a tile in registers
 constexpr int VALUE_ROWS = WIDTH == 16 ? 6 : 4;
 constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;
+constexpr int MOST_DIM = 256;   // as in kernels/native.py
 constexpr int MARGIN = KEYS;    // numbers before and after a row's list that a tile may write
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // logits of a block of rows; half of a small L2 cache
 
@@ -74,9 +76,9 @@ inline int block_rows(const AttentionJob& job, int* longest) {
     return least(most(rows, 1), job.row_count);
 }
 
-// acc[r][lane] of 32 keys for R queries, scaled, to each row's list.
+// Products of R queries with 32 keys, to each query's list.
 template <int R>
-void logit_tile(const float* tile, int dim, const float* queries, float* const* to, Vec scaling) {
+void logit_tile(const float* tile, int dim, const float* queries, float* const* to) {
     Vec acc[R][TILE];
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < TILE; c++) acc[r][c] = set1(0.0f);
@@ -90,16 +92,16 @@ void logit_tile(const float* tile, int dim, const float* queries, float* const* 
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int c = 0; c < TILE; c++) store(to[r] + c * WIDTH, acc[r][c] * scaling);
+        for (int c = 0; c < TILE; c++) store(to[r] + c * WIDTH, acc[r][c]);
     }
 }
 
 template <int R>
 void logit_rows(
-    int rows, const float* tile, int dim, const float* queries, float* const* to, Vec scaling) {
+    int rows, const float* tile, int dim, const float* queries, float* const* to) {
     if constexpr (R > 0) {
-        if (rows == R) return logit_tile<R>(tile, dim, queries, to, scaling);
-        logit_rows<R - 1>(rows, tile, dim, queries, to, scaling);
+        if (rows == R) return logit_tile<R>(tile, dim, queries, to);
+        logit_rows<R - 1>(rows, tile, dim, queries, to);
     }
 }
 
@@ -112,9 +114,8 @@ inline void transpose_keys(const float* const* keys, int dim, float* tile) {
     }
 }
 
-// The same of bfloat16: pairs are transposed as one number, then widened.
-inline void transpose_keys(const bf16* const* keys, int dim, float* tile) {
-    alignas(64) uint32_t pairs[16 * 16];
+// Pairs of 16 keys of bfloat16 as columns, 32 dimensions as 16 x 16 numbers, `stride` apart.
+inline void transpose_pairs(const bf16* const* keys, int dim, uint32_t* pairs, int stride) {
     for (int d = 0; d < dim; d += 32) {
         int count = least(32, dim - d);
         alignas(64) bf16 padded[16][32];
@@ -127,12 +128,18 @@ inline void transpose_keys(const bf16* const* keys, int dim, float* tile) {
                 at[i] = reinterpret_cast<const uint32_t*>(padded[i]);
             }
         }
-        transpose(at, pairs, 16);
-        for (int p = 0; p < count / 2; p++) {
-            for (int c = 0; c < 16; c += WIDTH) {
-                store(tile + (d + 2 * p) * KEYS + c, even_of(pairs + 16 * p + c));
-                store(tile + (d + 2 * p + 1) * KEYS + c, odd_of(pairs + 16 * p + c));
-            }
+        transpose(at, pairs + d / 32 * stride, 16);
+    }
+}
+
+// 16 keys of bfloat16 as columns of a tile: pairs are transposed as one number, then widened.
+inline void transpose_keys(const bf16* const* keys, int dim, float* tile) {
+    alignas(64) uint32_t pairs[MOST_DIM / 32 * 256];
+    transpose_pairs(keys, dim, pairs, 256);
+    for (int p = 0; p < dim / 2; p++) {
+        for (int c = 0; c < 16; c += WIDTH) {
+            store(tile + 2 * p * KEYS + c, even_of(pairs + 16 * p + c));
+            store(tile + (2 * p + 1) * KEYS + c, odd_of(pairs + 16 * p + c));
         }
     }
 }
@@ -170,15 +177,20 @@ void value_rows(
 
 template <class Number>
 struct Block {
+#if defined(__AMX_BF16__)
+    static constexpr bool TILES = sizeof(Number) == 2;  // logits by the tiles of AMX
+#else
+    static constexpr bool TILES = false;
+#endif
     const AttentionJob& job;
     int head;           // KV head
     int first_row, end_row;
     int stride;         // of a query's list of logits
     float* logits;      // [rows * group][stride]; a list begins MARGIN numbers in
-    float* queries;     // [rows * group][dim_qk]
+    float* queries;     // [rows * group][dim_qk]; with TILES bf16, dim_qk padded to pairs of 32
     float* sums;        // [rows * group][dim_vo]
     float* totals;      // [rows * group]: 1 / sum of exponentials
-    float* tile;        // [dim_qk][KEYS]
+    float* tile;        // [dim_qk][KEYS]; with TILES [dim_qk / 32][2] tiles of pairs
     float* values;      // [VALUES][dim_vo]
     int* at;            // [rows]: how much of its list a row has from the levels so far
     int* counts;        // [rows]
@@ -192,7 +204,15 @@ struct Block {
             for (int g = 0; g < group; g++) {
                 const Number* from = static_cast<const Number*>(job.q) + row * job.q_row +
                                      (head * group + g) * job.q_head;
-                float* to = queries + ((row - first_row) * group + g) * dim;
+                int query = (row - first_row) * group + g;
+                if (TILES) {
+                    int width = (dim + 31) / 32 * 32;
+                    bf16* to = reinterpret_cast<bf16*>(queries) + static_cast<int64_t>(query) * width;
+                    std::memset(to + dim, 0, sizeof(bf16) * (width - dim));
+                    std::memcpy(to, from, sizeof(bf16) * dim);
+                    continue;
+                }
+                float* to = queries + static_cast<int64_t>(query) * dim;
                 for (int d = 0; d < dim; d += WIDTH) store(to + d, load(from + d));
             }
         }
@@ -244,6 +264,12 @@ struct Block {
                     _mm_prefetch(next + b, _MM_HINT_T0);
                 }
             }
+#if defined(__AMX_BF16__)
+            if constexpr (TILES) {
+                tile_logits(level, request, first, end, key, some, keys);
+                continue;
+            }
+#endif
             transpose_keys(keys, dim, tile);
             if (some > 16) transpose_keys(keys + 16, dim, tile + 16);
             float* to[LOGIT_ROWS];
@@ -262,10 +288,63 @@ struct Block {
                 }
                 if (!reads_any) continue;
                 const float* from = queries + ((first - first_row) * group + query) * dim;
-                logit_rows<LOGIT_ROWS>(together, tile, dim, from, to, set1(job.scaling));
+                logit_rows<LOGIT_ROWS>(together, tile, dim, from, to);
             }
         }
     }
+
+#if defined(__AMX_BF16__)
+    // Products of a request's queries with 32 keys, 32 queries at a time.
+    void tile_logits(const Level& level, int request, int first, int end, int key, int some,
+                     const bf16* const* keys) const {
+        int group = job.group, dim = job.dim_qk, width = (dim + 31) / 32 * 32;
+        uint32_t* pairs = reinterpret_cast<uint32_t*>(tile);
+        transpose_pairs(keys, dim, pairs, 512);
+        if (some > 16) transpose_pairs(keys + 16, dim, pairs + 256, 512);
+        int queries_here = (end - first) * group;
+        int first_query = (first - first_row) * group;
+        const bf16* all = reinterpret_cast<const bf16*>(queries);
+        float* products = values;  // [32][KEYS], where rows are stored one by one
+        for (int query = 0; query < queries_here; query += 32) {
+            int together = least(32, queries_here - query);
+            int top_row = first + query / group, last_row = first + (query + together - 1) / group;
+            Reads top = reads_of(level, request, top_row, job.window);
+            Reads last = reads_of(level, request, last_row, job.window);
+            if (last.end <= key || top.first >= key + some) continue;
+            bool lower = together > 16;
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            const bf16* from = all + static_cast<int64_t>(first_query + query) * width;
+            for (int d = 0; d < width; d += 32) {
+                _tile_loadd(4, from + d, width * 2);
+                _tile_loadd(6, pairs + d * 16, 64);
+                _tile_loadd(7, pairs + d * 16 + 256, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                if (lower) {
+                    _tile_loadd(5, from + 16 * width + d, width * 2);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+            }
+            _tile_stored(0, products, KEYS * 4);
+            _tile_stored(1, products + 16, KEYS * 4);
+            if (lower) {
+                _tile_stored(2, products + 16 * KEYS, KEYS * 4);
+                _tile_stored(3, products + 16 * KEYS + 16, KEYS * 4);
+            }
+            for (int r = 0; r < together; r++) {
+                int row = first + (query + r) / group;
+                Reads reads = reads_of(level, request, row, job.window);
+                if (reads.first >= key + some || key >= reads.end) continue;
+                float* to = list(first_query + query + r) + at[row - first_row] + key - reads.first;
+                for (int c = 0; c < KEYS; c += WIDTH) store(to + c, load(products + r * KEYS + c));
+            }
+        }
+    }
+#endif
 
     float* trash() const { return tile + job.dim_qk * KEYS; }
 
@@ -275,19 +354,16 @@ struct Block {
         int64_t place = static_cast<int64_t>(row) * job.kv_heads * job.group + head * job.group + g;
         float* x = list(query);
         int whole = n / WIDTH * WIDTH, rest = n - whole;
-        if (job.softcap > 0) {
-            Vec cap = set1(job.softcap), part = set1(1.0f / job.softcap);
-            for (int i = 0; i < n; i += WIDTH) store(x + i, cap * tanh(load(x + i) * part));
+        Vec scaling = set1(job.scaling), cap = set1(job.softcap), part = set1(1.0f / job.softcap);
+        Vec tops = set1(-INFINITY);
+        for (int i = 0; i < n; i += WIDTH) {
+            Vec logit = load(x + i) * scaling;
+            if (job.softcap > 0) logit = cap * tanh(logit * part);
+            store(x + i, logit);
+            if (i < whole) tops = max(tops, logit);
         }
-        float top;
-        if (job.v == nullptr) {
-            top = job.lse[place];
-        } else {
-            Vec tops = set1(-INFINITY);
-            for (int i = 0; i < whole; i += WIDTH) tops = max(tops, load(x + i));
-            if (rest) tops = max(tops, load_first(x + whole, rest, -INFINITY));
-            top = largest(tops);
-        }
+        if (rest) tops = max(tops, load_first(x + whole, rest, -INFINITY));
+        float top = job.v == nullptr ? job.lse[place] : largest(tops);
         Vec totals_of = set1(0.0f), less = set1(top);
         for (int i = 0; i < whole; i += WIDTH) {
             Vec weight = exp(load(x + i) - less);
@@ -386,16 +462,18 @@ struct Block {
             for (int i = 0; i < keys; i++) values_at[i] = from[i] + d;
             for (int r = 0; r < together; r++) out_at[r] = out[r] + d;
             int vectors = least(VALUE_VECS, (job.dim_vo - d) / WIDTH);
-            if (vectors == VALUE_VECS) {
-                value_rows<VALUE_ROWS, VALUE_VECS, Stored>(together, values_at, keys, weights,
-                                                           out_at);
-            } else {
-                for (int c = 0; c < vectors; c++) {
-                    value_rows<VALUE_ROWS, 1, Stored>(together, values_at, keys, weights, out_at);
-                    for (int i = 0; i < keys; i++) values_at[i] += WIDTH;
-                    for (int r = 0; r < together; r++) out_at[r] += WIDTH;
-                }
+            add_vectors<VALUE_VECS>(vectors, together, values_at, keys, weights, out_at);
+        }
+    }
+
+    template <int V, class Stored>
+    static void add_vectors(int vectors, int together, const Stored* const* from, int keys,
+                            const float* const* weights, float* const* out) {
+        if constexpr (V > 0) {
+            if (vectors == V) {
+                return value_rows<VALUE_ROWS, V, Stored>(together, from, keys, weights, out);
             }
+            add_vectors<V - 1>(vectors, together, from, keys, weights, out);
         }
     }
 
@@ -475,25 +553,33 @@ void attend(const AttentionJob& job, int part, Scratch* scratch) {
     int blocks = (job.row_count + rows - 1) / rows;
     int stride = (longest + WIDTH - 1) / WIDTH * WIDTH + 2 * MARGIN;
     int64_t queries = static_cast<int64_t>(rows) * group;
-    int64_t numbers = queries * (stride + job.dim_qk + job.dim_vo) + (queries + 15) / 16 * 16 +
+    // tiles read rows of queries behind the last one
+    int64_t query_numbers = (queries + 32) * job.dim_qk;
+    int64_t numbers = queries * (stride + job.dim_vo) + query_numbers + (queries + 15) / 16 * 16 +
                       job.dim_qk * KEYS + KEYS + static_cast<int64_t>(VALUES) * job.dim_vo +
                       2 * static_cast<int64_t>(rows);
     float* memory = static_cast<float*>(scratch->take(scratch, numbers * 4));
     Block<Number> block{job, part % job.kv_heads, 0, 0, stride, memory,
                         nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     block.queries = memory + queries * stride;
-    block.sums = block.queries + queries * job.dim_qk;
+    block.sums = block.queries + query_numbers;
     block.tile = block.sums + queries * job.dim_vo;
     block.values = block.tile + job.dim_qk * KEYS + KEYS;
     block.totals = block.values + static_cast<int64_t>(VALUES) * job.dim_vo;
     block.at = reinterpret_cast<int*>(block.totals + (queries + 15) / 16 * 16);
     block.counts = block.at + rows;
     int first = job.mass ? 0 : part / job.kv_heads, end = job.mass ? blocks : first + 1;
+#if defined(__AMX_BF16__)
+    if (Block<Number>::TILES) shape_tiles(32);
+#endif
     for (int i = first; i < end; i++) {
         block.first_row = i * rows;
         block.end_row = least(block.first_row + rows, job.row_count);
         block.run();
     }
+#if defined(__AMX_BF16__)
+    if (Block<Number>::TILES) _tile_release();
+#endif
 }
 
 void attention(const AttentionJob& job, int32_t part, Scratch* scratch) {

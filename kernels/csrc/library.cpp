@@ -149,7 +149,32 @@ bool runs_here(const Kernels& kernels) {
 
 const Kernels* chosen = nullptr;
 
-int threads_for(int parts, int threads) { return parts < threads ? parts : threads; }
+// Products below which one more thread costs more than it saves: waking it takes about 10 us.
+constexpr int64_t PRODUCTS_PER_THREAD = 1 << 20;
+
+int threads_for(int64_t products, int parts, int threads) {
+    int64_t useful = products / PRODUCTS_PER_THREAD + 1;
+    if (useful < threads) threads = static_cast<int>(useful);
+    return parts < threads ? parts : threads;
+}
+
+int64_t products_of(const AttentionJob& job) {
+    int64_t pairs = 0;  // of a row and a key
+    for (int i = 0; i < job.level_count; i++) {
+        const Level& level = job.levels[i];
+        for (int r = 0; r < level.requests; r++) {
+            pairs += static_cast<int64_t>(level.rows[r + 1] - level.rows[r]) *
+                     (level.keys[r + 1] - level.keys[r]);
+        }
+    }
+    return pairs * job.kv_heads * job.group * (job.dim_qk + job.dim_vo);
+}
+
+// Few rows wait for the weights: reading one takes as long as some products.
+int64_t products_of(const LinearJob& job) {
+    constexpr int ROWS_PER_READ = 8;
+    return static_cast<int64_t>(job.inputs) * job.outputs * (job.rows + ROWS_PER_READ);
+}
 
 }  // namespace
 
@@ -167,7 +192,8 @@ EXPORT const char* arbor_native_use(const char* name) {
 }
 
 EXPORT void arbor_native_attention(const AttentionJob* job, int32_t threads) {
-    int parts = chosen->attention_parts(*job), used = threads_for(parts, threads);
+    int parts = chosen->attention_parts(*job);
+    int used = threads_for(products_of(*job), parts, threads);
     the_pool().run(used, [&](int thread) {
         for (int part = thread; part < parts; part += used) {
             chosen->attention(*job, part, &own_scratch);
@@ -176,7 +202,7 @@ EXPORT void arbor_native_attention(const AttentionJob* job, int32_t threads) {
 }
 
 EXPORT void arbor_native_linear(const LinearJob* job, int32_t threads) {
-    int used = threads_for(chosen->linear_parts(*job), threads);
+    int used = threads_for(products_of(*job), chosen->linear_parts(*job), threads);
     the_pool().run(used, [&](int thread) { chosen->linear(*job, thread, used, &own_scratch); });
 }
 

@@ -7,6 +7,7 @@
 // rows: a row's bits do not depend on the other rows or on the number of threads.
 #pragma once
 
+#include "amx.h"
 #include "native.h"
 #include "vector.h"
 
@@ -193,25 +194,6 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
 }
 
 #if defined(__AMX_BF16__)
-
-// Tiles 0, 1: sums of two panels for up to 16 rows; 2, 3: of the next 16 rows; 4, 5: rows of x;
-// 6, 7: weights of two panels. A product is 16 rows x 32 inputs x 16 outputs.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {0};
-    uint16_t bytes[16] = {0};
-    uint8_t rows[16] = {0};
-};
-
-inline void shape_tiles(int rows) {
-    TileShapes shapes;
-    int upper = rows < 16 ? rows : 16, lower = rows - upper;
-    const int tile_rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
-    for (int i = 0; i < 8; i++) {
-        shapes.rows[i] = static_cast<uint8_t>(tile_rows[i] ? tile_rows[i] : 1);
-        shapes.bytes[i] = 64;
-    }
-    _tile_loadconfig(&shapes);
-}
 
 // Up to 32 rows of x by two panels.
 inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* weights,
