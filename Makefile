@@ -8,7 +8,9 @@ CODE := arbor kernels controllers verifiers examples tests scripts
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help check format lint types architecture test slow fix bench golden docs size
+.PHONY: help check format lint types architecture test slow fix native sanitize bench golden docs size
+
+SANITIZED := build/libarbor_native_sanitized.so
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -36,6 +38,14 @@ slow:  ## the tests too long for every run
 fix:  ## format, and repair what the linter can
 	$(PYTHON) -m ruff check --fix $(CODE)
 	$(PYTHON) -m ruff format $(CODE)
+
+native:  ## compile the native kernels of this checkout; installing arbor does so too
+	$(PYTHON) kernels/csrc/build.py
+
+sanitize:  ## the native kernels' tests under the address and undefined-behaviour sanitizers
+	$(PYTHON) kernels/csrc/build.py --sanitize --output $(SANITIZED)
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		ARBOR_NATIVE_FILE=$(abspath $(SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py
 
 bench:  ## timings of this machine, one JSON per benchmark
 	@set -e; for script in scripts/bench_*.py; do echo "== $$script"; $(PYTHON) "$$script"; done

@@ -118,6 +118,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "reference": "arbor.kernels.reference:ReferenceAttention",
         "rowwise": "arbor.kernels.rowwise:RowwiseAttention",
         "invariant": "arbor.kernels.invariant_cascade:InvariantCascade",
+        "native": "arbor.kernels.native_cascade:NativeCascade",
         "torch": "arbor.kernels.torch_cascade:TorchCascade",
     },
 }

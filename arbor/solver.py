@@ -132,10 +132,11 @@ class Solver:
             ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
-        backend: what computes attention: ``auto``, ``torch``, ``flashinfer`` (CUDA), ``rowwise``,
-            ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is FlashInfer where it is
-            installed and has kernels for the model, else torch; if `deterministic`, ``invariant``
-            on CUDA and ``rowwise`` on a CPU.
+        backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
+            (CUDA), ``rowwise``, ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is the
+            native kernels on a CPU and FlashInfer on CUDA, where they are installed and compute
+            the model, else torch; if `deterministic`, ``invariant`` on CUDA, and ``rowwise`` on a
+            CPU without the native kernels.
         threads: CPU threads of torch while this solver loads or searches; then torch's number is
             restored. By default one for a model below 50 million parameters, whose threads would
             mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.

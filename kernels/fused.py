@@ -1,7 +1,8 @@
 """Fused parts of a decoder: RMS norms and gated activations as one kernel each.
 
 `arbor.model.fuse` puts them into a model. A device's kernels are an object with the methods of
-`FusedOps`; CUDA has one in Triton (`arbor.kernels.triton_fused`), a CPU none.
+`FusedOps`; CUDA has one in Triton (`arbor.kernels.triton_fused`), a CPU the native kernels'
+(`arbor.kernels.native_fused`) where they are built.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from .native import native_library
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,12 @@ class FusedOps(Protocol):
     """The fused kernels of a device.
 
     No method waits for the device or allocates by values, so that CUDA graphs can capture it.
+
+    Attributes:
+        row_invariant: whether a row's bits are known not to depend on the other rows.
     """
+
+    row_invariant: bool
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         """x / sqrt(mean(x^2) + eps), weighted.
@@ -82,9 +90,16 @@ def fused_ops(device: torch.device) -> FusedOps | None:
     """The fused kernels of a device; None without, or where they cannot be imported.
 
     Example:
-        >>> fused_ops(torch.device("cpu")) is None
+        >>> fused_ops(torch.device("meta")) is None
         True
     """
+    if device.type == "cpu":
+        library = native_library()
+        if library is None:
+            return None
+        from .native_fused import NativeFusedOps
+
+        return NativeFusedOps(library)
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Linear layers faster than `F.linear` on CPUs, and rows that do not depend on the batch.
 
-Weights are packed once for MKL or oneDNN. Measured, one thread, `F.linear` / packed (above 1 =
-packing wins), rows 1 / 8 / 32 / 64 / 512:
+Weights are packed once, for the native kernels, MKL or oneDNN. Measured, one thread, `F.linear` /
+packed (above 1 = packing wins), rows 1 / 8 / 32 / 64 / 512:
 
     float32, Intel AVX-512, MKL
         768 -> 768     1.0  2.5  1.5  1.3  1.1
@@ -26,7 +26,23 @@ packing wins), rows 1 / 8 / 32 / 64 / 512:
     whole 100M model (12 x 768, tied 32k head), float32, Intel, MKL:  0.95  1.9  1.5  1.3
     whole 5M model (6 x 256, tied 4k head), same:                     0.9   1.1  1.1  1.0  1.0
 
-Hence the rule of `packing`: float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to
+The native kernels (`kernels/csrc/linear.h`), Intel AVX-512 and AMX, what the rule below would take
+without them / native, rows 1 / 8 / 32 / 128 / 512:
+
+    float32, against MKL
+        768 -> 768     1.2  1.4  1.2  0.9  0.9
+        768 -> 2048    1.3  1.7  1.2  0.9  0.85
+        768 -> 32000   1.2  1.6  1.1  0.8  0.9
+        256 -> 256     1.3  1.6  1.2  1.0  1.0
+    bfloat16, against oneDNN, which takes the large ones only; small ones against dense
+        768 -> 768     1.7  1.5  1.6  1.2  0.85
+        768 -> 2048    1.4  1.4  1.5  0.95 0.95
+        768 -> 32000   1.0  1.1  1.1  0.9  1.2
+        256 -> 256     3.2  2.9  2.7  1.7  1.3
+
+They are the rule where they are built, although MKL is up to a fifth faster from 128 rows on: two
+packed copies would cost twice the memory, and decoding has fewer rows. A row has the same bits for
+any number of rows. Else float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to
 oneDNN where the CPU has instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on
 AMD) only takes layers large enough. No timing at run time: what is chosen decides the last bits of
 the logits and must not depend on the load of the machine. oneDNN's weights go on large pages
@@ -35,6 +51,7 @@ the logits and must not depend on the load of the machine. oneDNN's weights go o
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -48,8 +65,9 @@ from torch.nn import functional as F
 
 from .hugepages import on_huge_pages
 from .invariant import ALIGNMENT_BYTES
+from .native import NUMBERS, Library, LinearJob, native_library
 
-Packing = Literal["mkl", "onednn", "dense"]
+Packing = Literal["native", "mkl", "onednn", "dense"]
 
 # Smaller weights lose more to oneDNN's call than its layout gains.
 ONEDNN_ELEMENTS = {"GenuineIntel": 1 << 19}
@@ -92,8 +110,9 @@ class PackedLinear(nn.Module):
     Args:
         linear: the layer to replace; its weight is not kept unless `packing` is "dense".
         packing: see `packing`.
-        deterministic: a row's result does not depend on the batch: in chunks of exactly
-            `CHUNK_ROWS` rows (zero padded) on a CPU, by `arbor.kernels.invariant_triton` on CUDA.
+        deterministic: a row's result does not depend on the batch: always so by the native
+            kernels, in chunks of exactly `CHUNK_ROWS` rows (zero padded) by others on a CPU, by
+            `arbor.kernels.invariant_triton` on CUDA.
         compute: dtype of the matmul, if not the weight's; input and output keep the weight's dtype.
 
     Example:
@@ -119,10 +138,12 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         self.compute = compute or weight.dtype
-        self.bias = None if linear.bias is None else linear.bias.detach().to(self.compute)
+        added = torch.float32 if packing == "native" else self.compute
+        self.bias = None if linear.bias is None else linear.bias.detach().to(added)
         self.weight: Tensor = weight
         self._ghost = weight
         self._packed: Tensor | None = None
+        self._library = native_library() if packing == "native" else None
         if packing != "dense":
             self._packed = _pack(weight.to(self.compute), packing)
             self.weight = weight.new_full((1, 1), torch.nan).expand(weight.shape)
@@ -135,10 +156,17 @@ class PackedLinear(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
+        if self.packing == "native":
+            rows = x.reshape(-1, self.in_features)
+            packed = cast(Tensor, self._packed)
+            out = _native(self._library, rows, packed, self.out_features, self.bias)
+            return out.view(*x.shape[:-1], self.out_features)
         if self.packing == "mkl" and not self.deterministic and x.numel():
-            rows = x.numel() // self.in_features
-            out: Tensor = torch.ops.mkl._mkl_linear(x, self._packed, self._ghost, self.bias, rows)
-            return out
+            count = x.numel() // self.in_features
+            found: Tensor = torch.ops.mkl._mkl_linear(
+                x, self._packed, self._ghost, self.bias, count
+            )
+            return found
         return self._general(x)
 
     def _general(self, x: Tensor) -> Tensor:
@@ -259,7 +287,12 @@ def pack_linears(
         linear = getattr(parent, child_name)
         weight = linear.weight
         shared = owners[weight.data_ptr()] > 1
-        emulated = weight.dtype == torch.bfloat16 and weight.is_cpu and not _bfloat16_instructions()
+        emulated = (
+            weight.dtype == torch.bfloat16
+            and weight.is_cpu
+            and not _bfloat16_instructions()
+            and _supported("native", weight, weight.dtype) == "dense"
+        )
         compute = torch.float32 if emulated and upcast else weight.dtype
         kind = packing(weight, compute) if choose is None else _supported(choose, weight, compute)
         if shared and not tied:
@@ -315,6 +348,8 @@ def packing(weight: Tensor, compute: torch.dtype) -> Packing:
         >>> packing(torch.zeros(768, 768, dtype=torch.float64), torch.float64)
         'dense'
     """
+    if _supported("native", weight, compute) == "native":
+        return "native"
     large = weight.numel() >= ONEDNN_ELEMENTS.get(_vendor(), ONEDNN_ELEMENTS_ELSEWHERE)
     if compute == torch.float32:
         if _vendor() == "GenuineIntel":
@@ -328,6 +363,8 @@ def packing(weight: Tensor, compute: torch.dtype) -> Packing:
 
 def _supported(kind: Packing, weight: Tensor, compute: torch.dtype) -> Packing:
     """`kind` if it works for the weight's device and a dtype, else "dense"."""
+    if kind == "native" and native_library() is None:
+        return "dense"
     return kind if weight.is_cpu and _works(kind, compute) else "dense"
 
 
@@ -340,6 +377,8 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
     if kind == "dense":
         return True
     if kind == "mkl" and dtype != torch.float32:
+        return False
+    if kind == "native" and (native_library() is None or dtype not in _NUMBERS):
         return False
     grid = torch.arange(48 * 80) * 7919
     weight = (grid % 7 - 3).view(48, 80).to(dtype)
@@ -357,7 +396,55 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
     return True
 
 
+# Outputs of a panel of the native kernels, and inputs up to whose multiple bfloat16 is padded.
+PANEL, PADDED_INPUTS = 16, 32
+_NUMBERS = {getattr(torch, name): number for name, number in NUMBERS.items()}
+
+
+def _native_panels(weight: Tensor) -> Tensor:
+    """A weight [out, in] as kernels/csrc/linear.h reads it: flat, padded with zeros."""
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    pair = 2 if weight.dtype == torch.bfloat16 else 1
+    padded = -(-inputs // PADDED_INPUTS) * PADDED_INPUTS if pair == 2 else inputs
+    packed = torch.empty(panels * PANEL * padded, dtype=weight.dtype)
+    on_huge_pages(packed.data_ptr(), packed.nbytes, filled=False)
+    packed.zero_()
+    view = packed.view(panels, padded // pair, PANEL, pair)
+    for panel in range(panels):  # one at a time: no second copy of the weight
+        rows = weight[panel * PANEL : (panel + 1) * PANEL]
+        whole = rows.new_zeros(PANEL, padded)
+        whole[: len(rows), :inputs] = rows
+        view[panel] = whole.view(PANEL, padded // pair, pair).transpose(0, 1)
+    return packed
+
+
+def _native(
+    library: Library | None, rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
+) -> Tensor:
+    """[M, in] -> [M, out] by the native kernels; `bias` is float32."""
+    assert library is not None, "weights were packed for the native kernels"
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = rows.new_empty(rows.shape[0], outputs)
+    job = LinearJob(
+        rows.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows.stride(0),
+        rows.shape[0],
+        rows.shape[1],
+        outputs,
+        _NUMBERS[rows.dtype],
+    )
+    library.linear(ctypes.addressof(job), torch.get_num_threads())
+    return out
+
+
 def _pack(weight: Tensor, kind: Packing) -> Tensor:
+    if kind == "native":
+        return _native_panels(weight)
     if kind == "mkl":
         packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), MKL_ROWS)
     else:
@@ -375,6 +462,9 @@ def _apply(
     `ghost` has the weight's shape. MKL's op reads it only where the row counts differ; passing the
     batch's own count avoids that, as its packed weights serve any number of rows.
     """
+    if kind == "native":
+        added = None if bias is None else bias.float()
+        return _native(native_library(), rows, packed, ghost.shape[0], added)
     if kind == "mkl":
         out: Tensor = torch.ops.mkl._mkl_linear(rows, packed, ghost, bias, rows.shape[0])
     else:

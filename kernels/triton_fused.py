@@ -97,6 +97,8 @@ def gated_launch(width: int) -> dict[str, Any]:
 class TritonFusedOps:
     """`FusedOps` on CUDA."""
 
+    row_invariant = False  # the order of a row's sum is the compiler's
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
         """See `FusedOps.rms_norm`."""
         rows = _rows(x)

@@ -9,6 +9,7 @@ contestant / cascade, with a 95 % bootstrap interval; a round's times are median
 
 Contestants:
     cascade       TorchCascade, planned once per step; `plan_us` is that planning, of all layers
+    native        NativeCascade, planned once per step, where the native kernels are built
     copies        a contiguous copy of its path per leaf, one batched SDPA, group in rows ("a1b")
     gather        the same from the shared pool: the paths are gathered at each step ("a2")
     union         all keys of the tree, one masked SDPA ("b")
@@ -35,6 +36,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.native import native_library, native_state
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 
@@ -187,7 +190,7 @@ def contestants(
                 out, lse = level_out, level_lse
         return out
 
-    return {
+    designs: dict[str, Step] = {
         "cascade": cascade,
         "copies": from_copies,
         "gather": gather,
@@ -196,6 +199,13 @@ def contestants(
         "two_level": two_level,
         "levels": by_levels,
     }
+    if native_library() is not None:
+        native = NativeCascade()
+        native_plan = native.plan(tree.layout(), shape)
+        designs["native"] = lambda layer: native.run(
+            native_plan, queries[layer], pools[layer, 0], pools[layer, 1]
+        )[0]
+    return designs
 
 
 def thread_us(step: Callable[[], object]) -> float:
@@ -280,6 +290,7 @@ def main() -> int:
     report = {
         "torch": torch.__version__,
         "machine": platform.processor(),
+        "native": native_state(),
         "unit": "us",
         "cells": cells,
     }

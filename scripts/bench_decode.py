@@ -1,4 +1,5 @@
-"""Tree decode against Hugging Face: batched copies of the cache, and one deep copy per branch.
+"""Tree decode against Hugging Face (batched copies of the cache, or one deep copy per branch), and
+against arbor without its native kernels.
 
     python scripts/bench_decode.py --size 100m --dtype float32 --shapes F8 F32 T4 --rounds 5 --json
     out.json
@@ -29,9 +30,13 @@ from transformers import DynamicCache
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
 from arbor.kernels.base import AttentionBackend
+from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
+from arbor.kernels.native import native_library, native_state, without_native
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
+from arbor.model.fuse import fuse
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
@@ -60,10 +65,15 @@ class Arbor:
         self, model: Any, shape: str, vocabulary: int, backend: AttentionBackend | None = None
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
-        runner = ModelRunner(model, backend or TorchCascade())
+        if backend is None:
+            backend = TorchCascade() if native_library() is None else NativeCascade()
+        runner = ModelRunner(model, backend)
         self.engine = Engine(runner, NoText(), policy=POLICIES["lru"])
         if runner.device.type == "cpu":
             pack_linears(model)
+            ops = fused_ops(runner.device)
+            if ops is not None:
+                fuse(model, ops)
         self.slots = PREFIX + generated(shape)
         self.prompt = prefix(PREFIX, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))
@@ -182,6 +192,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["F8", "F32", "T4"], choices=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deepcopy", action="store_true", help="also one deep copy per branch")
+    parser.add_argument("--torch", action="store_true", help="also arbor without native kernels")
+    parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -190,10 +202,13 @@ def main() -> None:
     for shape in args.shapes:
         ours, theirs = random_llama(args.size, dtype), random_llama(args.size, dtype)
         vocabulary = theirs.config.vocab_size
-        contestants: dict[str, Any] = {
-            "arbor": Arbor(ours, shape, vocabulary),
-            "batched": Batched(theirs, shape, vocabulary),
-        }
+        contestants: dict[str, Any] = {"arbor": Arbor(ours, shape, vocabulary)}
+        if not args.no_generate:
+            contestants["batched"] = Batched(theirs, shape, vocabulary)
+        if args.torch:
+            with without_native():
+                plain = random_llama(args.size, dtype)
+                contestants["torch"] = Arbor(plain, shape, vocabulary)
         if args.deepcopy:
             contestants["deepcopied"] = DeepCopied(theirs, shape, vocabulary)
         for contestant in contestants.values():
@@ -229,7 +244,11 @@ def main() -> None:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
         ).stdout.strip()
-        meta = {"commit": commit, "machine": platform.processor() or platform.machine()}
+        meta = {
+            "commit": commit,
+            "machine": platform.processor() or platform.machine(),
+            "native": native_state(),
+        }
         args.json.write_text(
             json.dumps({**meta, "torch": torch.__version__, "rows": rows}, indent=1)
         )

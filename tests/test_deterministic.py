@@ -14,10 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arbor.kernels import invariant
+from arbor.kernels.base import AttentionBackend
+from arbor.kernels.fused import fused_ops
 from arbor.kernels.invariant import FUNCTIONS, by_padding, row_invariant
 from arbor.kernels.linear import batch_dependent, pack_linears
+from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.memory.pool import KVPool
+from arbor.model.fuse import fuse
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 
@@ -133,15 +138,26 @@ def same(some: list[tuple[Tensor, ...]], others: list[tuple[Tensor, ...]]) -> bo
     )
 
 
-def deterministic_runner(model: nn.Module) -> ModelRunner:
-    runner = ModelRunner(model, RowwiseAttention(), deterministic=True)
+def deterministic_runner(
+    model: nn.Module, backend: Callable[[], AttentionBackend] = RowwiseAttention
+) -> ModelRunner:
+    runner = ModelRunner(model, backend(), deterministic=True)
     pack_linears(model, deterministic=True)
+    ops = fused_ops(CPU)
+    if ops is not None:
+        fuse(model, ops)
     return runner
 
 
-def check(name: str, size: tuple[int, int, int], dtype: torch.dtype, counts: Sequence[int]) -> None:
+def check(
+    name: str,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    counts: Sequence[int],
+    backend: Callable[[], AttentionBackend] = RowwiseAttention,
+) -> None:
     """Compare rows alone with rows in batches of these sizes, and a path in one part or several."""
-    rows = Rows(deterministic_runner(random_model(sized(name, *size)).to(dtype)))
+    rows = Rows(deterministic_runner(random_model(sized(name, *size)).to(dtype), backend))
     alone = [rows.leaves([row])[0] for row in range(ROWS)]
     for count in counts:
         order = [(count * 5 + i) % ROWS for i in range(count)]
@@ -153,7 +169,20 @@ def check(name: str, size: tuple[int, int, int], dtype: torch.dtype, counts: Seq
 @pytest.mark.parametrize("name", DENSE)
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     size = SIZES[DENSE.index(name) % len(SIZES)]
-    check(name, size, torch.float32, (2, 7, ROWS))
+    with without_native():
+        check(name, size, torch.float32, (2, 7, ROWS))
+
+
+# heads of 16 and 48; widths that end within a vector, a panel and a pair of inputs
+NATIVE_SIZES = ((80, 100, 5), (144, 173, 3))
+
+
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "mistral_window", "phi"])
+def test_native_kernels_give_a_row_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    size = NATIVE_SIZES[0 if name in ("gemma2", "phi") else 1]
+    check(name, size, dtype, (2, 7, ROWS), NativeCascade)
 
 
 @pytest.mark.slow

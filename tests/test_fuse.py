@@ -24,6 +24,7 @@ from arbor import Solver
 from arbor.kernels import fused
 from arbor.kernels.fused import Activation, FusedOps, NormForm, fused_ops
 from arbor.kernels.linear import pack_linears
+from arbor.kernels.native import native_library, without_native
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model import weights
 from arbor.model.fuse import FuseReport, fuse, unfuse
@@ -462,20 +463,36 @@ def test_a_loaded_model_is_fused_where_there_are_kernels(monkeypatch: pytest.Mon
     load(monkeypatch, ops, model)
     assert type(model.model.norm).__name__ == "FusedLlamaRMSNorm"
 
-    load(monkeypatch, None, model)  # as on a CPU
+    load(monkeypatch, None, model)  # as on a device without
     assert type(model.model.norm).__name__ == "LlamaRMSNorm"
 
 
-def test_deterministic_models_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("llama")
-    load(monkeypatch, TorchFusedOps(), model)
+@pytest.mark.parametrize("row_invariant", [False, True])
+def test_deterministic_models_are_fused_by_kernels_that_ignore_other_rows(
+    row_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ops = build("llama"), TorchFusedOps()
+    load(monkeypatch, ops, model)
 
-    load(monkeypatch, TorchFusedOps(), model, deterministic=True)
+    monkeypatch.setattr(ops, "row_invariant", row_invariant)
+    load(monkeypatch, ops, model, deterministic=True)
 
-    assert type(model.model.norm).__name__ == "LlamaRMSNorm"
+    assert type(model.model.norm).__name__ == ("Fused" * row_invariant + "LlamaRMSNorm")
 
 
-def test_the_kernels_of_cuda_are_tritons_and_a_cpu_has_none(
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_native_kernels_fuse_what_the_stand_in_does(name: str) -> None:
+    ops = fused_ops(torch.device("cpu"))
+    assert ops is not None and ops.row_invariant
+    model = build(name)
+
+    report = fuse(model, ops)
+
+    assert (len(report.norms), len(report.gated), len(report.kept)) == COUNTS[name]
+
+
+def test_the_kernels_of_cuda_are_tritons_and_those_of_a_cpu_native(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda, imported = torch.device("cuda"), []
@@ -487,7 +504,8 @@ def test_the_kernels_of_cuda_are_tritons_and_a_cpu_has_none(
 
     monkeypatch.setattr(fused.importlib, "import_module", import_module)
     monkeypatch.setattr(fused, "find_spec", lambda name: object())
-    assert fused_ops(torch.device("cpu")) is None and not imported
+    with without_native():
+        assert fused_ops(torch.device("cpu")) is None and not imported
     assert fused_ops(cuda) is stand_in and imported == ["arbor.kernels.triton_fused"]
 
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
@@ -508,7 +526,7 @@ def test_a_cpu_never_imports_triton_for_them() -> None:
         "import sys, arbor.solver, arbor.model.fuse\n"
         "from arbor.kernels.fused import fused_ops\n"
         "import torch\n"
-        "assert fused_ops(torch.device('cpu')) is None\n"
+        "assert type(fused_ops(torch.device('cpu'))).__name__ in ('NativeFusedOps', 'NoneType')\n"
         "assert 'arbor.kernels.triton_fused' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

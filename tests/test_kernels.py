@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,17 @@ from arbor.kernels.base import (
     apply_sinks,
 )
 from arbor.kernels.logits import attention_logits, matmul_float32
+from arbor.kernels.native import native_library
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.kernels.torch_cascade import LOGIT_BYTES, TorchCascade
 
 POOL_SLOTS = 4096
+
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
+NATIVE = pytest.param(NativeCascade, id="native", marks=needs_native)
+CASCADES = [pytest.param(TorchCascade, id="torch"), NATIVE]
 
 # Largest allowed differences of out and lse. bfloat16: every level's result is rounded to 8 bits
 # (2^-9 relative, values up to 4) before the float32 merge, once more at the end, and the fused
@@ -39,6 +46,9 @@ TOLERANCE = {
     torch.bfloat16: (4e-2, 2e-2),
     torch.float16: (5e-3, 5e-3),
 }
+
+
+Backend = Callable[[], AttentionBackend]
 
 
 @dataclass
@@ -234,6 +244,7 @@ def assert_agrees(case: Case, backend: AttentionBackend | None = None) -> None:
     )
 
 
+@pytest.mark.parametrize("backend", CASCADES)
 @given(cases())
 @settings(
     max_examples=60,
@@ -241,16 +252,16 @@ def assert_agrees(case: Case, backend: AttentionBackend | None = None) -> None:
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-def test_cascade_agrees_with_the_reference(case: Case) -> None:
-    assert_agrees(case)
+def test_cascade_agrees_with_the_reference(backend: Backend, case: Case) -> None:
+    assert_agrees(case, backend())
 
 
-@pytest.mark.parametrize("backend", [TorchCascade(), RowwiseAttention()], ids=["torch", "rowwise"])
+@pytest.mark.parametrize("backend", [*CASCADES, pytest.param(RowwiseAttention, id="rowwise")])
 @pytest.mark.parametrize("changes", [{}, {"head_dim_vo": 24}, {"softcap": 30.0}])
 @pytest.mark.parametrize("bias", [30.0, 3000.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_keys_of_a_large_bias_agree_with_float64_in_half_precision(
-    dtype: torch.dtype, bias: float, changes: dict[str, object], backend: AttentionBackend
+    dtype: torch.dtype, bias: float, changes: dict[str, object], backend: Backend
 ) -> None:
     """q·k before scaling is up to 200,000: beyond float16, and all digits of bfloat16."""
     shape = make_shape(**{"head_dim_qk": 64, "head_dim_vo": 64, "scaling": 0.125, **changes})
@@ -267,9 +278,10 @@ def test_keys_of_a_large_bias_agree_with_float64_in_half_precision(
     exact = reference.run(exact_plan, q.double(), k_pool.double(), v_pool.double())
     exact_mass = reference.mass(exact_plan, q.double(), k_pool.double(), exact[1])
 
-    plan = backend.plan(case.layout, shape)
-    out, lse = backend.run(plan, q, k_pool, v_pool)
-    mass = backend.mass(plan, q, k_pool, exact[1])
+    attention = backend()
+    plan = attention.plan(case.layout, shape)
+    out, lse = attention.run(plan, q, k_pool, v_pool)
+    mass = attention.mass(plan, q, k_pool, exact[1])
 
     tolerance, _ = TOLERANCE[dtype]
     rounding = 2.0**-22 * float(exact[1].abs().max())  # of a float32 logit
@@ -325,37 +337,41 @@ def test_a_long_shared_span_in_few_runs_is_never_gathered() -> None:
     assert_agrees(case)
 
 
+@pytest.mark.parametrize("backend", CASCADES)
 @pytest.mark.parametrize("context", [0, 3, 200])
 @pytest.mark.parametrize("changes", [{}, {"softcap": 2.0}, {"head_dim_vo": 24}, {"window": 20}])
-def test_prefill_longer_than_a_chunk(context: int, changes: dict[str, object]) -> None:
+def test_prefill_longer_than_a_chunk(
+    backend: Backend, context: int, changes: dict[str, object]
+) -> None:
     case = make_case(
         [make_level([(300, list(range(7, 307 + context)))], True)], make_shape(**changes)
     )
-    assert_agrees(case)
+    assert_agrees(case, backend())
 
 
-def test_rehydration_and_decode_share_slots_in_one_batch() -> None:
+@pytest.mark.parametrize("backend", CASCADES)
+def test_rehydration_and_decode_share_slots_in_one_batch(backend: Backend) -> None:
     path = list(range(100, 190))
     requests = [(1, path[:31]), (4, path[:50]), (20, path[:80]), (1, path), (1, [*path[:60], 300])]
-    assert_agrees(make_case([make_level(requests, causal=True)], make_shape()))
+    assert_agrees(make_case([make_level(requests, causal=True)], make_shape()), backend())
 
 
-def test_rows_without_keys_give_nothing() -> None:
+@pytest.mark.parametrize("cascade", CASCADES)
+def test_rows_without_keys_give_nothing(cascade: Backend) -> None:
     levels = [make_level([(1, [1, 2]), (2, [])], False), make_level([(1, [5]), (2, [])], True)]
     case = make_case(levels, make_shape())
-    for backend in (ReferenceAttention(), TorchCascade()):
+    for backend in (ReferenceAttention(), cascade()):
         out, lse = backend.run(
             backend.plan(case.layout, case.shape), case.q, case.k_pool, case.v_pool
         )
         assert (out[1:] == 0).all() and (lse[1:] == -torch.inf).all()
         assert torch.isfinite(out[0]).all() and torch.isfinite(lse[0]).all()
-    assert_agrees(case)
+    assert_agrees(case, cascade())
 
 
-@pytest.mark.parametrize(
-    "backend", [ReferenceAttention(), TorchCascade()], ids=["reference", "cascade"]
-)
-def test_mass_of_all_heads_sums_to_rows_times_heads(backend: AttentionBackend) -> None:
+@pytest.mark.parametrize("kind", [*CASCADES, pytest.param(ReferenceAttention, id="reference")])
+def test_mass_of_all_heads_sums_to_rows_times_heads(kind: Backend) -> None:
+    backend = kind()
     shared = make_level([(3, list(range(50))), (2, [])], False)
     last = make_level([(1, [60, 61]), (1, [70, 71]), (1, [80, 90, 81]), (2, [95, 96, 97])], True)
     case = make_case([shared, last], make_shape())
@@ -398,11 +414,15 @@ def test_a_sink_is_one_more_key_of_value_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [ReferenceAttention(), RowwiseAttention(), TorchCascade()],
-    ids=["reference", "rowwise", "torch"],
+    "kind",
+    [
+        *CASCADES,
+        pytest.param(ReferenceAttention, id="reference"),
+        pytest.param(RowwiseAttention, id="rowwise"),
+    ],
 )
-def test_keys_may_be_split_into_levels_at_will(backend: AttentionBackend) -> None:
+def test_keys_may_be_split_into_levels_at_will(kind: Backend) -> None:
+    backend = kind()
     shape, slots = make_shape(), list(range(100, 140))
     last = make_level([(1, slots[:9]), (1, slots[:9])], True)
     case = make_case([make_level([(2, slots)], False)], shape)
@@ -603,6 +623,9 @@ def test_products_of_full_precision_keep_their_bits(dtype: torch.dtype) -> None:
         "linear",
         "logits",
         "mass_work",
+        "native",
+        pytest.param("native_cascade", marks=needs_native),
+        pytest.param("native_fused", marks=needs_native),
         "reference",
         "rowwise",
         "torch_cascade",
@@ -620,3 +643,4 @@ def test_all_satisfy_the_protocol() -> None:
     assert isinstance(ReferenceAttention(), AttentionBackend)
     assert isinstance(RowwiseAttention(), AttentionBackend)
     assert isinstance(TorchCascade(), AttentionBackend)
+    assert native_library() is None or isinstance(NativeCascade(), AttentionBackend)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from arbor.kernels import linear
 from arbor.kernels.linear import PackedLinear, Packing, batch_dependent, pack_linears, weight_bytes
+from arbor.kernels.native import native_library, without_native
 
-PACKINGS: tuple[Packing, ...] = ("mkl", "onednn", "dense")
+PACKINGS: tuple[Packing, ...] = ("native", "mkl", "onednn", "dense")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}
 
 
@@ -174,6 +175,22 @@ def test_an_op_that_is_gone_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert type(model[0]) is nn.Linear
 
 
+@pytest.fixture
+def no_native() -> Iterator[None]:
+    """A machine without the native kernels."""
+    with without_native():
+        yield
+
+
+def test_native_kernels_take_every_layer_of_their_dtypes() -> None:
+    if native_library() is None:
+        pytest.skip("the library is not built")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert linear.packing(torch.zeros(3, 5, dtype=dtype), dtype) == "native"
+    assert linear.packing(torch.zeros(3, 5, dtype=torch.float16), torch.float16) != "native"
+
+
+@pytest.mark.usefixtures("no_native")
 def test_the_rule_follows_vendor_dtype_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_works", lambda kind, dtype: True)
     monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
@@ -189,6 +206,7 @@ def test_the_rule_follows_vendor_dtype_and_size(monkeypatch: pytest.MonkeyPatch)
     assert linear.packing(large, torch.float64) == "dense"
 
 
+@pytest.mark.usefixtures("no_native")
 def test_bfloat16_without_instructions_is_advised_against(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
     model = nn.Sequential(nn.Linear(4, 4).bfloat16())
@@ -196,6 +214,7 @@ def test_bfloat16_without_instructions_is_advised_against(monkeypatch: pytest.Mo
     assert pack_linears(nn.Sequential(nn.Linear(4, 4))).note == ""
 
 
+@pytest.mark.usefixtures("no_native")
 def test_bfloat16_is_packed_as_float32_where_the_cpu_cannot_multiply_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +235,7 @@ def test_bfloat16_is_packed_as_float32_where_the_cpu_cannot_multiply_it(
     torch.testing.assert_close(out.double(), right.detach(), atol=0, rtol=2**-8)
 
 
+@pytest.mark.usefixtures("no_native")
 def test_upcasting_waits_for_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_bfloat16_instructions", lambda: False)
     monkeypatch.setattr(linear, "_vendor", lambda: "AuthenticAMD")

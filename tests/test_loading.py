@@ -15,6 +15,8 @@ from support.run_cli import Arbor, in_process
 
 from arbor import Solver
 from arbor.errors import UsageError
+from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.describe import describe
@@ -249,10 +251,10 @@ def test_calibration_trusts_code_only_on_request(
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({}, TorchCascade),
+        ({}, NativeCascade if native_library() is not None else TorchCascade),
         ({"backend": "torch"}, TorchCascade),
         ({"backend": "rowwise"}, RowwiseAttention),
-        ({"deterministic": True}, RowwiseAttention),
+        ({"deterministic": True}, RowwiseAttention if native_library() is None else NativeCascade),
         ({"deterministic": True, "backend": "rowwise"}, RowwiseAttention),
     ],
 )
@@ -262,6 +264,27 @@ def test_the_backend_is_the_one_that_was_asked_for(
     with Solver(device="cpu", max_expansions=1, **settings) as solver:
         assert isinstance(solver.engine.runner.backend, kind)
         assert Solver.from_config(solver.config).config == solver.config
+
+
+def test_without_the_native_kernels_torch_attends() -> None:
+    with without_native():
+        for settings, kind in (({}, TorchCascade), ({"deterministic": True}, RowwiseAttention)):
+            with Solver(device="cpu", max_expansions=1, **settings) as solver:  # type: ignore[arg-type]
+                assert type(solver.engine.runner.backend) is kind
+        with pytest.raises(UsageError, match="needs the native kernels on a CPU"):
+            Solver(device="cpu", backend="native")
+
+
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+def test_the_native_backend_is_refused_where_it_would_not_be_deterministic() -> None:
+    solver = Solver(device="cpu", backend="native", deterministic=True)
+    odd = dataclasses.replace(solver.describe(), head_dims=(20, 64))
+
+    assert solver.checkpoint.backend_name(solver.describe()) == "native"
+    with pytest.raises(UsageError, match="no kernels for float32 and heads of 20 and 64"):
+        solver.checkpoint.backend_name(odd)
+    assert Solver(device="cpu", deterministic=True).checkpoint.backend_name(odd) == "rowwise"
+    assert Solver(device="cpu").checkpoint.backend_name(odd) == "torch"
 
 
 @pytest.mark.parametrize("backend", ["torch", "rowwise", "reference"])

@@ -10,7 +10,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import ARCHITECTURES, WINDOW, build, config_of, path_logits
+from support.models import (
+    ARCHITECTURES,
+    WINDOW,
+    build,
+    config_of,
+    copy_of,
+    path_logits,
+    random_model,
+)
 from support.trees import Lab, grown, is_greedy, leaves_of, own_answers, own_logits, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,6 +26,8 @@ from transformers import AutoModelForCausalLM
 from arbor.errors import ModelError
 from arbor.events import Rehydrated
 from arbor.kernels.base import AttentionBackend
+from arbor.kernels.native import native_library
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
@@ -52,10 +62,35 @@ EVERY = [
 ]
 
 
+# with heads as wide as the native kernels need; windows, soft caps and sinks among them
+WIDE = ("llama", "llama_gqa7", "qwen3", "mistral_window", "gemma2", "gemma3_text", "gpt_oss")
+EVERY += [
+    pytest.param(
+        name,
+        NativeCascade,
+        id=f"{name}-native",
+        marks=pytest.mark.skipif(native_library() is None, reason="the library is not built"),
+    )
+    for name in WIDE
+]
+
+
+@functools.cache
+def wide(name: str) -> Any:
+    """A model of an architecture with heads of 16."""
+    model_type, given = ARCHITECTURES[name]
+    return random_model(config_of(model_type, **{**given, "head_dim": 16}))
+
+
+def model_for(name: str, backend: type[AttentionBackend]) -> Any:
+    """A new model that the backend itself computes, always with the same weights."""
+    return copy_of(wide(name)) if backend is NativeCascade else build(name)
+
+
 @functools.cache
 def full(name: str, backend: type[AttentionBackend]) -> tuple[ThoughtTree, Tensor, Tensor]:
     """The tree at full retention, its leaves' answers, and the logits at every block's end."""
-    lab = Lab(build(name), backend())
+    lab = Lab(model_for(name, backend), backend())
     tree, answers = grown(lab)
     nodes = list(tree)[1:]
     ends = lab.ask([node.parent or tree.root for node in nodes], [node.tokens for node in nodes])
@@ -68,7 +103,7 @@ def test_every_block_has_the_logits_of_the_models_own_forward(
 ) -> None:
     tree, answers, ends = full(name, backend)
 
-    own = build(name)
+    own = model_for(name, backend)
     logits = own_logits(own, tree)
 
     assert 1 < max(float(logits[leaf.id].abs().max()) for leaf in leaves_of(tree)) < 12
@@ -89,7 +124,7 @@ def test_every_block_has_the_logits_of_the_models_own_forward(
 @pytest.mark.parametrize(("name", "backend"), EVERY)
 def test_a_small_budget_changes_no_token(name: str, backend: type[AttentionBackend]) -> None:
     want, want_answers, _ = full(name, backend)
-    lab = Lab(build(name), backend(), debug=True)  # freed slots hold NaN
+    lab = Lab(model_for(name, backend), backend(), debug=True)  # freed slots hold NaN
 
     tree, answers = grown(lab, SQUEEZED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,17 @@ import arbor
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("kernels", "controllers", "verifiers")
-NOT_PACKAGED = (".git", ".*_cache", "__pycache__", "*.egg-info", "build", "dist", "tests", ".venv")
+NOT_PACKAGED = (
+    ".git",
+    "*.so",
+    ".*_cache",
+    "__pycache__",
+    "*.egg-info",
+    "build",
+    "dist",
+    "tests",
+    ".venv",
+)
 
 
 def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -87,6 +98,34 @@ def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
     assets |= {f"arbor/view/assets/{path.name}" for path in folder.glob("*.js")}
 
     assert len(assets) > 5 and assets <= set(wheel)
+
+
+BUILD = runpy.run_path(str(ROOT / "kernels/csrc/build.py"))
+
+
+def test_the_wheel_has_the_native_kernels_and_their_sources(
+    wheel: list[str], wheel_file: Path
+) -> None:
+    sources = {f"arbor/kernels/csrc/{path.name}" for path in (ROOT / "kernels/csrc").glob("*.*")}
+    compiles = BUILD["compiler"]() is not None
+
+    assert "arbor/kernels/csrc/attention.h" in sources <= set(wheel)
+    assert ("arbor/kernels/libarbor_native.so" in wheel) == compiles
+    assert wheel_file.stem.split("-")[2:4] == ["py3", "none"], "it depends on no Python version"
+    assert wheel_file.stem.endswith("-any") == (not compiles)
+
+
+@pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])
+def test_without_a_working_compiler_the_package_still_builds(compiler: str, tmp_path: Path) -> None:
+    settings = {**os.environ, "CXX": compiler, "PATH": str(tmp_path)}
+    if compiler == "false":
+        settings["CXX"] = shutil.which("false") or "false"
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert ("the native kernels were not built" in done.stderr) == (compiler == "false")
+    assert not list(tmp_path.rglob("*.so"))
 
 
 CUT_OFF = """

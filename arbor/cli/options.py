@@ -272,7 +272,7 @@ loading_options = option_group(
         metavar="NAME",
         heading="Model",
         shell_complete=names_of("backend"),
-        help="Attention kernels: auto, flashinfer, torch, rowwise, invariant or reference.",
+        help="Attention kernels: auto, native, flashinfer, torch, rowwise, invariant or reference.",
     ),
     option(
         "--kv-probe",

@@ -254,6 +254,8 @@ def doctor(output: Output) -> int:
 def _report() -> dict[str, Any]:
     import torch
 
+    from arbor.kernels.native import native_state
+
     gpus = [
         f"{torch.cuda.get_device_name(i)}, "
         f"{human_bytes(torch.cuda.get_device_properties(i).total_memory)}, "
@@ -271,6 +273,7 @@ def _report() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
         },
+        "native": native_state(),
         "hub": {
             name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
         },

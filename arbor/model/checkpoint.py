@@ -17,11 +17,13 @@ from arbor.model.names import check_device
 from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
+    NATIVE,
     check_backend,
     device_of_model,
     dtype_name,
     resolve_backend,
     resolve_device,
+    runs_native,
 )
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Checkpoint:
         self.deterministic = deterministic
         self.cuda_graphs = cuda_graphs
         self.backend = check_backend(backend)
-        if deterministic or backend in (FLASHINFER, INVARIANT):
+        if deterministic or backend in (FLASHINFER, INVARIANT, NATIVE):
             self.backend = resolve_backend(backend, self.device, deterministic)
         self.source = (
             locate_model(model, revision, trust_remote_code)
@@ -164,23 +166,34 @@ class Checkpoint:
         return self._files
 
     def backend_name(self, info: ModelInfo) -> str:
-        """The attention backend; ``auto`` is rowwise if deterministic (``invariant`` on CUDA), else
-        FlashInfer or torch.
+        """The attention backend; ``auto`` is FlashInfer on CUDA and native on a CPU, else torch.
 
-        FlashInfer wherever it is installed and has kernels for the model. Once the weights are
-        loaded, the one in use.
+        Each where it is installed and computes the model; deterministic: native or rowwise on a
+        CPU, ``invariant`` on CUDA. Once the weights are loaded, the one in use.
 
         Raises:
-            UsageError: FlashInfer was requested and has no kernel for this model.
+            UsageError: the backend that was requested does not compute this model.
         """
         if self._weights is not None:
             return self._weights.backend
+        native = runs_native(info, self.device)
         if self.deterministic:
-            return (
-                "rowwise" if self.device.type == "cpu" or self.backend == "rowwise" else INVARIANT
-            )
+            if self.backend == NATIVE and not native:
+                heads = " and ".join(map(str, info.head_dims))
+                raise UsageError(
+                    "backend",
+                    f"--backend native: no kernels for {info.dtype} and heads of {heads}.",
+                    "Use --backend rowwise.",
+                )
+            if self.backend == "rowwise":
+                return "rowwise"
+            if self.device.type != "cpu":
+                return INVARIANT
+            return NATIVE if native else "rowwise"
         if self.backend not in ("auto", FLASHINFER):
             return self.backend
+        if native:
+            return NATIVE
         if self.device.type == "cuda" and find_spec(FLASHINFER) is not None:
             import torch
 

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from arbor import registry
 from arbor.errors import UsageError
+from arbor.kernels.native import NUMBERS, head_dim_fits, native_library, native_state
 from arbor.model.names import check_device
 
 if TYPE_CHECKING:
     import torch
 
+    from arbor.model.model_info import ModelInfo
+
 FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
+NATIVE = "native"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -89,6 +93,13 @@ def resolve_backend(backend: str, device: torch.device, deterministic: bool) -> 
     check_backend(backend)
     if deterministic:
         _check_deterministic(backend, device)
+    if backend == NATIVE and (device.type != "cpu" or native_library() is None):
+        state = native_state() if device.type == "cpu" else f"the device is {device}"
+        raise UsageError(
+            "backend",
+            f"--backend native needs the native kernels on a CPU: {state}.",
+            "Use --backend torch, or install arbor where there is a C++ compiler.",
+        )
     if backend == INVARIANT and (device.type != "cuda" or find_spec("triton") is None):
         raise UsageError(
             "backend",
@@ -122,13 +133,21 @@ def _check_deterministic(backend: str, device: torch.device) -> None:
             "--deterministic on CUDA needs the package triton.",
             "Install triton, or use --device cpu.",
         )
-    allowed = ("auto", "rowwise") if device.type == "cpu" else ("auto", "rowwise", INVARIANT)
+    own = NATIVE if device.type == "cpu" else INVARIANT
+    allowed = ("auto", "rowwise", own)
     if backend not in allowed:
         raise UsageError(
             "backend",
-            f"--deterministic attends row by row, which --backend {backend} does not.",
-            f"Leave one of them out, or use --backend {allowed[-1]}.",
+            f"--deterministic needs attention whose rows ignore each other, which --backend {backend} is not.",
+            f"Leave one of them out, or use --backend {'rowwise' if own == NATIVE else own}.",
         )
+
+
+def runs_native(info: ModelInfo, device: torch.device) -> bool:
+    """Whether the native kernels are there and compute a model's attention on a device."""
+    if device.type != "cpu" or native_library() is None or info.dtype not in NUMBERS:
+        return False
+    return all(head_dim_fits(dim) for dim in info.head_dims)
 
 
 def refuse_batch_dependent(model: Any, device: torch.device) -> None:

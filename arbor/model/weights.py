@@ -121,7 +121,9 @@ def load_weights(
     runner = ModelRunner(model, attend, recorder, deterministic=deterministic)
     if runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
-    ops = None if deterministic else fused_ops(runner.device)
+    ops = fused_ops(runner.device)
+    if ops is not None and deterministic and not ops.row_invariant:
+        ops = None
     if ops is None:
         unfuse(model)  # a ready model that ran elsewhere
     else:

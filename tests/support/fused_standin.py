@@ -18,6 +18,8 @@ class TorchFusedOps:
         calls: of each kernel.
     """
 
+    row_invariant = False
+
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 

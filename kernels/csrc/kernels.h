@@ -1,0 +1,10 @@
+// The kernels as compiled for the instruction set of the translation unit that includes this.
+#pragma once
+
+#include "attention.h"
+#include "fused.h"
+#include "linear.h"
+
+#define ARBOR_KERNELS(name) \
+    const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
+                                                  linear_parts, linear, norm, gated}

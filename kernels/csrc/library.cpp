@@ -1,0 +1,211 @@
+// The library's functions: which instruction set runs here, and jobs divided among threads.
+
+#include <cstdlib>
+#include <cstring>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "native.h"
+
+namespace {
+
+using namespace arbor;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Memory of one thread.
+struct OwnScratch : Scratch {
+    char* memory = nullptr;
+    int64_t size = 0;
+
+    OwnScratch() { take = &grow; }
+    ~OwnScratch() { std::free(memory); }
+
+    static void* grow(Scratch* self, int64_t bytes) {
+        auto* own = static_cast<OwnScratch*>(self);
+        if (bytes > own->size) {
+            std::free(own->memory);
+            own->size = (bytes + 4095) / 4096 * 4096;
+            own->memory = static_cast<char*>(std::aligned_alloc(64, own->size));
+            if (own->memory == nullptr) std::abort();  // as torch does not either survive this
+        }
+        return own->memory;
+    }
+};
+
+thread_local OwnScratch own_scratch;
+
+// Threads that wait for work; the caller does part 0 itself.
+class Pool {
+  public:
+    // Calls work(part) for every part below `parts`, on as many threads.
+    template <class Work>
+    void run(int parts, Work work) {
+        if (parts <= 1) return work(0);
+        std::lock_guard<std::mutex> one_at_a_time(callers_);
+        while (static_cast<int>(workers_.size()) < parts - 1) {
+            int number = static_cast<int>(workers_.size()) + 1;
+            workers_.emplace_back([this, number] { serve(number); });
+            workers_.back().detach();
+        }
+        {
+            std::lock_guard<std::mutex> lock(state_);
+            call_ = [](void* given, int part) { (*static_cast<Work*>(given))(part); };
+            work_ = &work;
+            parts_ = parts;
+            left_.store(parts - 1, std::memory_order_relaxed);
+            round_++;
+        }
+        begin_.notify_all();
+        work(0);
+        for (int spin = 0; left_.load(std::memory_order_acquire) && spin < SPINS; spin++) {
+            __builtin_ia32_pause();
+        }
+        std::unique_lock<std::mutex> lock(state_);
+        end_.wait(lock, [this] { return left_.load(std::memory_order_acquire) == 0; });
+    }
+
+  private:
+    static constexpr int SPINS = 2000;
+
+    void serve(int number) {
+        uint64_t seen = 0;
+        for (;;) {
+            void (*call)(void*, int);
+            void* work;
+            {
+                std::unique_lock<std::mutex> lock(state_);
+                begin_.wait(lock, [&] { return round_ != seen; });
+                seen = round_;
+                if (number >= parts_) continue;
+                call = call_;
+                work = work_;
+            }
+            call(work, number);
+            if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                std::lock_guard<std::mutex> lock(state_);
+                end_.notify_one();
+            }
+        }
+    }
+
+    std::mutex callers_, state_;
+    std::condition_variable begin_, end_;
+    std::vector<std::thread> workers_;
+    std::atomic<int> left_{0};
+    void (*call_)(void*, int) = nullptr;
+    void* work_ = nullptr;
+    int parts_ = 0;
+    uint64_t round_ = 0;
+};
+
+// Never destroyed: its threads may outlive main. A child process has none of them and begins anew.
+Pool* pool = nullptr;
+
+Pool& the_pool() {
+    static bool once = [] {
+        pool = new Pool;
+        pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });
+        return true;
+    }();
+    (void)once;
+    return *pool;
+}
+
+// Whether the operating system lets this process use the tiles of AMX.
+bool tiles_allowed() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+bool runs_here(const Kernels& kernels) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
+    if (&kernels == &avx2_kernels) return true;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
+        return false;
+    }
+    if (&kernels == &avx512_kernels) return true;
+    if (!__builtin_cpu_supports("avx512bf16")) return false;
+    if (&kernels == &avx512_bf16_kernels) return true;
+    // __builtin_cpu_supports("amx-bf16") is newer than GCC 12
+    unsigned a = 7, b, c = 0, d;
+    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    return (d >> 22 & 1) && (d >> 24 & 1) && tiles_allowed();
+}
+
+const Kernels* chosen = nullptr;
+
+// Products below which one more thread costs more than it saves: waking it takes about 10 us.
+constexpr int64_t PRODUCTS_PER_THREAD = 1 << 20;
+
+int threads_for(int64_t products, int parts, int threads) {
+    int64_t useful = products / PRODUCTS_PER_THREAD + 1;
+    if (useful < threads) threads = static_cast<int>(useful);
+    return parts < threads ? parts : threads;
+}
+
+int64_t products_of(const AttentionJob& job) {
+    int64_t pairs = 0;  // of a row and a key
+    for (int i = 0; i < job.level_count; i++) {
+        const Level& level = job.levels[i];
+        for (int r = 0; r < level.requests; r++) {
+            pairs += static_cast<int64_t>(level.rows[r + 1] - level.rows[r]) *
+                     (level.keys[r + 1] - level.keys[r]);
+        }
+    }
+    return pairs * job.kv_heads * job.group * (job.dim_qk + job.dim_vo);
+}
+
+// Few rows wait for the weights: reading one takes as long as some products.
+int64_t products_of(const LinearJob& job) {
+    constexpr int ROWS_PER_READ = 8;
+    return static_cast<int64_t>(job.inputs) * job.outputs * (job.rows + ROWS_PER_READ);
+}
+
+}  // namespace
+
+// The best instruction set of this CPU, or the one named; its name, or null where it cannot run.
+EXPORT const char* arbor_native_use(const char* name) {
+    const Kernels* from_best[] = {&amx_kernels, &avx512_bf16_kernels, &avx512_kernels,
+                                  &avx2_kernels};
+    for (const Kernels* kernels : from_best) {
+        if ((!name || !std::strcmp(name, kernels->name)) && runs_here(*kernels)) {
+            chosen = kernels;
+            return chosen->name;
+        }
+    }
+    return nullptr;
+}
+
+EXPORT void arbor_native_attention(const AttentionJob* job, int32_t threads) {
+    int parts = chosen->attention_parts(*job);
+    int used = threads_for(products_of(*job), parts, threads);
+    the_pool().run(used, [&](int thread) {
+        for (int part = thread; part < parts; part += used) {
+            chosen->attention(*job, part, &own_scratch);
+        }
+    });
+}
+
+EXPORT void arbor_native_linear(const LinearJob* job, int32_t threads) {
+    int used = threads_for(products_of(*job), chosen->linear_parts(*job), threads);
+    the_pool().run(used, [&](int thread) { chosen->linear(*job, thread, used, &own_scratch); });
+}
+
+EXPORT void arbor_native_norm(const NormJob* job) { chosen->norm(*job); }
+
+EXPORT void arbor_native_gated(const GatedJob* job) { chosen->gated(*job); }

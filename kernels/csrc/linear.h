@@ -1,0 +1,268 @@
+// Linear layers over packed weights, which are read once and in order.
+//
+// A packed weight is a list of panels of 16 outputs: in float32 [panels][inputs][16], in bfloat16
+// [panels][pairs of inputs][16][2], padded with zeros to whole panels and to 32 inputs. The second
+// form is what the tiles of AMX and the pairs of AVX-512 BF16 read.
+// Every result is summed over its inputs in order, in blocks of `INPUTS`, whatever the number of
+// rows: a row's bits do not depend on the other rows or on the number of threads.
+#pragma once
+
+#include "amx.h"
+#include "native.h"
+#include "vector.h"
+
+namespace {
+
+using arbor::LinearJob;
+
+constexpr int PANEL = 16;
+constexpr int VECS = PANEL / Vec::WIDTH;     // vectors of a panel
+constexpr int INPUTS = 128;                  // inputs whose weights stay in the L1 cache
+constexpr int PANELS = Vec::WIDTH == 16 ? 4 : 1;  // of a group: one part of a job
+constexpr int LINEAR_ROWS = 6;
+
+// float32: one input at a time.
+struct SingleDot {
+    using X = float;
+    static constexpr int STEP = 1;
+    static void add(Vec* acc, const float* x, const char* weight) {
+        Vec factor = set1(*x);
+        for (int c = 0; c < VECS; c++) {
+            const float* at = reinterpret_cast<const float*>(weight) + c * Vec::WIDTH;
+            acc[c] = fma(factor, load(at), acc[c]);
+        }
+    }
+};
+
+// bfloat16: two inputs at a time.
+struct PairDot {
+    using X = bf16;
+    static constexpr int STEP = 2;
+    static void add(Vec* acc, const bf16* x, const char* weight) {
+#if defined(__AVX512BF16__)
+        uint32_t pair;
+        std::memcpy(&pair, x, 4);
+        __m512i factor = _mm512_set1_epi32(static_cast<int>(pair));
+        __m512i weights = _mm512_loadu_si512(weight);
+        acc[0].v = _mm512_dpbf16_ps(acc[0].v, reinterpret_cast<__m512bh>(weights),
+                                    reinterpret_cast<__m512bh>(factor));
+#else
+        Vec even = set1(to_float(x[0])), odd = set1(to_float(x[1]));
+        for (int c = 0; c < VECS; c++) {
+            const char* at = weight + c * Vec::WIDTH * 4;
+            acc[c] = fma(odd, odd_of(at), fma(even, even_of(at), acc[c]));
+        }
+#endif
+    }
+};
+
+inline int64_t steps_of(const LinearJob& job) {
+    return job.number == arbor::BFLOAT16 ? (job.inputs + 31) / 32 * 16 : job.inputs;
+}
+
+// A block of inputs: so many steps of x and of panels that lie `panel_bytes` apart.
+struct InputBlock {
+    int64_t panel_bytes;
+    int steps;
+    bool begins;    // the sums begin at zero here, else they go on
+    int out_row;    // numbers from one row of sums to the next
+};
+
+// out[r][16 outputs of P panels] += x[r] times the panels.
+template <class Dot, int R, int P>
+void linear_tile(const typename Dot::X* const* x, const char* weights, const InputBlock& block,
+                 float* out) {
+    int out_row = block.out_row;
+    Vec acc[R][P][VECS];
+    for (int r = 0; r < R; r++) {
+        for (int p = 0; p < P; p++) {
+            for (int c = 0; c < VECS; c++) {
+                const float* from = out + r * out_row + p * PANEL + c * Vec::WIDTH;
+                acc[r][p][c] = block.begins ? set1(0.0f) : load(from);
+            }
+        }
+    }
+    for (int step = 0; step < block.steps; step++) {
+        for (int p = 0; p < P; p++) {
+            const char* weight = weights + p * block.panel_bytes + step * 64;
+            _mm_prefetch(weight + 1024, _MM_HINT_T0);
+            for (int r = 0; r < R; r++) Dot::add(acc[r][p], x[r] + step * Dot::STEP, weight);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int p = 0; p < P; p++) {
+            for (int c = 0; c < VECS; c++) {
+                store(out + r * out_row + p * PANEL + c * Vec::WIDTH, acc[r][p][c]);
+            }
+        }
+    }
+}
+
+template <class Dot, int R, int P>
+void linear_rows(int rows, const typename Dot::X* const* x, const char* weights, const InputBlock& block,
+                 float* out) {
+    if constexpr (R > 0) {
+        if (rows == R) return linear_tile<Dot, R, P>(x, weights, block, out);
+        linear_rows<Dot, R - 1, P>(rows, x, weights, block, out);
+    }
+}
+
+// Sums [rows][PANELS * 16] of a group as results: with the bias, in the job's numbers.
+template <class Number>
+void finish(const LinearJob& job, const float* sums, int sums_row, int first_row, int rows,
+            int first) {
+    int count = job.outputs - first;
+    count = count < sums_row ? count : sums_row;
+    for (int r = 0; r < rows; r++) {
+        Number* to = static_cast<Number*>(job.out) +
+                     static_cast<int64_t>(first_row + r) * job.outputs + first;
+        for (int o = 0; o < count; o += Vec::WIDTH) {
+            Vec value = load(sums + r * sums_row + o);
+            int here = count - o;
+            if (here >= Vec::WIDTH) {
+                if (job.bias) value = value + load(job.bias + first + o);
+                store(to + o, value);
+            } else {
+                if (job.bias) value = value + load_first(job.bias + first + o, here, 0.0f);
+                store_first(to + o, here, value);
+            }
+        }
+    }
+}
+
+int32_t linear_parts(const LinearJob& job) {
+    return (job.outputs + PANELS * PANEL - 1) / (PANELS * PANEL);
+}
+
+// The rows of x, with zeros behind them where whole steps go past the last input.
+template <class Number>
+const Number* padded_rows(const LinearJob& job, int64_t width, Number* room, int64_t* row) {
+    const Number* x = static_cast<const Number*>(job.x);
+    *row = job.x_row;
+    if (width == job.inputs) return x;
+    *row = width;
+    for (int r = 0; r < job.rows; r++) {
+        std::memcpy(room + r * width, x + r * job.x_row, sizeof(Number) * job.inputs);
+        std::memset(room + r * width + job.inputs, 0, sizeof(Number) * (width - job.inputs));
+    }
+    return room;
+}
+
+template <class Dot>
+void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
+    using X = typename Dot::X;
+    constexpr int OUT_ROW = PANELS * PANEL;
+    int64_t steps = steps_of(job), panel_bytes = steps * 64, width = steps * Dot::STEP;
+    int64_t sums_bytes = static_cast<int64_t>(job.rows) * OUT_ROW * 4;
+    char* memory = static_cast<char*>(
+        scratch->take(scratch, sums_bytes + job.rows * width * static_cast<int64_t>(sizeof(X))));
+    float* sums = reinterpret_cast<float*>(memory);
+    int64_t x_row;
+    const X* x = padded_rows(job, width, reinterpret_cast<X*>(memory + sums_bytes), &x_row);
+    constexpr int BLOCK = INPUTS / Dot::STEP;
+    int groups = linear_parts(job), panels = (job.outputs + PANEL - 1) / PANEL;
+    int first_group = static_cast<int>(static_cast<int64_t>(groups) * part / parts);
+    int end_group = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts);
+    for (int group = first_group; group < end_group; group++) {
+        int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
+        const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
+        // few rows keep their sums in registers from the first input to the last
+        int64_t block = job.rows <= LINEAR_ROWS ? steps : BLOCK;
+        for (int64_t step = 0; step < steps; step += block) {
+            int some = static_cast<int>(steps - step < block ? steps - step : block);
+            for (int row = 0; row < job.rows; row += LINEAR_ROWS) {
+                int together = job.rows - row < LINEAR_ROWS ? job.rows - row : LINEAR_ROWS;
+                const X* x_at[LINEAR_ROWS];
+                for (int r = 0; r < together; r++) {
+                    x_at[r] = x + (row + r) * x_row + step * Dot::STEP;
+                }
+                float* out = sums + static_cast<int64_t>(row) * OUT_ROW;
+                const char* from = weights + step * 64;
+                InputBlock inputs{panel_bytes, some, step == 0, OUT_ROW};
+                if (here == PANELS) {
+                    linear_rows<Dot, LINEAR_ROWS, PANELS>(together, x_at, from, inputs, out);
+                } else {
+                    for (int p = 0; p < here; p++) {
+                        linear_rows<Dot, LINEAR_ROWS, 1>(
+                            together, x_at, from + p * panel_bytes, inputs, out + p * PANEL);
+                    }
+                }
+            }
+        }
+        finish<X>(job, sums, OUT_ROW, 0, job.rows, group * OUT_ROW);
+    }
+}
+
+#if defined(__AMX_BF16__)
+
+// Up to 32 rows of x by two panels.
+inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* weights,
+                          int64_t panel_bytes, bool two, int64_t steps, float* sums) {
+    int64_t x_bytes = x_row * 2;
+    bool lower = rows > 16;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const char* second = two ? weights + panel_bytes : weights;
+    for (int64_t step = 0; step < steps; step += 16) {
+        const char* next = weights + step * 64 + 2048;
+        const char* next_second = second + step * 64 + 2048;
+        for (int i = 0; i < 1024; i += 64) {
+            _mm_prefetch(next + i, _MM_HINT_T0);
+            _mm_prefetch(next_second + i, _MM_HINT_T0);
+        }
+        _tile_loadd(4, x + step * 2, x_bytes);
+        _tile_loadd(6, weights + step * 64, 64);
+        _tile_loadd(7, second + step * 64, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (lower) {
+            _tile_loadd(5, x + 16 * x_row + step * 2, x_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 128);
+    _tile_stored(1, sums + 16, 128);
+    if (lower) {
+        _tile_stored(2, sums + 16 * 32, 128);
+        _tile_stored(3, sums + 16 * 32 + 16, 128);
+    }
+}
+
+inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scratch) {
+    int64_t steps = steps_of(job), panel_bytes = steps * 64, width = steps * 2;
+    char* memory = static_cast<char*>(scratch->take(scratch, 32 * 32 * 4 + job.rows * width * 2));
+    float* sums = reinterpret_cast<float*>(memory);
+    int64_t x_row;
+    const bf16* x = padded_rows(job, width, reinterpret_cast<bf16*>(memory + 32 * 32 * 4), &x_row);
+    int panels = (job.outputs + PANEL - 1) / PANEL, pairs = (panels + 1) / 2;
+    int first = static_cast<int>(static_cast<int64_t>(pairs) * part / parts);
+    int end = static_cast<int>(static_cast<int64_t>(pairs) * (part + 1) / parts);
+    int shaped = 0;
+    for (int pair = first; pair < end; pair++) {
+        const char* weights = static_cast<const char*>(job.packed) + 2 * pair * panel_bytes;
+        for (int row = 0; row < job.rows; row += 32) {
+            int rows = job.rows - row < 32 ? job.rows - row : 32;
+            if (rows != shaped) shape_tiles(shaped = rows);
+            tile_products(x + row * x_row, x_row, rows, weights, panel_bytes,
+                          2 * pair + 1 < panels, steps, sums);
+            finish<bf16>(job, sums, 32, row, rows, 32 * pair);
+        }
+    }
+    _tile_release();
+}
+
+#endif
+
+void linear(const LinearJob& job, int32_t part, int32_t parts, Scratch* scratch) {
+    if (job.number == arbor::FLOAT32) return linear_groups<SingleDot>(job, part, parts, scratch);
+#if defined(__AMX_BF16__)
+    linear_tiles(job, part, parts, scratch);
+#else
+    linear_groups<PairDot>(job, part, parts, scratch);
+#endif
+}
+
+}  // namespace

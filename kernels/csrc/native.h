@@ -1,0 +1,102 @@
+// Jobs of the native kernels: what Python fills in (as ctypes structures, field by field in
+// kernels/native.py), and what each instruction set implements.
+#pragma once
+
+#include <cstdint>
+
+namespace arbor {
+
+// Numbers of the pool, the queries, the weights and the results; sums are always in float32.
+enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+// One level of a cascade, as `CascadeLevel` in kernels/base.py.
+struct Level {
+    const int32_t* rows;    // [requests + 1]
+    const int32_t* keys;    // [requests + 1]
+    const int32_t* slots;   // [keys[requests]]
+    int32_t requests;
+    int32_t causal;
+};
+
+// Attention of one layer. Strides count numbers; the last dimension is contiguous everywhere.
+struct AttentionJob {
+    const Level* levels;
+    int32_t level_count;
+    int32_t row_count;
+    int32_t kv_heads;
+    int32_t group;          // query heads per KV head
+    int32_t dim_qk;         // multiples of 16, as dim_vo
+    int32_t dim_vo;
+    int32_t window;         // 0: none
+    int32_t number;         // of q, k, v and out
+    float scaling;
+    float softcap;          // 0: none
+    const void* q;          // [rows, kv_heads * group, dim_qk]
+    const void* k;          // [slots, kv_heads, dim_qk]
+    const void* v;          // [slots, kv_heads, dim_vo]; null: mass alone
+    int64_t q_row, q_head, k_slot, k_head, v_slot, v_head;
+    const float* sinks;     // [kv_heads * group] or null
+    void* out;              // [rows, kv_heads * group, dim_vo], contiguous
+    float* lse;             // [rows, kv_heads * group]; read where v is null, else written
+    float* mass;            // [kv_heads, keys of all levels] zeros, or null
+};
+
+// out [rows, outputs] = x [rows, inputs] times a packed weight, plus a bias.
+struct LinearJob {
+    const void* x;
+    const void* packed;     // see linear.h
+    const float* bias;      // [outputs] or null
+    void* out;
+    int64_t x_row;          // stride of x
+    int32_t rows;
+    int32_t inputs;
+    int32_t outputs;
+    int32_t number;         // of x, packed and out
+};
+
+// RMS norm: out = x / sqrt(mean(x^2) + eps) * (weight + offset).
+struct NormJob {
+    const void* x;
+    const void* weight;
+    void* out;
+    int64_t x_row;
+    int32_t rows;
+    int32_t width;
+    int32_t number;
+    int32_t rounds_first;   // the normalised row is rounded before it is weighted
+    float eps;
+    float offset;
+};
+
+// out = activation(gate) * up, both factors rounded to their dtype.
+struct GatedJob {
+    const void* gate;
+    const void* up;
+    void* out;
+    int64_t gate_row, up_row;
+    int32_t rows;
+    int32_t width;
+    int32_t number;
+    int32_t activation;     // 0: SiLU, 1: GELU (tanh)
+};
+
+// Memory of one thread that grows and stays; every call begins anew.
+struct Scratch {
+    void* (*take)(Scratch*, int64_t bytes);   // aligned to 64 bytes, not cleared
+};
+
+// The kernels of one instruction set. Each call does its part of a job: `part` of `parts`.
+// No result depends on `parts`: a number is computed by one part, whichever it is.
+struct Kernels {
+    const char* name;
+    int32_t (*attention_parts)(const AttentionJob&);
+    void (*attention)(const AttentionJob&, int32_t part, Scratch*);
+    int32_t (*linear_parts)(const LinearJob&);
+    void (*linear)(const LinearJob&, int32_t part, int32_t parts, Scratch*);
+    void (*norm)(const NormJob&);
+    void (*gated)(const GatedJob&);
+};
+
+extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;
+
+}  // namespace arbor

@@ -1,0 +1,204 @@
+"""The native kernels: a shared library of plain C++, loaded where it was built and can run.
+
+`kernels/csrc` has the sources; installing arbor builds them where a compiler is found, and
+`make native` builds them in a checkout. Without the library everything runs in torch.
+``ARBOR_NATIVE=off`` leaves it out, and ``ARBOR_NATIVE=avx2`` (or another name of `SETS`) takes less
+than the CPU can do; both are read once, when the library is first asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+# Instruction sets of the kernels, from the least to the best.
+SETS = ("avx2", "avx512", "avx512_bf16", "amx")
+VARIABLE = "ARBOR_NATIVE"
+FILE = Path(
+    os.environ.get("ARBOR_NATIVE_FILE") or Path(__file__).resolve().parent / "libarbor_native.so"
+)
+
+# `Number` of native.h, by torch's names of dtypes.
+NUMBERS = {"float32": 0, "bfloat16": 1}
+
+
+# Head dimensions are multiples of the widest vector.
+LANES = 16
+MOST_DIM = 256
+
+
+def head_dim_fits(dim: int) -> bool:
+    """Whether the attention kernels compute heads of this size.
+
+    Example:
+        >>> head_dim_fits(64), head_dim_fits(24)
+        (True, False)
+    """
+    return dim % LANES == 0 and dim <= MOST_DIM
+
+
+class LevelStruct(Structure):
+    """`Level` of native.h."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("keys", c_void_p),
+        ("slots", c_void_p),
+        ("requests", c_int32),
+        ("causal", c_int32),
+    )
+
+
+class AttentionJob(Structure):
+    """`AttentionJob` of native.h."""
+
+    _fields_ = (
+        ("levels", POINTER(LevelStruct)),
+        ("level_count", c_int32),
+        ("row_count", c_int32),
+        ("kv_heads", c_int32),
+        ("group", c_int32),
+        ("dim_qk", c_int32),
+        ("dim_vo", c_int32),
+        ("window", c_int32),
+        ("number", c_int32),
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("q_row", c_int64),
+        ("q_head", c_int64),
+        ("k_slot", c_int64),
+        ("k_head", c_int64),
+        ("v_slot", c_int64),
+        ("v_head", c_int64),
+        ("sinks", c_void_p),
+        ("out", c_void_p),
+        ("lse", c_void_p),
+        ("mass", c_void_p),
+    )
+
+
+class LinearJob(Structure):
+    """`LinearJob` of native.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("x_row", c_int64),
+        ("rows", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("number", c_int32),
+    )
+
+
+class NormJob(Structure):
+    """`NormJob` of native.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("x_row", c_int64),
+        ("rows", c_int32),
+        ("width", c_int32),
+        ("number", c_int32),
+        ("rounds_first", c_int32),
+        ("eps", c_float),
+        ("offset", c_float),
+    )
+
+
+class GatedJob(Structure):
+    """`GatedJob` of native.h."""
+
+    _fields_ = (
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("out", c_void_p),
+        ("gate_row", c_int64),
+        ("up_row", c_int64),
+        ("rows", c_int32),
+        ("width", c_int32),
+        ("number", c_int32),
+        ("activation", c_int32),
+    )
+
+
+class Library:
+    """The loaded library.
+
+    Attributes:
+        name: the instruction set in use, one of `SETS`.
+    """
+
+    def __init__(self, loaded: Any, name: str) -> None:
+        self.name = name
+        self.attention = loaded.arbor_native_attention
+        self.linear = loaded.arbor_native_linear
+        self.norm = loaded.arbor_native_norm
+        self.gated = loaded.arbor_native_gated
+        for call in (self.attention, self.linear):
+            call.argtypes, call.restype = (c_void_p, c_int32), None
+        for call in (self.norm, self.gated):
+            call.argtypes, call.restype = (c_void_p,), None
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Copies of models share it."""
+        return native_library, ()
+
+
+def native_library() -> Library | None:
+    """The library, loaded once; None where it is absent, switched off or cannot run."""
+    return None if _OFF else _load()[0]
+
+
+def native_state() -> str:
+    """The instruction set in use, or why there is none; for `arbor doctor`."""
+    library, reason = _load()
+    return reason if library is None else library.name
+
+
+_OFF: list[None] = []  # one entry per open `without_native`
+
+
+@contextmanager
+def without_native() -> Iterator[None]:
+    """Within, what is built does without the library, as on a machine that has none.
+
+    For tests and benchmarks; layers and backends that were built before keep it.
+    """
+    _OFF.append(None)
+    try:
+        yield
+    finally:
+        _OFF.pop()
+
+
+@functools.cache
+def _load() -> tuple[Library | None, str]:
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted == "off":
+        return None, f"off ({VARIABLE})"
+    if not FILE.exists():
+        return None, "not built: no C++ compiler when arbor was installed"
+    try:
+        loaded = ctypes.CDLL(str(FILE))
+        use = loaded.arbor_native_use
+    except (OSError, AttributeError) as error:
+        return None, f"cannot be loaded: {error}"
+    use.argtypes, use.restype = (c_char_p,), c_char_p
+    name = use(wanted.encode() or None)
+    if name is None:
+        return None, f"the CPU cannot run {wanted or SETS[0]}"
+    return Library(loaded, name.decode()), ""

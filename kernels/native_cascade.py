@@ -1,0 +1,165 @@
+"""Cascade attention by the native kernels: shared spans read once, a row's bits fixed."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import AttentionShape, CascadeLayout
+from .native import NUMBERS, AttentionJob, LevelStruct, head_dim_fits, native_library
+from .torch_cascade import CascadePlan, TorchCascade
+
+DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
+
+
+@dataclass(slots=True)
+class NativePlan:
+    """A layout as the kernels read it.
+
+    Attributes:
+        shape: of the layers.
+        layout: as given.
+        job: all fields but the tensors of a layer; None where the kernels do not compute the shape.
+        slots: int64, key lists of all levels, one after the other; made for `mass`.
+        fallback: the plan of the torch backend, where that has to do.
+        kept: what `job` points to.
+    """
+
+    shape: AttentionShape
+    layout: CascadeLayout
+    job: AttentionJob | None
+    slots: Tensor | None = None
+    fallback: CascadePlan | None = None
+    kept: list[Any] = field(default_factory=list)
+
+
+class NativeCascade:
+    """The `AttentionBackend` of the native kernels.
+
+    A row's logits are summed over the dimensions in order, its softmax over its own list of keys,
+    its output over its keys in order, in float32. So a row's bits depend on its query and its keys
+    alone: neither on other rows nor on how its keys are divided into levels, nor on the slots they
+    lie in or the number of threads; `deterministic=True` needs no more than that.
+
+    float32 and bfloat16 with head dimensions that are multiples of 16, up to 256; the torch backend
+    computes everything else.
+
+    Raises:
+        RuntimeError: the library is absent.
+
+    Example:
+        The same two keys, alone or as two levels, give the same bits (float32, D = 16):
+
+        >>> from arbor.kernels.base import CascadeLevel
+        >>> from arbor.kernels.native import native_library
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> one = CascadeLevel(ints(0, 1), ints(0, 2), ints(5, 9), causal=True)
+        >>> first = CascadeLevel(ints(0, 1), ints(0, 1), ints(5), causal=False)
+        >>> second = CascadeLevel(ints(0, 1), ints(0, 1), ints(9), causal=True)
+        >>> shape, pool = AttentionShape(1, 1, 16, 16, scaling=0.25), torch.randn(10, 1, 16)
+        >>> def attend(*levels):
+        ...     backend = NativeCascade()
+        ...     plan = backend.plan(CascadeLayout(1, levels), shape)
+        ...     return backend.run(plan, pool[:1], pool, pool)
+        >>> native_library() is None or torch.equal(attend(one)[0], attend(first, second)[0])
+        True
+    """
+
+    def __init__(self) -> None:
+        library = native_library()
+        if library is None:
+            raise RuntimeError("the native kernels are not built, or switched off")
+        self._attention = library.attention
+        self._torch = TorchCascade()
+
+    def plan(self, layout: CascadeLayout, shape: AttentionShape) -> NativePlan:
+        """See `AttentionBackend.plan`; costs a few microseconds, as the kernels read the lists."""
+        fits = head_dim_fits(shape.head_dim_qk) and head_dim_fits(shape.head_dim_vo)
+        if not fits or (shape.window is not None and len(layout.levels) > 1):
+            return NativePlan(shape, layout, None)
+        levels = (LevelStruct * len(layout.levels))()
+        kept: list[Any] = [levels]
+        for struct, level in zip(levels, layout.levels, strict=True):
+            given = (level.qo_indptr, level.kv_indptr, level.kv_indices)
+            lists = [each.contiguous() for each in given]
+            kept.append(lists)
+            struct.rows, struct.keys, struct.slots = (each.data_ptr() for each in lists)
+            struct.requests, struct.causal = len(lists[0]) - 1, level.causal
+        job = AttentionJob(
+            levels=levels,
+            level_count=len(levels),
+            row_count=layout.rows,
+            kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            dim_qk=shape.head_dim_qk,
+            dim_vo=shape.head_dim_vo,
+            window=shape.window or 0,
+            scaling=shape.scaling,
+            softcap=shape.softcap or 0.0,
+        )
+        return NativePlan(shape, layout, job, kept=kept)
+
+    def run(
+        self,
+        plan: NativePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
+        job = self._filled(plan, q, k_pool)
+        if job is None:
+            return self._torch.run(self._fallback(plan), q, k_pool, v_pool, sinks)
+        shape = plan.shape
+        out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
+        lse = torch.empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
+        job.v, job.out, job.lse, job.mass = v_pool.data_ptr(), out.data_ptr(), lse.data_ptr(), None
+        job.v_slot, job.v_head, _ = v_pool.stride()
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        job.sinks = None if sinks is None else sinks.data_ptr()
+        self._attention(ctypes.addressof(job), torch.get_num_threads())
+        return out, lse
+
+    def mass(
+        self,
+        plan: NativePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        lse: Tensor,
+        heads: Tensor | None = None,
+    ) -> Tensor:
+        """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
+        job = self._filled(plan, q, k_pool)
+        if job is None:
+            return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads)
+        if plan.slots is None:
+            plan.slots = torch.cat([level.kv_indices for level in plan.layout.levels]).long()
+        received = torch.zeros(plan.shape.num_kv_heads, len(plan.slots))
+        lse = lse.contiguous()
+        job.v, job.out, job.sinks = None, None, None
+        job.lse, job.mass = lse.data_ptr(), received.data_ptr()
+        self._attention(ctypes.addressof(job), torch.get_num_threads())
+        chosen = received if heads is None else received[heads]
+        mass = torch.zeros(k_pool.shape[0])
+        return mass.index_add_(0, plan.slots, chosen.sum(0))
+
+    def _filled(self, plan: NativePlan, q: Tensor, k_pool: Tensor) -> AttentionJob | None:
+        """The job with queries and keys of a layer; None where the torch backend has to do."""
+        job, number = plan.job, DTYPES.get(q.dtype)
+        if job is None or number is None or not q.is_cpu:
+            return None
+        job.number = number
+        job.q, job.k = q.data_ptr(), k_pool.data_ptr()
+        job.q_row, job.q_head, _ = q.stride()
+        job.k_slot, job.k_head, _ = k_pool.stride()
+        return job
+
+    def _fallback(self, plan: NativePlan) -> CascadePlan:
+        if plan.fallback is None:
+            plan.fallback = self._torch.plan(plan.layout, plan.shape)
+        return plan.fallback

@@ -1,0 +1,296 @@
+"""The native kernels: every instruction set agrees with the reference, and a row keeps its bits."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_kernels import (
+    Case,
+    assert_agrees,
+    decode_level,
+    make_case,
+    make_level,
+    make_shape,
+    random_layout,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arbor.kernels import native
+from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, Activation, FusedOps, NormForm, fused_ops
+from arbor.kernels.linear import PackedLinear
+from arbor.kernels.native import SETS, native_library, native_state, without_native
+from arbor.kernels.native_cascade import NativeCascade
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
+
+
+def random_case(seed: int) -> Case:
+    """A layout of any kind in a shape that the kernels compute."""
+    draw = random.Random(seed)
+    kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 2, 4, 7])
+    dim = draw.choice([16, 32, 48, 64, 80, 128, 256])
+    windowed = draw.random() < 0.3
+    shape = AttentionShape(
+        num_qo_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim_qk=dim,
+        head_dim_vo=draw.choice([dim, dim, 32]),
+        scaling=dim**-0.5,
+        window=draw.choice([1, 4, 30, 1000]) if windowed else None,
+        softcap=draw.choice([None, None, 2.0]),
+    )
+    return make_case(
+        random_layout(draw, windowed),
+        shape,
+        draw.choice(DTYPES),
+        sinks=draw.random() < 0.3,
+        strided=draw.random() < 0.3,
+        seed=seed,
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(40))
+def test_attention_agrees_with_the_reference(seed: int) -> None:
+    assert_agrees(random_case(seed), NativeCascade())
+
+
+@needs_native
+@pytest.mark.slow
+def test_attention_agrees_with_the_reference_on_many_layouts() -> None:
+    for seed in range(40, 2000):
+        assert_agrees(random_case(seed), NativeCascade())
+
+
+# Bits
+
+
+def attend(case: Case, levels: list[CascadeLevel], rows: list[int]) -> tuple[Tensor, Tensor]:
+    backend = NativeCascade()
+    plan = backend.plan(CascadeLayout(len(rows), tuple(levels)), case.shape)
+    return backend.run(plan, case.q[rows], case.k_pool, case.v_pool, case.sinks)
+
+
+def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 64, 256])
+def test_a_row_has_the_same_bits_in_every_batch_and_division_into_levels(
+    dim: int, dtype: torch.dtype
+) -> None:
+    shape = make_shape(head_dim_qk=dim, head_dim_vo=dim, scaling=dim**-0.5)
+    shared, own = list(range(200, 311)), [list(range(500 + 60 * i, 537 + 61 * i)) for i in range(9)]
+    whole = make_level([(1, shared + each) for each in own], True)
+    case = make_case([whole], shape, dtype, sinks=True)
+    expected = attend(case, [whole], list(range(9)))
+
+    for cut in (1, 16, 33, 64, 110):
+        levels = [
+            make_level([(9, shared[:cut])], False),
+            make_level([(4, shared[cut:]), (5, shared[cut:])], False),
+            make_level([(1, each) for each in own], True),
+        ]
+        assert same(attend(case, levels, list(range(9))), expected), cut
+    for row in range(9):
+        alone = attend(case, [make_level([(1, shared + own[row])], True)], [row])
+        assert same(alone, (expected[0][row : row + 1], expected[1][row : row + 1])), row
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_token_of_a_prompt_has_the_bits_of_one_that_is_decoded(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    shape, path = make_shape(window=window), list(range(100, 170))
+    case = make_case([make_level([(70, path)], True)], shape, dtype)
+    prompt = attend(case, [make_level([(70, path)], True)], list(range(70)))
+
+    for row in (0, 1, 31, 32, 69):
+        alone = attend(case, [make_level([(1, path[: row + 1])], True)], [row])
+        assert same(alone, (prompt[0][row : row + 1], prompt[1][row : row + 1])), row
+
+
+@needs_native
+def test_slots_and_threads_leave_no_trace() -> None:
+    shape = make_shape(num_kv_heads=4, num_qo_heads=8, head_dim_qk=64, head_dim_vo=64)
+    levels = [make_level([(64, list(range(900)))], False), decode_level([70] * 64, 40)]
+    case = make_case(levels, shape)
+    expected = attend(case, levels, list(range(64)))
+    order = torch.randperm(len(case.k_pool), generator=torch.Generator().manual_seed(0))
+    moved = [
+        CascadeLevel(
+            each.qo_indptr, each.kv_indptr, order.int()[each.kv_indices.long()], each.causal
+        )
+        for each in levels
+    ]
+    there = copy.copy(case)
+    there.k_pool, there.v_pool = case.k_pool.clone(), case.v_pool.clone()
+    there.k_pool[order], there.v_pool[order] = case.k_pool, case.v_pool
+    assert same(attend(there, moved, list(range(64))), expected)
+
+    x, layer = torch.randn(40, 512), PackedLinear(nn.Linear(512, 4096), "native")
+    product = layer(x)
+    torch.set_num_threads(3)
+    try:
+        for _ in range(5):
+            assert same(attend(case, levels, list(range(64))), expected)
+            assert torch.equal(layer(x), product)
+    finally:
+        torch.set_num_threads(1)
+
+
+# Linear layers, norms, activations
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(768, 200), (100, 77), (33, 1), (1, 16), (31, 1000)])
+def test_products_agree_and_a_row_keeps_its_bits(size: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(*size).to(dtype)
+    packed, x = PackedLinear(layer, "native"), torch.randn(70, size[0]).to(dtype)
+    with torch.no_grad():
+        wanted = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    found = packed(x)
+
+    torch.testing.assert_close(found.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for count in (1, 2, 5, 6, 7, 16, 17, 33, 69):
+        assert torch.equal(packed(x[1 : count + 1]), found[1 : count + 1]), count
+
+
+def native_ops() -> FusedOps:
+    ops = fused_ops(CPU)
+    assert ops is not None
+    return ops
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("form", NORM_FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("width", [1, 15, 64, 250, 768])
+def test_norms_agree_with_float64(width: int, form: NormForm, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, width).to(dtype), torch.randn(width).to(dtype)
+    wide = x.double()
+    normal = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    wanted = normal * (weight.double() + form.offset)
+
+    found = native_ops().rms_norm(x, weight, 1e-6, form)
+
+    assert found.dtype == dtype and found.shape == x.shape
+    bound = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), wanted, atol=bound, rtol=bound)
+    assert torch.equal(native_ops().rms_norm(x[1, 2], weight, 1e-6, form), found[1, 2])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activations_agree_with_float64(activation: Activation, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    joint = 8 * torch.randn(7, 2 * 77)
+    joint[0, :4] = torch.tensor([0.0, -100.0, 100.0, -0.0])
+    gate, up = joint.to(dtype).chunk(2, dim=-1)  # rows with a stride
+    active = (
+        F.silu(gate.double()) if activation == "silu" else F.gelu(gate.double(), approximate="tanh")
+    )
+
+    found = native_ops().gated(gate, up, activation)
+
+    bound = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), active * up.double(), atol=bound, rtol=bound)
+
+
+# Instruction sets, and machines without
+
+CHECK = """
+import sys
+sys.path.insert(0, "tests")
+import torch
+import test_native
+from arbor.kernels.native import native_state
+print(native_state())
+if native_state() == sys.argv[1]:
+    for seed in range(100, 130):
+        test_native.assert_agrees(test_native.random_case(seed), test_native.NativeCascade())
+    for dtype in test_native.DTYPES:
+        for size in ((768, 200), (100, 77)):
+            test_native.test_products_agree_and_a_row_keeps_its_bits(size, dtype)
+        test_native.test_gated_activations_agree_with_float64("silu", dtype)
+        test_native.test_norms_agree_with_float64(250, test_native.NORM_FORMS[0], dtype)
+    for dim in (32, 256):
+        test_native.test_a_row_has_the_same_bits_in_every_batch_and_division_into_levels(
+            dim, torch.bfloat16)
+"""
+
+
+def run_with(setting: str, code: str, *arguments: str) -> str:
+    settings = {**os.environ, "ARBOR_NATIVE": setting}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@needs_native
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_agrees(name: str) -> None:
+    state = run_with(name, CHECK, name)
+
+    if state != name:
+        pytest.skip(state)
+
+
+STATE = "from arbor.kernels.native import native_state; print(native_state())"
+
+
+def test_the_state_says_what_is_in_use_or_why_nothing_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert run_with("off", STATE) == "off (ARBOR_NATIVE)"
+    if native_library() is not None:
+        assert run_with("", STATE) in SETS
+        assert run_with("sse9", STATE) == "the CPU cannot run sse9"
+    native._load.cache_clear()
+    try:
+        monkeypatch.setattr(native, "FILE", tmp_path / "absent.so")
+        assert native_library() is None and native_state().startswith("not built")
+        native._load.cache_clear()
+        broken = tmp_path / "broken.so"
+        broken.write_bytes(b"no library")
+        monkeypatch.setattr(native, "FILE", broken)
+        assert native_library() is None and native_state().startswith("cannot be loaded")
+    finally:
+        native._load.cache_clear()
+
+
+def test_without_the_library_nothing_is_native() -> None:
+    with without_native():
+        assert native_library() is None and fused_ops(CPU) is None
+        with pytest.raises(RuntimeError, match="not built"):
+            NativeCascade()
+
+
+@needs_native
+def test_copies_of_a_layer_share_the_library() -> None:
+    layer, x = PackedLinear(nn.Linear(32, 16), "native"), torch.randn(3, 32)
+
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
