@@ -93,6 +93,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "lru",
             "random",
             "reentry",
+            "rsbcm",
             "streaming",
             "tova",
             "uniform",
@@ -106,6 +107,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "pooled": "arbor.retention.allocators.pooled:Pooled",
         "ratio": "arbor.retention.allocators.ratio:Ratio",
         "reentry": "arbor.retention.allocators.reentry:Reentry",
+        "rsbcm": "arbor.retention.allocators.rsbcm:RSBCM",
         "uniform": "arbor.retention.allocators.uniform:Uniform",
     },
     "scorer": {

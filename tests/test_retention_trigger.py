@@ -6,20 +6,23 @@ from dataclasses import replace
 
 import pytest
 from support.models import Words, build
-from support.trees import SAMPLED, Lab
+from support.trees import SAMPLED, Lab, relative_error
+from support.trees import grown as grown_tree
 
 from arbor import components
 from arbor.engine import residency
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
-from arbor.events import Event, Evicted, Forwarded
-from arbor.retention.policy import POLICIES, Policy
+from arbor.events import Event, Evicted, Forwarded, Rehydrated
+from arbor.retention.allocators.rsbcm import RSBCM
+from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
-from arbor.tree import ThoughtTree
+from arbor.tree import NodeState, ThoughtTree
 
 POOL = 120
+NOTHING = Protect(sinks=0)
 GROWTH = Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), 30, 8), ()))
 
 
@@ -145,3 +148,49 @@ def test_a_policy_that_fails_at_its_own_time_ends_the_last_operation_only(
     while not first.done:
         lab.step()
     assert first.result()
+
+
+# A capacity of the policy's own
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_blocks_beyond_a_capacity_leave_although_there_is_room(capacity: int) -> None:
+    policy = replace(POLICIES["rsbcm"], allocator=RSBCM(capacity), protect=NOTHING)
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    over: list[int] = []
+
+    def watch(event: Event) -> None:
+        lab.events.append(event)
+        if isinstance(event, Evicted) and event.cause == "clock":
+            running = [node for node in lab.tree if node.state is NodeState.OPEN]
+            pinned = {id(node) for leaf in running for node in leaf.path}
+            idle = [n for n in lab.tree if n.span.resident.any() and id(n) not in pinned]
+            over.append(len(idle))
+
+    lab.listener = watch
+    tree, answers = grown_tree(lab)
+    want, want_answers = grown_tree(Lab(build("llama")))
+
+    assert over and max(over) <= capacity
+    assert lab.memory.peak < 4096, "there was room"
+    assert [node.tokens for node in tree] == [node.tokens for node in want]
+    assert relative_error(answers, want_answers) < 1e-4
+    assert any(isinstance(event, Rehydrated) for event in lab.events)
+
+
+def test_the_block_of_least_value_and_greatest_depth_leaves_first() -> None:
+    policy = replace(POLICIES["rsbcm"], allocator=RSBCM(2), protect=NOTHING)
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    tree = lab.plant(4096)
+    nodes = lab.sprout([(tree.root, 3)])
+    for node, value in zip(nodes, (0.9, 0.1, 0.5), strict=True):
+        node.value, node.valued = value, True
+    lab.changed(nodes)
+    assert all(node.span.resident.all() for node in nodes)
+
+    lab.sprout([(nodes[2], 1)])  # runs on the third: the others are two, and may stay
+    assert all(node.span.resident.all() for node in nodes)
+    lab.sprout([(tree.root, 1)])  # idle now: three blocks and the child of the third
+
+    held = [bool(node.span.resident.all()) for node in nodes]
+    assert held == [True, False, True]

@@ -16,7 +16,7 @@ from arbor.engine.policy_view import PolicyView
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import by_tree
-from arbor.retention.base import NEVER, Blocks
+from arbor.retention.base import NEVER, Blocks, CappedAllocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, select
@@ -80,11 +80,20 @@ class Residency:
         with nvtx_range("policy"):
             return self._free(needed, leaves, cause, paths_lose or self._paths_lose)
 
-    def due(self) -> int | None:
-        """Count a decode step; tokens that may stay if the policy acts now, else None."""
+    def due(self, leaves: Sequence[Node]) -> int | None:
+        """Count a decode step; tokens that may stay if the policy acts now, else None.
+
+        Args:
+            leaves: ends of the running paths.
+        """
         self._steps += 1
-        room = self._policy.trigger.room(self._steps, self._memory.slots)
-        return None if room is None or self._memory.used <= room else room
+        used, trigger = self._memory.used, self._policy.trigger
+        rooms = [used]
+        if (room := trigger.room(self._steps, self._memory.slots)) is not None:
+            rooms.append(room)
+        if isinstance(self._policy.allocator, CappedAllocator) and not self._steps % trigger.every:
+            rooms.append(used - self._policy.allocator.excess(self.view.offered(leaves)))
+        return min(rooms) if min(rooms) < used else None
 
     def _free(
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose

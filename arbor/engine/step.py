@@ -326,10 +326,10 @@ class Stepper:
             visited: ends of the paths that the step has completed, which stay.
         """
         rows = self._scheduler.rows
-        room = self._residency.due() if rows else None
+        nodes = [*self._scheduler.nodes, *visited]
+        room = self._residency.due(nodes) if rows else None
         if room is None:
             return
-        nodes = [*self._scheduler.nodes, *visited]
         pinned = self._memory.slots_of(self._rules.pinned(nodes))
         try:
             lost = self._residency.fit(self._memory.slots - max(room, pinned), nodes, "clock")

@@ -189,6 +189,22 @@ class Allocator(Protocol):
 
 
 @runtime_checkable
+class CappedAllocator(Allocator, Protocol):
+    """An allocator with a capacity of its own, which may be below the budget."""
+
+    def excess(self, blocks: Blocks) -> int:
+        """Tokens that leave although there is room.
+
+        Args:
+            blocks: all blocks off the running paths.
+
+        Returns:
+            0, or what `counts` gives up of them with room for all.
+        """
+        ...
+
+
+@runtime_checkable
 class TokenAllocator(Allocator, Protocol):
     """An allocator that ranks the tokens of all blocks, and so finds the ones that leave."""
 

@@ -16,6 +16,7 @@ from arbor.retention.allocators.per_tree import Among, PerTree
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
+from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -181,6 +182,11 @@ _NAMED = {
         spares_paths=True,
         summary="Keeps the blocks the search is most likely to read again: the optimum where nothing is "
         "lost.",
+    ),
+    "rsbcm": Policy(
+        RSBCM(),
+        spares_paths=True,
+        summary="Keeps blocks of high value and small depth, up to a capacity in blocks (RSBCM of RKSC).",
     ),
     "streaming": Policy(
         Pooled(),

@@ -1,0 +1,134 @@
+"""CPU time of a verification pass whose questions leave after a layer, against the full pass.
+
+    python scripts/bench_exit.py --size 100m --rounds 7 --json out.json
+
+One thread, thread CPU time, contestants interleaved, one tree whose paths are all resident: a
+prompt, several leaves, one question each. Every question leaves after the same layer, whatever its
+state (weights are random), but is looked at as a rule would: after each layer from the second on,
+or after every fourth. `never` looks and lets nobody leave: what looking costs. The ratio is
+full / exit: the median of per-round ratios with its 95 % interval (bootstrap).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from bench_decode import interval
+from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
+
+from arbor.engine.early_exit import LayerExit, Measure
+from arbor.engine.engine import Engine
+from arbor.engine.token_source import Growth
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.measure.timing import interleaved
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
+from arbor.retention.policy import POLICIES
+from arbor.tree import ThoughtTree
+
+FULL = "full"
+LEAF_TOKENS = 16
+VERDICTS = (5, 6)  # token ids
+
+
+@dataclass(frozen=True)
+class FixedExit(LayerExit):
+    """Leaves after a fixed layer; looks as often as a rule would.
+
+    Args:
+        leaves_after: layers; 0: never.
+    """
+
+    leaves_after: int = 0
+
+    def checks(self, layers: int) -> bool:
+        """Whether a state is looked at: every so many layers, and where it leaves."""
+        return layers % self.every == 0 or layers == self.leaves_after
+
+    def is_over(self, layers: int, values: Sequence[float]) -> bool:
+        """Whether the layer is reached."""
+        return layers == self.leaves_after
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each rule."""
+    layers = SIZES[args.size]["num_hidden_layers"]
+    model = random_llama(args.size, getattr(torch, args.dtype))
+    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), policy=POLICIES["lru"])
+    pack_linears(model)
+    vocabulary = model.config.vocab_size
+    tree = ThoughtTree(prefix(args.prompt, vocabulary))
+    engine.open(tree, args.prompt + args.leaves * (LEAF_TOKENS + args.question))
+    engine.extend(tree.root)
+    growth = Growth(0, Sampling(temperature=1.0, top_p=1.0), fixed_length(LEAF_TOKENS))
+    nodes = engine.grow([(tree.root, args.leaves)], growth)
+    questions = [prefix(args.question, vocabulary)] * args.leaves
+    verdicts = [VERDICTS] * args.leaves
+    rules: dict[str, FixedExit] = {}
+    for measured, every in (("entropy", 1), ("entropy", 4), ("margin", 1)):
+        for after in (0, *(layers * part // 3 for part in (1, 2))):
+            name = f"{measured}, every {every}, after {after or 'never'}"
+            rules[name] = FixedExit(
+                1, every=every, measure=cast(Measure, measured), leaves_after=after
+            )
+    contestants: dict[str, Callable[[], object]] = {FULL: partial(engine.ask, nodes, questions)}
+    for name, rule in rules.items():
+        contestants[name] = partial(engine.ask_early, nodes, questions, rule, verdicts)
+    laps: dict[str, list[float]] = {name: [] for name in contestants}
+    for lap in interleaved(contestants, 2, args.rounds, cpu=time.thread_time):
+        laps[lap.name].append(lap.cpu_s)
+    rows = []
+    for name, rule in rules.items():
+        ratios = np.array(laps[FULL]) / np.array(laps[name])
+        median, low, high = interval(ratios)
+        rows.append(
+            {
+                "measure": rule.measure,
+                "every": rule.every,
+                "exit_layer": rule.leaves_after or layers,
+                "layers": layers,
+                "full_ms": round(1e3 * float(np.median(laps[FULL])), 2),
+                "exit_ms": round(1e3 * float(np.median(laps[name])), 2),
+                "ratio": round(median, 3),
+                "ratio_low": round(low, 3),
+                "ratio_high": round(high, 3),
+                "n": args.rounds,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=sorted(SIZES), default="100m")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
+    parser.add_argument("--leaves", type=int, default=8)
+    parser.add_argument("--question", type=int, default=16, help="tokens of each question")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(args)
+    for row in rows:
+        print(
+            f"{row['measure']:>8} every {row['every']}, after {row['exit_layer']:>2} of "
+            f"{row['layers']} layers: {row['exit_ms']:8.1f} ms, full {row['full_ms']:8.1f} ms, "
+            f"{row['ratio']:.2f} [{row['ratio_low']:.2f}, {row['ratio_high']:.2f}]"
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps({"settings": vars(args) | {"json": None}, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
