@@ -57,6 +57,7 @@ TORCH = (
     "model.plan",
     "model.runner",
     "model.sharing",
+    "model.similarity",
     "model.threads",
     "model.weights",
     "run.session",

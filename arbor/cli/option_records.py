@@ -54,7 +54,8 @@ class SolverOptions:
     top_k: int | None = None
     threads: int | None = None
     aggregate: str = "best"
-    share: Literal["exact", "prompts", "off"] = "exact"
+    share: Literal["exact", "prompts", "off", "similar", "audit"] = "exact"
+    share_threshold: float = 0.82
     kv_probe: str = "kept"
     seed: int = 0
     deterministic: bool = False

@@ -220,10 +220,19 @@ retention_options = option_group(
     ),
     option(
         "--share",
-        type=click.Choice(["exact", "prompts", "off"]),
+        type=click.Choice(["exact", "prompts", "off", "similar", "audit"]),
         default="exact",
         heading="KV budget",
-        help="Equal first tokens use the same KV: of prompts and siblings (exact), of prompts, or none.",
+        help="What uses the same KV: equal first tokens of prompts and siblings (exact), of prompts, "
+        "none; lossy: a similar earlier prompt's (similar), and also searched honestly (audit).",
+    ),
+    option(
+        "--share-threshold",
+        type=Number(-1, 1),
+        default=0.82,
+        metavar="X",
+        heading="KV budget",
+        help="Least similarity of prompts for --share similar.",
     ),
     option(
         "--msve",

@@ -384,6 +384,11 @@ class KVMemory:
         self._changed()
         return len(offsets)
 
+    def doubt(self, node: Node, begin: int) -> None:
+        """Mark a block's tokens from `begin` on as not exact: they are another text's."""
+        node.span.exact[begin:] = False
+        self._changed()
+
     def let_go(self, needed: int) -> None:
         """Give up prompts of dropped trees until so many slots are free, or none is kept."""
         while self.free < needed and self.prefixes:
@@ -433,17 +438,21 @@ class KVMemory:
 
     # Questions: tokens that belong to no block
 
-    def borrow(self, tokens: Sequence[int], after: Node) -> NDArray[np.int32]:
+    def borrow(
+        self, tokens: Sequence[int], after: Node, *, start: int | None = None
+    ) -> NDArray[np.int32]:
         """Temporary slots for tokens after a path, at consecutive positions; give them back with
         `give_back`.
 
         Args:
             tokens: their ids.
             after: the block at the path's end.
+            start: their first position; by default after that block.
         """
         slots = self.table.take(len(tokens), tree=after.tree.number)
         self.table.token[slots] = tokens
-        self.table.position[slots] = np.arange(after.end, after.end + len(tokens))
+        first = after.end if start is None else start
+        self.table.position[slots] = np.arange(first, first + len(tokens))
         return slots
 
     def give_back(self, slots: NDArray[np.int32]) -> None:

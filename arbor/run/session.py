@@ -14,11 +14,13 @@ from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
+from arbor.engine.similar_prompts import Comparison
 from arbor.engine.step import NO_LOGITS
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
+    Compared,
     Detail,
     Event,
     Opened,
@@ -112,6 +114,7 @@ class Session:
             any.
         pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
+        compares: the prompt is compared with earlier ones where the engine shares similar ones.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class Session:
         questions: PlannedQuestions | None = None,
         pool: int | None = None,
         aggregate: Aggregate | None = None,
+        compares: bool = True,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -146,6 +150,8 @@ class Session:
         self.questions = questions
         self.pool = pool
         self.aggregate = aggregate or Best()
+        self.compares = compares
+        self.substituted: Comparison | None = None  # the similar prompt that was read instead
         self._expanded = 0
         self._running: tuple[Node, ...] = ()
         self._freed: set[int] = set()
@@ -181,19 +187,47 @@ class Session:
             self._deadline = time.monotonic() + self.limits.timeout_s
         tree = ThoughtTree(prompt, text)
         try:
-            self.engine.open(
-                tree,
-                self.slots,
-                emit=self.emit,
-                detail=self.detail,
-                outlook=lambda: self._outlook(tree),
-                interrupted=self._over,
-                reads=self.reads,
-                pool=self.pool,
-            )
+            self._open(tree)
+            if self.compares and (found := self.engine.compare(tree)) is not None:
+                self._report(found, prompt)
+                if found.shared:
+                    self.engine.close(tree)
+                    tree = ThoughtTree(found.tokens, text)
+                    self._open(tree)
+                    self.substituted = found
             return (yield from self._whole(tree))
         finally:
             self.engine.finish(tree)
+
+    def _open(self, tree: ThoughtTree) -> None:
+        self.engine.open(
+            tree,
+            self.slots,
+            emit=self.emit,
+            detail=self.detail,
+            outlook=lambda: self._outlook(tree),
+            interrupted=self._over,
+            reads=self.reads,
+            pool=self.pool,
+        )
+
+    def _report(self, found: Comparison, prompt: Sequence[int]) -> None:
+        own = list(prompt[found.begin : found.own_end])
+        self.emit(
+            Compared(
+                tokens=len(prompt),
+                other_tokens=len(found.tokens),
+                common=found.begin,
+                text=self.engine.tokenizer.decode(own, skip_special_tokens=False),
+                ids=found.tokens[found.begin : found.other_end],
+                similarity=found.similarity,
+                threshold=found.threshold,
+                shared=found.shared,
+                layers=found.layers,
+                rows=found.rows,
+                elapsed_s=found.elapsed_s,
+            )
+        )
 
     def stop(self, status: Status) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
@@ -212,6 +246,8 @@ class Session:
         prefill = self.engine.begin_extend(root)
         yield prefill
         prefill.result()
+        if self.substituted is not None:
+            self.engine.inexact(root, self.substituted.begin)
         search = self._start(tree)
         try:
             if isinstance(search, Continuous) and search.continuous:

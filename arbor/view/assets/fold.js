@@ -574,6 +574,8 @@ const NAMED = {
   rehydrate: ["nodes"],
   share: ["nodes"],
   merge: ["nodes"],
+  compare: [],
+  audit: [],
   verify: ["nodes"],
   prune: ["nodes"],
   allocate: ["nodes"],
