@@ -223,8 +223,7 @@ retention_options = option_group(
         type=click.Choice(["exact", "prompts", "off", "similar", "audit"]),
         default="exact",
         heading="KV budget",
-        help="What uses the same KV: equal first tokens of prompts and siblings (exact), of prompts, "
-        "none; lossy: a similar earlier prompt's (similar), and also searched honestly (audit).",
+        help="Equal beginnings share KV: exact, prompts or off; lossy: similar prompts do too, or audit.",
     ),
     option(
         "--share-threshold",
