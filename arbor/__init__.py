@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from arbor.metrics import Metrics
     from arbor.model.sampling_params import Sampling
+    from arbor.model.similarity import similarity
     from arbor.registry import register
     from arbor.run.callbacks import Callback, SafeCallback, StopSearch
     from arbor.run.solution import Solution
@@ -63,6 +64,7 @@ __all__ = [
     "__version__",
     "read_trace",
     "register",
+    "similarity",
 ]
 
 # Threads of torch that wait actively make a busy machine ten times slower. OpenMP reads this when
@@ -74,6 +76,7 @@ _HOMES = {
     "arbor.budget": ("Budget", "Plan"),
     "arbor.run.callbacks": ("Callback", "SafeCallback", "StopSearch"),
     "arbor.model.sampling_params": ("Sampling",),
+    "arbor.model.similarity": ("similarity",),
     "arbor.errors": (
         "ArborError",
         "BudgetError",

@@ -231,6 +231,57 @@ class Merged:
     kv: KV
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A prompt was compared with an earlier one whose KV is on the device, before it was read
+    (RKSC's ASKS, lossy).
+
+    Where they are similar enough (`shared`), the search reads the earlier prompt instead of its
+    own, and nothing that it writes is exact.
+
+    Attributes:
+        tokens: of the prompt.
+        other_tokens: of the earlier one.
+        common: tokens that both begin with.
+        text: the prompt's own tokens that the earlier one does not have.
+        ids: the earlier prompt's tokens in their place.
+        similarity: of these and those, weighted by layer.
+        threshold: the least similarity that is enough.
+        layers: of the model that were run for it.
+        rows: tokens that were run through them.
+        elapsed_s: seconds that took.
+    """
+
+    name: ClassVar[str] = "compare"
+    tokens: int
+    other_tokens: int
+    common: int
+    text: str
+    ids: tuple[int, ...]
+    similarity: float
+    threshold: float
+    shared: bool
+    layers: int
+    rows: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """The problem was also searched from its own prompt, after a search from a similar one.
+
+    Attributes:
+        answer: of the search from its own prompt.
+        same: whether the two answers are equal.
+        elapsed_s: seconds of that search.
+    """
+
+    name: ClassVar[str] = "audit"
+    answer: str | None
+    same: bool
+    elapsed_s: float
+
+
 ForwardKind = Literal["prefill", "decode", "verify", "rehydrate"]
 
 
@@ -419,6 +470,8 @@ Event = (
     | Rehydrated
     | Shared
     | Merged
+    | Compared
+    | Audited
     | Forwarded
     | Sampled
     | Scored
@@ -449,6 +502,8 @@ EVENTS: tuple[type[Event], ...] = (
     Rehydrated,
     Shared,
     Merged,
+    Compared,
+    Audited,
     Forwarded,
     Sampled,
     Scored,

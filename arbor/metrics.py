@@ -12,7 +12,9 @@ from arbor.events import (
     KV,
     ONLY_IF_SET,
     Allocated,
+    Audited,
     Boundary,
+    Compared,
     Ended,
     Event,
     Evicted,
@@ -46,6 +48,12 @@ class Metrics:
             sibling, had their KV.
         tokens_merged: tokens of closed blocks whose slots were given back, since siblings held the
             same.
+        tokens_substituted: tokens of the prompt in whose place the search read those of a similar
+            one.
+        tokens_probed: tokens run through the first layers to compare prompts.
+        probe_s: seconds of these comparisons.
+        audits, audits_differ: searches from the own prompt after those from a similar one, and how
+            many of them gave another answer.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
@@ -96,6 +104,11 @@ class Metrics:
     tokens_prefilled: int = 0
     tokens_shared: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_merged: int = field(default=0, metadata=ONLY_IF_SET)
+    tokens_substituted: int = field(default=0, metadata=ONLY_IF_SET)
+    tokens_probed: int = field(default=0, metadata=ONLY_IF_SET)
+    probe_s: float = field(default=0.0, metadata=ONLY_IF_SET)
+    audits: int = field(default=0, metadata=ONLY_IF_SET)
+    audits_differ: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_recomputed: int = 0
     tokens_fetched: int = 0
@@ -315,6 +328,15 @@ class MetricsFold:
             case Merged():
                 self._add(tokens_merged=sum(count for _, _, count in event.nodes))
                 self._hold(event.kv)
+            case Compared():
+                replaced = event.tokens - event.common if event.shared else 0
+                self._add(
+                    tokens_substituted=replaced,
+                    tokens_probed=event.rows,
+                    probe_s=event.elapsed_s,
+                )
+            case Audited():
+                self._add(audits=1, audits_differ=int(not event.same))
             case Forwarded():
                 self._add(
                     rows=event.rows,

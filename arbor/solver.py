@@ -26,7 +26,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
-from arbor.engine.mode_names import Mode, Rehydrate, Share
+from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
@@ -116,8 +116,12 @@ class Solver:
             running paths may leave too.
         rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
             nothing does (only in lossy mode, where it is the default).
-        share: which equal first tokens use the same KV in lossless mode: ``exact``, those of
-            prompts and of siblings; ``prompts``, those of prompts; ``off``, none.
+        share: which first tokens use the same KV. In lossless mode equal ones: ``exact``, those of
+            prompts and of siblings; ``prompts``, those of prompts; ``off``, none. In lossy mode
+            ``similar``: a prompt is replaced by an earlier one whose hidden states are similar;
+            ``audit``: likewise, and the problem is also searched from its own prompt
+            (docs/sharing.md).
+        share_threshold: the least similarity.
         kv_probe: from how many rows on a shared span is read once for all of them: ``kept``, as
             was measured for this model on this machine, if it was; ``measure``: now; ``off``: by a
             fixed rule, as always if `deterministic`; or the numbers of a measurement (``8,4,2``).
@@ -171,6 +175,7 @@ class Solver:
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
         share: Share = "exact",
+        share_threshold: float = SHARE_THRESHOLD,
         kv_probe: str = "kept",
         msve: MSVE | str | os.PathLike[str] | None = None,
         sampling: Sampling | Mapping[str, float] | None = None,
@@ -196,7 +201,8 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
-        self.share = resolve_share(share)
+        self.share = resolve_share(share, share_threshold, mode, rehydrate)
+        self.share_threshold = float(share_threshold)
         self.kv_probe = check_kv_probe(kv_probe)
         if isinstance(sampling, Mapping):
             resolve_sampling(sampling)  # refuses invalid settings before anything loads
@@ -342,6 +348,7 @@ class Solver:
                     mode=self.mode,
                     rehydrate=self.rehydrate,
                     share=self.share,
+                    threshold=self.share_threshold,
                     msve=self.msve,
                     levels=self._levels(runner),
                     debug=self.debug,
@@ -664,6 +671,7 @@ class Solver:
             mode=self.mode,
             rehydrate=self.rehydrate,
             share=self.share,
+            share_threshold=self.share_threshold,
             kv_probe=self.kv_probe,
             msve=self.msve,
             boundary=self.boundary,

@@ -25,7 +25,7 @@ pass of the shared arms
 
     T = alpha A n^2 + beta (A n + B s) + gamma B t + delta_arm
 
-From each follows a prefix length from which sharing pays, printed beside the one that was met: the
+From each follows a prefix length from which sharing pays, printed with the one that was met: the
 first measured length at which the arm is not slower than unshared, interpolated on the line through
 it and the one before.
 """

@@ -59,6 +59,7 @@ TORCH = (
     "model.runner",
     "model.scoring",
     "model.sharing",
+    "model.similarity",
     "model.threads",
     "model.unembedding",
     "model.weights",

@@ -148,7 +148,7 @@ def grown_alone(child: Node, growth: Growth, noise: Tensor | None = None) -> tup
                 tree.append(leaf, token)
             leaf.state = NodeState.CLOSED
     lab.open(tree, ROOMY)
-    lab.state.shares_prompts = False
+    lab.state.shares_prompts = lab.state.keeps_prompts = False
     lab.events.clear()
     source.noise = noise
     lab.decode([leaf], growth)

@@ -20,7 +20,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.component_checks import resolve_component
-from arbor.run.limits import check_rehydration
+from arbor.run.limits import check_rehydration, check_sharing
 from arbor.run.plugin_answers import checked_task
 from arbor.run.settings import check_kv_probe
 from arbor.tasks.base import Task
@@ -75,6 +75,7 @@ def build_solver(
         mode=options.mode,
         rehydrate=options.rehydrate,
         share=options.share,
+        share_threshold=options.share_threshold,
         kv_probe=options.kv_probe,
         msve=options.msve,
         sampling=settings["sampling"] | options.sampling,
@@ -137,6 +138,7 @@ def check_options(options: SolverOptions) -> None:
     check_device(options.device)
     check_dtype(options.dtype)
     check_rehydration(options.mode, options.rehydrate)
+    check_sharing(options.share, options.mode, options.rehydrate)
     check_kv_probe(options.kv_probe)
     if options.msve is not None:
         MSVE.parse(options.msve)

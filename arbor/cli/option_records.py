@@ -59,7 +59,8 @@ class SolverOptions:
     aggregate: str = "best"
     step_format: str | None = None
     audit_verify: bool = False
-    share: Literal["exact", "prompts", "off"] = "exact"
+    share: Literal["exact", "prompts", "off", "similar", "audit"] = "exact"
+    share_threshold: float = 0.82
     kv_probe: str = "kept"
     seed: int = 0
     deterministic: bool = False

@@ -237,10 +237,18 @@ retention_options = option_group(
     ),
     option(
         "--share",
-        type=click.Choice(["exact", "prompts", "off"]),
+        type=click.Choice(["exact", "prompts", "off", "similar", "audit"]),
         default="exact",
         heading="KV budget",
-        help="Equal first tokens use the same KV: of prompts and siblings (exact), of prompts, or none.",
+        help="Equal beginnings share KV: exact, prompts or off; lossy: similar prompts do too, or audit.",
+    ),
+    option(
+        "--share-threshold",
+        type=Number(-1, 1),
+        default=0.82,
+        metavar="X",
+        heading="KV budget",
+        help="Least similarity of prompts for --share similar.",
     ),
     option(
         "--msve",

@@ -115,7 +115,9 @@ class BeamSearch:
         tokens = np.concatenate([group.tokens[:, -1] for group in running])
         position = self._tree.root.end + self._slots.shape[1]
         self._make_room(len(rows))
-        new = self._memory.borrow(tokens.tolist(), self._tree.root, position=position)
+        new = self._memory.borrow(
+            tokens.tolist(), self._tree.root, positions=np.full(len(rows), position)
+        )
         self._held = np.concatenate([self._held, new])
         segments = [
             Segment(

@@ -18,12 +18,14 @@ from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
+from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import Asking, Extending, Growing, Operation, Reading
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Question, Row, Visit
+from arbor.engine.similar_prompts import Comparison, SimilarPrompts
 from arbor.engine.step import Stepper
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
 from arbor.errors import BudgetInfeasible, UsageError
@@ -88,8 +90,10 @@ class Engine:
         rehydrate: what comes back when a path runs again: ``selective``, the missing tokens;
             ``span``, every token of a block that misses one (ArborKV section 4); ``off`` (lossy
             only), nothing: eviction cannot be undone.
-        share: which equal first tokens use the same slots (lossless only): ``exact``, those of
-            prompts and of siblings; ``prompts``; ``off``, none.
+        share: which first tokens use the same slots. Equal ones (lossless only): ``exact``, those
+            of prompts and of siblings; ``prompts``; ``off``, none. In lossy mode ``similar`` and
+            ``audit``: those of a prompt and a similar earlier one, see `compare`.
+        threshold: the least similarity of prompts.
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
@@ -109,6 +113,7 @@ class Engine:
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
         share: Share = "exact",
+        threshold: float = SHARE_THRESHOLD,
         msve: MSVE | None = None,
         source: TokenSource | None = None,
         levels: LevelRule = _ALWAYS,
@@ -120,6 +125,8 @@ class Engine:
         self.mode = mode
         self.rehydrate = rehydrate
         self.share = share
+        assert mode == "lossy" or share not in SIMILAR, "a similar prompt is another one"
+        self._similar = SimilarPrompts(runner, threshold) if share in SIMILAR else None
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
@@ -193,6 +200,7 @@ class Engine:
             self.policy.protect,
             shares_prompts=lossless and self.share != "off",
             shares_siblings=lossless and self.share == "exact",
+            keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
         )
         rules = self._mode(state, self.policy, self.rehydrate)
         residency = Residency(state, self.policy, self.msve, rules.paths_lose)
@@ -240,6 +248,22 @@ class Engine:
         stepper.settle()
         rows = self.state.close(opened)
         self.residency.view.forget(rows)
+
+    def compare(self, tree: ThoughtTree) -> Comparison | None:
+        """Compare the prompt of an open tree, of which nothing was computed, with an earlier one
+        whose KV is still there; None where there is none, or where such sharing is off.
+
+        The caller plants the earlier prompt's tokens instead where the two are similar enough, and
+        marks what it reads then as `inexact`.
+        """
+        if self._similar is None or len(self.state.trees) > 1:
+            return None
+        return self._similar.compare(self.state, tree)
+
+    def inexact(self, node: Node, begin: int) -> None:
+        """Mark tokens of a block as those of another text, from `begin` on: nothing after them is
+        exact."""
+        self.memory.doubt(node, begin)
 
     @property
     def state(self) -> ForestState:

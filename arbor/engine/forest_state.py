@@ -31,6 +31,8 @@ class ForestState:
         protect: the policy's; says which tokens the figures of blocks count.
         shares_prompts: prompts that begin alike share KV.
         shares_siblings: siblings that begin alike do.
+        keeps_prompts: prompts of finished problems stay for later ones while nothing needs their
+            slots.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -50,14 +52,16 @@ class ForestState:
         *,
         shares_prompts: bool = False,
         shares_siblings: bool = False,
+        keeps_prompts: bool = False,
     ) -> None:
         self.memory = memory
         self.shares_prompts = shares_prompts
         self.shares_siblings = shares_siblings
+        self.keeps_prompts = keeps_prompts
         self.trees: dict[ThoughtTree, OpenTree] = {}
         self.logits = LastLogits()
         self.table = BlockTable(
-            protect.tail, memory.is_shared if shares_prompts or shares_siblings else None
+            protect.tail, memory.is_shared if shares_prompts or keeps_prompts else None
         )
         self.statistics = TokenStatistics(threshold=protect.threshold)
         self.computed: set[int] = set()
@@ -82,7 +86,7 @@ class ForestState:
 
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""
-        rows = self.memory.drop(opened.tree, keep_prompt=self.shares_prompts)
+        rows = self.memory.drop(opened.tree, keep_prompt=self.keeps_prompts)
         self.sharing_changed()
         del self.trees[opened.tree]
         for row in rows:
@@ -106,7 +110,7 @@ class ForestState:
     def sharing_changed(self) -> None:
         """Record that blocks may share other tokens than before."""
         self.changed(self.forest.nodes(self.forest.cuts))
-        if self.memory.prefixes:
+        if self.keeps_prompts:
             self.changed(tree.root for tree in self.forest.trees)
 
     def overlap(self, nodes: Sequence[Node]) -> int:

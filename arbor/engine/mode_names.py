@@ -6,4 +6,6 @@ from typing import Literal
 
 Mode = Literal["lossless", "lossy"]
 Rehydrate = Literal["selective", "span", "off"]
-Share = Literal["exact", "prompts", "off"]
+Share = Literal["exact", "prompts", "off", "similar", "audit"]
+SHARE_THRESHOLD = 0.82  # least similarity of prompts; the tau of RKSC
+SIMILAR = ("similar", "audit")  # lossy: a prompt may be replaced by a similar one

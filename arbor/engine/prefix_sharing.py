@@ -84,13 +84,15 @@ class PrefixSharing:
         if self._state.hidden:
             return
         for node in path:
-            if not self._shares(node):
+            alone = len(self._state.trees) == 1
+            restores = node.parent is None and self._state.keeps_prompts
+            if not self._shares(node) and not (restores and alone):
                 continue
             missing = np.flatnonzero(node.span.slot == NO_SLOT)
             if len(missing) == 0:
                 continue
-            count = self._from_others(node)
-            if node.parent is None:
+            count = self._from_others(node) if self._shares(node) else 0
+            if restores:
                 count += self._memory.restore(node)
             if count:
                 self._state.sharing_changed()

@@ -23,6 +23,7 @@ from torch import Tensor
 from arbor import components
 from arbor.engine.engine import Engine
 from arbor.engine.mode import Rehydrate
+from arbor.engine.mode_names import SIMILAR
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import Growth, ModelSampler
@@ -169,6 +170,7 @@ def replay(
     boundary = dataclasses.replace(
         task.boundary, max_tokens=config["step_tokens"], max_depth=config["max_depth"]
     )
+    share = config.get("share", "exact")
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
     largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
     runner: Any = _NoModel(max(len(tokenizer), largest + 1))
@@ -177,7 +179,7 @@ def replay(
         tokenizer,
         policy=resolve_component("policy", policy, Policy),
         rehydrate=rehydrate,
-        share=config.get("share", "exact"),
+        share="exact" if share in SIMILAR else share,
         msve=values,
         source=_Recorded(record, tokenizer),
     )

@@ -384,6 +384,11 @@ class KVMemory:
         self._changed()
         return len(offsets)
 
+    def doubt(self, node: Node, begin: int) -> None:
+        """Mark a block's tokens from `begin` on as not exact: they are another text's."""
+        node.span.exact[begin:] = False
+        self._changed()
+
     def let_go(self, needed: int) -> None:
         """Give up prompts of dropped trees until so many slots are free, or none is kept."""
         while self.free < needed and self.prefixes:
@@ -434,20 +439,23 @@ class KVMemory:
     # Questions and beams: tokens that belong to no block
 
     def borrow(
-        self, tokens: Sequence[int], after: Node, *, position: int | None = None
+        self,
+        tokens: Sequence[int],
+        after: Node,
+        *,
+        positions: NDArray[np.int64] | None = None,
     ) -> NDArray[np.int32]:
         """Temporary slots for tokens after a path; give them back with `give_back`.
 
         Args:
             tokens: their ids.
             after: the block at the path's end.
-            position: of all of them, alternatives to each other; None: consecutive positions after
-                the path.
+            positions: int64 [n], of each; by default consecutive after that block.
         """
         slots = self.table.take(len(tokens), tree=after.tree.number)
         self.table.token[slots] = tokens
         consecutive = np.arange(after.end, after.end + len(tokens))
-        self.table.position[slots] = consecutive if position is None else position
+        self.table.position[slots] = consecutive if positions is None else positions
         return slots
 
     def give_back(self, slots: NDArray[np.int32]) -> None:

@@ -15,12 +15,17 @@ MOST_PREFIXES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefix:
-    """The first n tokens of a prompt: int64 [n], their slots int32 [n] and depths int16 [n]."""
+class Kept:
+    """The first n tokens of a prompt: int64 [n], their slots int32 [n] and depths int16 [n].
+
+    Attributes:
+        whole: these are all of its tokens.
+    """
 
     tokens: NDArray[np.int64]
     slots: NDArray[np.int32]
     depth: NDArray[np.int16]
+    whole: bool
 
 
 class PrefixCache:
@@ -31,7 +36,7 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._prefixes: list[_Prefix] = []  # the least recently used first
+        self._prefixes: list[Kept] = []  # the least recently used first
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -49,7 +54,8 @@ class PrefixCache:
         if len(self) == MOST_PREFIXES:
             table.release(self.oldest(), NO_TREE)
         span, tokens = root.span, np.array(root.tokens[:count], np.int64)
-        prefix = _Prefix(tokens, span.slot[:count].copy(), span.depth[:count].copy())
+        whole = count == len(root.tokens)
+        prefix = Kept(tokens, span.slot[:count].copy(), span.depth[:count].copy(), whole)
         table.retain(prefix.slots)
         self._prefixes.append(prefix)
 
@@ -69,6 +75,20 @@ class PrefixCache:
         prefix = self._prefixes.pop(best)
         self._prefixes.append(prefix)
         return prefix.slots[:most], prefix.depth[:most]
+
+    def nearest(self, prompt: NDArray[np.int64]) -> Kept | None:
+        """The whole prompt that has the most tokens in common with another one, at the beginning
+        and at the end together; of several the most recently used.
+
+        Args:
+            prompt: int64 [n], its tokens.
+        """
+
+        def in_common(kept: Kept) -> int:
+            return _alike(kept.tokens, prompt) + _alike(kept.tokens[::-1], prompt[::-1])
+
+        whole = [kept for kept in reversed(self._prefixes) if kept.whole]
+        return max(whole, key=in_common, default=None)
 
     def oldest(self) -> NDArray[np.int32]:
         """Remove the least recently used prompt; returns the slots to release."""
@@ -99,3 +119,7 @@ class PrefixCache:
             table.token[prefix.slots] = prefix.tokens
             table.position[prefix.slots] = np.arange(len(prefix.slots))
         return table
+
+
+def _alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    return common_start(one, other, 0)

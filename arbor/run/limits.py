@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast, get_args
 
+from arbor.engine.mode_names import SIMILAR, Share
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event
 
@@ -62,6 +63,24 @@ def check_rehydration(mode: str, rehydrate: str | None) -> None:
     if mode == "lossless" and rehydrate == "off":
         raise UsageError(
             "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
+        )
+
+
+def check_sharing(share: str, mode: str, rehydrate: str | None) -> None:
+    """Refuses an unknown kind of sharing, and similar prompts in a search that promises the exact
+    result.
+
+    Raises:
+        UsageError: unknown, or these settings contradict each other.
+    """
+    if share not in get_args(Share):
+        known = ", ".join(get_args(Share))
+        raise UsageError("share", f"unknown sharing '{share}'.", f"Known: {known}.")
+    if share in SIMILAR and (mode != "lossy" or rehydrate not in (None, "off")):
+        raise UsageError(
+            "share",
+            f"share={share} has a search read another prompt than its own, for good.",
+            "Take mode=lossy and no rehydration with it, or share=exact.",
         )
 
 

@@ -6,16 +6,19 @@ import dataclasses
 import hashlib
 import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
 from arbor.budget import Budget, Plan
+from arbor.engine.mode_names import SIMILAR
 from arbor.errors import UsageError
-from arbor.events import Ended, Header, Listener, ReachedLimit
+from arbor.events import Audited, Ended, Header, Listener, ReachedLimit
 from arbor.metrics import Metrics, MetricsFold
 from arbor.retention.future_reads import FutureReads
 from arbor.run.callbacks import Broadcast
@@ -104,7 +107,8 @@ class Run:
             verifier_pools: the same in the models of verifiers that have their own.
         """
         reads = self._reads()
-        self.pool, self.verifier_pools = pool, verifier_pools or {}
+        self.pool = self._lasting_pool() if self.setup.share in SIMILAR else pool
+        self.verifier_pools = verifier_pools or {}
         metrics, writer = MetricsFold(), self.request.writer()
         recording = self._recording(writer)
         records = [each for each in (writer, recording) if each is not None]
@@ -115,6 +119,22 @@ class Run:
             for each in records:
                 each.close()
         return self._solution(outcome, metrics.metrics(), writer, recording)
+
+    def _lasting_pool(self) -> int:
+        """The pool in which the KV of earlier prompts stays: the same for every problem.
+
+        Raises:
+            UsageError: the budget depends on the problem.
+        """
+        if self.budget.unit in ("ratio", "max"):
+            raise UsageError(
+                "share",
+                f"share={self.setup.share} keeps prompts from one problem to the next, and a budget "
+                f"of {self.budget} is another for each.",
+                "Give it in tokens or bytes, as in --budget 4096tok.",
+            )
+        bytes_per_token = self.setup.checkpoint.read().info.kv_bytes_per_token
+        return self.budget.tokens(sys.maxsize, bytes_per_token)
 
     def unsearched(self, status: Status) -> Solution:
         """The solution of a search that was stopped before it began."""
@@ -217,6 +237,7 @@ class Run:
     ) -> Steps[Outcome]:
         """The session between the header and the end."""
         from arbor.engine.grammar import Grammar
+        from arbor.engine.open_tree import ignore
         from arbor.engine.stop_rule import StopRule
         from arbor.engine.token_source import Growth
         from arbor.run.session import Session
@@ -230,16 +251,20 @@ class Run:
         eos = setup.checkpoint.load().eos
         boundary, words = setup.boundary, engine.tokenizer
         form = boundary.form
-        grammar = None if form is None else Grammar(form, boundary.stop, words, eos)
-        stop = StopRule(words, boundary, eos)
         with ExitStack() as verifiers:
-            self.session = Session(
+            session = partial(
+                Session,
                 engine,
                 setup.task,
                 self.problem,
                 setup.controller,
                 setup.verifier,
-                Growth(self.seed, setup.sampling, stop, grammar),
+                Growth(
+                    self.seed,
+                    setup.sampling,
+                    StopRule(words, boundary, eos),
+                    None if form is None else Grammar(form, boundary.stop, words, eos),
+                ),
                 Limits(
                     boundary.max_depth,
                     setup.max_expansions,
@@ -249,7 +274,6 @@ class Run:
                     request.confidence,
                 ),
                 self.plan.budget_tokens,
-                emit,
                 detail=request.trace_level,
                 reads=reads,
                 questions=PlannedQuestions(
@@ -259,12 +283,19 @@ class Run:
                 aggregate=setup.aggregate,
                 opened=self._open_verifiers(emit, verifiers),
             )
+            text = self.task.prompt(self.problem)
+            self.session = session(emit=emit)
             if self._stopped is not None:  # while the search was being set up
                 self.session.stop(self._stopped, self._reached)
             emit(self._header(engine.levels))
             try:
-                text = self.task.prompt(self.problem)
                 outcome = yield from self.session.steps(self.prompt, text)
+                if setup.share == "audit" and self.session.substituted and self._stopped is None:
+                    began = time.perf_counter()
+                    self.session = session(emit=ignore, compares=False)
+                    honest = yield from self.session.steps(self.prompt, text)
+                    same = honest.answer == outcome.answer
+                    emit(Audited(honest.answer, same, elapsed_s=time.perf_counter() - began))
             except BaseException:
                 cost = metrics.metrics()
                 emit.fail(Ended("error", cost.nodes, cost.to_dict()))

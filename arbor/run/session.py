@@ -16,11 +16,13 @@ from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
 from arbor.engine.early_exit import Exiting
 from arbor.engine.engine import Engine
+from arbor.engine.similar_prompts import Comparison
 from arbor.engine.step import NO_LOGITS
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
     Answered,
+    Compared,
     Detail,
     Event,
     Opened,
@@ -116,6 +118,7 @@ class Session:
         pool: the budget of all searches of the engine, tokens; by default `slots`.
         aggregate: chooses the answer among those of the finished paths.
         opened: this search in the models of verifiers that have their own.
+        compares: the prompt is compared with earlier ones where the engine shares similar ones.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Session:
         pool: int | None = None,
         aggregate: Aggregate | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
+        compares: bool = True,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -152,6 +156,8 @@ class Session:
         self.pool = pool
         self.aggregate = aggregate or Best()
         self.opened = opened or {}
+        self.compares = compares
+        self.substituted: Comparison | None = None  # the similar prompt that was read instead
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
         self._running: tuple[Node, ...] = ()
@@ -189,19 +195,47 @@ class Session:
             self._deadline = time.monotonic() + self.limits.timeout_s
         tree = ThoughtTree(prompt, text)
         try:
-            self.engine.open(
-                tree,
-                self.slots,
-                emit=self.emit,
-                detail=self.detail,
-                outlook=lambda: self._outlook(tree),
-                interrupted=self._over,
-                reads=self.reads,
-                pool=self.pool,
-            )
+            self._open(tree)
+            if self.compares and (found := self.engine.compare(tree)) is not None:
+                self._report(found, prompt)
+                if found.shared:
+                    self.engine.close(tree)
+                    tree = ThoughtTree(found.tokens, text)
+                    self._open(tree)
+                    self.substituted = found
             return (yield from self._whole(tree))
         finally:
             self.engine.finish(tree)
+
+    def _open(self, tree: ThoughtTree) -> None:
+        self.engine.open(
+            tree,
+            self.slots,
+            emit=self.emit,
+            detail=self.detail,
+            outlook=lambda: self._outlook(tree),
+            interrupted=self._over,
+            reads=self.reads,
+            pool=self.pool,
+        )
+
+    def _report(self, found: Comparison, prompt: Sequence[int]) -> None:
+        own = list(prompt[found.begin : found.own_end])
+        self.emit(
+            Compared(
+                tokens=len(prompt),
+                other_tokens=len(found.tokens),
+                common=found.begin,
+                text=self.engine.tokenizer.decode(own, skip_special_tokens=False),
+                ids=found.tokens[found.begin : found.other_end],
+                similarity=found.similarity,
+                threshold=found.threshold,
+                shared=found.shared,
+                layers=found.layers,
+                rows=found.rows,
+                elapsed_s=found.elapsed_s,
+            )
+        )
 
     def stop(self, status: Status, limit: ReachedLimit | None = None) -> None:
         """End after the decode step or the verification in progress, with the best answer so far.
@@ -224,6 +258,8 @@ class Session:
         prefill = self.engine.begin_extend(root)
         yield prefill
         prefill.result()
+        if self.substituted is not None:
+            self.engine.inexact(root, self.substituted.begin)
         search = self._start(tree)
         try:
             if isinstance(search, Continuous) and search.continuous:

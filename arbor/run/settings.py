@@ -15,7 +15,7 @@ from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
-from arbor.run.limits import check_count, check_rehydration
+from arbor.run.limits import check_count, check_rehydration, check_sharing
 from arbor.support.cache_dir import exit_file, msve_file
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.step_format import StepFormat
@@ -90,15 +90,18 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
-def resolve_share(share: str) -> Share:
-    """A kind of sharing.
+def resolve_share(share: str, threshold: float, mode: str, rehydrate: str | None) -> Share:
+    """A kind of sharing, checked together with its threshold and the mode.
 
     Raises:
-        UsageError: unknown.
+        UsageError: unknown, or not possible together.
     """
-    if share not in get_args(Share):
-        known = ", ".join(get_args(Share))
-        raise UsageError("share", f"unknown sharing '{share}'.", f"Known: {known}.")
+    check_sharing(share, mode, rehydrate)
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not (number and -1 <= threshold <= 1):
+        raise UsageError(
+            "share", f"share_threshold is {threshold!r}.", "It is a cosine, between -1 and 1."
+        )
     return cast(Share, share)
 
 

@@ -12,7 +12,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.aggregate.best import Best
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
-from arbor.engine.mode_names import Mode, Rehydrate, Share
+from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share
 from arbor.events import Listener
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.sampling_params import Sampling
@@ -31,7 +31,8 @@ class Setup:
     Attributes:
         checkpoint: the model and its tokenizer, read when they are needed.
         task, controller, verifier, policy, aggregate: ready components.
-        budget, mode, rehydrate, share, kv_probe, msve, max_expansions, seed: as in `Solver`.
+        budget, mode, rehydrate, share, share_threshold, kv_probe, msve, max_expansions, seed: as in
+            `Solver`.
         boundary: where a thought and a path end.
         given_sampling: `Solver`'s `sampling`, not resolved: that reads the model's files.
         listeners: called with every event of every run.
@@ -49,6 +50,7 @@ class Setup:
     mode: Mode
     rehydrate: Rehydrate
     share: Share
+    share_threshold: float
     kv_probe: str
     msve: MSVE
     boundary: BlockLimits
@@ -121,6 +123,7 @@ class Setup:
             ),
             **({} if self.boundary.form is None else {"step_format": str(self.boundary.form)}),
             **({} if self.share == "exact" else {"share": self.share}),
+            **({"share_threshold": self.share_threshold} if self.share in SIMILAR else {}),
             **({} if self.kv_probe == "kept" else {"kv_probe": self.kv_probe}),
             **({} if self.checkpoint.cuda_graphs else {"cuda_graphs": False}),
         }

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from arbor.events import Event, Evicted, Merged, Rehydrated, Shared
+from arbor.events import Compared, Event, Evicted, Merged, Rehydrated, Shared
 from arbor.metrics import Metrics
 from arbor.support.units import human_bytes
 from arbor.trace.fold import Block, Replay
@@ -104,6 +104,8 @@ def movement(event: Event) -> str:
         return f"return  {_tokens_of(event.nodes)}, shared"
     if isinstance(event, Merged):
         return f"share   {_tokens_of([(node, tokens) for node, _, tokens in event.nodes])}"
+    if isinstance(event, Compared) and event.shared:
+        return f"similar {event.similarity:.2f}: an earlier prompt is read instead (lossy)"
     return ""
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arbor.engine.engine import Engine
 from arbor.engine.mode import Mode, Rehydrate, Share
+from arbor.engine.mode_names import SHARE_THRESHOLD
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
@@ -51,6 +52,7 @@ class Lab(Engine):
         mode: Mode = "lossless",
         rehydrate: Rehydrate = "selective",
         share: Share = "exact",
+        threshold: float = SHARE_THRESHOLD,
         source: TokenSource | None = None,
         min_saved_reads: int = 0,
         debug: bool = False,
@@ -65,6 +67,7 @@ class Lab(Engine):
             mode=mode,
             rehydrate=rehydrate,
             share=share,
+            threshold=threshold,
             source=source,
             levels=LevelRule(min_saved_reads),
             debug=debug,

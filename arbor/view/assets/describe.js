@@ -62,6 +62,12 @@ const SENTENCES = {
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
   share: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} taken from equal ones elsewhere, not computed`,
+  compare: (record) =>
+    record.shared
+      ? `similarity ${fixed(record.similarity)}: an earlier prompt of ${plural(record.other_tokens, "token")} is read instead (lossy)`
+      : `similarity ${fixed(record.similarity)} to an earlier prompt, below ${fixed(record.threshold)}`,
+  audit: (record) =>
+    `from its own prompt: ${wordsOr(record.answer, "no answer")}, ${record.same ? "the same" : "another answer"}`,
   merge: (record) =>
     list(record.nodes)
       .filter(Array.isArray)

@@ -575,6 +575,8 @@ const NAMED = {
   share: ["nodes"],
   merge: ["nodes"],
   score: [],
+  compare: [],
+  audit: [],
   verify: ["nodes"],
   prune: ["nodes"],
   allocate: ["nodes"],

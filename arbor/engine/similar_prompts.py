@@ -1,0 +1,160 @@
+"""SimilarPrompts: whether a prompt may go on from the KV of an earlier one that says the same."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arbor.engine.forest_state import ForestState
+from arbor.engine.mode_names import SHARE_THRESHOLD
+from arbor.memory.prefix_cache import Kept
+from arbor.model.plan import Piece, Segment, plan_forward
+from arbor.model.runner import ModelRunner
+from arbor.model.similarity import similarity
+from arbor.tree import ThoughtTree
+
+PROBED = 0.25  # part of the layers that a comparison runs, two at least
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A prompt compared with an earlier one.
+
+    Attributes:
+        tokens: of the earlier prompt.
+        begin: first tokens that the two have in common.
+        own_end, other_end: where the tokens in which they differ end, in the prompt and in the
+            earlier one; what follows is the same.
+        similarity: of the tokens in which they differ.
+        threshold: the least similarity that is enough.
+        shared: whether that is enough.
+        layers: that were run.
+        rows: tokens that were run through them.
+        elapsed_s: seconds.
+    """
+
+    tokens: tuple[int, ...]
+    begin: int
+    own_end: int
+    other_end: int
+    similarity: float
+    threshold: float
+    shared: bool
+    layers: int
+    rows: int
+    elapsed_s: float
+
+
+class SimilarPrompts:
+    """RKSC's semantic sharing (arXiv 2606.09937, section 2.2), for prompts of several problems.
+
+    Templates of one question are prompts, and the KV of a prompt is where a search spends what
+    sharing can save; siblings have been computed by the time they can be compared. A prompt that is
+    similar enough to an earlier one, whose KV is still on the device, is replaced by it: the search
+    reads the earlier prompt's tokens at their positions and never its own wording. That is a
+    different function of the input, so it needs lossy mode.
+
+    The paper compares hidden states that only the prefill it wants to save would give. Here a probe
+    runs the first layers over the tokens in which the two prompts differ, after the KV they have in
+    common, in slots of the budget; both means over these tokens are compared.
+
+    Args:
+        runner: the model.
+        threshold: the least similarity.
+    """
+
+    def __init__(self, runner: ModelRunner, threshold: float = SHARE_THRESHOLD) -> None:
+        self._runner = runner
+        self._threshold = threshold
+        count = runner.layer_count
+        self._layers = min(count, max(2, math.ceil(PROBED * count)))
+
+    def compare(self, state: ForestState, tree: ThoughtTree) -> Comparison | None:
+        """Compare the prompt of a tree, of which nothing is on the device, with the kept one that
+        has the most tokens in common with it; None where there is none, where it is equal, or where
+        the probe has no room."""
+        prompt = np.array(tree.root.tokens, np.int64)
+        kept = state.memory.prefixes.nearest(prompt)
+        if kept is None:
+            return None
+        begin, own_end, other_end = differing(prompt, kept.tokens)
+        if begin == own_end == other_end:
+            return None
+        first = begin
+        if own_end == begin or other_end == begin:  # one has nothing where the other has words
+            first = max(0, begin - 1)
+            if first == begin:
+                own_end, other_end = own_end + 1, other_end + 1
+        rows = own_end + other_end - 2 * first
+        if rows > state.memory.free:
+            return None
+        began = time.perf_counter()
+        own, other = self._states(
+            state, tree, kept, first, (prompt[first:own_end], kept.tokens[first:other_end])
+        )
+        found = similarity(own, other)
+        return Comparison(
+            tokens=tuple(kept.tokens.tolist()),
+            begin=begin,
+            own_end=own_end,
+            other_end=other_end,
+            similarity=found,
+            threshold=self._threshold,
+            shared=found >= self._threshold,
+            layers=self._layers,
+            rows=rows,
+            elapsed_s=time.perf_counter() - began,
+        )
+
+    def _states(
+        self,
+        state: ForestState,
+        tree: ThoughtTree,
+        kept: Kept,
+        first: int,
+        spans: tuple[NDArray[np.int64], NDArray[np.int64]],
+    ) -> tuple[Tensor, Tensor]:
+        """The mean hidden state of each span after the first tokens of a kept prompt, [layers, d]
+        each."""
+        memory = state.memory
+        places = np.arange(first, dtype=np.int32)
+        context = (Piece("kept", kept.slots[:first], places),) if first else ()
+        held: list[NDArray[np.int32]] = []
+        try:
+            segments = []
+            for span in spans:
+                positions = np.arange(first, first + len(span))
+                slots = memory.borrow(span.tolist(), tree.root, positions=positions)
+                held.append(slots)
+                positions = np.arange(first, first + len(span))
+                segments.append(Segment(context, span.tolist(), positions, slots, slots, logits=1))
+            layers = range(self._layers)
+            result = self._runner.forward(
+                plan_forward(segments), memory.pool, stop_after=layers[-1], hidden=list(layers)
+            )
+        finally:
+            for slots in held:
+                memory.give_back(slots)
+        cut = len(spans[0])
+        states = [result.hidden[layer].float() for layer in layers]
+        one = [each[:cut].mean(0) for each in states]
+        other = [each[cut:].mean(0) for each in states]
+        return torch.stack(one), torch.stack(other)
+
+
+def differing(one: NDArray[np.int64], other: NDArray[np.int64]) -> tuple[int, int, int]:
+    """Where two prompts differ: tokens in common at the beginning, and where the rest that is in
+    common at the end begins in each."""
+    least = min(len(one), len(other))
+    unlike = np.flatnonzero(one[:least] != other[:least])
+    begin = int(unlike[0]) if len(unlike) else least
+    left = least - begin
+    behind = np.flatnonzero(one[::-1][:left] != other[::-1][:left])
+    end = int(behind[0]) if len(behind) else left
+    return begin, len(one) - end, len(other) - end
