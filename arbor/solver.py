@@ -307,8 +307,7 @@ class Solver:
             if self._engine is None:
                 with self._computing():
                     runner = self.checkpoint.load().runner
-                    for model in self.verifier_models.values():
-                        model.load()
+                    companions = [model.load() for model in self.verifier_models.values()]
                 self._engine = Engine(
                     runner,
                     self.tokenizer,
@@ -319,7 +318,7 @@ class Solver:
                     min_saved_reads=least_saved_reads(self.device),
                     debug=self.debug,
                 )
-                self._engine.companions = tuple(self.verifier_models.values())
+                self._engine.companions = tuple(companions)
             return self._engine
 
     @property

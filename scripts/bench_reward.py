@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import datetime
 import random
 import statistics
@@ -26,6 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +49,14 @@ from arbor.verifiers.reward_model import ProcessRewardModel
 
 PROMPT, STEP, BEAM, WIDTH = 128, 32, 4, 4
 SEARCHES = (("game24", "tot"), ("chains", "beam"), ("chains", "dpts"))
-LIKE_ITSELF = {
-    "model": "builtin:sapling",
-    "head": "tags",
-    "prompt": "{prompt}",
-    "separator": "\n",
-    "good": " yes",
-    "bad": " no",
-}
+LIKE_ITSELF = ProcessRewardModel(
+    "builtin:sapling",
+    family="trl",
+    head="tags",
+    prompt="{prompt}",
+    good=" yes",
+    bad=" no",
+)
 Scores = list[float]
 
 
@@ -174,12 +176,13 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
     for depth in given.depths:
         levels = Levels(depth, int(own.config.vocab_size), seed=depth)
         methods: dict[str, Callable[[], tuple[list[Scores], int, int]]] = {
-            "mirror": lambda levels=levels: mirrored(engine, levels, 1.0),
-            "mirror, 0.25": lambda levels=levels: mirrored(engine, levels, 0.25),
-            "nothing": lambda levels=levels: from_nothing(engine, levels),
-            "transformers": lambda levels=levels: by_transformers(own, tags, levels),
+            "mirror": partial(mirrored, engine, levels, 1.0),
+            "mirror, 0.25": partial(mirrored, engine, levels, 0.25),
+            "nothing": partial(from_nothing, engine, levels),
+            "transformers": partial(by_transformers, own, tags, levels),
         }
         wanted = [score for level in methods["transformers"]()[0] for score in level]
+        whole = sum(len(levels.path(node)) for level in levels.levels for node in level)
         seconds: dict[str, list[float]] = defaultdict(list)
         counts: dict[str, tuple[int, int]] = {}
         for index in range(given.rounds):
@@ -198,6 +201,7 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
                         "round": index,
                         "cpu_s": round(seconds[name][-1], 4),
                         "tokens": tokens,
+                        "path_tokens": whole,
                         "recomputed": recomputed,
                         "error": f"{error:.1g}",
                         "share": "",
@@ -219,7 +223,7 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
 def searches(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
     for task, controller in SEARCHES:
         for budget in ("full", 0.25):
-            verifier = ProcessRewardModel(**LIKE_ITSELF, budget=budget)
+            verifier = dataclasses.replace(LIKE_ITSELF, budget=budget)
             with Solver(task=task, controller=controller, verifier=verifier, threads=1) as solver:
                 problems = list(solver.task.problems("test", given.problems))
                 solver.solve(problems[0])
@@ -233,6 +237,7 @@ def searches(given: argparse.Namespace, write: Callable[[dict[str, Any]], None])
                 "round": 0,
                 "cpu_s": "",
                 "tokens": computed,
+                "path_tokens": whole,
                 "recomputed": sum(m.reward_recomputed for m in metrics),
                 "error": "",
                 "share": round(reward_s / wall_s, 4),
