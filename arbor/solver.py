@@ -121,7 +121,7 @@ class Solver:
             installed and has kernels for the model, else torch; if `deterministic`, ``invariant``
             on CUDA and ``rowwise`` on a CPU.
         threads: CPU threads of torch while this solver loads or searches; then torch's number is
-            restored. By default one for a model below 50 million parameters, whose threads would
+            restored. By default one for models below 50 million parameters, whose threads would
             mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.
         seed: of every random stream.
         deterministic: results do not depend on the rest of the batch, to the last bit (slower; no
@@ -616,7 +616,9 @@ class Solver:
         """The solver's number of torch threads, in this thread."""
         from arbor.model.threads import thread_count, torch_threads
 
-        return torch_threads(thread_count(self.threads, self.describe()))
+        models = [self.describe(), *(each.describe() for each in self.verifier_models.values())]
+        largest = max(models, key=lambda info: info.parameters)
+        return torch_threads(thread_count(self.threads, largest))
 
 
 def _busy() -> UsageError:

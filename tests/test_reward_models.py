@@ -258,6 +258,22 @@ def test_a_verdict_takes_one_forward_and_reports_what_was_computed_and_reused(
     assert all(event.recomputed == 0 and event.elapsed_s > 0 for event in scored)
 
 
+def test_verdicts_in_progress_at_a_time_count_every_token_once(tmp_path: Path) -> None:
+    opened = Opened(case("orm-llama", tmp_path / "model").verifier)
+    first, second = levels(depth=1)[0]
+
+    judging = [opened.mirror.begin([node]) for node in (first, second)]
+    while not all(each.done for each in judging):
+        opened.engine.load().step()
+    for each in judging:
+        each.verdict()
+
+    scored = [event for event in opened.events if isinstance(event, Scored)]
+    assert [event.steps for event in scored] == [1, 1]
+    assert sum(event.computed for event in scored) == opened.mirror.tree.tokens
+    assert sum(event.elapsed_s for event in scored) == opened.mirror.cost.elapsed_s
+
+
 def test_a_block_is_scored_once_and_equal_steps_are_one_block(tmp_path: Path) -> None:
     opened = Opened(case("prm-mistral-tokens", tmp_path / "model").verifier)
     first, second = levels(depth=1)[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.run_cli import in_process
+from torch import get_num_threads, set_num_threads
 
 from arbor import Solution, Solver, StopSearch
 from arbor.cli.solve import numbers_line
@@ -18,9 +19,11 @@ from arbor.errors import BudgetInfeasible, ModelError
 from arbor.events import Boundary, Event, Pruned, Scored, Selected, Verified
 from arbor.measure.replay import replay
 from arbor.metrics import Metrics, MetricsFold
+from arbor.model.model_info import ModelInfo
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 from arbor.tree import NodeState
+from arbor.verifiers.base import Placement
 from arbor.verifiers.combined import Combined
 from arbor.verifiers.reward.engine import RewardEngine
 from arbor.verifiers.reward_model import OutcomeRewardModel, ProcessRewardModel
@@ -259,6 +262,25 @@ def test_a_closed_solver_ends_a_search_that_waits_for_the_reward_model() -> None
         go.set()
 
         assert stream.solution.finish_reason == "interrupted"
+
+
+def test_the_larger_model_decides_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(RewardEngine):
+        def describe(self) -> ModelInfo:
+            return replace(super().describe(), parameters=10**9)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = get_num_threads()
+    with Solver(verifier=OWN) as solver:
+        set_num_threads(2)
+        try:
+            with solver._computing():
+                assert get_num_threads() == 1
+            solver.verifier_models[OWN] = Large(OWN, Placement())
+            with solver._computing():
+                assert get_num_threads() == 2
+        finally:
+            set_num_threads(given)
 
 
 def test_a_replay_needs_no_reward_model(tmp_path: Path) -> None:

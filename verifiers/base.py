@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from arbor.engine.engine import Companion
+    from arbor.model.model_info import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,10 @@ class VerifierModel(Protocol):
         Raises:
             ArborError: not a model for this, or the search does not fit.
         """
+        ...
+
+    def describe(self) -> ModelInfo:
+        """The sizes of the model, from its config alone."""
         ...
 
     def load(self) -> Companion:

@@ -13,6 +13,7 @@ from arbor.engine.engine import Engine
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import Listener
 from arbor.model.loading import load_config
+from arbor.model.model_info import ModelInfo
 from arbor.model.plan import least_saved_reads
 from arbor.model.scoring import ScoreCheckpoint, label_count, no_head
 from arbor.registry import name_of
@@ -66,6 +67,10 @@ class RewardEngine:
         self._engine: Engine | None = None
 
     # Life
+
+    def describe(self) -> ModelInfo:
+        """The sizes of the model, from its config alone."""
+        return self._checkpoint.read().info
 
     def load(self) -> Engine:
         """The engine; loads the weights.
@@ -271,7 +276,7 @@ class RewardEngine:
             InputError: a path may be longer than the reward model's context.
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
-        info = self._checkpoint.read().info
+        info = self.describe()
         if not info.supported:
             raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info'.")
         _ = self._tags
@@ -326,7 +331,7 @@ class RewardEngine:
             self.step_tokens,
             self.values,
             self.verifier.path_value or "last",
-            context=self._checkpoint.read().info.context,
+            context=self.describe().context,
             slots=plan.budget_tokens,
             pool=pool,
             verifier=self.name,
