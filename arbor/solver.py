@@ -142,7 +142,7 @@ class Solver:
             the model, else torch; if `deterministic`, ``invariant`` on CUDA, and ``rowwise`` on a
             CPU without the native kernels.
         threads: CPU threads of torch while this solver loads or searches; then torch's number is
-            restored. By default one for a model below 50 million parameters, whose threads would
+            restored. By default one for models below 50 million parameters, whose threads would
             mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.
         seed: of every random stream.
         deterministic: results do not depend on the rest of the batch, to the last bit (slower; no
@@ -339,8 +339,7 @@ class Solver:
             if self._engine is None:
                 with self._computing():
                     runner = self.checkpoint.load().runner
-                    for model in self.verifier_models.values():
-                        model.load()
+                    companions = [model.load() for model in self.verifier_models.values()]
                 self._engine = Engine(
                     runner,
                     self.tokenizer,
@@ -353,7 +352,7 @@ class Solver:
                     levels=self._levels(runner),
                     debug=self.debug,
                 )
-                self._engine.companions = tuple(self.verifier_models.values())
+                self._engine.companions = tuple(companions)
             return self._engine
 
     def _levels(self, runner: ModelRunner) -> LevelRule:
@@ -723,7 +722,9 @@ class Solver:
         """The solver's number of torch threads, in this thread."""
         from arbor.model.threads import thread_count, torch_threads
 
-        return torch_threads(thread_count(self.threads, self.describe()))
+        models = [self.describe(), *(each.describe() for each in self.verifier_models.values())]
+        largest = max(models, key=lambda info: info.parameters)
+        return torch_threads(thread_count(self.threads, largest))
 
 
 def _busy() -> UsageError:

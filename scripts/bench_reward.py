@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import datetime
 import random
 import statistics
@@ -48,14 +49,14 @@ from arbor.verifiers.reward_model import ProcessRewardModel
 
 PROMPT, STEP, BEAM, WIDTH = 128, 32, 4, 4
 SEARCHES = (("game24", "tot"), ("chains", "beam"), ("chains", "dpts"))
-LIKE_ITSELF: dict[str, Any] = {
-    "model": "builtin:sapling",
-    "head": "tags",
-    "prompt": "{prompt}",
-    "separator": "\n",
-    "good": " yes",
-    "bad": " no",
-}
+LIKE_ITSELF = ProcessRewardModel(
+    "builtin:sapling",
+    family="trl",
+    head="tags",
+    prompt="{prompt}",
+    good=" yes",
+    bad=" no",
+)
 Scores = list[float]
 
 
@@ -181,6 +182,7 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
             "transformers": partial(by_transformers, own, tags, levels),
         }
         wanted = [score for level in methods["transformers"]()[0] for score in level]
+        whole = sum(len(levels.path(node)) for level in levels.levels for node in level)
         seconds: dict[str, list[float]] = defaultdict(list)
         counts: dict[str, tuple[int, int]] = {}
         for index in range(given.rounds):
@@ -199,6 +201,7 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
                         "round": index,
                         "cpu_s": round(seconds[name][-1], 4),
                         "tokens": tokens,
+                        "path_tokens": whole,
                         "recomputed": recomputed,
                         "error": f"{error:.1g}",
                         "share": "",
@@ -220,7 +223,7 @@ def trees(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
 def searches(given: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -> None:
     for task, controller in SEARCHES:
         for budget in ("full", 0.25):
-            verifier = ProcessRewardModel(**LIKE_ITSELF, budget=budget)
+            verifier = dataclasses.replace(LIKE_ITSELF, budget=budget)
             with Solver(task=task, controller=controller, verifier=verifier, threads=1) as solver:
                 problems = list(solver.task.problems("test", given.problems))
                 solver.solve(problems[0])
@@ -234,6 +237,7 @@ def searches(given: argparse.Namespace, write: Callable[[dict[str, Any]], None])
                 "round": 0,
                 "cpu_s": "",
                 "tokens": computed,
+                "path_tokens": whole,
                 "recomputed": sum(m.reward_recomputed for m in metrics),
                 "error": "",
                 "share": round(reward_s / wall_s, 4),

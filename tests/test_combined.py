@@ -132,3 +132,37 @@ def test_a_part_checks_its_questions_before_the_weights_load() -> None:
         assert solver.checkpoint._weights is None
 
     assert [problem.text for problem in checked] == ["4 5 6 10"]
+
+
+def test_a_product_of_negative_values_is_refused() -> None:
+    combined = Combined((Exact(), SelfEval()), rule="product", weights=(0.5, 1))
+
+    with pytest.raises(UsageError, match="at least 0"):
+        combined.combined([Verdict((-0.5,), 0), Verdict((0.5,), 0)])
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [
+        (Verdict((), 0), "verdict-count"),
+        (Verdict((0.5,) * 10, 0, (0.5,) * 9), "verdict-count"),
+        (Verdict((math.nan,) * 10, 0), "verdict-range"),
+        (Verdict((0.5,) * 10, 0, (math.inf,) * 10), "verdict-range"),
+        (Verdict((0.5,) * 10, 0, None), "verifier-answer"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_part_that_answers_wrongly_is_named(verdict: Verdict, code: str) -> None:
+    @dataclass(frozen=True)
+    class Wrong:
+        needs_model = False
+
+        def verify(self, *_: Any) -> Verdict:
+            return verdict
+
+    with (
+        Solver(verifier=Combined(("exact", Wrong()))) as solver,
+        pytest.raises(UsageError, match="Wrong") as caught,
+    ):
+        solver.solve("4 5 6 10")
+
+    assert caught.value.code == code

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.models import Words, build
+from support.models import Words, build, path_logits
 from support.trees import (
     GREEDY,
     LENGTH,
@@ -330,6 +330,33 @@ def test_answers_come_in_the_order_of_the_questions(lab: Lab) -> None:
     ]
     assert relative_error(together, torch.stack(alone)) < TOLERANCE
     assert lab.ask([], []).numel() == 0
+
+
+@pytest.mark.parametrize("slots", [SMALLEST, 4096])
+def test_paths_are_read_together_whether_they_were_computed_before_or_not(slots: int) -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = lab.plant(slots)
+    first = lab.sprout([(tree.root, 2)])[0]
+    given = [tree.fork(parent) for parent in (first, tree.root)]  # blocks of given tokens
+    below = tree.fork(given[1])
+    for node, tokens in zip([*given, below], ((7, 8, 9), (10, 11), (12, 13)), strict=True):
+        node.start = node.parent.end if node.parent is not None else 0
+        for token in tokens:
+            tree.append(node, token)
+        node.state = NodeState.CLOSED
+    lab.changed([*given, below])
+    nodes = [below, *given, first]
+
+    for _ in range(2):
+        reading = lab.begin_read(nodes)
+        while not reading.done:
+            lab.step()
+        own = [path_logits(build("llama"), path_ids(node))[-1] for node in nodes]
+        assert relative_error(reading.result(), torch.stack(own)) < TOLERANCE
+
+    if slots > SMALLEST:
+        assert all(bool(node.span.exact.all()) for node in nodes)
+    assert lab.memory.used <= slots
 
 
 def test_what_the_search_gives_up_is_free_at_once(lab: Lab) -> None:

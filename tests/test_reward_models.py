@@ -124,7 +124,7 @@ class Opened:
         """The verdict on some blocks, with as many forwards as it takes."""
         judging = self.mirror.begin(nodes)
         while not judging.done:
-            self.engine.step()
+            self.engine.load().step()
         return judging.verdict()
 
     def ids(self, node: Node) -> list[int]:
@@ -216,7 +216,7 @@ def test_many_searches_share_the_engine_and_have_the_scores_they_have_alone(
         judging = [mirror.begin(level) for mirror in mirrors]
         forwards = 0
         while not all(each.done for each in judging):
-            shared.engine.step()
+            shared.engine.load().step()
             forwards += 1
         assert forwards == 1, "one forward serves all searches"
         for each in judging:
@@ -226,7 +226,7 @@ def test_many_searches_share_the_engine_and_have_the_scores_they_have_alone(
     assert 3 * alone.mirror.cost.computed - computed >= shared_prompt
     for mirror in mirrors:
         mirror.close()
-    assert not shared.engine.engine.state.trees
+    assert not shared.engine.load().state.trees
 
 
 # The mirror
@@ -245,7 +245,7 @@ def test_a_verdict_takes_one_forward_and_reports_what_was_computed_and_reused(
 
     for level in tree:
         judging = opened.mirror.begin(level)
-        opened.engine.step()
+        opened.engine.load().step()
         assert judging.done
         judging.verdict()
 
@@ -256,6 +256,22 @@ def test_a_verdict_takes_one_forward_and_reports_what_was_computed_and_reused(
     assert [event.computed for event in scored] == [prompt + steps[0], steps[1], steps[2]]
     assert scored[-1].peak == prompt + sum(steps)
     assert all(event.recomputed == 0 and event.elapsed_s > 0 for event in scored)
+
+
+def test_verdicts_in_progress_at_a_time_count_every_token_once(tmp_path: Path) -> None:
+    opened = Opened(case("orm-llama", tmp_path / "model").verifier)
+    first, second = levels(depth=1)[0]
+
+    judging = [opened.mirror.begin([node]) for node in (first, second)]
+    while not all(each.done for each in judging):
+        opened.engine.load().step()
+    for each in judging:
+        each.verdict()
+
+    scored = [event for event in opened.events if isinstance(event, Scored)]
+    assert [event.steps for event in scored] == [1, 1]
+    assert sum(event.computed for event in scored) == opened.mirror.tree.tokens
+    assert sum(event.elapsed_s for event in scored) == opened.mirror.cost.elapsed_s
 
 
 def test_a_block_is_scored_once_and_equal_steps_are_one_block(tmp_path: Path) -> None:
@@ -276,7 +292,7 @@ def test_what_the_search_gives_up_is_freed(tmp_path: Path) -> None:
     tree = levels()
     for level in tree:
         opened.judge(level)
-    memory, mirror = opened.engine.engine.memory, opened.mirror
+    memory, mirror = opened.engine.load().memory, opened.mirror
     held = memory.used
     gone = [tree[0][0], *tree[0][0].children, *tree[0][0].children[0].children]
     own = sum(len(opened.engine.step_tokens(n.text, first=n.depth == 1)) for n in gone)
@@ -288,7 +304,7 @@ def test_what_the_search_gives_up_is_freed(tmp_path: Path) -> None:
     assert memory.used == held - own
     mirror.close()
     assert memory.used_by(mirror.tree) == 0
-    assert not opened.engine.engine.state.trees
+    assert not opened.engine.load().state.trees
 
 
 def test_a_block_that_mirrors_two_stays_until_both_are_given_up(tmp_path: Path) -> None:
@@ -296,7 +312,7 @@ def test_a_block_that_mirrors_two_stays_until_both_are_given_up(tmp_path: Path) 
     first, second = levels(depth=1)[0]
     second.text = first.text
     opened.judge([first, second])
-    memory = opened.engine.engine.memory
+    memory = opened.engine.load().memory
     held = memory.used
 
     opened.mirror.forget([first])
@@ -354,7 +370,7 @@ def test_qwen_prm_reads_what_its_model_card_shows(tmp_path: Path) -> None:
 def test_trl_reads_a_line_break_after_each_step(tmp_path: Path) -> None:
     made = case("prm-mistral-tokens", tmp_path / "model")
 
-    assert text_of(made.verifier, "Add.\n", "So 5.\n") == "What is 2+3?\nAdd.\nSo 5.\n"
+    assert text_of(made.verifier, "Add.\n", "So 5.\n") == "What is 2+3?Add.\nSo 5.\n"
 
 
 def test_an_outcome_reward_model_reads_the_chat_up_to_its_end(tmp_path: Path) -> None:
@@ -363,7 +379,7 @@ def test_an_outcome_reward_model_reads_the_chat_up_to_its_end(tmp_path: Path) ->
     text = text_of(made.verifier, "Add.\n", "So 5.")
 
     assert text == (
-        "<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\nAdd.\nSo 5.<|im_end|>"
+        "<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\nAdd.\nSo 5.<|im_end|>\n"
     )
 
 
@@ -371,6 +387,7 @@ def test_parts_of_a_format_are_settings(tmp_path: Path) -> None:
     save(tmp_path, "AutoModelForCausalLM", "llama", byte_tokenizer())
     verifier = ProcessRewardModel(
         str(tmp_path),
+        family="trl",
         head="tags",
         prompt="Q:\\s{problem}\\n",
         between="* ",
@@ -399,7 +416,7 @@ def test_steps_have_the_tokens_of_the_whole_text_where_the_tokenizer_splits_ther
         before, _ = engine.prefix(shape().task, PROBLEM)
         ids = before + engine.step_tokens(steps[0], first=True)
         ids += engine.step_tokens(steps[1], first=False)
-        text = "What is 2+3?\nAdd.\nSo 5.\n"
+        text = "What is 2+3?Add.\nSo 5.\n"
 
         assert engine.tokenizer.decode(ids) == text
         assert (ids == engine.tokenizer.encode(text)) == same
@@ -407,7 +424,7 @@ def test_steps_have_the_tokens_of_the_whole_text_where_the_tokenizer_splits_ther
 
 def test_no_space_is_put_before_the_parts_of_a_path(tmp_path: Path) -> None:
     mark = "\N{LOWER ONE EIGHTH BLOCK}"
-    tokenizer = spaced_tokenizer(f"{mark}ки", f"{mark}+", f"{mark}-")
+    tokenizer = spaced_tokenizer(f"{mark}ки", f"{mark}+", f"{mark}-", f"{mark}Add")
     save(tmp_path, "AutoModelForCausalLM", "mistral", tokenizer, head_dim=8)
     engine = RewardEngine(ProcessRewardModel(str(tmp_path)), Placement(device="cpu"))
     before, _ = engine.prefix(shape().task, PROBLEM)
@@ -419,6 +436,7 @@ def test_no_space_is_put_before_the_parts_of_a_path(tmp_path: Path) -> None:
     assert "".join(tokens) == spoken.replace("|", "")
     assert tokens.count(f"{mark}ки") == 2
     assert tokens[-1] == f"{mark}ки"
+    assert ids == tokenizer.encode("What is 2+3? Add. ки\nSo ки")
     assert engine.encode(" +") == tokenizer.convert_tokens_to_ids([f"{mark}+"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 
 import pytest
 from support.run_cli import in_process
+from torch import get_num_threads, set_num_threads
 
 from arbor import Solution, Solver, StopSearch
 from arbor.cli.solve import numbers_line
 from arbor.errors import BudgetInfeasible, ModelError
-from arbor.events import Event, Pruned, Scored, Selected, Verified
+from arbor.events import Boundary, Event, Pruned, Scored, Selected, Verified
 from arbor.measure.replay import replay
 from arbor.metrics import Metrics, MetricsFold
+from arbor.model.model_info import ModelInfo
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 from arbor.tree import NodeState
+from arbor.verifiers.base import Placement
 from arbor.verifiers.combined import Combined
 from arbor.verifiers.reward.engine import RewardEngine
 from arbor.verifiers.reward_model import OutcomeRewardModel, ProcessRewardModel
@@ -85,9 +89,9 @@ def test_a_copy_of_the_model_gives_the_values_that_the_model_gives(
             assert values(solution) == pytest.approx(values(own), abs=TOLERANCE)
             assert solution.answer == own.answer
             assert solution.metrics.asked == 0 < solution.metrics.reward_tokens
-        memory = engine_of(solver).engine.memory
+        memory = engine_of(solver).load().memory
         assert max(each.metrics.reward_peak_tokens for each in solutions) <= memory.slots
-        assert not engine_of(solver).engine.state.trees, "closed with the runs"
+        assert not engine_of(solver).load().state.trees, "closed with the runs"
 
 
 def test_the_smallest_budget_costs_time_and_no_score(asked: list[Solution]) -> None:
@@ -120,10 +124,10 @@ def test_what_the_search_prunes_leaves_the_reward_model() -> None:
 
     def watch(event: Event) -> None:
         events.append(event)
-        if isinstance(event, Selected) and len(engine.engine.state.trees) == 1:
-            [tree] = engine.engine.state.trees
+        if isinstance(event, Selected) and len(engine.load().state.trees) == 1:
+            [tree] = engine.load().state.trees
             alive = [node for node in tree if node.state is not NodeState.PRUNED]
-            used = engine.engine.memory.used_by(tree)
+            used = engine.load().memory.used_by(tree)
             freed.append(len(tree) - len(alive))
             assert used <= sum(len(node.tokens) for node in alive)
 
@@ -224,15 +228,15 @@ def test_a_stopped_search_leaves_nothing_in_the_reward_model() -> None:
     listener = Stop()
     with Solver(verifier=OWN, listeners=[listener]) as solver:
         assert solver.solve(PROBLEMS[0]).finish_reason == "interrupted"
-        assert not engine_of(solver).engine.state.trees
+        assert not engine_of(solver).load().state.trees
         listener.error = ZeroDivisionError()
         with pytest.raises(ZeroDivisionError):
             solver.solve(PROBLEMS[0])
-        assert not engine_of(solver).engine.state.trees
+        assert not engine_of(solver).load().state.trees
         steps = solver.as_completed([(problem, {}) for problem in PROBLEMS])
         with pytest.raises(ZeroDivisionError):
             next(steps)
-        assert not engine_of(solver).engine.state.trees
+        assert not engine_of(solver).load().state.trees
 
 
 def test_streams_are_judged_together(asked: list[Solution]) -> None:
@@ -241,6 +245,42 @@ def test_streams_are_judged_together(asked: list[Solution]) -> None:
         answers = [stream.solution.answer for stream in streams]
 
     assert answers == [each.answer for each in asked]
+
+
+def test_a_closed_solver_ends_a_search_that_waits_for_the_reward_model() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def watch(event: Event) -> None:
+        if isinstance(event, Boundary):  # the next thing is a verdict
+            begun.set()
+            go.wait()
+
+    with Solver(verifier=OWN, listeners=[watch]) as solver:
+        stream = solver.stream(PROBLEMS[0])
+        assert begun.wait(60)
+        solver.close()
+        go.set()
+
+        assert stream.solution.finish_reason == "interrupted"
+
+
+def test_the_larger_model_decides_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large(RewardEngine):
+        def describe(self) -> ModelInfo:
+            return replace(super().describe(), parameters=10**9)
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = get_num_threads()
+    with Solver(verifier=OWN) as solver:
+        set_num_threads(2)
+        try:
+            with solver._computing():
+                assert get_num_threads() == 1
+            solver.verifier_models[OWN] = Large(OWN, Placement())
+            with solver._computing():
+                assert get_num_threads() == 2
+        finally:
+            set_num_threads(given)
 
 
 def test_a_replay_needs_no_reward_model(tmp_path: Path) -> None:

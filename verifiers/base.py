@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from arbor.engine.early_exit import LayerExit
+    from arbor.engine.engine import Companion
+    from arbor.model.model_info import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,8 @@ class SearchShape:
         boundary: the longest step, in tokens of the search's model, and the most steps of a path.
         blocks: most blocks of the search.
         prompt_tokens: length of the prompt in tokens of the search's model.
-        expected_blocks_tokens: tokens that full retention of such a search is expected to hold at
-            its peak, the prompt excluded; None: not measured.
+        beyond_prompt: tokens that full retention of such a search is expected to hold at its peak,
+            the prompt excluded; None: not measured.
         searches: number of measured searches behind it.
     """
 
@@ -211,7 +213,7 @@ class SearchShape:
     boundary: BlockLimits
     blocks: int
     prompt_tokens: int
-    expected_blocks_tokens: int | None = None
+    beyond_prompt: int | None = None
     searches: int = 0
 
 
@@ -249,8 +251,12 @@ class VerifierModel(Protocol):
         """
         ...
 
-    def load(self) -> None:
-        """Load the weights."""
+    def describe(self) -> ModelInfo:
+        """The sizes of the model, from its config alone."""
+        ...
+
+    def load(self) -> Companion:
+        """The engine of the model, which the search's engine steps along; loads the weights."""
         ...
 
     def open(self, search: SearchShape, plan: Plan, pool: int, emit: Listener) -> VerifierSearch:
@@ -262,10 +268,6 @@ class VerifierModel(Protocol):
             pool: the budget of all searches in progress, tokens.
             emit: called with the events of the search.
         """
-        ...
-
-    def step(self) -> None:
-        """Run one forward for all searches in progress; nothing if there is nothing to do."""
         ...
 
     def close(self) -> None:
@@ -290,7 +292,7 @@ class VerifierSearch(Protocol):
 
 
 class Judging(Protocol):
-    """A verdict in progress; `VerifierModel.step` brings it forward."""
+    """A verdict in progress; steps of the engine of `VerifierModel.load` bring it forward."""
 
     @property
     def done(self) -> bool:

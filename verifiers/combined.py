@@ -98,5 +98,12 @@ class Combined:
         if self.rule == "minimum":
             return min(values)
         if self.rule == "product":
+            if min(values) < 0:
+                raise UsageError(
+                    "verdict-range",
+                    f"'combined': a value of {min(values):g}, and the product needs values of at "
+                    "least 0.",
+                    "Use rule=sum or rule=minimum.",
+                )
             return math.prod(value**weight for weight, value in pairs)
         return math.fsum(weight * value for weight, value in pairs) / math.fsum(weights)

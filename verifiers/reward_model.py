@@ -27,9 +27,9 @@ class RewardModel:
         budget: KV of the reward model, as for `Solver`: ``full``, a part, ``8192tok``, ``6GiB``.
         revision: branch, tag or commit of a model of the Hub.
         dtype: of its weights and KV.
-        head, prompt, chat, system, between, separator, end, good, bad, label: replace parts of the
-            family's format, see `RewardFormat`; in a text ``\\n`` is a line break and ``\\s`` a
-            space, which the command line removes at the ends.
+        head, prompt, chat, system, first, between, separator, end, good, bad, label: replace parts
+            of the family's format, see `RewardFormat`; in a text ``\\n`` is a line break and
+            ``\\s`` a space, which the command line removes at the ends.
     """
 
     model: str = ""
@@ -41,6 +41,7 @@ class RewardModel:
     prompt: str | None = None
     chat: bool | None = None
     system: str | None = None
+    first: str | None = None
     between: str | None = None
     separator: str | None = None
     end: str | None = None
@@ -81,7 +82,7 @@ class RewardModel:
             for field in dataclasses.fields(RewardFormat)
             if (value := getattr(self, field.name, None)) is not None
         }
-        texts = ("prompt", "between", "separator", "end", "good", "bad")
+        texts = ("prompt", "first", "between", "separator", "end", "good", "bad")
         given |= {name: _unescaped(given[name]) for name in texts if name in given}
         found = dataclasses.replace(self.families()[family], **given)
         # a separator of the user's own may be any text, unless it looks like a special token
@@ -141,7 +142,7 @@ class OutcomeRewardModel(RewardModel):
         family: ``chat``: the problem is a user's message, the path the assistant's; ``text``: plain
             text; ``auto``: ``chat`` where the tokenizer has a chat template.
 
-    The other settings are those of every reward model, see docs/verifier.md. A value never reaches
+    The other settings are those of every reward model, see docs/reward.md. A value never reaches
     1, so no score is a proof.
     """
 
@@ -171,7 +172,7 @@ class ProcessRewardModel(RewardModel):
             reads them.
         family: ``math-shepherd``, ``qwen-prm``, ``trl``, or ``auto``.
 
-    The other settings are those of every reward model, see docs/verifier.md. A value never reaches
+    The other settings are those of every reward model, see docs/reward.md. A value never reaches
     1, so no score is a proof.
     """
 

@@ -48,8 +48,13 @@ _ALWAYS = LevelRule()
 class Companion(Protocol):
     """An engine of another model."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether operations are in progress."""
+        ...
+
     def step(self) -> None:
-        """Run one forward for all operations in progress; nothing if there are none."""
+        """Run one forward for all operations in progress."""
         ...
 
 
@@ -321,7 +326,8 @@ class Engine:
         """
         self._parts.stepper.step()
         for companion in self.companions:
-            companion.step()
+            if companion.busy:
+                companion.step()
 
     def extend(self, node: Node) -> None:
         """Make the path of `node` complete: the prefill of a prompt, or the rehydration of a

@@ -132,7 +132,6 @@ class SimilarPrompts:
                 positions = np.arange(first, first + len(span))
                 slots = memory.borrow(span.tolist(), tree.root, positions=positions)
                 held.append(slots)
-                positions = np.arange(first, first + len(span))
                 segments.append(Segment(context, span.tolist(), positions, slots, slots, logits=1))
             layers = range(self._layers)
             result = self._runner.forward(

@@ -378,11 +378,13 @@ def verdict_of(
 
 def _checked_verdict(answers: Answers, member: str, call: Callable[[], Any]) -> Verdict:
     found = answers.of(member, call)
-    right = isinstance(found, Verdict) and isinstance(found.values, tuple | list)
+    right = isinstance(found, Verdict) and all(
+        isinstance(each, tuple | list) for each in (found.values, found.scores)
+    )
     asked = found.asked if right else None
     if not isinstance(asked, numbers.Integral) or int(asked) < 0:
         raise answers.wrong(member, found, "a Verdict with a tuple of values")
     gate = found.gate
     if gate is not None and not isinstance(gate, Gate):
         raise answers.wrong(member, found, "a Verdict with a Gate or none")
-    return Verdict(tuple(found.values), int(asked), gate)
+    return Verdict(tuple(found.values), int(asked), gate, scores=tuple(found.scores))

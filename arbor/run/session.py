@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from arbor import components
 from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
@@ -33,6 +32,7 @@ from arbor.events import (
     Transition,
     Verified,
 )
+from arbor.registry import name_of
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import confidence, finished_paths, ranked
 from arbor.run.limits import Limits
@@ -491,20 +491,20 @@ class Session:
         if not children:
             return False
         began = time.perf_counter()
-        verdict = yield from self._verdict(self.verifier, children)
-        name = str(components.spec_of(self.verifier)["name"])
-        values = _values(name, children, verdict)
-        for child, value in zip(children, values, strict=True):
+        found = yield from self._verdict(self.verifier, children)
+        verdict = _checked(self.verifier, children, found)
+        for child, value in zip(children, verdict.values, strict=True):
             child.value, child.valued = value, True
-        for child, score in zip(children, verdict.scores, strict=False):
-            child.score = score
+        if verdict.scores:
+            for child, score in zip(children, verdict.scores, strict=True):
+                child.score = score
         self.engine.changed(children)
         gate, exits = verdict.gate or NO_GATE, verdict.exits or NO_EXITS
         self.emit(
             Verified(
-                verifier=name,
+                verifier=name_of(self.verifier),
                 nodes=tuple(child.id for child in children),
-                values=values,
+                values=verdict.values,
                 asked=verdict.asked,
                 elapsed_s=time.perf_counter() - began,
                 scores=verdict.scores,
@@ -535,7 +535,8 @@ class Session:
             verdicts: list[Verdict] = []
             for part in verifier.parts:
                 first = counts and not any(verdict.asked for verdict in verdicts)
-                verdicts.append((yield from self._verdict(part, children, first)))
+                verdict = yield from self._verdict(part, children, first)
+                verdicts.append(_checked(part, children, verdict))
             return verifier.combined(verdicts)
         if isinstance(verifier, OwnsModel):
             judging = self.opened[verifier].begin(children)
@@ -667,25 +668,31 @@ def exits_of(
     )
 
 
-def _values(verifier: str, children: Sequence[Node], verdict: Verdict) -> tuple[float, ...]:
-    """A verifier's values, refused where a search cannot order them.
+def _checked(verifier: Verifier, children: Sequence[Node], verdict: Verdict) -> Verdict:
+    """A verifier's verdict, refused where a search cannot order its values.
 
     Raises:
-        UsageError: not one value for each candidate, or a value that is not a finite number.
+        UsageError: not one value for each candidate, or a value that is not a finite number; the
+            same of scores.
     """
-    values: Sequence[object] = verdict.values
-    if len(values) != len(children):
-        raise UsageError(
-            "verdict-count",
-            f"the verifier '{verifier}' gave {len(values)} values for {len(children)} candidates.",
-            "It must give one for each, in their order.",
-        )
-    for child, value in zip(children, values, strict=True):
-        if isinstance(value, bool) or not is_finite(value):
+    name = name_of(verifier)
+    every: list[Sequence[object]] = [verdict.values]
+    if verdict.scores:
+        every.append(verdict.scores)
+    for values in every:
+        if len(values) != len(children):
             raise UsageError(
-                "verdict-range",
-                f"the verifier '{verifier}' valued block {child.id} at {value!r:.40}.",
-                "Values are finite numbers, from 0 to 1 where they are probabilities.",
-                node=child.id,
+                "verdict-count",
+                f"the verifier '{name}' gave {len(values)} values for {len(children)} candidates.",
+                "It must give one for each, in their order.",
             )
-    return tuple(map(float, verdict.values))
+        for child, value in zip(children, values, strict=True):
+            if isinstance(value, bool) or not is_finite(value):
+                raise UsageError(
+                    "verdict-range",
+                    f"the verifier '{name}' valued block {child.id} at {value!r:.40}.",
+                    "Values are finite numbers, from 0 to 1 where they are probabilities.",
+                    node=child.id,
+                )
+    scores = tuple(map(float, verdict.scores))
+    return replace(verdict, values=tuple(map(float, verdict.values)), scores=scores)

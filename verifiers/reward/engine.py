@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import Listener
 from arbor.model.level_rule import LevelRule
 from arbor.model.loading import load_config
+from arbor.model.model_info import ModelInfo
 from arbor.model.plan import least_saved_reads
 from arbor.model.scoring import ScoreCheckpoint, label_count, no_head
 from arbor.registry import name_of
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 # A step may have more tokens here than in the search's model: planned by the prompt, with a margin.
 MARGIN = 1.25
+PLACE = re.compile(r"\{(prompt|problem)\}")
 ANCHOR = "\n"  # never joined to what follows by tokenizers that put a space before every text
 
 
@@ -66,17 +69,16 @@ class RewardEngine:
 
     # Life
 
-    def load(self) -> None:
-        """Load the weights.
+    def describe(self) -> ModelInfo:
+        """The sizes of the model, from its config alone."""
+        return self._checkpoint.read().info
+
+    def load(self) -> Engine:
+        """The engine; loads the weights.
 
         Raises:
             ModelError, UsageError: not a reward model of this format.
         """
-        _ = self.engine
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, loaded."""
         if self._engine is None:
             self._checkpoint.tokens = self._tags
             self._engine = Engine(
@@ -87,11 +89,6 @@ class RewardEngine:
                 debug=self._debug,
             )
         return self._engine
-
-    def step(self) -> None:
-        """Run one forward for all searches in progress; nothing if there is nothing to do."""
-        if self._engine is not None and self._engine.busy:
-            self._engine.step()
 
     def close(self) -> None:
         """Free the weights and the KV."""
@@ -233,8 +230,8 @@ class RewardEngine:
         """Token ids before the first step, and those at whose end a path is scored (none: at the
         end of its last step)."""
         found = self.format
-        prompt = found.prompt.replace("{prompt}", task.prompt(problem))
-        prompt = prompt.replace("{problem}", problem.text)
+        texts = {"prompt": task.prompt(problem), "problem": problem.text}
+        prompt = PLACE.sub(lambda place: texts[place[1]], found.prompt)
         end = found.end or ""
         if found.chat:
             messages = [{"role": "system", "content": found.system}] if found.system else []
@@ -249,7 +246,7 @@ class RewardEngine:
                     "Use chat=off, with the text of a problem as prompt=….",
                 )
             ids = list(self.tokenizer.encode(before, add_special_tokens=False))
-            end = after.rstrip() if found.end is None else end
+            end = after if found.end is None else end
         else:
             ids = list(self.tokenizer.encode(prompt))
         return ids, self.encode(end) if self._is_outcome else []
@@ -264,7 +261,7 @@ class RewardEngine:
         """
         found = self.format
         step = text if self._is_outcome else text.strip()
-        tokens = self.encode(step if first else found.between + step)
+        tokens = self.encode((found.first if first else found.between) + step)
         return tokens + (self.encode(found.separator) if found.separator else [])
 
     # Searches
@@ -280,16 +277,18 @@ class RewardEngine:
             InputError: a path may be longer than the reward model's context.
             BudgetInfeasible: the budget is too small; names the smallest that works.
         """
-        info = self._checkpoint.read().info
+        info = self.describe()
         if not info.supported:
             raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info'.")
         _ = self._tags
         ids, end = self.prefix(search.task, search.problem)
         prompt = self.encode(search.task.prompt(search.problem))
         growth = MARGIN * max(1.0, len(prompt) / max(1, search.prompt_tokens))
-        frame = len(self.encode(self.format.between)) + len(self.encode(self.format.separator))
+        found = self.format
+        before = max(len(self.encode(text)) for text in (found.first, found.between))
+        frame = before + len(self.encode(found.separator))
         step = math.ceil(growth * search.boundary.max_tokens) + frame
-        expected = search.expected_blocks_tokens
+        expected = search.beyond_prompt
         shape = Footprint(
             len(ids),
             step,
@@ -327,13 +326,13 @@ class RewardEngine:
         """Begin a search, next to those in progress, see `VerifierModel.open`."""
         ids, end = self.prefix(search.task, search.problem)
         return Mirror(
-            self.engine,
+            self.load(),
             ids,
             end,
             self.step_tokens,
             self.values,
             self.verifier.path_value or "last",
-            context=self._checkpoint.read().info.context,
+            context=self.describe().context,
             slots=plan.budget_tokens,
             pool=pool,
             verifier=self.name,

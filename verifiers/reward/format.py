@@ -15,7 +15,7 @@ REPLY = "\N{OBJECT REPLACEMENT CHARACTER}"  # stands for the assistant's message
 class RewardFormat:
     """The text that a reward model reads, and the tokens at which it scores.
 
-        prompt, step 1, separator, between, step 2, separator, ...
+        prompt, first, step 1, separator, between, step 2, separator, ...
 
     Each part is tokenised by itself, so that equal beginnings of paths have equal tokens.
 
@@ -27,7 +27,8 @@ class RewardFormat:
         chat: the prompt is a user's message and the steps are the assistant's, by the model's chat
             template; else the prompt is plain text.
         system: the system message of a chat; none if empty.
-        between: text before every step but the first.
+        first: text before the first step.
+        between: text before every other step.
         separator: text after every step; a process reward model scores at its last token.
         one_token: the separator must be one token of the vocabulary.
         end: text after the last step, at whose last token an outcome reward model scores; None:
@@ -40,6 +41,7 @@ class RewardFormat:
     prompt: str = "{problem}"
     chat: bool = False
     system: str = ""
+    first: str = ""
     between: str = ""
     separator: str = ""
     one_token: bool = False
@@ -55,7 +57,7 @@ PROCESS: Mapping[str, RewardFormat] = {
     # "question Step 1: ... ки\nStep 2: ... ки", scores at each ки
     "math-shepherd": RewardFormat(
         "tags",
-        prompt="{problem} ",
+        first=" ",
         between="\n",
         separator=" ки",
         one_token=True,
@@ -71,8 +73,9 @@ PROCESS: Mapping[str, RewardFormat] = {
         separator="<extra_0>",
         one_token=True,
     ),
-    # trl's PRMTrainer: *ForTokenClassification, scores at the line break after each step
-    "trl": RewardFormat("classes", prompt="{problem}\n", separator="\n"),
+    # trl's PRMTrainer: *ForTokenClassification, scores at the line break after each step; nothing
+    # stands between the problem and the first step
+    "trl": RewardFormat("classes", separator="\n"),
 }
 
 # Outcome reward models: a score of the whole path.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from arbor.aggregate.base import Steps, reduced
@@ -25,6 +27,7 @@ class StepTokens(Protocol):
     def __call__(self, text: str, *, first: bool) -> list[int]: ...
 
 
+@dataclass
 class Cost:
     """A listener that counts what the reward model's engine does for one search.
 
@@ -35,9 +38,10 @@ class Cost:
         elapsed_s: seconds in forwards.
     """
 
-    def __init__(self) -> None:
-        self.computed = self.recomputed = self.peak = 0
-        self.elapsed_s = 0.0
+    computed: int = 0
+    recomputed: int = 0
+    peak: int = 0
+    elapsed_s: float = 0.0
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -95,7 +99,7 @@ class Mirror:
         self.end = list(end)
         self.steps = steps
         self.values = values
-        self.cost = Cost()
+        self.cost, self._reported = Cost(), Cost()
         self.explain = explain
         self._step_tokens = step_tokens
         self._context = context
@@ -138,15 +142,14 @@ class Mirror:
         """
         self._scores.update(zip((node.id for node in nodes), self.values(scores), strict=True))
 
-    def verdict(self, ends: Sequence[Node], fresh: Sequence[Node], before: Cost) -> Verdict:
-        """The values of paths all of whose scores are known; reports what they cost.
+    def verdict(self, ends: Sequence[Node], fresh: Sequence[Node]) -> Verdict:
+        """The values of paths all of whose scores are known; reports the cost since the last one.
 
         Args:
             ends: the last block of each, in the mirror.
             fresh: blocks scored for them.
-            before: what the search had cost before.
         """
-        cost, last = self.cost, [self._scores[end.id] for end in ends]
+        cost, before, last = self.cost, self._reported, [self._scores[end.id] for end in ends]
         self._emit(
             Scored(
                 verifier=self._verifier,
@@ -158,6 +161,7 @@ class Mirror:
                 elapsed_s=cost.elapsed_s - before.elapsed_s,
             )
         )
+        self._reported = dataclasses.replace(cost)
         if self.steps == "last":
             return Verdict(tuple(last), 0)
         paths = [[self._scores[node.id] for node in end.path[1:]] for end in ends]
@@ -225,8 +229,6 @@ class Scoring:
         self._mirror = mirror
         self._ends = ends
         self._fresh = fresh
-        self._before = Cost()
-        vars(self._before).update(vars(mirror.cost))
         self._operation: Reading | None = None
         if fresh:
             try:
@@ -252,4 +254,4 @@ class Scoring:
         """
         if self._operation is not None:
             self._mirror.scored(self._fresh, self._operation.result())
-        return self._mirror.verdict(self._ends, self._fresh, self._before)
+        return self._mirror.verdict(self._ends, self._fresh)
