@@ -83,6 +83,7 @@ class AttentionJob(Structure):
         ("out", c_void_p),
         ("lse", c_void_p),
         ("mass", c_void_p),
+        ("counted", c_void_p),
     )
 
 

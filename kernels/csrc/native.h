@@ -39,6 +39,7 @@ struct AttentionJob {
     void* out;              // [rows, kv_heads * group, dim_vo], contiguous
     float* lse;             // [rows, kv_heads * group]; read where v is null, else written
     float* mass;            // [kv_heads, keys of all levels] zeros, or null
+    const float* counted;   // [rows], what a row counts for in mass; null: 1
 };
 
 // out [rows, outputs] = x [rows, inputs] times a packed weight, plus a bias.
