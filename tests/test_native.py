@@ -313,6 +313,11 @@ def test_the_state_says_what_is_in_use_or_why_nothing_is(
         broken.write_bytes(b"no library")
         monkeypatch.setattr(native, "FILE", broken)
         assert native_library() is None and native_state().startswith("cannot be loaded")
+        if native.FILE.exists() and run_with("", STATE) in SETS:
+            monkeypatch.undo()
+            native._load.cache_clear()
+            monkeypatch.setattr(native, "LAYOUT_VERSION", 0)
+            assert native_state().startswith("built from other sources")
     finally:
         native._load.cache_clear()
 

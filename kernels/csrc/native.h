@@ -6,6 +6,9 @@
 
 namespace arbor {
 
+// Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
+constexpr int64_t LAYOUT_VERSION = 1;
+
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32.
 enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
