@@ -141,6 +141,33 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class ObservingBackend(Protocol):
+    """A backend that computes attention mass along with the attention."""
+
+    def run_observed(
+        self,
+        plan: Any,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        sinks: Tensor | None = None,
+        counted: Tensor | None = None,
+        heads: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`AttentionBackend.run` and `AttentionBackend.mass` in one pass over the keys.
+
+        Args:
+            plan, q, k_pool, v_pool, sinks: as in `AttentionBackend.run`.
+            counted: bool [T], rows whose attention counts; None = all.
+            heads: as in `AttentionBackend.mass`.
+
+        Returns:
+            out [T, H_q, D_v], lse [T, H_q] and mass [slots], as the two methods do.
+        """
+        ...
+
+
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """A finished attention with one more key per head, of logit `sinks` and value 0 (gpt-oss).
 

@@ -17,6 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
+LAYOUT_VERSION = 1  # as in native.h
 # Instruction sets of the kernels, from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 VARIABLE = "ARBOR_NATIVE"
@@ -83,6 +84,7 @@ class AttentionJob(Structure):
         ("out", c_void_p),
         ("lse", c_void_p),
         ("mass", c_void_p),
+        ("counted", c_void_p),
     )
 
 
@@ -185,6 +187,14 @@ def without_native() -> Iterator[None]:
         _OFF.pop()
 
 
+def _layout() -> int:
+    """What the library says of its structures if they are these."""
+    layout = 0
+    for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob):
+        layout = layout * 1024 + ctypes.sizeof(each)
+    return LAYOUT_VERSION << 50 | layout
+
+
 @functools.cache
 def _load() -> tuple[Library | None, str]:
     wanted = os.environ.get(VARIABLE, "")
@@ -194,9 +204,12 @@ def _load() -> tuple[Library | None, str]:
         return None, "not built: no C++ compiler when arbor was installed"
     try:
         loaded = ctypes.CDLL(str(FILE))
-        use = loaded.arbor_native_use
+        use, layout = loaded.arbor_native_use, loaded.arbor_native_layout
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}"
+    layout.argtypes, layout.restype = (), c_int64
+    if layout() != _layout():
+        return None, "built from other sources: install arbor again, or run make native"
     use.argtypes, use.restype = (c_char_p,), c_char_p
     name = use(wanted.encode() or None)
     if name is None:

@@ -112,18 +112,36 @@ class NativeCascade:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
+        q = _dense(q)
         job = self._filled(plan, q, k_pool)
         if job is None:
             return self._torch.run(self._fallback(plan), q, k_pool, v_pool, sinks)
-        shape = plan.shape
-        out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
-        lse = torch.empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
-        job.v, job.out, job.lse, job.mass = v_pool.data_ptr(), out.data_ptr(), lse.data_ptr(), None
-        job.v_slot, job.v_head, _ = v_pool.stride()
-        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
-        job.sinks = None if sinks is None else sinks.data_ptr()
-        self._attention(ctypes.addressof(job), torch.get_num_threads())
-        return out, lse
+        return self._run(plan, job, q, v_pool, sinks)
+
+    def run_observed(
+        self,
+        plan: NativePlan,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        sinks: Tensor | None = None,
+        counted: Tensor | None = None,
+        heads: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `ObservingBackend.run_observed`."""
+        q = _dense(q)
+        job = self._filled(plan, q, k_pool)
+        if job is None:
+            fallback = self._fallback(plan)
+            out, lse = self._torch.run(fallback, q, k_pool, v_pool, sinks)
+            seen = lse if counted is None else lse.masked_fill(~counted[:, None], torch.inf)
+            return out, lse, self._torch.mass(fallback, q, k_pool, seen, heads)
+        received = self._received(plan)
+        weights = None if counted is None else counted.to(torch.float32)
+        job.mass = received.data_ptr()
+        job.counted = None if weights is None else weights.data_ptr()
+        out, lse = self._run(plan, job, q, v_pool, sinks)
+        return out, lse, self._by_slot(plan, received, k_pool.shape[0], heads)
 
     def mass(
         self,
@@ -134,26 +152,49 @@ class NativeCascade:
         heads: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
+        q = _dense(q)
         job = self._filled(plan, q, k_pool)
         if job is None:
             return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads)
-        if plan.slots is None:
-            plan.slots = torch.cat([level.kv_indices for level in plan.layout.levels]).long()
-        received = torch.zeros(plan.shape.num_kv_heads, len(plan.slots))
+        received = self._received(plan)
         lse = lse.contiguous()
         job.v, job.out, job.sinks = None, None, None
         job.lse, job.mass = lse.data_ptr(), received.data_ptr()
         self._attention(ctypes.addressof(job), torch.get_num_threads())
+        return self._by_slot(plan, received, k_pool.shape[0], heads)
+
+    def _run(
+        self, plan: NativePlan, job: AttentionJob, q: Tensor, v_pool: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        shape = plan.shape
+        out = q.new_empty(q.shape[0], shape.num_qo_heads, shape.head_dim_vo)
+        lse = torch.empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
+        job.v, job.out, job.lse = v_pool.data_ptr(), out.data_ptr(), lse.data_ptr()
+        job.v_slot, job.v_head, _ = v_pool.stride()
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        job.sinks = None if sinks is None else sinks.data_ptr()
+        self._attention(ctypes.addressof(job), torch.get_num_threads())
+        return out, lse
+
+    def _received(self, plan: NativePlan) -> Tensor:
+        """Zeros [H_kv, keys of all levels], what the kernels add mass to."""
+        if plan.slots is None:
+            plan.slots = torch.cat([level.kv_indices for level in plan.layout.levels]).long()
+        return torch.zeros(plan.shape.num_kv_heads, len(plan.slots))
+
+    def _by_slot(
+        self, plan: NativePlan, received: Tensor, slots: int, heads: Tensor | None
+    ) -> Tensor:
         chosen = received if heads is None else received[heads]
-        mass = torch.zeros(k_pool.shape[0])
-        return mass.index_add_(0, plan.slots, chosen.sum(0))
+        assert plan.slots is not None, "made by _received"
+        return torch.zeros(slots).index_add_(0, plan.slots, chosen.sum(0))
 
     def _filled(self, plan: NativePlan, q: Tensor, k_pool: Tensor) -> AttentionJob | None:
         """The job with queries and keys of a layer; None where the torch backend has to do."""
         job, number = plan.job, DTYPES.get(q.dtype)
         if job is None or number is None or not q.is_cpu:
             return None
-        job.number = number
+        job.number, job.mass, job.counted = number, None, None
         job.q, job.k = q.data_ptr(), k_pool.data_ptr()
         job.q_row, job.q_head, _ = q.stride()
         job.k_slot, job.k_head, _ = k_pool.stride()
@@ -163,3 +204,8 @@ class NativeCascade:
         if plan.fallback is None:
             plan.fallback = self._torch.plan(plan.layout, plan.shape)
         return plan.fallback
+
+
+def _dense(q: Tensor) -> Tensor:
+    """Queries whose last dimension is contiguous, as everywhere but in tests."""
+    return q if q.stride(2) == 1 else q.contiguous()

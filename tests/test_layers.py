@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import ARCHITECTURES, VOCABULARY, build
+from support.models import (
+    ARCHITECTURES,
+    VOCABULARY,
+    build,
+    config_of,
+    copy_of,
+    random_model,
+)
 from support.trees import PROMPT, leaves_of, path_ids, relative_error
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
+from arbor.kernels.base import ObservingBackend
+from arbor.kernels.native import native_library
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model.layers import StoppableLayers, Tap
@@ -365,6 +375,35 @@ def test_attention_mass_is_the_sum_of_the_models_own_attentions(
     assert result.mass is not None
     assert relative_error(result.mass[:-1].nan_to_num(), want) < 1e-6
     assert result.mass[-1] == 0
+
+
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+@pytest.mark.parametrize("leaves", [False, True], ids=["all rows", "rows leave"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_mass_of_one_pass_is_that_of_two(name: str, leaves: bool) -> None:
+    """The native backend counts along with the attention; rows that run again count nothing."""
+    model_type, given = ARCHITECTURES[name]
+    model = random_model(config_of(model_type, **{**given, "head_dim": 16}))
+    found = []
+    for backend in (TorchCascade(), NativeCascade()):
+        runner = ModelRunner(copy_of(model), backend)
+        plan, pool = batch(runner)
+        plan.again = torch.arange(plan.rows) % 3 == 1
+        for layer_kv in (*pool.k, *pool.v):  # others read what rows that leave do not write
+            layer_kv.zero_()
+
+        def leave(layer: int, hidden: Tensor) -> Tensor | None:
+            return torch.arange(len(hidden)) % 4 == 2 if layer == 0 else None
+
+        chosen = leave if leaves else None
+        mass = runner.forward(plan, pool, mass={0: None, 2: torch.tensor([1])}, leave=chosen).mass
+        assert mass is not None
+        found.append(mass)
+
+    assert isinstance(NativeCascade(), ObservingBackend)
+    assert not isinstance(TorchCascade(), ObservingBackend)
+    assert found[0].sum() > 10
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 def test_no_mass_is_counted_unless_asked() -> None:

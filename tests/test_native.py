@@ -76,6 +76,41 @@ def test_attention_agrees_with_the_reference_on_many_layouts() -> None:
         assert_agrees(random_case(seed), NativeCascade())
 
 
+@needs_native
+@pytest.mark.parametrize("seed", range(12))
+def test_mass_comes_along_with_the_attention(seed: int) -> None:
+    """Of the rows that count, from one pass or from two."""
+    case, backend = random_case(seed), NativeCascade()
+    plan = backend.plan(case.layout, case.shape)
+    arguments = (case.q, case.k_pool, case.v_pool, case.sinks)
+    out, lse = backend.run(plan, *arguments)
+    counted = torch.rand(case.layout.rows, generator=torch.Generator().manual_seed(seed)) < 0.6
+    heads = torch.arange(case.shape.num_kv_heads)[::2]
+    seen = lse.masked_fill(~counted[:, None], torch.inf)
+
+    for rows, chosen, of in ((None, None, lse), (counted, heads, seen)):
+        out_too, lse_too, mass = backend.run_observed(plan, *arguments, rows, chosen)
+
+        assert torch.equal(out_too, out) and torch.equal(lse_too, lse)
+        wanted = backend.mass(plan, case.q, case.k_pool, of, chosen)
+        torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=1e-5)
+    assert same(backend.run(plan, *arguments), (out, lse))
+
+
+@needs_native
+def test_shapes_without_kernels_are_observed_by_torch() -> None:
+    case = make_case([decode_level([5, 9, 3], 40)], make_shape(head_dim_vo=24))
+    backend = NativeCascade()
+    plan, counted = backend.plan(case.layout, case.shape), torch.tensor([True, False, True])
+
+    out, lse, mass = backend.run_observed(plan, case.q, case.k_pool, case.v_pool, None, counted)
+
+    expected = backend.run(plan, case.q, case.k_pool, case.v_pool)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    assert mass.sum().item() == pytest.approx(2 * 4, rel=1e-5)
+    assert mass[1040:1049].abs().max() == 0
+
+
 # Bits
 
 
@@ -278,6 +313,11 @@ def test_the_state_says_what_is_in_use_or_why_nothing_is(
         broken.write_bytes(b"no library")
         monkeypatch.setattr(native, "FILE", broken)
         assert native_library() is None and native_state().startswith("cannot be loaded")
+        if native.FILE.exists() and run_with("", STATE) in SETS:
+            monkeypatch.undo()
+            native._load.cache_clear()
+            monkeypatch.setattr(native, "LAYOUT_VERSION", 0)
+            assert native_state().startswith("built from other sources")
     finally:
         native._load.cache_clear()
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from arbor.errors import ModelError
-from arbor.kernels.base import AttentionBackend, AttentionShape, CascadeLayout, CascadeLevel
+from arbor.kernels.base import (
+    AttentionBackend,
+    AttentionShape,
+    CascadeLayout,
+    CascadeLevel,
+    ObservingBackend,
+)
 from arbor.kernels.fixed import FixedBackend
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear import weight_bytes
@@ -292,14 +298,23 @@ class _Attention:
             if self._alive is not None:
                 layout = select_rows(layout, self._alive, call.shape.window)
             plan = self._plans[call.shape] = self._backend.plan(layout, call.shape)
-        out, lse = self._backend.run(plan, call.q, pool.k[layer], pool.v[layer], call.sinks)
-        if layer in self._mass_heads:
-            heads = self._mass_heads[layer]
-            if self._again is not None:
-                again = self._again if self._alive is None else self._again[self._alive]
+        k, v = pool.k[layer], pool.v[layer]
+        if layer not in self._mass_heads:
+            return self._backend.run(plan, call.q, k, v, call.sinks)[0]
+        heads, again = self._mass_heads[layer], self._again
+        if again is not None and self._alive is not None:
+            again = again[self._alive]
+        if isinstance(self._backend, ObservingBackend):
+            counted = None if again is None else ~again
+            out, _, added = self._backend.run_observed(
+                plan, call.q, k, v, call.sinks, counted, heads
+            )
+        else:
+            out, lse = self._backend.run(plan, call.q, k, v, call.sinks)
+            if again is not None:
                 lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(-inf) = 0
-            added = self._backend.mass(plan, call.q, pool.k[layer], lse, heads)
-            self.mass = added if self.mass is None else self.mass + added
+            added = self._backend.mass(plan, call.q, k, lse, heads)
+        self.mass = added if self.mass is None else self.mass + added
         return out
 
 

@@ -488,17 +488,20 @@ struct Block {
         }
         float* to = job.mass + head * all + before;
         for (int row = first; row < end; row++) {
+            float counted = job.counted ? job.counted[row] : 1.0f;
+            if (counted == 0) continue;
             Reads reads = reads_of(level, request, row, job.window);
             for (int g = 0; g < job.group; g++) {
                 int query = (row - first_row) * job.group + g;
+                float part = totals[query] * counted;
                 const float* from = list(query) + at[row - first_row];
                 int n = reads.end - reads.first, i = 0;
-                Vec share = set1(totals[query]);
+                Vec share = set1(part);
                 for (; i + WIDTH <= n; i += WIDTH) {
                     float* place = to + reads.first + i;
                     store(place, fma(load(from + i), share, load(place)));
                 }
-                for (; i < n; i++) to[reads.first + i] += from[i] * totals[query];
+                for (; i < n; i++) to[reads.first + i] += from[i] * part;
             }
         }
     }

@@ -6,8 +6,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
-#include <vector>
 
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -35,7 +35,7 @@ struct OwnScratch : Scratch {
             std::free(own->memory);
             own->size = (bytes + 4095) / 4096 * 4096;
             own->memory = static_cast<char*>(std::aligned_alloc(64, own->size));
-            if (own->memory == nullptr) std::abort();  // as torch does not either survive this
+            if (own->memory == nullptr) std::abort();  // a few MiB: nothing else would run either
         }
         return own->memory;
     }
@@ -51,10 +51,9 @@ class Pool {
     void run(int parts, Work work) {
         if (parts <= 1) return work(0);
         std::lock_guard<std::mutex> one_at_a_time(callers_);
-        while (static_cast<int>(workers_.size()) < parts - 1) {
-            int number = static_cast<int>(workers_.size()) + 1;
-            workers_.emplace_back([this, number] { serve(number); });
-            workers_.back().detach();
+        if (!hire(parts - 1)) {
+            for (int part = 0; part < parts; part++) work(part);
+            return;
         }
         {
             std::lock_guard<std::mutex> lock(state_);
@@ -75,6 +74,19 @@ class Pool {
 
   private:
     static constexpr int SPINS = 2000;
+
+    // Whether there are so many threads now; the system may refuse more.
+    bool hire(int count) {
+        try {
+            while (workers_ < count) {
+                std::thread([this, number = workers_ + 1] { serve(number); }).detach();
+                workers_++;
+            }
+        } catch (const std::system_error&) {
+            return false;
+        }
+        return true;
+    }
 
     void serve(int number) {
         uint64_t seen = 0;
@@ -99,7 +111,7 @@ class Pool {
 
     std::mutex callers_, state_;
     std::condition_variable begin_, end_;
-    std::vector<std::thread> workers_;
+    int workers_ = 0;
     std::atomic<int> left_{0};
     void (*call_)(void*, int) = nullptr;
     void* work_ = nullptr;
@@ -177,6 +189,16 @@ int64_t products_of(const LinearJob& job) {
 }
 
 }  // namespace
+
+// What the caller's structures must look like: a library of other sources is not used.
+EXPORT int64_t arbor_native_layout() {
+    int64_t layout = 0;
+    for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
+                        sizeof(GatedJob)}) {
+        layout = layout * 1024 + static_cast<int64_t>(size);
+    }
+    return LAYOUT_VERSION << 50 | layout;
+}
 
 // The best instruction set of this CPU, or the one named; its name, or null where it cannot run.
 EXPORT const char* arbor_native_use(const char* name) {

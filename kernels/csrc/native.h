@@ -6,6 +6,9 @@
 
 namespace arbor {
 
+// Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
+constexpr int64_t LAYOUT_VERSION = 1;
+
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32.
 enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -39,6 +42,7 @@ struct AttentionJob {
     void* out;              // [rows, kv_heads * group, dim_vo], contiguous
     float* lse;             // [rows, kv_heads * group]; read where v is null, else written
     float* mass;            // [kv_heads, keys of all levels] zeros, or null
+    const float* counted;   // [rows], what a row counts for in mass; null: 1
 };
 
 // out [rows, outputs] = x [rows, inputs] times a packed weight, plus a bias.
