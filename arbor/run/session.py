@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
-from arbor.engine.early_exit import Exiting
 from arbor.engine.engine import Engine
 from arbor.engine.similar_prompts import Comparison
-from arbor.engine.step import NO_LOGITS
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
 from arbor.events import (
@@ -30,9 +26,7 @@ from arbor.events import (
     Selected,
     Terminal,
     Transition,
-    Verified,
 )
-from arbor.registry import name_of
 from arbor.retention.future_reads import FutureReads
 from arbor.run.answers import confidence, finished_paths, ranked
 from arbor.run.limits import Limits
@@ -41,30 +35,19 @@ from arbor.run.plugin_answers import (
     Answers,
     checked_search,
     checked_task,
-    inquiry_of,
-    is_finite,
     is_guess,
     most_blocks,
-    verdict_of,
 )
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
+from arbor.run.verification import Verification
 from arbor.tasks.base import Grade, Problem, Task
 from arbor.tree import Node, NodeState, ThoughtTree, paths_of
 from arbor.verifiers.base import (
-    Asker,
-    Combines,
-    Exits,
-    Gate,
-    Inquires,
-    Inquiry,
-    OwnsModel,
-    Verdict,
     Verifier,
     VerifierSearch,
 )
 
-NO_GATE, NO_EXITS = Gate(False, ()), Exits()  # of a verifier that asks everything in full
 logger = logging.getLogger(__name__)
 
 Status = Literal["solved", "exhausted", "limit", "timeout", "interrupted"]
@@ -152,10 +135,11 @@ class Session:
         self.emit = emit
         self.detail = detail
         self.reads = reads
-        self.questions = questions
         self.pool = pool
         self.aggregate = aggregate or Best()
-        self.opened = opened or {}
+        self.verification = Verification(
+            engine, self.task, problem, verifier, questions, opened or {}, emit
+        )
         self.compares = compares
         self.substituted: Comparison | None = None  # the similar prompt that was read instead
         self._expanded = 0
@@ -294,7 +278,7 @@ class Session:
             self._round_start, self._verified = len(tree), False
             children = yield from self._grow(tree, expansions)
             self._count(children)
-            yield from self._verify(children)
+            yield from self.verification.steps(children)
             self._verified = True
             search.tell(children)
             self._prune(tree)
@@ -354,7 +338,7 @@ class Session:
         growing = self.engine.begin_grow([pair], self.growth, counts=counts)
         yield growing
         children = self._ended(tree, growing.result())
-        asked = yield from self._verify(children)
+        asked = yield from self.verification.steps(children)
         return children, asked
 
     # One round
@@ -482,97 +466,6 @@ class Session:
                 self.emit(Terminal(child.id, answer, is_guess(self.task, self.problem, child)))
         return children
 
-    def _verify(self, children: Sequence[Node]) -> Steps[bool]:
-        """Value the children.
-
-        Returns:
-            whether the values depend on answers of the model.
-        """
-        if not children:
-            return False
-        began = time.perf_counter()
-        found = yield from self._verdict(self.verifier, children)
-        verdict = _checked(self.verifier, children, found)
-        for child, value in zip(children, verdict.values, strict=True):
-            child.value, child.valued = value, True
-        if verdict.scores:
-            for child, score in zip(children, verdict.scores, strict=True):
-                child.score = score
-        self.engine.changed(children)
-        gate, exits = verdict.gate or NO_GATE, verdict.exits or NO_EXITS
-        self.emit(
-            Verified(
-                verifier=name_of(self.verifier),
-                nodes=tuple(child.id for child in children),
-                values=verdict.values,
-                asked=verdict.asked,
-                elapsed_s=time.perf_counter() - began,
-                scores=verdict.scores,
-                confidences=gate.confidences,
-                skipped=gate.skipped,
-                audited=gate.audited or exits.audited,
-                exit_layer=exits.exit_layer,
-                layers=exits.layers,
-                entropy=exits.entropy,
-            )
-        )
-        return bool(verdict.asked) and not gate.skipped
-
-    def _verdict(
-        self, verifier: Verifier, children: Sequence[Node], counts: bool = True
-    ) -> Steps[Verdict]:
-        """A verifier's verdict: part by part where it combines others, by its own model where it
-        has one, and its questions asked as one operation where it has them ready.
-
-        Args:
-            verifier: judges.
-            children: the candidates.
-            counts: whether its questions count as an operation of their own; one of a verification
-                does, see `FutureReads`.
-        """
-        engine = self.engine
-        if isinstance(verifier, Combines):
-            verdicts: list[Verdict] = []
-            for part in verifier.parts:
-                first = counts and not any(verdict.asked for verdict in verdicts)
-                verdict = yield from self._verdict(part, children, first)
-                verdicts.append(_checked(part, children, verdict))
-            return verifier.combined(verdicts)
-        if isinstance(verifier, OwnsModel):
-            judging = self.opened[verifier].begin(children)
-            yield judging
-            return judging.verdict()
-        inquiry = None
-        if isinstance(verifier, Inquires):
-            inquiry = inquiry_of(verifier, self.task, self.problem, children, engine)
-        if inquiry is None:
-            asker: Asker = engine if self.questions is None else self.questions
-            return verdict_of(verifier, self.task, self.problem, children, asker)
-        if not inquiry.nodes:
-            return inquiry.verdict(NO_LOGITS)
-        with ExitStack() as within:
-            if self.questions is not None:
-                within.enter_context(self.questions.explaining(inquiry.nodes, inquiry.questions))
-            asking = engine.begin_ask(
-                inquiry.nodes,
-                inquiry.questions,
-                inquiry.exit_rule,
-                inquiry.verdicts,
-                audit=inquiry.audit_exits,
-                counts=counts,
-            )
-            asking.counts = not inquiry.audits
-            yield asking
-            logits = asking.result()
-        verdict = inquiry.verdict(logits)
-        if not asking.exits:
-            return verdict
-        full = asking.early().full
-        audited = () if full is None else tuple(inquiry.verdict(full).values)
-        return replace(
-            verdict, exits=exits_of(inquiry, asking.exits, engine.runner.layer_count, audited)
-        )
-
     def _prune(self, tree: ThoughtTree) -> None:
         """Free the blocks that the search has given up."""
         pruned = [n for n in tree if n.state is NodeState.PRUNED and n.id not in self._freed]
@@ -583,8 +476,7 @@ class Session:
             self._freed.update(node.id for node in pruned)
             self.emit(Pruned(tuple(node.id for node in pruned)))
             self.engine.forget(pruned)
-            for each in self.opened.values():
-                each.forget(pruned)
+            self.verification.forget(pruned)
 
     def _outlook(self, tree: ThoughtTree) -> dict[int, float]:
         """Probability that a later operation reads the path to each block, for `Reentry`.
@@ -644,55 +536,3 @@ class Session:
         if self.problem.expected is None:
             return None
         return self.task.grade(self.problem, answer)
-
-
-def exits_of(
-    inquiry: Inquiry, ways: Sequence[Exiting], layers: int, audited: tuple[float, ...]
-) -> Exits:
-    """Where the questions of an inquiry left, by candidate.
-
-    Args:
-        inquiry: whose questions may leave early.
-        ways: of these through the layers.
-        layers: of the model.
-        audited: the candidates' values after the last layer; empty without an audit.
-    """
-    rows = inquiry.rows or range(len(ways))
-    by_layer = [way.by_layer(layers) for way in ways]
-    unknown = (math.nan,) * layers
-    return Exits(
-        exit_layer=tuple(ways[row].layers - 1 if row >= 0 else -1 for row in rows),
-        layers=layers,
-        entropy=tuple(by_layer[row] if row >= 0 else unknown for row in rows),
-        audited=audited,
-    )
-
-
-def _checked(verifier: Verifier, children: Sequence[Node], verdict: Verdict) -> Verdict:
-    """A verifier's verdict, refused where a search cannot order its values.
-
-    Raises:
-        UsageError: not one value for each candidate, or a value that is not a finite number; the
-            same of scores.
-    """
-    name = name_of(verifier)
-    every: list[Sequence[object]] = [verdict.values]
-    if verdict.scores:
-        every.append(verdict.scores)
-    for values in every:
-        if len(values) != len(children):
-            raise UsageError(
-                "verdict-count",
-                f"the verifier '{name}' gave {len(values)} values for {len(children)} candidates.",
-                "It must give one for each, in their order.",
-            )
-        for child, value in zip(children, values, strict=True):
-            if isinstance(value, bool) or not is_finite(value):
-                raise UsageError(
-                    "verdict-range",
-                    f"the verifier '{name}' valued block {child.id} at {value!r:.40}.",
-                    "Values are finite numbers, from 0 to 1 where they are probabilities.",
-                    node=child.id,
-                )
-    scores = tuple(map(float, verdict.scores))
-    return replace(verdict, values=tuple(map(float, verdict.values)), scores=scores)

@@ -1,0 +1,214 @@
+"""Verification: values of candidates, from one verifier or several."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from arbor.engine.early_exit import Exiting
+from arbor.engine.engine import Engine
+from arbor.engine.step import NO_LOGITS
+from arbor.errors import UsageError
+from arbor.events import Event, Verified
+from arbor.registry import name_of
+from arbor.run.plugin_answers import inquiry_of, is_finite, verdict_of
+from arbor.run.questions import PlannedQuestions
+from arbor.run.searches import Steps
+from arbor.tasks.base import Problem, Task
+from arbor.tree import Node
+from arbor.verifiers.base import (
+    Asker,
+    Combines,
+    Exits,
+    Gate,
+    Inquires,
+    Inquiry,
+    OwnsModel,
+    Verdict,
+    Verifier,
+    VerifierSearch,
+)
+
+NO_GATE, NO_EXITS = Gate(False, ()), Exits()  # of a verifier that asks everything in full
+
+
+class Verification:
+    """Has candidates valued, and reports the values.
+
+    Args:
+        engine: with the search's model.
+        task, problem: what is solved.
+        verifier: judges.
+        questions: checks the verifier's questions against the plan; None: the engine answers any.
+        opened: the search in the models of verifiers that have their own.
+        emit: called with what happens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        problem: Problem,
+        verifier: Verifier,
+        questions: PlannedQuestions | None,
+        opened: Mapping[Verifier, VerifierSearch],
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._engine = engine
+        self._task = task
+        self._problem = problem
+        self._verifier = verifier
+        self._questions = questions
+        self._opened = opened
+        self._emit = emit
+
+    def steps(self, children: Sequence[Node]) -> Steps[bool]:
+        """Value the children.
+
+        Returns:
+            whether the values depend on answers of the model.
+        """
+        if not children:
+            return False
+        began = time.perf_counter()
+        found = yield from self._verdict(self._verifier, children)
+        verdict = _checked(self._verifier, children, found)
+        for child, value in zip(children, verdict.values, strict=True):
+            child.value, child.valued = value, True
+        if verdict.scores:
+            for child, score in zip(children, verdict.scores, strict=True):
+                child.score = score
+        self._engine.changed(children)
+        gate, exits = verdict.gate or NO_GATE, verdict.exits or NO_EXITS
+        self._emit(
+            Verified(
+                verifier=name_of(self._verifier),
+                nodes=tuple(child.id for child in children),
+                values=verdict.values,
+                asked=verdict.asked,
+                elapsed_s=time.perf_counter() - began,
+                scores=verdict.scores,
+                confidences=gate.confidences,
+                skipped=gate.skipped,
+                audited=gate.audited or exits.audited,
+                exit_layer=exits.exit_layer,
+                layers=exits.layers,
+                entropy=exits.entropy,
+            )
+        )
+        return bool(verdict.asked) and not gate.skipped
+
+    def _verdict(
+        self, verifier: Verifier, children: Sequence[Node], counts: bool = True
+    ) -> Steps[Verdict]:
+        """A verifier's verdict: part by part where it combines others, by its own model where it
+        has one, and its questions asked as one operation where it has them ready.
+
+        Args:
+            verifier: judges.
+            children: the candidates.
+            counts: whether its questions count as an operation of their own; one of a verification
+                does, see `FutureReads`.
+        """
+        engine = self._engine
+        if isinstance(verifier, Combines):
+            verdicts: list[Verdict] = []
+            for part in verifier.parts:
+                first = counts and not any(verdict.asked for verdict in verdicts)
+                verdict = yield from self._verdict(part, children, first)
+                verdicts.append(_checked(part, children, verdict))
+            return verifier.combined(verdicts)
+        if isinstance(verifier, OwnsModel):
+            judging = self._opened[verifier].begin(children)
+            yield judging
+            return judging.verdict()
+        inquiry = None
+        if isinstance(verifier, Inquires):
+            inquiry = inquiry_of(verifier, self._task, self._problem, children, engine)
+        if inquiry is None:
+            asker: Asker = engine if self._questions is None else self._questions
+            return verdict_of(verifier, self._task, self._problem, children, asker)
+        if not inquiry.nodes:
+            return inquiry.verdict(NO_LOGITS)
+        with ExitStack() as within:
+            if self._questions is not None:
+                within.enter_context(self._questions.explaining(inquiry.nodes, inquiry.questions))
+            asking = engine.begin_ask(
+                inquiry.nodes,
+                inquiry.questions,
+                inquiry.exit_rule,
+                inquiry.verdicts,
+                audit=inquiry.audit_exits,
+                counts=counts,
+            )
+            asking.counts = not inquiry.audits
+            yield asking
+            logits = asking.result()
+        verdict = inquiry.verdict(logits)
+        if not asking.exits:
+            return verdict
+        full = asking.early().full
+        audited = () if full is None else tuple(inquiry.verdict(full).values)
+        return replace(
+            verdict, exits=_exits_of(inquiry, asking.exits, engine.runner.layer_count, audited)
+        )
+
+    def forget(self, nodes: Sequence[Node]) -> None:
+        """Free what the models of verifiers hold for blocks that the search has given up."""
+        for each in self._opened.values():
+            each.forget(nodes)
+
+
+def _exits_of(
+    inquiry: Inquiry, ways: Sequence[Exiting], layers: int, audited: tuple[float, ...]
+) -> Exits:
+    """Where the questions of an inquiry left, by candidate.
+
+    Args:
+        inquiry: whose questions may leave early.
+        ways: of these through the layers.
+        layers: of the model.
+        audited: the candidates' values after the last layer; empty without an audit.
+    """
+    rows = inquiry.rows or range(len(ways))
+    by_layer = [way.by_layer(layers) for way in ways]
+    unknown = (math.nan,) * layers
+    return Exits(
+        exit_layer=tuple(ways[row].layers - 1 if row >= 0 else -1 for row in rows),
+        layers=layers,
+        entropy=tuple(by_layer[row] if row >= 0 else unknown for row in rows),
+        audited=audited,
+    )
+
+
+def _checked(verifier: Verifier, children: Sequence[Node], verdict: Verdict) -> Verdict:
+    """A verifier's verdict, refused where a search cannot order its values.
+
+    Raises:
+        UsageError: not one value for each candidate, or a value that is not a finite number; the
+            same of scores.
+    """
+    name = name_of(verifier)
+    every: list[Sequence[object]] = [verdict.values]
+    if verdict.scores:
+        every.append(verdict.scores)
+    for values in every:
+        if len(values) != len(children):
+            raise UsageError(
+                "verdict-count",
+                f"the verifier '{name}' gave {len(values)} values for {len(children)} candidates.",
+                "It must give one for each, in their order.",
+            )
+        for child, value in zip(children, values, strict=True):
+            if isinstance(value, bool) or not is_finite(value):
+                raise UsageError(
+                    "verdict-range",
+                    f"the verifier '{name}' valued block {child.id} at {value!r:.40}.",
+                    "Values are finite numbers, from 0 to 1 where they are probabilities.",
+                    node=child.id,
+                )
+    scores = tuple(map(float, verdict.scores))
+    return replace(verdict, values=tuple(map(float, verdict.values)), scores=scores)
