@@ -280,6 +280,7 @@ class _Judge:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """The recorded values of the candidates."""
-        asked = self.verifier.verify(task, problem, candidates, engine).asked
-        return Verdict(tuple(self.values[node.id] for node in candidates), asked)
+        """The recorded values of the candidates; a gate decides as it did, by their confidences."""
+        found = self.verifier.verify(task, problem, candidates, engine)
+        gate = None if found.gate is None else dataclasses.replace(found.gate, audited=())
+        return Verdict(tuple(self.values[node.id] for node in candidates), found.asked, gate)
