@@ -279,19 +279,23 @@ def _converted(component: Any, label: str, fields: Mapping[str, Any]) -> dict[st
             raise unknown_setting(f"'{label}' has", key, known, name=label)
     hints = _hints(component) if fields else {}
     return {
-        key: build(key, value)
-        if _names_a_component(key, value)
-        else _convert(value, hints[key], f"{label}.{key}")
+        key: _convert(value, hints[key], f"{label}.{key}")
+        if (spec := _spec_in(key, value)) is None
+        else build(key, spec)
         for key, value in fields.items()
     }
 
 
-def _names_a_component(key: str, value: Any) -> bool:
-    """Whether a part is given by name: ``scorer=recency``, or a table with a name."""
+def _spec_in(key: str, value: Any) -> Any:
+    """The component that a part is given as: ``scorer=recency``, or a table with a name, also as
+    JSON; None where it is not given as one."""
     if key not in registry.KINDS:
-        return False
-    named = isinstance(value, str) and not value.lstrip().startswith("{")
-    return named or (isinstance(value, Mapping) and "name" in value)
+        return None
+    if isinstance(value, str):
+        if not value.lstrip().startswith("{"):
+            return value
+        value = _table(value, key)
+    return value if isinstance(value, Mapping) and "name" in value else None
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from support.run_cli import in_process
 from arbor import Solver, components
 from arbor.errors import UsageError
 from arbor.events import Event, Verified
+from arbor.measure.replay import replay
 from arbor.tasks.base import Problem, Task
+from arbor.trace.read import read_trace
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Inquires, Verdict
 from arbor.verifiers.cgee import CGEE, DECIMALS
@@ -296,3 +299,32 @@ def test_a_verifier_with_a_model_of_its_own_is_refused() -> None:
         with pytest.raises(UsageError, match="reward model"):
             CGEE(verifier=verifier)
     assert CGEE(verifier=Combined(parts=(Exact(), SelfEval()))).needs_model
+
+
+@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize("controller", [CONTROLLERS[0], CONTROLLERS[2]])
+def test_a_replay_skips_what_the_run_skipped(controller: str, audit: bool, tmp_path: Path) -> None:
+    gate = CGEE(confidence=0.3, gap=0.005, audit=audit)
+    with Solver(controller=controller, verifier=gate, max_depth=4) as solver:
+        path = tmp_path / "run.arbor.jsonl"
+        run = solver.solve("4 5 6 10", trace=path).metrics
+        again = replay(read_trace(path), solver.tokenizer, slots=4096, policy="lru")
+
+    for name in ("nodes", "skipped_verifications", "asked", "rounds"):
+        assert getattr(again, name) == getattr(run, name)
+    assert run.skipped_verifications > 0
+
+
+def test_a_configuration_repeats_the_gate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = in_process(capsys)
+    spec = "cgee,verifier=vote,gap=0.25,levels=both,threshold=0.2,patience=3"
+    written = run("solve", "4 5 6 10", "--verifier", spec, "--print-config").out
+    path = tmp_path / "run.toml"
+    path.write_text(written)
+
+    again = run("solve", "4 5 6 10", "--config", str(path), "--print-config").out
+
+    assert again == written
+    assert "patience = 3" in written and 'name = "vote"' in written

@@ -25,6 +25,7 @@ from support.run_cli import FAKE, Arbor, environment, in_process
 
 import arbor.cli.demo
 import arbor.measure.calibrate
+import arbor.measure.calibrate_exit
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
@@ -38,6 +39,7 @@ from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
 from arbor.measure.calibrate import Example
+from arbor.measure.calibrate_exit import Verification
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.run.presets import preset
@@ -614,6 +616,11 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(
         arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()
     )
+    monkeypatch.setattr(
+        arbor.measure.calibrate_exit,
+        "collect_verifications",
+        lambda solver, problems: made_up_verifications(),
+    )
 
     program, *arguments = shlex.split(example)
     ran = command(*arguments)
@@ -629,6 +636,15 @@ def made_up_losses() -> list[Example]:
         Example(problem, block / 6, 0.5, block / 6, float(block > 3))
         for problem in range(10)
         for block in range(6)
+    ]
+
+
+def made_up_verifications() -> list[Verification]:
+    """Two thoughts each, of which the confident one is right, after every layer."""
+    values = (0.8, 0.2)
+    return [
+        Verification(problem, 0.9, 0.1, 0, values, (0, 1), ((0.5, 0.1),) * 2, (values,) * 2)
+        for problem in range(10)
     ]
 
 

@@ -250,7 +250,7 @@ def exit_thresholds(
     \b
       arbor calibrate exit
       arbor calibrate exit --task game24 --n 200 --risk 0.01
-      arbor calibrate exit --model ./model --measure margin --out model/exit.json
+      arbor calibrate exit --model ./model --measure margin --out exit.json
     """
     refuse_unwritable("--out", out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,17 +211,12 @@ class ForwardPasses:
 
     def _forward(self, plan: ForwardPlan, watch: ExitWatch | None = None) -> Tensor:
         pool = self._memory.pool
-        if watch is None and (not self._observes or bool(plan.again.all())):
-            return self.runner.forward(plan, pool).logits
+        leave: dict[str, Any] = {} if watch is None else {"leave": watch}
         if not self._observes or bool(plan.again.all()):
-            return self.runner.forward(plan, pool, leave=watch).logits
+            return self.runner.forward(plan, pool, **leave).logits
         layers = range(self.runner.layer_count)
         watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]
-        asked = dict.fromkeys(watched)
-        if watch is None:
-            result = self.runner.forward(plan, pool, mass=asked)
-        else:
-            result = self.runner.forward(plan, pool, mass=asked, leave=watch)
+        result = self.runner.forward(plan, pool, mass=dict.fromkeys(watched), **leave)
         if result.mass is None:  # a replay knows of no attention
             return result.logits
         shapes = [self.runner.specs[i].shape for i in watched]

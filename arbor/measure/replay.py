@@ -46,7 +46,7 @@ from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
 from arbor.trace.records import NO_TOKEN
 from arbor.tree import Node, NodeState
-from arbor.verifiers.base import Asker, Verdict, Verifier, parts_of
+from arbor.verifiers.base import Asker, Combines, Verdict, Verifier, parts_of
 
 MOST_VOCABULARY = 1 << 24  # the logits of a replay have a place for every token id
 
@@ -284,10 +284,14 @@ class _Judge:
     def verify(
         self, task: Task, problem: Problem, candidates: Sequence[Node], engine: Asker
     ) -> Verdict:
-        """The recorded values of the candidates."""
-        asked = sum(
-            part.verify(task, problem, candidates, engine).asked
+        """The recorded values of the candidates; a gate decides as it did, by their confidences."""
+        found = [
+            part.verify(task, problem, candidates, engine)
             for part in parts_of(self.verifier)
             if part.needs_model
-        )
-        return Verdict(tuple(self.values[node.id] for node in candidates), asked)
+        ]
+        values = tuple(self.values[node.id] for node in candidates)
+        gate = None if isinstance(self.verifier, Combines) or not found else found[0].gate
+        if gate is not None:
+            gate = dataclasses.replace(gate, audited=())
+        return Verdict(values, sum(each.asked for each in found), gate)

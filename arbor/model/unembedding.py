@@ -82,7 +82,10 @@ class Unembedding:
             for handle in handles:
                 handle.remove()
         for module in seen:
-            if module is not self._head and torch.equal(self._head(module(state[None]))[0], own):
+            if module is self._head:
+                continue
+            found = self._head(module(state[None]))[0]
+            if torch.equal(found.float(), own.float()):
                 self._norm = module
                 return
 
