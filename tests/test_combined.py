@@ -145,10 +145,10 @@ def test_a_product_of_negative_values_is_refused() -> None:
     ("verdict", "code"),
     [
         (Verdict((), 0), "verdict-count"),
-        (Verdict((0.5,) * 10, 0, (0.5,) * 9), "verdict-count"),
+        (Verdict((0.5,) * 10, 0, scores=(0.5,) * 9), "verdict-count"),
         (Verdict((math.nan,) * 10, 0), "verdict-range"),
-        (Verdict((0.5,) * 10, 0, (math.inf,) * 10), "verdict-range"),
-        (Verdict((0.5,) * 10, 0, None), "verifier-answer"),  # type: ignore[arg-type]
+        (Verdict((0.5,) * 10, 0, scores=(math.inf,) * 10), "verdict-range"),
+        (Verdict((0.5,) * 10, 0, scores=None), "verifier-answer"),  # type: ignore[arg-type]
     ],
 )
 def test_a_part_that_answers_wrongly_is_named(verdict: Verdict, code: str) -> None:
