@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from arbor.budget import Budget, Plan
@@ -68,9 +68,9 @@ class Verdict:
 
     values: tuple[float, ...]
     asked: int
-    gate: Gate | None = None
-    exits: Exits | None = None
-    scores: tuple[float, ...] = ()
+    gate: Gate | None = field(default=None, kw_only=True)
+    exits: Exits | None = field(default=None, kw_only=True)
+    scores: tuple[float, ...] = field(default=(), kw_only=True)
 
 
 class Encoder(Protocol):

@@ -209,8 +209,8 @@ class CGEE:
                 value = above * confidence / most
             values.append(min(max(value, 0.0), CERTAIN))
         if audited is None:
-            return Verdict(tuple(values), 0, gate)
-        return Verdict(tuple(values), audited.asked, replace(gate, audited=audited.values))
+            return Verdict(tuple(values), 0, gate=gate)
+        return Verdict(tuple(values), audited.asked, gate=replace(gate, audited=audited.values))
 
     def _judged(self, candidates: Sequence[Node], gate: Gate, found: Verdict) -> Verdict:
         """The verifier's verdict; under an audit of a skipped verification that of the gate."""

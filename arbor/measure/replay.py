@@ -294,4 +294,4 @@ class _Judge:
         gate = None if isinstance(self.verifier, Combines) or not found else found[0].gate
         if gate is not None:
             gate = dataclasses.replace(gate, audited=())
-        return Verdict(values, sum(each.asked for each in found), gate)
+        return Verdict(values, sum(each.asked for each in found), gate=gate)

@@ -387,4 +387,4 @@ def _checked_verdict(answers: Answers, member: str, call: Callable[[], Any]) -> 
     gate = found.gate
     if gate is not None and not isinstance(gate, Gate):
         raise answers.wrong(member, found, "a Verdict with a Gate or none")
-    return Verdict(tuple(found.values), int(asked), gate, scores=tuple(found.scores))
+    return Verdict(tuple(found.values), int(asked), gate=gate, scores=tuple(found.scores))
