@@ -367,6 +367,7 @@ def test_a_comparison_that_is_ended_goes_on_where_it_stopped(
         (("--budget", "0.5 of prompt+9", "--tokens", "9"), "usage", "differs from arm to arm"),
         (("--budget", "300tok", "--concurrency", "2"), "usage", "would share it"),
         (("--budget", "20tok"), "budget-infeasible", "the arm 'dpts' needs"),
+        (("--csv", "nowhere/t.csv"), "output-nowhere", "--csv"),
         (("--tokens", "0"), "usage", "must be a whole number >= 1"),
         (("--arm", "beem"), "unknown-controller", "beam"),
     ],

@@ -761,6 +761,12 @@ def test_runs_without_a_common_sample_are_not_compared(command: Arbor) -> None:
     assert not Path("out").exists()
 
 
+def test_limits_that_ended_searches_are_counted() -> None:
+    limits = ("max_tokens", None, "first", "max_tokens")
+
+    assert results([{"limit": each} for each in limits])["limits"] == {"first": 1, "max_tokens": 2}
+
+
 def test_what_failed_costs_nothing_and_is_not_right() -> None:
     good = {"correct": True, "answer": "1", "metrics": {"peak_tokens": 10}, "cpu_s": 2.0}
     failed = {"correct": None, "answer": None, "metrics": {}, "error": {"code": "x"}, "cpu_s": 9.0}

@@ -32,6 +32,7 @@ from arbor.cli.eval_dataset import read_samples
 from arbor.cli.eval_options import EvalOptions
 from arbor.cli.option_records import read_options
 from arbor.cli.output import Output
+from arbor.cli.output_paths import refuse_unwritable
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.config import config_text
 from arbor.errors import ArborError, BudgetInfeasible, UsageError
@@ -94,6 +95,7 @@ def compare(ctx: click.Context, /, **values: Any) -> int:
     options = dataclasses.replace(options, tokens=tuple(dict.fromkeys(options.tokens)))
     task = build_task(arms[0].solver_options(options.solver))
     samples = read_samples(options.samples, task, options.on_error == "stop")
+    refuse_unwritable("--csv", options.csv)
     for arm in arms:  # before any of them solves a problem
         build_solver(arm.solver_options(options.solver), searches=False).close()
     budgets = matched_budgets(options, arms, samples)

@@ -66,6 +66,7 @@ def results(rows: Sequence[Row]) -> dict[str, Any]:
         "error_codes": dict(sorted(Counter(row["error"]["code"] for row in failed).items())),
         "first_error": failed[0]["error"] if failed else None,
         "finish_reasons": dict(sorted(Counter(str(r.get("finish_reason")) for r in rows).items())),
+        "limits": dict(sorted(Counter(str(r["limit"]) for r in rows if r.get("limit")).items())),
     }
     for name in COSTS:
         found[name] = _spread([cost(row, name) for row in solved])
