@@ -28,6 +28,8 @@ from support.reward_models import (
 
 from arbor.errors import ArborError, BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import Event, Scored
+from arbor.model.loading import ModelLocation
+from arbor.model.scoring import label_count
 from arbor.tree import Node
 from arbor.verifiers.base import Placement, SearchShape, Verdict
 from arbor.verifiers.reward.engine import RewardEngine
@@ -535,6 +537,24 @@ def test_other_score_heads_are_named(tmp_path: Path) -> None:
     error = refused(ProcessRewardModel(str(folder)))
 
     assert error.code == "reward-head" and "4.weight [2, 2]" in error.message
+
+
+def test_weights_of_the_hub_that_cannot_be_had_are_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(
+        tmp_path, "AutoModelForSequenceClassification", "llama", byte_tokenizer(), num_labels=1
+    )
+    hub = ModelLocation("some/model", "some/model")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    assert label_count(hub) == 1
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelError, match="some/model"):
+        label_count(hub)
 
 
 def test_a_score_head_of_another_model_is_refused(tmp_path: Path) -> None:

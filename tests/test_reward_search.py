@@ -15,7 +15,7 @@ from torch import get_num_threads, set_num_threads
 
 from arbor import Solution, Solver, StopSearch
 from arbor.cli.solve import numbers_line
-from arbor.errors import BudgetInfeasible, ModelError
+from arbor.errors import BudgetInfeasible, InputError, ModelError
 from arbor.events import Boundary, Event, Pruned, Scored, Selected, Verified
 from arbor.measure.replay import replay
 from arbor.metrics import Metrics, MetricsFold
@@ -237,6 +237,15 @@ def test_a_stopped_search_leaves_nothing_in_the_reward_model() -> None:
         with pytest.raises(ZeroDivisionError):
             next(steps)
         assert not engine_of(solver).load().state.trees
+
+
+def test_problems_that_cannot_be_read_leave_room_for_the_others() -> None:
+    with Solver(verifier=OWN, **SMALL) as solver:
+        jobs = [("none", {}), ("neither", {}), (PROBLEMS[0], {})]
+        found = dict(solver.as_completed(jobs, concurrency=2))
+
+    assert isinstance(found[0], InputError) and isinstance(found[1], InputError)
+    assert isinstance(found[2], Solution) and found[2].metrics.reward_tokens
 
 
 def test_streams_are_judged_together(asked: list[Solution]) -> None:

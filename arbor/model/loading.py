@@ -263,6 +263,25 @@ def load_model(
         raise weights_too_large(device, weights) from error
 
 
+def weight_files(source: ModelLocation) -> list[Path]:
+    """The files of a model's weights; those of a model of the Hub are downloaded.
+
+    Raises:
+        ModelError: they cannot be downloaded.
+    """
+    if Path(source.path).is_dir():
+        return sorted(Path(source.path).glob("*.safetensors"))
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            source.path, revision=source.revision, allow_patterns=["*.safetensors"]
+        )
+    except (OSError, ValueError) as error:
+        raise _unreadable(source, error) from error
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """Hide transformers' bar; the command line shows the progress of loading."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from arbor.errors import ModelError
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.files import Files
-from arbor.model.loading import ModelLocation, load_model
+from arbor.model.loading import ModelLocation, load_model, weight_files
 
 # names of a score head in checkpoints: of most architectures, and of GPT-2 for tokens
 HEADS = ("score", "classifier")
@@ -224,7 +223,7 @@ def _head_tensors(source: ModelLocation) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, Tensor] = {}
-    for path in _weight_files(source):
+    for path in weight_files(source):
         try:
             with safe_open(path, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (it cannot be iterated itself)
@@ -239,16 +238,3 @@ def _head_tensors(source: ModelLocation) -> dict[str, Tensor]:
                 model=source.name,
             ) from error
     return found
-
-
-def _weight_files(source: ModelLocation) -> list[Path]:
-    """The files of a model's weights."""
-    folder = Path(source.path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        fetched = snapshot_download(
-            source.path, revision=source.revision, allow_patterns=["*.safetensors"]
-        )
-        folder = Path(fetched)
-    return sorted(folder.glob("*.safetensors"))

@@ -57,7 +57,8 @@ class Pool:
         if idle:
             self.tokens = max(self.tokens, plan.budget_tokens)
             for verifier, each in verifiers.items():
-                self.verifiers[verifier] = max(self.verifiers[verifier], each.budget_tokens)
+                before = self.verifiers.get(verifier, 0)
+                self.verifiers[verifier] = max(before, each.budget_tokens)
             return True
         if plan.smallest_tokens > self.tokens or any(
             each.smallest_tokens > self.verifiers[verifier] for verifier, each in verifiers.items()
