@@ -167,6 +167,9 @@ def test_a_block_that_is_given_up_leaves_what_its_sibling_uses() -> None:
     tree, (first, second) = grown(lab)
     held = second.span.slot.tolist()
     lab.events.clear()
+    table = lab.state.table
+    table.refresh()
+    assert table.resident[second.row] == LENGTH - COMMON, "a shared slot is offered to no policy"
     first.state = NodeState.PRUNED
     lab.forget([first])
 
@@ -176,7 +179,6 @@ def test_a_block_that_is_given_up_leaves_what_its_sibling_uses() -> None:
     (gone,) = events(lab, Evicted)
     assert gone.nodes == ((first.id, LENGTH),)  # type: ignore[union-attr]
     assert gone.kv.shared == 0  # type: ignore[union-attr]
-    table = lab.state.table
     table.refresh()
     assert table.resident[second.row] == LENGTH, "all of it can leave now"
     is_as_alone(lab, [second])
@@ -196,6 +198,20 @@ def test_what_siblings_share_leaves_last_and_from_all_of_them() -> None:
     lab, (first, second) = crowded_out()
     assert lab.memory.shared_within(first.tree) == 0
     is_as_alone(lab, [first, second])
+
+
+def test_of_what_siblings_share_no_more_leaves_than_is_needed() -> None:
+    """The least recently used goes first."""
+    twins = tuple((*range(30, 30 + COMMON), *end) for end in ((9, 3, 60, 2), (71, 9, 41, 40)))
+    lab = lab_of(FIRST, SECOND, *twins, OTHER)
+    _, (first, second, third, fourth, other) = grown(lab, slots=70)
+    lab.ask([first], QUESTIONS[:1])
+    lab.grow([(other, 1)], Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), 30, 8), ())))
+
+    for node in (first, second):
+        assert node.span.resident.tolist() == [True] * COMMON + [False] * (LENGTH - COMMON)
+    assert not third.span.resident.any() and not fourth.span.resident.any()
+    is_as_alone(lab, [first, third])
 
 
 def test_siblings_that_come_back_together_are_computed_once() -> None:

@@ -228,9 +228,16 @@ def test_kept_prompts_give_way_before_a_lossy_search_loses_a_token() -> None:
     lab.events.clear()
     lab.extend(lab.tree.root)
     assert any(isinstance(event, Shared) for event in lab.events)
-    (child,) = lab.grow(
+    growing = lab.begin_grow(
         [(lab.tree.root, 1)], Growth(3, GREEDY, StopRule(Words(), BlockLimits((), 60, 8), ()))
     )
+    for _ in range(3):
+        lab.step()
+    lab.state.table.refresh()
+    assert lab.state.table.resident[lab.tree.root.row] < len(HEAD), "shared with the kept one"
+    while not growing.done:
+        lab.step()
+    (child,) = growing.result()
 
     assert len(child.tokens) == 60, "more than the pool, so the prompt has lost tokens too"
     assert lab.memory.used <= pool and not lab.memory.prefixes

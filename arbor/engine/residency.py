@@ -15,7 +15,7 @@ from arbor.engine.nvtx import nvtx_range
 from arbor.engine.policy_view import PolicyView
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
-from arbor.forest import by_tree
+from arbor.forest import Forest, by_tree
 from arbor.retention.base import NEVER, Blocks, CappedAllocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
@@ -139,12 +139,17 @@ class Residency:
         stays = np.concatenate([*used, np.empty(0, np.int32)])
         idle = [forest[row] for row in forest.cuts if row not in running]
         lost: dict[Node, int] = {}
-        for node in sorted(idle, key=lambda node: int(state.table.last_used[node.row])):
+        used_last = state.table.last_used
+
+        def latest(node: Node) -> int:
+            return max(int(used_last[each.row]) for each in (node, *_others(forest, node)))
+
+        for node in sorted(idle, key=latest):
             if short <= 0:
                 break
             slots = node.span.slot
             gone = slots[(slots != NO_SLOT) & memory.is_shared(slots) & ~np.isin(slots, stays)]
-            for each in (node, *(other for other, _ in forest.alike(node))) if len(gone) else ():
+            for each in (node, *_others(forest, node)) if len(gone) else ():
                 offsets = np.flatnonzero(np.isin(each.span.slot, gone))
                 if len(offsets):
                     memory.evict(each, offsets)
@@ -269,6 +274,11 @@ class Residency:
         self._memory.evict_from(nodes, offsets[here], counts)
         self._state.changed(nodes)
         return ids, held, counts
+
+
+def _others(forest: Forest, node: Node) -> list[Node]:
+    """The blocks that may share tokens with a block."""
+    return [other for other, _ in forest.alike(node)]
 
 
 def _plain(column: NDArray[Any]) -> list[Any]:
