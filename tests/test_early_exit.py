@@ -215,6 +215,30 @@ def test_an_exit_at_the_last_layer_is_full_verification_bit_for_bit(name: str) -
         assert early.full is None
 
 
+def test_the_rows_of_a_question_leave_together_and_those_of_paths_never() -> None:
+    lab = laboratory("llama")
+    tree, _ = grown(lab, SQUEEZED)
+    nodes, asked = questions(tree)
+    forward, seen = lab.runner.forward, []
+
+    def spied(plan: Any, pool: Any, **given: Any) -> Any:
+        result = forward(plan, pool, **given)
+        if result.exit_layer is not None:
+            seen.append(result.exit_layer)
+        return result
+
+    lab.runner.forward = spied  # type: ignore[method-assign]
+    try:
+        lab.ask_early(nodes, asked, AFTER[2])
+    finally:
+        del lab.runner.forward
+
+    layers = torch.cat(seen)
+    left, stayed = int((layers == 1).sum()), int((layers == LAYERS - 1).sum())
+    assert left == sum(map(len, asked)), "every token of every question, and no other"
+    assert left + stayed == len(layers) and stayed > 0, "paths came back in these forwards"
+
+
 def test_each_question_leaves_by_its_own_uncertainty() -> None:
     lab = laboratory("llama")
     tree, _ = grown(lab)
