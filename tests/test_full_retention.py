@@ -154,7 +154,7 @@ def replayed(record: Recording, tokenizer: Any, slots: int) -> tuple[int, int]:
 def test_the_folded_peak_holds_the_whole_search_and_one_slot_less_does_not(
     search: dict[str, Any],
 ) -> None:
-    events, tokenizer = solved(verifier="exact", **search)
+    events, tokenizer = solved(verifier="exact", share="prompts", **search)
     record = Recording.of(events)
     peak = folded(events).peak + record.prompt
 
@@ -164,7 +164,7 @@ def test_the_folded_peak_holds_the_whole_search_and_one_slot_less_does_not(
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_run_at_full_retention_holds_that_and_its_other_questions(search: dict[str, Any]) -> None:
-    events, _ = solved(**search)
+    events, _ = solved(share="prompts", **search)
     record = Recording.of(events)
     (end,) = (each for each in events if isinstance(each, Ended))
     question = int(record.header.kv["question_tokens"])

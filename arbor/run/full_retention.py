@@ -8,10 +8,11 @@ from arbor.events import Boundary, Event, Opened, Pruned
 class FullRetention:
     """A listener that counts the KV that full retention of the same search holds.
 
-    Full retention holds every token of every block that is not pruned. A lossless search grows the
-    same tree at any budget, so the events of any of them give the same count: blocks that are open
-    when others are pruned count with all of their tokens, since how many they have by then depends
-    on the budget. The prompt and a verifier's questions are not included.
+    Full retention holds every token of every block that is not pruned; tokens that siblings share
+    count for each of them, so a search that shares needs less. A lossless search grows the same
+    tree at any budget, so the events of any of them give the same count: blocks that are open when
+    others are pruned count with all of their tokens, since how many they have by then depends on
+    the budget. The prompt and a verifier's questions are not included.
 
     Attributes:
         held: tokens of closed blocks that are not pruned.
