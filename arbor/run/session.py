@@ -431,18 +431,21 @@ class Session:
         with ExitStack() as within:
             if self.questions is not None:
                 within.enter_context(self.questions.explaining(inquiry.nodes, inquiry.questions))
-            asking = engine.begin_ask(
-                inquiry.nodes,
-                inquiry.questions,
-                inquiry.exit_rule,
-                inquiry.verdicts,
-                audit=inquiry.audit_exits,
-            )
+            if inquiry.exit_rule is None:
+                asking = engine.begin_ask(inquiry.nodes, inquiry.questions)
+            else:
+                asking = engine.begin_ask(
+                    inquiry.nodes,
+                    inquiry.questions,
+                    inquiry.exit_rule,
+                    inquiry.verdicts,
+                    audit=inquiry.audit_exits,
+                )
             asking.counts = not inquiry.audits
             yield asking
             logits = asking.result()
         verdict = inquiry.verdict(logits)
-        if not asking.exits:
+        if inquiry.exit_rule is None:
             return verdict
         full = asking.early().full
         audited = () if full is None else tuple(inquiry.verdict(full).values)
