@@ -89,7 +89,7 @@ def test_a_looser_risk_accepts_disagreements() -> None:
     assert tail(20, 1000, loose.bound) == pytest.approx(0.05 / loose.candidates)
 
 
-def test_few_verifications_are_no_evidence() -> None:
+def test_a_few_verifications_prove_nothing() -> None:
     found = [verification(i) for i in range(30)]
 
     chosen = calibrate_exit(found, risk=0.02)
@@ -277,7 +277,7 @@ def test_the_command_writes_a_file_that_is_read_again(
     written = done.document
     assert written["task"] == "game24" and written["problems"] == 8
     assert written["skip"]["candidates"] == len(CONFIDENCES) * len(GAPS)
-    assert load_thresholds(path, "game24") == ExitThresholds(), "8 problems are no evidence"
+    assert load_thresholds(path, "game24") == ExitThresholds(), "8 problems are too few"
     paper = load_thresholds(path, "game24", "paper")
     assert paper is not None and 0 < paper.confidence <= 1
     assert json.loads(path.read_text())["tasks"]["game24"]["provenance"]["risk"] == 0.02

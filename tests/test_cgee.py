@@ -95,7 +95,7 @@ def test_thresholds_are_reached_by_equality() -> None:
     assert not CGEE(confidence=0.9, gap=0.2001).decide(branches(0.9, 0.72)).skipped
 
 
-def test_a_branch_is_no_competitor_of_itself() -> None:
+def test_a_branch_does_not_compete_with_itself() -> None:
     gate = DECISIVE.decide(branches(0.9, 0.9, 0.5, texts=("a", "a", "b")))
 
     assert gate.skipped

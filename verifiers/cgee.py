@@ -56,7 +56,7 @@ class CGEE:
     Level 2 lets the questions of the verifier leave the model early, see `LayerExit`. They run in
     full where `verify` is called, as nothing but a search gives the engine all questions at once.
 
-    A skipped verification values each candidate at p(b), below 1: no proof. That orders the
+    A skipped verification values each candidate at p(b), below 1, which is a proof. That orders the
     candidates of one verification as the paper does; searches that compare values of different
     verifications (best-first, MCTS) compare p with the verifier's values then, on another scale.
     `values=inherited` keeps that scale: the value of the nearest valued ancestor times p(b) / p1,

@@ -136,19 +136,22 @@ class Verification:
         with ExitStack() as within:
             if self._questions is not None:
                 within.enter_context(self._questions.explaining(inquiry.nodes, inquiry.questions))
-            asking = engine.begin_ask(
-                inquiry.nodes,
-                inquiry.questions,
-                inquiry.exit_rule,
-                inquiry.verdicts,
-                audit=inquiry.audit_exits,
-                counts=counts,
-            )
+            if inquiry.exit_rule is None:
+                asking = engine.begin_ask(inquiry.nodes, inquiry.questions, counts=counts)
+            else:
+                asking = engine.begin_ask(
+                    inquiry.nodes,
+                    inquiry.questions,
+                    inquiry.exit_rule,
+                    inquiry.verdicts,
+                    audit=inquiry.audit_exits,
+                    counts=counts,
+                )
             asking.counts = not inquiry.audits
             yield asking
             logits = asking.result()
         verdict = inquiry.verdict(logits)
-        if not asking.exits:
+        if inquiry.exit_rule is None:
             return verdict
         full = asking.early().full
         audited = () if full is None else tuple(inquiry.verdict(full).values)
