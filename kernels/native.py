@@ -188,7 +188,7 @@ def without_native() -> Iterator[None]:
 
 
 def _layout() -> int:
-    """What the library says of its structures if they are these."""
+    """The library's own number for these structures."""
     layout = 0
     for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob):
         layout = layout * 1024 + ctypes.sizeof(each)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from arbor import Solver
 from arbor.controllers.beam import Beam
 from arbor.controllers.chain import Chain
 from arbor.controllers.tot import ToT
+from arbor.kernels.native import without_native
 from arbor.trace import Replay, read_trace
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -29,13 +31,18 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("kernels", [nullcontext, without_native], ids=["native", "torch"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_search_gives_the_events_it_gave(
-    name: str, tmp_path: Path, golden: Callable[[str, Path], None]
+    name: str,
+    kernels: Callable[[], AbstractContextManager[None]],
+    tmp_path: Path,
+    golden: Callable[[str, Path], None],
 ) -> None:
+    """By the native kernels, where they are built, and in torch."""
     trace = tmp_path / "run.arbor.jsonl"
 
-    with Solver(seed=3, deterministic=True, device="cpu", **RUNS[name]) as solver:
+    with kernels(), Solver(seed=3, deterministic=True, device="cpu", **RUNS[name]) as solver:
         solver.solve("4 5 6 10", trace=trace)
 
     assert Replay.of(read_trace(trace)).problems == []
