@@ -31,7 +31,8 @@ from arbor.cli.eval_report import result_lines
 from arbor.cli.output import Output
 from arbor.errors import InputError
 from arbor.events import Answered, Boundary, Event, Header, Opened, Terminal, Verified
-from arbor.measure.evaluation.page import LONGEST, index_page
+from arbor.measure.evaluation.list_page import LONGEST
+from arbor.measure.evaluation.page import index_page
 from arbor.measure.evaluation.results import results
 from arbor.metrics import Metrics
 from arbor.run.recording import Recording
