@@ -124,7 +124,7 @@ def check(sapling: Model, folder: Path, search: Search) -> None:
     assert replay.problems == []
     assert live.problems == []
     assert all(0 <= block.resident <= block.tokens for block in replay.blocks.values())
-    assert sum(b.resident for b in replay.blocks.values()) <= replay.kv.device
+    assert sum(b.resident for b in replay.blocks.values()) <= replay.kv.device + replay.kv.shared
     assert not any(b.state is NodeState.OPEN for b in replay.blocks.values())
     cut = folder / "cut.arbor.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
