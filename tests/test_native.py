@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import subprocess
@@ -282,6 +283,7 @@ def run_with(setting: str, code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "sets nothing" not in done.stderr
     return done.stdout.strip()
 
 
@@ -301,9 +303,13 @@ def test_the_state_says_what_is_in_use_or_why_nothing_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert run_with("off", STATE) == "off (ARBOR_NATIVE)"
+    doctor = "from arbor.cli import main; main(['doctor', '--json'])"
+    assert json.loads(run_with("off", doctor))["native"] == "off (ARBOR_NATIVE)"
+    monkeypatch.delenv("ARBOR_NATIVE", raising=False)
     if native_library() is not None:
         assert run_with("", STATE) in SETS
         assert run_with("sse9", STATE) == "the CPU cannot run sse9"
+    built = native.FILE
     native._load.cache_clear()
     try:
         monkeypatch.setattr(native, "FILE", tmp_path / "absent.so")
@@ -313,8 +319,8 @@ def test_the_state_says_what_is_in_use_or_why_nothing_is(
         broken.write_bytes(b"no library")
         monkeypatch.setattr(native, "FILE", broken)
         assert native_library() is None and native_state().startswith("cannot be loaded")
-        if native.FILE.exists() and run_with("", STATE) in SETS:
-            monkeypatch.undo()
+        if run_with("", STATE) in SETS:
+            monkeypatch.setattr(native, "FILE", built)
             native._load.cache_clear()
             monkeypatch.setattr(native, "LAYOUT_VERSION", 0)
             assert native_state().startswith("built from other sources")

@@ -26,7 +26,14 @@ Exit codes (docs/exit-codes.md):
   6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
 
 GENERAL = "General"
-OTHER_VARIABLES = ("ARBOR_CACHE", "ARBOR_NVTX", "ARBOR_PLUGINS")  # read by the package itself
+# read by the package itself
+OTHER_VARIABLES = (
+    "ARBOR_CACHE",
+    "ARBOR_NATIVE",
+    "ARBOR_NATIVE_FILE",
+    "ARBOR_NVTX",
+    "ARBOR_PLUGINS",
+)
 LAST_HEADINGS = ("Output", GENERAL)  # others come in the order of the options
 RENAMED = {"attn": "backend", "depth": "max_depth"}  # former name -> name of an option
 
