@@ -31,7 +31,7 @@ from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
 from arbor.cli.command import SHORT_HELP_END, Group
 from arbor.cli.demo import DemoOptions
-from arbor.cli.eval_options import EvalOptions
+from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.option_records import SolverOptions
 from arbor.cli.options import COMPLETION
 from arbor.cli.prompt import PromptOptions

@@ -17,8 +17,8 @@ from support import fake_solver
 from support.run_cli import Arbor, await_line, in_process, spawn
 
 from arbor import Solver
-from arbor.cli.arms import Arm, read_arms
-from arbor.cli.compare import compare as command_compare
+from arbor.cli.evaluation.arms import Arm, read_arms
+from arbor.cli.evaluation.compare import compare as command_compare
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event, Opened
 from arbor.measure.evaluation.compare import ArmRuns, compare_arms, csv_rows

@@ -23,7 +23,7 @@ from support import fake_run, fake_solver
 from support.run_cli import REAL, Arbor, await_line, in_process, spawn
 
 from arbor import Solver
-from arbor.cli.eval_report import result_lines
+from arbor.cli.evaluation.eval_report import result_lines
 from arbor.cli.progress import WINDOW, Progress
 from arbor.errors import UsageError
 from arbor.events import Ended

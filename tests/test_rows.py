@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.run_cli import Arbor
 
-from arbor.cli.eval import new_folder
-from arbor.cli.eval_dataset import read_samples
-from arbor.cli.eval_options import DatasetOptions
+from arbor.cli.evaluation.eval import new_folder
+from arbor.cli.evaluation.eval_dataset import read_samples
+from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import ArborError, InputError, UsageError
 from arbor.measure.evaluation import rows
 from arbor.measure.evaluation.dataset import Sample

@@ -16,7 +16,7 @@ import pytest
 from support.fake_run import fake_run, header, tick
 
 from arbor.cli import main
-from arbor.cli.eval_report import write_index
+from arbor.cli.evaluation.eval_report import write_index
 from arbor.events import KV, Answered, Boundary, Ended, Event, Evicted, Opened, Pruned, Verified
 from arbor.measure.evaluation.results import results
 from arbor.trace import Replay, TraceWriter, read_trace

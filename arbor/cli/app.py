@@ -27,9 +27,9 @@ from arbor.support.atomic_write import DISK_FULL, FREE_SPACE
 # module and purpose of each command; help, --version and TAB import none of them
 COMMANDS = {
     "solve": ("arbor.cli.solve:solve", "Solve one problem."),
-    "eval": ("arbor.cli.eval:eval_", "Solve many problems into a resumable folder."),
+    "eval": ("arbor.cli.evaluation.eval:eval_", "Solve many problems into a resumable folder."),
     "compare": (
-        "arbor.cli.compare:compare",
+        "arbor.cli.evaluation.compare:compare",
         "Compare controllers on the same problems, at equal tokens and KV.",
     ),
     "bench": ("arbor.cli.bench:bench", "Time one search under several budgets and policies."),

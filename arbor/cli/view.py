@@ -122,8 +122,8 @@ def show_folder(output: Output, folder: Path, options: ViewOptions) -> int:
             path=str(folder),
         )
     if options.samples:
-        from arbor.cli.compare_report import RESULTS, write_comparison_samples
-        from arbor.cli.eval_report import write_samples
+        from arbor.cli.evaluation.compare_report import RESULTS, write_comparison_samples
+        from arbor.cli.evaluation.eval_report import write_samples
 
         compared = (folder / RESULTS).is_file()
         for sentence in (write_comparison_samples if compared else write_samples)(folder):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from arbor.cli.eval_dataset import read_samples
-from arbor.cli.eval_options import DatasetOptions
+from arbor.cli.evaluation.eval_dataset import read_samples
+from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import ArborError
 from arbor.tasks.game24 import Game24
 from arbor.tasks.reasoning import Reasoning

@@ -27,7 +27,7 @@ from support.fake_run import fake_run, header, tick
 from support.hostile import CHARACTERS, LONG, MARKUP, OBEYED, TERMINAL, hostile
 
 from arbor.cli import main
-from arbor.cli.eval_report import result_lines
+from arbor.cli.evaluation.eval_report import result_lines
 from arbor.cli.output import Output
 from arbor.errors import InputError
 from arbor.events import Answered, Boundary, Event, Header, Opened, Terminal, Verified

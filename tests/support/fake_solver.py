@@ -281,8 +281,8 @@ def install() -> None:
 def install_light() -> None:
     """Make commands use the fake without the imports of the real one."""
     import arbor.cli.bench
-    import arbor.cli.compare
-    import arbor.cli.eval
+    import arbor.cli.evaluation.compare
+    import arbor.cli.evaluation.eval
     import arbor.cli.solve
 
     def build(
@@ -291,7 +291,7 @@ def install_light() -> None:
         return FakeSolver(options.model, device=options.device, budget=options.budget)
 
     arbor.cli.solve.build_solver = build
-    arbor.cli.eval.build_solver = build
-    arbor.cli.eval.import_engine = lambda: None
+    arbor.cli.evaluation.eval.build_solver = build
+    arbor.cli.evaluation.eval.import_engine = lambda: None
     arbor.cli.bench.build_solver = build
-    arbor.cli.compare.build_solver = build
+    arbor.cli.evaluation.compare.build_solver = build

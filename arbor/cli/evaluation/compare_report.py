@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbor._version import __version__
-from arbor.cli.compare_options import CompareOptions
-from arbor.cli.eval_report import write_samples
+from arbor.cli.evaluation.compare_options import CompareOptions
+from arbor.cli.evaluation.eval_report import write_samples
 from arbor.errors import ArborError, InputError
 from arbor.measure.evaluation.compare import (
     COMPARE_SCHEMA,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from arbor.cli.build import build_task
-from arbor.cli.eval_options import AUTO_CONCURRENCY, EvalOptions
+from arbor.cli.evaluation.eval_options import AUTO_CONCURRENCY, EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals

@@ -14,7 +14,7 @@ from typing import IO
 from arbor import registry
 from arbor.cli.build import OF_USERS
 from arbor.cli.encoding import decoded
-from arbor.cli.eval_options import DatasetOptions
+from arbor.cli.evaluation.eval_options import DatasetOptions
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import Sample, chosen, of_rows, of_task, window
 from arbor.measure.evaluation.rows import (

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from arbor.budget import Budget
-from arbor.cli.arms import Arm, read_arms
 from arbor.cli.build import build_solver, build_task
 from arbor.cli.command import Command
-from arbor.cli.compare_options import CompareOptions, compare_options
-from arbor.cli.compare_report import table_lines, write_comparison
-from arbor.cli.eval import (
+from arbor.cli.evaluation.arms import Arm, read_arms
+from arbor.cli.evaluation.compare_options import CompareOptions, compare_options
+from arbor.cli.evaluation.compare_report import table_lines, write_comparison
+from arbor.cli.evaluation.eval import (
     Evaluated,
     absolute_path,
     complete_dataset,
@@ -28,8 +28,8 @@ from arbor.cli.eval import (
     new_folder,
     task_of,
 )
-from arbor.cli.eval_dataset import read_samples
-from arbor.cli.eval_options import EvalOptions
+from arbor.cli.evaluation.eval_dataset import read_samples
+from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.option_records import read_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable

@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from arbor.cli.command import Integer, option, option_group
-from arbor.cli.eval_options import DatasetOptions, dataset_options
+from arbor.cli.evaluation.eval_options import DatasetOptions, dataset_options
 from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions
 from arbor.cli.options import (
     config_option,

@@ -22,10 +22,10 @@ from arbor._version import __version__
 from arbor.budget import Budget
 from arbor.cli.build import build_solver, build_task, import_engine, warn_of_guesses
 from arbor.cli.command import Command
-from arbor.cli.eval_dataset import STDIN, is_task, name_of, read_samples
-from arbor.cli.eval_options import EvalOptions, eval_options
-from arbor.cli.eval_report import OtherRun, result_lines, write_results
-from arbor.cli.eval_run import solve_all
+from arbor.cli.evaluation.eval_dataset import STDIN, is_task, name_of, read_samples
+from arbor.cli.evaluation.eval_options import EvalOptions, eval_options
+from arbor.cli.evaluation.eval_report import OtherRun, result_lines, write_results
+from arbor.cli.evaluation.eval_run import solve_all
 from arbor.cli.option_records import read_options
 from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arbor._version import __version__
-from arbor.cli.eval_dataset import name_of
+from arbor.cli.evaluation.eval_dataset import name_of
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import PAGE, RESULTS, RunFolder, digest, read_rows

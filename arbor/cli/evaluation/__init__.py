@@ -1,0 +1,1 @@
+"""``arbor eval`` and ``arbor compare``: many problems, one search or several."""
