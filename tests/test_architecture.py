@@ -64,6 +64,7 @@ TORCH = (
     "model.unembedding",
     "model.weights",
     "run.session",
+    "run.verification",
     "verifiers.reward.engine",
     "verifiers.reward.mirror",
 )
