@@ -76,6 +76,9 @@ class FakeEngine:
                 child.state = NodeState.PRUNED
         self.open_operations.clear()
 
+    def compare(self, tree: ThoughtTree) -> None:
+        """No earlier prompt is kept."""
+
     def begin_extend(self, node: Node) -> FakeOperation:
         done = FakeOperation()
         done.done = True
