@@ -635,9 +635,9 @@ def test_an_exit_strip_shows_where_verification_left(page: Page, trace: Path) ->
     record |= {
         "asked": 1,
         "elapsed_s": 0.1,
-        "exit_layer": 2,
+        "exit_layer": [2],
         "layers": 4,
-        "entropy": [3.0, 2.0, 0.5],
+        "entropy": [[3.0, 2.0, 0.5]],
     }
     with trace.open("ab") as file:
         file.write(to_line(record) + b"\n")
