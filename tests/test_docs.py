@@ -30,7 +30,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 PYTHON = [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))]
-SLOW_PAGES = {"eval", "retention", "trace"}  # they evaluate many problems
+# they evaluate many problems, or run many commands
+SLOW_PAGES = {"budget", "compare", "early-exit", "eval", "generate", "retention", "reward", "trace"}
 SHELL = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW_PAGES))
     for page in PAGES

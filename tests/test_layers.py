@@ -392,7 +392,7 @@ def test_mass_of_one_pass_is_that_of_two(name: str, leaves: bool) -> None:
         for layer_kv in (*pool.k, *pool.v):  # others read what rows that leave do not write
             layer_kv.zero_()
 
-        def leave(layer: int, hidden: Tensor) -> Tensor | None:
+        def leave(layer: int, hidden: Tensor, rows: Tensor) -> Tensor | None:
             return torch.arange(len(hidden)) % 4 == 2 if layer == 0 else None
 
         chosen = leave if leaves else None

@@ -138,7 +138,7 @@ def _check_deterministic(backend: str, device: torch.device) -> None:
     if backend not in allowed:
         raise UsageError(
             "backend",
-            f"--deterministic needs attention whose rows ignore each other, which --backend {backend} is not.",
+            f"--deterministic needs attention whose rows ignore each other; --backend {backend} does not have it.",
             f"Leave one of them out, or use --backend {'rowwise' if own == NATIVE else own}.",
         )
 
