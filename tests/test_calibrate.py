@@ -85,6 +85,7 @@ def calibrated_width(problems: int) -> float:
     return high - low
 
 
+@pytest.mark.slow
 def test_what_a_block_was_worth_is_read_before_the_experiment_and_against_a_run_with_it() -> None:
     """The queries of continuations that lost a block say nothing about the search."""
     with Solver(task="chains", policy="h2o", controller="chain", seed=1) as solver:

@@ -127,6 +127,7 @@ def test_plans_without_torch_are_those_with_it(
 # Directories
 
 
+@pytest.mark.slow
 def test_a_process_keeps_the_description_for_the_next(folder: Path) -> None:
     cache = folder.parent / "cache"
     plan, torch_imported = plan_of(folder, cache)

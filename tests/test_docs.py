@@ -31,7 +31,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 PYTHON = [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))]
 # they evaluate many problems, or run many commands
-SLOW_PAGES = {"budget", "compare", "early-exit", "eval", "generate", "retention", "reward", "trace"}
+SLOW_PAGES = {
+    *("aggregate", "budget", "compare", "early-exit", "eval", "generate"),
+    *("prompt", "retention", "reward", "sharing", "trace"),
+}
 SHELL = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW_PAGES))
     for page in PAGES

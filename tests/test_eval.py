@@ -451,6 +451,7 @@ def test_samples_that_were_read_ahead_and_never_begun_leave_no_trace(command: Ar
 
 
 @pytest.mark.parametrize("interrupted", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
 def test_real_samples_that_were_never_begun_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:

@@ -87,7 +87,10 @@ def test_the_guide_shows_the_module_and_the_entry_point(kind: str) -> None:
     assert len(source.splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "controller")) for kind in EXAMPLES],
+)
 def test_the_example_is_found_by_its_entry_point_and_searches(kind: str, tmp_path: Path) -> None:
     name, value = install(EXAMPLES[kind], tmp_path)
 

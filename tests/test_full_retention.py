@@ -133,7 +133,10 @@ def solved(**settings: Any) -> tuple[list[Event], Any]:
         return events, solver.tokenizer
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(
+    "search",
+    [pytest.param(each, marks=[pytest.mark.slow] * bool(i)) for i, each in enumerate(SEARCHES)],
+)
 def test_every_budget_shows_the_same_full_retention(search: dict[str, Any]) -> None:
     whole, _ = solved(**search)
     small, _ = solved(budget="115tok", **search)

@@ -535,9 +535,11 @@ def test_a_cpu_never_imports_triton_for_them() -> None:
 # The kernels
 
 
+@pytest.mark.slow
 def test_the_interpreted_kernels_agree() -> None:
     run_check("fused", interpreted=True)
 
 
+@pytest.mark.slow
 def test_the_kernels_compile_for_hopper() -> None:
     run_check("fused_hopper", interpreted=False)

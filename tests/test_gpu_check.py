@@ -207,6 +207,7 @@ def test_parts_that_fail_hang_or_die_lose_no_rows_and_stop_nothing(tmp_path: Pat
     assert ends["dies"]["reason"] == "died of SIGABRT"
 
 
+@pytest.mark.slow
 def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
     out, late = tmp_path / "rows.jsonl", tmp_path / "late"
     child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(late)!r}).touch()"

@@ -41,7 +41,8 @@ def run_check(check: str, *, interpreted: bool) -> None:
     assert found == {check: ""}, found[check]
 
 
-@pytest.mark.parametrize("check", ["products", pytest.param("sums", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("check", ["products", "sums"])
 def test_products_and_sums_agree_and_rows_do_not_depend_on_the_batch(check: str) -> None:
     run_check(check, interpreted=True)
 

@@ -42,7 +42,7 @@ from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.write import to_line
 from arbor.view import html_page, notebook_frame, read_page_trace, write_page
 
-pytestmark = pytest.mark.skipif(program() is None, reason=MISSING)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(program() is None, reason=MISSING)]
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SIMULATION = runpy.run_path(str(SCRIPTS / "bench_view.py"))["Simulation"]

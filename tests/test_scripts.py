@@ -18,24 +18,21 @@ HELPERS = {"mutate_server", "random_llama"}  # used by other scripts
 
 # script -> arguments of its small runs; FOLDER is an empty folder
 QUICK: dict[str, tuple[str, ...]] = {
-    "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
-    "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
-    "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
     "bench_start": ("--n 1 --commands version --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
-    "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),
-    "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
     "describe_sapling": ("--check",),
     "docs": ("--check",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
-    "eval_policies": (
-        "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
-    ),
-    "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
     "report": ("--check --tables",),
 }
 SLOW: dict[str, tuple[str, ...]] = {
+    "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
+    "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
+    "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
+    "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),
+    "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
+    "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --json FOLDER/out.json",),
     "bench_concurrency": (
         "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
@@ -51,6 +48,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
     "eval_chains": ("--n 1 --json FOLDER/out.json --svg FOLDER/out.svg",),
     "eval_policies": (
+        "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
         "same --n 1 --searches beam --budgets 0.5 --json FOLDER/out.json",
         "lossless --n 1 --searches beam --budgets 0.5 --json FOLDER/out.json",
         "largest --n 1 --json FOLDER/out.json",

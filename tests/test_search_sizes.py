@@ -267,6 +267,7 @@ def learned(**settings: Any) -> int:
     return Solver(controller=SMALL, **settings).plan(PUZZLE).searches
 
 
+@pytest.mark.slow
 def test_only_searches_that_end_by_their_own_rules_are_measured() -> None:
     assert learned(max_tokens=3) == 0
     assert learned(timeout=0) == 0

@@ -100,6 +100,7 @@ def test_the_setting_is_a_whole_number(threads: Any) -> None:
         Solver(threads=threads)
 
 
+@pytest.mark.slow
 def test_importing_arbor_after_torch_changes_nothing() -> None:
     code = (
         "import os, torch; torch.set_num_threads(2); before = dict(os.environ); "

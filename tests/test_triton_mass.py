@@ -51,6 +51,7 @@ def child(what: str, tmp_path: Path, **environment: str) -> Any:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_interpreted_kernel_agrees_with_float64(tmp_path: Path) -> None:
     version = importlib.metadata.version("triton")
     if release(version) < (3, 7) and release(np.__version__) >= (2, 4):
@@ -63,6 +64,7 @@ def test_the_interpreted_kernel_agrees_with_float64(tmp_path: Path) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_kernel_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
     variants = child("compile", tmp_path, TRITON_INTERPRET="0")
 

@@ -266,6 +266,7 @@ def test_identical_siblings_share_a_line(command: Command, tmp_path: Path) -> No
     assert "└── (… 1 more)" in out
 
 
+@pytest.mark.slow
 def test_a_tree_of_any_depth_is_drawn(command: Command, tmp_path: Path) -> None:
     depth = 2 * sys.getrecursionlimit()
     opened = [Opened(node, node - 1, 0, node, 0, "") for node in range(1, depth)]

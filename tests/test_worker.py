@@ -604,6 +604,7 @@ def test_the_thread_ends_when_there_is_nothing_left(solver: Solver) -> None:
         assert worker.running == [] and not worker._waiting
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_does_not_wait_for_its_streams() -> None:
     code = (
         "import threading\n"

@@ -156,6 +156,7 @@ def no_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_bug")
+@pytest.mark.slow
 def test_a_hostile_text_on_the_command_line_is_read_or_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

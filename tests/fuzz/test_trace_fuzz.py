@@ -115,6 +115,7 @@ def run(traces: list[Path], numbers: range, capsys: pytest.CaptureFixture[str]) 
         capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_damaged_trace_is_read_or_refused_by_every_command(
     traces: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
