@@ -48,6 +48,7 @@ PACKAGES = (
     "math-verify",
     "pyarrow",
     "datasets",
+    "xgrammar",
 )
 
 
