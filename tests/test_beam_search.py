@@ -203,7 +203,9 @@ def test_finished_hypotheses_are_the_best_that_ended(
 # KV
 
 
-def test_a_fork_copies_nothing_and_every_slot_is_given_back() -> None:
+def test_a_fork_copies_nothing_and_every_slot_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lab = Lab(build("llama"), debug=True)
     tree = ThoughtTree(PROMPT)
     lab.open(tree, 1000)
@@ -215,7 +217,7 @@ def test_a_fork_copies_nothing_and_every_slot_is_given_back() -> None:
         held.append(lab.memory.used - len(PROMPT))
         return right(*args, **kwargs)
 
-    lab.runner.forward = forward  # type: ignore[method-assign]
+    monkeypatch.setattr(lab.runner, "forward", forward)
     settings = BeamSettings(beams=8, max_tokens=10)
     found = lab.search_beams(settings, ())
 
@@ -264,7 +266,7 @@ def test_an_interruption_gives_the_hypotheses_so_far() -> None:
     assert lab.memory.used == len(PROMPT)
 
 
-def test_a_failed_forward_gives_every_slot_back() -> None:
+def test_a_failed_forward_gives_every_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(build("llama"), debug=True)
     tree = ThoughtTree(PROMPT)
     lab.open(tree, 200)
@@ -275,11 +277,11 @@ def test_a_failed_forward_gives_every_slot_back() -> None:
             raise RuntimeError("broken")
         return right(*args, **kwargs)
 
-    lab.runner.forward = fail  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="broken"):
-        lab.search_beams(BeamSettings(beams=3, max_tokens=50), ())
+    with monkeypatch.context() as patched:
+        patched.setattr(lab.runner, "forward", fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            lab.search_beams(BeamSettings(beams=3, max_tokens=50), ())
     assert lab.memory.used == len(PROMPT)
-    lab.runner.forward = right  # type: ignore[method-assign]
     assert lab.search_beams(BeamSettings(beams=3, max_tokens=5), ())
 
 
@@ -335,7 +337,9 @@ def test_searches_and_beams_take_turns_in_one_solver() -> None:
         assert solver.generate("4 5 6 10", beams=2, max_tokens=8) == beams
 
 
-def test_stopping_ends_it_with_what_there_is(solver: Solver) -> None:
+def test_stopping_ends_it_with_what_there_is(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = itertools.count()
     right = solver.engine.runner.forward
 
@@ -344,11 +348,8 @@ def test_stopping_ends_it_with_what_there_is(solver: Solver) -> None:
             solver.stop()
         return right(*args, **kwargs)
 
-    solver.engine.runner.forward = forward  # type: ignore[method-assign]
-    try:
-        found = solver.generate("4 5 6 10", beams=2, max_tokens=50)
-    finally:
-        solver.engine.runner.forward = right  # type: ignore[method-assign]
+    monkeypatch.setattr(solver.engine.runner, "forward", forward)
+    found = solver.generate("4 5 6 10", beams=2, max_tokens=50)
     assert [len(each.tokens) for each in found] == [3, 3]
     assert not any(each.finished for each in found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from arbor import components
-from arbor.cli.command import Command, Group, Integer, Number, option
+from arbor.cli.command import Command, F, Group, Integer, Number, option, option_group
 from arbor.cli.options import output_options, revision_option, trust_option
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
@@ -20,6 +21,39 @@ from arbor.support.cache_dir import exit_file, msve_file
 if TYPE_CHECKING:
     from arbor.measure.calibrate_exit import Choice
     from arbor.verifiers.exit_thresholds import Chosen
+
+
+def fitted_to(task: str) -> Callable[[F], F]:
+    """Options of what is calibrated: the model, and the problems; `task` by default."""
+    return option_group(
+        option(
+            "--model",
+            default="builtin:sapling",
+            metavar="NAME|DIR",
+            heading="Model",
+            common=True,
+            help="Model to calibrate.",
+        ),
+        revision_option,
+        trust_option,
+        option(
+            "--task",
+            default=task,
+            metavar="NAME",
+            heading="Search",
+            common=True,
+            help="Task whose training problems are solved.",
+        ),
+        option(
+            "--n",
+            type=Integer(8),
+            default=100,
+            metavar="N",
+            heading="Search",
+            common=True,
+            help="Problems to solve.",
+        ),
+    )
 
 
 @click.group(cls=Group)
@@ -36,33 +70,7 @@ def calibrate() -> None:
 
 
 @calibrate.command(cls=Command)
-@option(
-    "--model",
-    default="builtin:sapling",
-    metavar="NAME|DIR",
-    heading="Model",
-    common=True,
-    help="Model to calibrate.",
-)
-@revision_option
-@trust_option
-@option(
-    "--task",
-    default="chains",
-    metavar="NAME",
-    heading="Search",
-    common=True,
-    help="Task whose training problems are solved.",
-)
-@option(
-    "--n",
-    type=Integer(8),
-    default=100,
-    metavar="N",
-    heading="Search",
-    common=True,
-    help="Problems to solve.",
-)
+@fitted_to("chains")
 @option(
     "--top",
     type=Integer(0),
@@ -153,39 +161,13 @@ def msve(
 
 
 @calibrate.command(name="exit", cls=Command)
-@option(
-    "--model",
-    default="builtin:sapling",
-    metavar="NAME|DIR",
-    heading="Model",
-    common=True,
-    help="Model to calibrate.",
-)
-@revision_option
-@trust_option
-@option(
-    "--task",
-    default="game24",
-    metavar="NAME",
-    heading="Search",
-    common=True,
-    help="Task whose training problems are solved.",
-)
+@fitted_to("game24")
 @option(
     "--controller",
     default="tot",
     metavar="NAME[,KEY=VALUE]",
     heading="Search",
     help="The search that verifies; as in the searches that will use the thresholds.",
-)
-@option(
-    "--n",
-    type=Integer(8),
-    default=100,
-    metavar="N",
-    heading="Search",
-    common=True,
-    help="Problems to solve.",
 )
 @option(
     "--risk",

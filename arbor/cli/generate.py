@@ -11,7 +11,14 @@ import click
 from arbor.budget import Budget
 from arbor.cli.command import Command, Integer, option, option_group
 from arbor.cli.option_records import read_options
-from arbor.cli.options import budget_option, loading_options, model_option, output_options
+from arbor.cli.options import (
+    budget_option,
+    deterministic_option,
+    loading_options,
+    model_option,
+    output_options,
+    threads_option,
+)
 from arbor.cli.output import Output
 from arbor.cli.signals import ending_at_once
 from arbor.model.names import check_device, check_dtype
@@ -87,19 +94,8 @@ _options = option_group(
     budget_option,
     model_option,
     loading_options,
-    option(
-        "--threads",
-        type=Integer(1),
-        metavar="N",
-        heading="Model",
-        help="CPU threads; default: one for a small model.",
-    ),
-    option(
-        "--deterministic",
-        is_flag=True,
-        heading="Model",
-        help="Results do not depend on the rest of the batch, to the last bit (slower).",
-    ),
+    threads_option,
+    deterministic_option,
     output_options,
 )
 

@@ -310,6 +310,21 @@ model_option = option(
     help="The built-in model, a directory, or a Hugging Face id.",
 )
 
+deterministic_option = option(
+    "--deterministic",
+    is_flag=True,
+    heading="Sampling",
+    help="Bitwise equal results for any batch (no mixture of experts; slower).",
+)
+
+threads_option = option(
+    "--threads",
+    type=Integer(1),
+    metavar="N",
+    heading="Limits",
+    help="CPU threads of torch; default: one for small models.",
+)
+
 sampling_options = option_group(
     option(
         "--temperature",
@@ -342,12 +357,7 @@ sampling_options = option_group(
         common=True,
         help="Seed of all random streams.",
     ),
-    option(
-        "--deterministic",
-        is_flag=True,
-        heading="Sampling",
-        help="Bitwise equal results for any batch (no mixture of experts; slower).",
-    ),
+    deterministic_option,
 )
 
 max_expansions_option = option(
@@ -375,13 +385,7 @@ other_limit_options = option_group(
         heading="Limits",
         help="Most seconds; then the best answer so far.",
     ),
-    option(
-        "--threads",
-        type=Integer(1),
-        metavar="N",
-        heading="Limits",
-        help="CPU threads of torch; default: one for small models.",
-    ),
+    threads_option,
     option(
         "--first",
         type=click.Choice(["answer", "verified"]),

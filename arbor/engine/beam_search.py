@@ -112,23 +112,21 @@ class BeamSearch:
         """Compute the last token of every hypothesis that goes on; logits float32 [beams, V]."""
         rows = self._going()
         running = [group for group in self._groups if not group.over]
-        tokens = np.concatenate([group.tokens[:, -1] for group in running])
+        tokens = np.concatenate([group.tokens[:, -1] for group in running]).tolist()
         position = self._tree.root.end + self._slots.shape[1]
         self._make_room(len(rows))
-        new = self._memory.borrow(
-            tokens.tolist(), self._tree.root, positions=np.full(len(rows), position)
-        )
+        new = self._memory.borrow(tokens, self._tree.root, positions=np.full(len(rows), position))
         self._held = np.concatenate([self._held, new])
         segments = [
             Segment(
                 context=context,
-                tokens=tokens[i : i + 1],  # type: ignore[arg-type]
+                tokens=[token],
                 positions=np.full(1, position),
                 tail=new[i : i + 1],
                 write=new[i : i + 1],
                 logits=1,
             )
-            for i, context in enumerate(self._contexts(rows))
+            for i, (token, context) in enumerate(zip(tokens, self._contexts(rows), strict=True))
         ]
         logits = self._forwards.run([Part(self._tree, "decode", segments)])
         column = np.full(self._settings.beams, new[0], np.int32)
@@ -148,7 +146,9 @@ class BeamSearch:
         return self._groups[row // self._size]
 
     def _make_room(self, needed: int) -> None:
-        self._memory.let_go(needed)
+        if needed > self._memory.free:
+            self._memory.let_go(needed)
+            self._state.sharing_changed()
         if self._memory.free < needed:
             settings, prompt = self._settings, self._tree.root.end
             raise BudgetInfeasible(

@@ -46,11 +46,11 @@ class Grammar:
         self._matchers: dict[Node, tuple[Any, int]] = {}
 
     def mask(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
-        """The logits, -inf where a token may not come next.
+        """Set the logits to -inf where a token may not come next, in place; returns them.
 
         Args:
             rows: of this grammar.
-            logits: [n, V] float32; unchanged.
+            logits: [n, V] float32.
 
         Raises:
             UsageError: no token of the model may come next.
@@ -70,9 +70,8 @@ class Grammar:
                     "matches the step format.",
                     "Use a format that the model's tokens can spell.",
                 )
-        masked = logits.clone()
-        xgrammar.apply_token_bitmask_inplace(masked, bits.to(logits.device))
-        return masked
+        xgrammar.apply_token_bitmask_inplace(logits, bits.to(logits.device))
+        return logits
 
     def forget(self, node: Node) -> None:
         """Drop what is known of a block that has ended."""

@@ -48,6 +48,8 @@ class Residency:
         self._policy = policy
         self._paths_lose: PathsLose = paths_lose
         self._steps = 0
+        allocator = policy.allocator  # asked at every step: looked at once
+        self._capped = allocator if isinstance(allocator, CappedAllocator) else None
 
     def fit(
         self,
@@ -91,8 +93,8 @@ class Residency:
         rooms = [used]
         if (room := trigger.room(self._steps, self._memory.slots)) is not None:
             rooms.append(room)
-        if isinstance(self._policy.allocator, CappedAllocator) and not self._steps % trigger.every:
-            rooms.append(used - self._policy.allocator.excess(self.view.offered(leaves)))
+        if self._capped is not None and not self._steps % trigger.every:
+            rooms.append(used - self._capped.excess(self.view.offered(leaves)))
         return min(rooms) if min(rooms) < used else None
 
     def _free(

@@ -9,7 +9,12 @@ from typing import Literal
 import click
 
 from arbor.cli.command import Integer, option, option_group
-from arbor.cli.evaluation.eval_options import DatasetOptions, dataset_options
+from arbor.cli.evaluation.eval_options import (
+    DatasetOptions,
+    dataset_options,
+    on_error_option,
+    sample_trace_options,
+)
 from arbor.cli.option_records import RunOptions, SolverOptions, TraceOptions
 from arbor.cli.options import (
     config_option,
@@ -22,7 +27,6 @@ from arbor.cli.options import (
     retention_options,
     sampling_options,
     task_option,
-    trace_detail_options,
 )
 
 
@@ -121,21 +125,8 @@ compare_options = option_group(
         heading="Output",
         help="Samples in progress at a time; above 1 only with the full budget, which they would share.",
     ),
-    option(
-        "--on-error",
-        type=click.Choice(["stop", "continue"]),
-        default="stop",
-        heading="Output",
-        help="At a sample that cannot be solved; continue counts it as wrong.",
-    ),
-    option(
-        "--trace",
-        type=click.Choice(["on", "off"]),
-        default="on",
-        heading="Output",
-        help="Write a trace per sample.",
-    ),
-    trace_detail_options,
+    on_error_option,
+    sample_trace_options,
     config_option,
     output_options,
 )

@@ -130,6 +130,25 @@ dataset_options = option_group(
     ),
 )
 
+on_error_option = option(
+    "--on-error",
+    type=click.Choice(["stop", "continue"]),
+    default="stop",
+    heading="Output",
+    help="At a sample that cannot be solved; continue counts it as wrong.",
+)
+
+sample_trace_options = option_group(
+    option(
+        "--trace",
+        type=click.Choice(["on", "off"]),
+        default="on",
+        heading="Output",
+        help="Write a trace per sample.",
+    ),
+    trace_detail_options,
+)
+
 eval_options = option_group(
     dataset_options,
     search_options,
@@ -157,14 +176,7 @@ eval_options = option_group(
         heading="Output",
         help="Samples in progress at a time, sharing the budget; auto: 8.",
     ),
-    option(
-        "--on-error",
-        type=click.Choice(["stop", "continue"]),
-        default="stop",
-        heading="Output",
-        common=True,
-        help="At a sample that cannot be solved; continue counts it as wrong.",
-    ),
+    on_error_option,
     option(
         "--fail-under",
         type=Number(0, 1),
@@ -180,14 +192,7 @@ eval_options = option_group(
         common=True,
         help="Compare with another run, sample by sample.",
     ),
-    option(
-        "--trace",
-        type=click.Choice(["on", "off"]),
-        default="on",
-        heading="Output",
-        help="Write a trace per sample, in DIR/traces.",
-    ),
-    trace_detail_options,
+    sample_trace_options,
     config_option,
     output_options,
 )
