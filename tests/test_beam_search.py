@@ -315,11 +315,14 @@ def test_invalid_settings_are_named_with_what_works(
         solver.generate("4 5 6 10", **settings)
 
 
-def test_what_cannot_fit_is_refused_at_once(solver: Solver) -> None:
-    with pytest.raises(InputError, match="lower --max-tokens"):
-        solver.generate("4 5 6 10", max_tokens=100_000)
-    with pytest.raises(BudgetInfeasible, match="a search with 8 beams"):
-        solver.generate("4 5 6 10", beams=8, budget="9tok")
+def test_what_cannot_fit_is_refused_before_the_weights_load() -> None:
+    with Solver() as solver:
+        with pytest.raises(InputError, match="lower --max-tokens"):
+            solver.generate("4 5 6 10", max_tokens=100_000)
+        with pytest.raises(BudgetInfeasible, match="a search with 8 beams") as raised:
+            solver.generate("4 5 6 10", beams=8, budget="9tok")
+        assert solver.checkpoint._weights is None
+    assert raised.value.needed == len(solver.tokenizer.encode("4 5 6 10")) + 8
 
 
 def test_early_stopping_may_be_as_in_transformers(solver: Solver) -> None:

@@ -269,6 +269,7 @@ def learned(**settings: Any) -> int:
 
 @pytest.mark.slow
 def test_only_searches_that_end_by_their_own_rules_are_measured() -> None:
+    assert learned(step_format=r"regex:[\x20-\x7e]*") == 0
     assert learned(max_tokens=3) == 0
     assert learned(timeout=0) == 0
     assert learned(mode="lossy", budget="120tok") == 0
