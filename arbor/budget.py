@@ -111,6 +111,7 @@ class Plan:
         prompt_tokens, step_tokens, max_depth, blocks, question_tokens: as in `Footprint`.
         expected_tokens: slots full retention is expected to hold at its peak; None: not measured.
         searches: number of measured searches behind `expected_tokens`; 0 where it was given.
+        host_tokens, disk_tokens: tokens that these tiers may hold of what has left the device.
     """
 
     budget_tokens: int
@@ -124,6 +125,8 @@ class Plan:
     question_tokens: int
     expected_tokens: int | None = None
     searches: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
 
     @property
     def reference_tokens(self) -> int:
@@ -163,10 +166,11 @@ class Plan:
         return replace(self, expected_tokens=None, searches=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and derived numbers, JSON-able; the expectation only where there is one."""
-        expectation = ("expected_tokens", "searches")
+        """All fields and derived numbers, JSON-able; the expectation and the lower tiers only where
+        there are some."""
+        optional = ("expected_tokens", "searches", "host_tokens", "disk_tokens")
         numbers = {
-            **{name: value for name, value in asdict(self).items() if name not in expectation},
+            **{name: value for name, value in asdict(self).items() if name not in optional},
             "ratio": self.ratio,
             "smallest_ratio": self.smallest_ratio,
             "budget_bytes": self.budget_bytes,
@@ -178,7 +182,8 @@ class Plan:
                 "expected_bytes": self.expected_bytes,
                 "searches": self.searches,
             }
-        return numbers
+        lower = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
+        return numbers | {name: tokens for name, tokens in lower.items() if tokens}
 
 
 @dataclass(frozen=True, slots=True)

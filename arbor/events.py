@@ -28,12 +28,12 @@ ReachedLimit = Literal["max_expansions", "max_tokens", "timeout", "first", "conf
 Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node id
 
 
-# budget_tokens, full_tokens, smallest_tokens, bytes_per_token, and expected_tokens where the budget
-# is a part of it; numbers derived from them
+# budget_tokens, full_tokens, smallest_tokens, bytes_per_token; expected_tokens where the budget is
+# a part of it; host_tokens and disk_tokens where there are such tiers; numbers derived from them
 Slots = Annotated[
     dict[str, Any],
     Integers(
-        ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token", "expected_tokens")
+        ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token", "expected_tokens"),
     ),
 ]
 
@@ -45,8 +45,9 @@ class KV:
     Attributes:
         device: of this search on the device, temporary ones and those it shares with others
             included.
-        host: in host memory; 0, since this tier is not implemented.
-        compressed: in compressed form; 0 likewise.
+        host: tokens of this search in host memory.
+        compressed: in compressed form; 0, since this tier is not implemented.
+        disk: on disk; written only where there are any.
         pool: of all searches that share the budget; written only where there are several.
         shared: tokens that lie in the slots of siblings' equal tokens: what the blocks hold
             together is `device` and these; written only where there are any.
@@ -57,6 +58,7 @@ class KV:
     compressed: int = 0
     pool: int = field(default=0, metadata=ONLY_IF_SET)
     shared: int = field(default=0, metadata=ONLY_IF_SET)
+    disk: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +178,30 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Tokens left the device; `nodes` holds the number per block."""
+    """Tokens left the device.
+
+    Attributes:
+        nodes: how many, per block.
+        stored: how many of them a lower tier took, per block; written only where there are any.
+    """
 
     name: ClassVar[str] = "evict"
     cause: Cause
+    nodes: Counts
+    kv: KV
+    stored: Counts = field(default=(), metadata=ONLY_IF_SET)
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """KV in lower tiers was given up: for want of room there, because the block was given up, or
+    because the tokens were computed again.
+
+    Attributes:
+        nodes: tokens per block.
+    """
+
+    name: ClassVar[str] = "discard"
     nodes: Counts
     kv: KV
 
@@ -190,6 +212,7 @@ class Rehydrated:
 
     Attributes:
         nodes: tokens regained, per block.
+        mode: whether they are computed again, or were copied back from a lower tier.
         repeated: tokens that were resident and were computed again nevertheless: the rest of a
             span, or tokens written over a gap.
         shared: of `nodes`, tokens that took the KV of a sibling's equal ones, computed in the same
@@ -467,6 +490,7 @@ Event = (
     | Pressure
     | Allocated
     | Evicted
+    | Discarded
     | Rehydrated
     | Shared
     | Merged
@@ -499,6 +523,7 @@ EVENTS: tuple[type[Event], ...] = (
     Pressure,
     Allocated,
     Evicted,
+    Discarded,
     Rehydrated,
     Shared,
     Merged,

@@ -15,6 +15,7 @@ from arbor.events import (
     Audited,
     Boundary,
     Compared,
+    Discarded,
     Ended,
     Event,
     Evicted,
@@ -56,7 +57,9 @@ class Metrics:
             many of them gave another answer.
         tokens_generated: tokens of all closed blocks.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
+        tokens_stored: evicted tokens whose KV a lower tier took.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
+        tokens_discarded: tokens whose KV a lower tier gave up.
         rows: rows run through the model, of every kind.
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
@@ -72,7 +75,7 @@ class Metrics:
         peak_unshared_tokens: peak of full retention without prefix sharing: every leaf holds its
             whole path; questions excluded.
         mean_tokens: device slots held, averaged over forward passes.
-        peak_host_tokens, peak_compressed_tokens: most slots the lower tiers held.
+        peak_host_tokens, peak_compressed_tokens, peak_disk_tokens: most slots the lower tiers held.
         evicted_tokens: tokens that left the device.
         evictions: times tokens left the device.
         rehydrations: times missing tokens came back.
@@ -111,7 +114,9 @@ class Metrics:
     audits_differ: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_recomputed: int = 0
+    tokens_stored: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_fetched: int = 0
+    tokens_discarded: int = field(default=0, metadata=ONLY_IF_SET)
     rows: int = 0
     steps: int = 0
     read_tokens: int = 0
@@ -128,6 +133,7 @@ class Metrics:
     mean_tokens: float = 0.0
     peak_host_tokens: int = 0
     peak_compressed_tokens: int = 0
+    peak_disk_tokens: int = field(default=0, metadata=ONLY_IF_SET)
     evicted_tokens: int = 0
     evictions: int = 0
     rehydrations: int = 0
@@ -310,6 +316,11 @@ class MetricsFold:
                 self._add(policy_s=event.elapsed_s)
             case Evicted():
                 self._add(evictions=1, evicted_tokens=sum(count for _, count in event.nodes))
+                if event.stored:
+                    self._add(tokens_stored=sum(count for _, count in event.stored))
+                self._hold(event.kv)
+            case Discarded():
+                self._add(tokens_discarded=sum(count for _, count in event.nodes))
                 self._hold(event.kv)
             case Rehydrated():
                 tokens = sum(count for _, count in event.nodes) + event.repeated - event.shared
@@ -385,4 +396,5 @@ class MetricsFold:
             peak_tokens=kv.device,
             peak_host_tokens=kv.host,
             peak_compressed_tokens=kv.compressed,
+            peak_disk_tokens=kv.disk,
         )

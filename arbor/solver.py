@@ -30,6 +30,7 @@ from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
+from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.model_info import ModelInfo
 from arbor.model.sampling_params import Sampling
@@ -48,6 +49,7 @@ from arbor.run.run import Run
 from arbor.run.search_sizes import SearchSizes
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
+    check_fetch,
     check_kv_probe,
     check_plain_types,
     refuse_unknown,
@@ -56,6 +58,7 @@ from arbor.run.settings import (
     resolve_msve,
     resolve_sampling,
     resolve_share,
+    resolve_tiers,
     resolve_verifier,
 )
 from arbor.run.setup import Setup
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     import torch
 
     from arbor.engine.engine import Engine
+    from arbor.memory.stores import LowerRoom
     from arbor.model.runner import ModelRunner
     from arbor.run.session import Status
     from arbor.run.stream import SearchStream
@@ -116,6 +120,14 @@ class Solver:
             running paths may leave too.
         rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
             nothing does (only in lossy mode, where it is the default).
+        host: host memory for KV that has left the device, ``8GiB`` or ``20000tok``: what comes back
+            from there is copied, not computed again (docs/tiers.md). By default none.
+        disk: room on disk for what the host has no room for, likewise.
+        disk_dir: the folder of that file; by default the system's for temporary files. Never part
+            of a configuration.
+        fetch: when KV in a lower tier is copied back rather than computed again: ``auto``, where
+            that is faster, as measured once for this model on this machine; ``always``; or the
+            numbers of a measurement.
         share: which first tokens use the same KV. In lossless mode equal ones: ``exact``, those of
             prompts and of siblings; ``prompts``, those of prompts; ``off``, none. In lossy mode
             ``similar``: a prompt is replaced by an earlier one whose hidden states are similar;
@@ -174,6 +186,10 @@ class Solver:
         policy: str | Mapping[str, Any] | Policy | Allocator = "reentry",
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
+        host: str | int | None = None,
+        disk: str | int | None = None,
+        disk_dir: str | os.PathLike[str] | None = None,
+        fetch: str = "auto",
         share: Share = "exact",
         share_threshold: float = SHARE_THRESHOLD,
         kv_probe: str = "kept",
@@ -201,6 +217,8 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
+        self.lower = resolve_tiers(host, disk, disk_dir, self.rehydrate)
+        self.fetch = check_fetch(fetch)
         self.share = resolve_share(share, share_threshold, mode, rehydrate)
         self.share_threshold = float(share_threshold)
         self.kv_probe = check_kv_probe(kv_probe)
@@ -334,12 +352,16 @@ class Solver:
     def engine(self) -> Engine:
         """The engine, loaded; after a search it still holds its tree."""
         from arbor.engine.engine import Engine
+        from arbor.memory.pool import bytes_per_token
+        from arbor.memory.stores import LowerRoom
 
         with self._loading:
             if self._engine is None:
                 with self._computing():
                     runner = self.checkpoint.load().runner
                     companions = [model.load() for model in self.verifier_models.values()]
+                kv_bytes = bytes_per_token(runner.layer_kv, runner.dtype)
+                room = LowerRoom(*self.lower.tokens(kv_bytes), self.lower.disk_dir)
                 self._engine = Engine(
                     runner,
                     self.tokenizer,
@@ -350,6 +372,8 @@ class Solver:
                     threshold=self.share_threshold,
                     msve=self.msve,
                     levels=self._levels(runner),
+                    lower=room,
+                    costs=self._costs(runner, room),
                     debug=self.debug,
                 )
                 self._engine.companions = tuple(companions)
@@ -374,6 +398,19 @@ class Solver:
         if rule.least_rows:
             logger.info("KV probe: rows from which shared spans are read once: %s", rule)
         return rule
+
+    def _costs(self, runner: ModelRunner, room: LowerRoom) -> FetchCosts | None:
+        """What fetching and recomputing take; None: what can be fetched is."""
+        if not self.lower or self.fetch == "always":
+            return None
+        if self.fetch != "auto":
+            return FetchCosts.parse(self.fetch)
+        from arbor.model.fetch_probe import costs_for
+
+        checkpoint = self.checkpoint
+        costs = costs_for(runner, room, checkpoint.source.name, checkpoint.load().backend)
+        logger.info("costs of fetching and recomputing, in microseconds: %s", costs)
+        return costs
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -669,6 +706,8 @@ class Solver:
             budget=self.budget,
             mode=self.mode,
             rehydrate=self.rehydrate,
+            lower=self.lower,
+            fetch=self.fetch,
             share=self.share,
             share_threshold=self.share_threshold,
             kv_probe=self.kv_probe,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from arbor.forest import Forest
 
 NO_SLOT = -1
+NO_RECORD = -1
 
 
 class Tier(IntEnum):
@@ -26,7 +27,8 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     COMPRESSED = 2
-    DROPPED = 3
+    DISK = 3
+    DROPPED = 4
 
 
 class NodeState(StrEnum):
@@ -48,13 +50,16 @@ class Spans:
         unused: tokens of stretches that no span has any more.
         tier: int8 [size], a `Tier` per token.
         slot: int32 [size], the pool slot; `NO_SLOT` unless the tier is DEVICE.
-        exact: bool [size], every earlier token of the path was resident and exact when this one was
-            written.
+        record: int32 [size], the record in the store of its tier; `NO_RECORD` on the device and
+            where it is DROPPED.
+        exact: bool [size], on the device, and every earlier token of the path was resident and
+            exact when this one was written.
         depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row
             left early).
     """
 
-    __slots__ = ("depth", "exact", "size", "slot", "tier", "unused")
+    __slots__ = ("depth", "exact", "record", "size", "slot", "tier", "unused")
+    _COLUMNS = ("tier", "slot", "record", "exact", "depth")
 
     def __init__(self) -> None:
         self._clear()
@@ -63,6 +68,7 @@ class Spans:
         self.size = self.unused = 0
         self.tier = np.empty(0, np.int8)
         self.slot = np.empty(0, np.int32)
+        self.record = np.empty(0, np.int32)
         self.exact = np.empty(0, np.bool_)
         self.depth = np.empty(0, np.int16)
 
@@ -73,13 +79,14 @@ class Spans:
             extra = max(self.size, 2 * len(self.slot), 256) - len(self.slot)
             self.tier = np.concatenate([self.tier, np.full(extra, Tier.DROPPED, np.int8)])
             self.slot = np.concatenate([self.slot, np.full(extra, NO_SLOT, np.int32)])
+            self.record = np.concatenate([self.record, np.full(extra, NO_RECORD, np.int32)])
             self.exact = np.concatenate([self.exact, np.zeros(extra, np.bool_)])
             self.depth = np.concatenate([self.depth, np.zeros(extra, np.int16)])
         return begin
 
     def copy(self, source: Spans, begin: int, target: int, count: int) -> None:
         """Copy a stretch of these or other spans to a place in these."""
-        for name in ("tier", "slot", "exact", "depth"):
+        for name in self._COLUMNS:
             values = getattr(source, name)[begin : begin + count]
             getattr(self, name)[target : target + count] = values
 
@@ -90,7 +97,7 @@ class Spans:
             spans: every span of these arrays that is in use.
         """
         old = Spans()
-        for name in ("tier", "slot", "exact", "depth"):
+        for name in self._COLUMNS:
             setattr(old, name, getattr(self, name))
         self._clear()
         for span in spans:
@@ -99,9 +106,16 @@ class Spans:
     def drop(self, at: NDArray[np.int64]) -> None:
         """Mark tokens as without KV."""
         self.slot[at] = NO_SLOT
+        self.record[at] = NO_RECORD
         self.tier[at] = Tier.DROPPED
         self.exact[at] = False
         self.depth[at] = 0
+
+    def lower(self, at: NDArray[np.int64], tier: Tier, records: NDArray[np.int32]) -> None:
+        """Mark tokens as off the device, with their KV in records of a lower tier's store."""
+        self.drop(at)
+        self.tier[at] = tier
+        self.record[at] = records
 
 
 class Span:
@@ -112,8 +126,9 @@ class Span:
     Attributes:
         tier: int8 [n], a `Tier` per token.
         slot: int32 [n], the pool slot; `NO_SLOT` unless the tier is DEVICE.
-        exact: bool [n], every earlier token of the path was resident and exact when this one was
-            written.
+        record: int32 [n], the record in the store of a lower tier, else `NO_RECORD`.
+        exact: bool [n], on the device, and every earlier token of the path was resident and exact
+            when this one was written.
         depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row
             left early).
 
@@ -137,6 +152,10 @@ class Span:
     @property
     def slot(self) -> NDArray[np.int32]:
         return self.spans.slot[self.begin : self.begin + self._length]
+
+    @property
+    def record(self) -> NDArray[np.int32]:
+        return self.spans.record[self.begin : self.begin + self._length]
 
     @property
     def exact(self) -> NDArray[np.bool_]:

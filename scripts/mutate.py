@@ -54,9 +54,12 @@ LEFT_OUT = ("test_architecture", "test_cli", "test_loading")
 # Module below arbor/ -> its test files in tests/, the quickest first; those of its folder follow. A
 # module that is not listed has the tests that import it instead. Missing files are ignored.
 TESTS: dict[str, tuple[str, ...]] = {
+    "engine/beam_hypotheses": ("test_beam_search",),
+    "engine/beam_search": ("test_beam_search",),
     "engine/forward_pass": ("test_stopwatch", "test_engine_forest", "test_engine_faults"),
     "engine/engine": ("test_engine", "test_sampling", "test_scheduler", "test_engine_faults"),
     "engine/nvtx": ("test_nvtx",),
+    "engine/prefix_sharing": ("test_prefix_sharing", "test_sibling_sharing"),
     "engine/rehydration": ("test_rehydration", "test_engine", "test_residency"),
     "engine/residency": ("test_floors", "test_residency", "test_residency_machine"),
     "engine/scheduler": ("test_scheduler", "test_engine", "test_engine_faults"),
@@ -64,10 +67,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "memory/slots": ("test_memory", "test_engine", "test_residency"),
 }
 FOLDER_TESTS: dict[str, tuple[str, ...]] = {
+    "engine/beam_hypotheses": ("test_beam_search",),
+    "engine/beam_search": ("test_beam_search",),
     "engine": (
         *("test_text", "test_scheduler", "test_sampling", "test_floors", "test_engine"),
         *("test_engine_forest", "test_rehydration", "test_engine_faults", "test_prefix_sharing"),
         *("test_engine_answers", "test_engine_runs", "test_engine_transactions"),
+        *("test_sibling_sharing", "test_chunked_prefill", "test_beam_search", "test_early_exit"),
         *("test_residency", "test_residency_machine", "test_forest_machine"),
         *("test_trace_engine", "test_golden", "test_solver"),
     ),

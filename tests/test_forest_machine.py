@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
@@ -39,6 +41,8 @@ from arbor.errors import ArborError, OutOfMemory, UsageError
 from arbor.events import Event
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING
 from arbor.memory import prefix_cache
+from arbor.memory.stores import NO_ROOM, DiskStore, LowerRoom
+from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
@@ -60,6 +64,10 @@ DEPTH = 3
 LONGEST = len(PROMPTS[0]) + DEPTH * max(LENGTHS)
 QUESTION = (7, 8, 9)
 FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
+# a fetch is worth it always, sometimes, never
+COSTS = tuple(
+    f"host={event}+1;disk={event}+3;key=0.1;forward=1:10,8:30,64:400" for event in (0, 40, 10**6)
+)
 SMALLEST = LONGEST + len(QUESTION)
 PROTECTED = Protect().sinks + Protect().recent
 ROOMY = 1000  # slots for a policy that evicts nothing
@@ -254,6 +262,7 @@ class Tally:
         blocks: that were compared with those of a tree alone.
         shared: slots that prompts shared, summed over the checks.
         siblings: tokens in the slots of siblings, likewise.
+        stored: tokens in lower tiers, likewise.
         kept: slots of finished prompts that no tree used, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
@@ -263,6 +272,7 @@ class Tally:
     blocks: int = 0
     shared: int = 0
     siblings: int = 0
+    stored: int = 0
     kept: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -289,6 +299,8 @@ class Grove(RuleBasedStateMachine):
         rehydrate: Any,
         among: Among = "together",
         trigger: Trigger = NO_TRIGGER,
+        lower: LowerRoom = NO_ROOM,
+        costs: FetchCosts | None = None,
     ) -> None:
         self.patches = [
             patch.object(module, "LEAST_COMMON", self.least_common)
@@ -305,6 +317,8 @@ class Grove(RuleBasedStateMachine):
             mode=mode,
             rehydrate=rehydrate,
             source=self.source,
+            lower=lower,
+            costs=costs,
             debug=self.debug,
         )
         self.pool = ROOMY if policy == "full" else pool
@@ -713,6 +727,63 @@ class AlikeGrove(LosslessGrove):
         assert self.lab.memory.used == 0
 
 
+class TieredGrove(AlikeGrove):
+    """With room for evicted KV in host memory and on a disk that fails and forgets."""
+
+    @initialize(
+        policy=st.sampled_from(POLICY_NAMES),
+        rehydrate=st.sampled_from(("selective", "span")),
+        spare=st.integers(0, 60),
+        trigger=st.sampled_from((NO_TRIGGER, EARLY)),
+        host=st.integers(0, 60),
+        disk=st.integers(0, 60),
+        costs=st.sampled_from((None, *map(FetchCosts.parse, COSTS))),
+    )
+    def plant(  # type: ignore[override]
+        self,
+        policy: str,
+        rehydrate: Any,
+        spare: int,
+        trigger: Trigger,
+        host: int,
+        disk: int,
+        costs: FetchCosts | None,
+    ) -> None:
+        lower = LowerRoom(host, disk)
+        slots = SMALLEST + spare
+        self.begin(slots, policy, "lossless", rehydrate, trigger=trigger, lower=lower, costs=costs)
+
+    def stores(self) -> list[DiskStore]:
+        return [s.store for s in self.lab.memory.lower if isinstance(s.store, DiskStore)]
+
+    @rule(full=st.booleans())
+    def fill_the_disk(self, full: bool) -> None:
+        for store in self.stores():
+            refuse = partial(self.written, 0) if full else partial(DiskStore.write, store)
+            store.write = refuse  # type: ignore[method-assign]
+
+    @staticmethod
+    def written(count: int, records: Any, rows: Tensor) -> Any:
+        """What a store answers that took the first `count` rows."""
+        return np.arange(len(records)) < count
+
+    @rule(place=st.integers(0, 10**6))
+    def flip_a_bit(self, place: int) -> None:
+        for store in self.stores():
+            file = store._file
+            if size := os.fstat(file).st_size:
+                (byte,) = os.pread(file, 1, place % size)
+                os.pwrite(file, bytes([byte ^ 1]), place % size)
+
+    @invariant()
+    def what_comes_back_is_counted(self) -> None:
+        if hasattr(self, "lab"):
+            lower = self.lab.memory.lower
+            held = sum(shelf.table.used for shelf in lower)
+            assert held <= sum(shelf.store.records for shelf in lower)
+            TALLY.stored += held
+
+
 class LossyGrove(Grove):
     """In budgets below a path too, reversible or not."""
 
@@ -729,10 +800,11 @@ class LossyGrove(Grove):
         self.begin(pool, policy, "lossy", rehydrate, among, trigger)
 
 
-for each in (LosslessGrove, AlikeGrove, LossyGrove):
+for each in (LosslessGrove, AlikeGrove, TieredGrove, LossyGrove):
     each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestLossless = LosslessGrove.TestCase
 TestAlike = AlikeGrove.TestCase
+TestTiered = TieredGrove.TestCase
 TestLossy = LossyGrove.TestCase
 
 
@@ -740,7 +812,7 @@ HISTORIES = 250
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, LossyGrove])
+@pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, TieredGrove, LossyGrove])
 def test_many_trees_for_long(grove: type[Grove]) -> None:
     """More histories, longer ones, other ones every time; `pytest -s` shows the counts."""
 

@@ -28,6 +28,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "verifier": "self",
         "budget": "150tok",
     },
+    "tot_tiers": {
+        "controller": ToT(beam=4, width=3),
+        "verifier": "self",
+        "budget": "112tok",
+        "host": "20tok",
+        "disk": "40tok",
+        "fetch": "always",
+    },
 }
 
 

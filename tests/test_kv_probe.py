@@ -102,14 +102,14 @@ def test_a_measurement_is_kept_for_its_model_and_machine(runner: ModelRunner) ->
     assert kept_rule(half, "some/model", "torch") is None
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"schema": "arbor.kv-probe/1"}'])
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"schema": "arbor.kv-probe/2"}'])
 def test_a_damaged_file_is_ignored(runner: ModelRunner, damage: str) -> None:
     keep_rule(LevelRule.parse("0,4"), runner, "m", "torch")
     (file,) = (cache_dir() / "kv_probe").iterdir()
     file.write_text(damage)
     assert kept_rule(runner, "m", "torch") is None
     keep_rule(LevelRule.parse("2"), runner, "m", "torch")
-    assert json.loads(file.read_text())["least_rows"] == "2"
+    assert json.loads(file.read_text())["measured"] == "2"
 
 
 def header_of(solver: Solver) -> Header:

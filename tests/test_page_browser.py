@@ -142,6 +142,7 @@ def states_of(trace: Path, chosen: list[int]) -> dict[int, dict[str, Any]]:
                         "id": block.id,
                         "tokens": block.tokens,
                         "device": block.resident,
+                        "stored": block.stored,
                         "state": str(block.state),
                         "value": block.value,
                     }
@@ -149,7 +150,7 @@ def states_of(trace: Path, chosen: list[int]) -> dict[int, dict[str, Any]]:
                 ],
                 "running": list(replay.running),
                 "device": replay.kv.device,
-                "host": replay.kv.host,
+                "host": replay.kv.host + replay.kv.disk,
                 "compressed": replay.kv.compressed,
             }
     return states
@@ -175,6 +176,18 @@ def test_its_state_is_that_of_the_python_fold_where_blocks_lose_tokens_before_th
         trace = sapling.trace(search, tmp_path / "run.arbor.jsonl")
     events = range(len(types(trace)))
     states = states_of(trace, list(events))
+
+    page.open(shown(trace))
+
+    for number in events:
+        assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
+
+
+def test_its_state_is_that_of_the_python_fold_where_lower_tiers_take_tokens(page: Page) -> None:
+    trace = Path(__file__).parent / "golden" / "tot_tiers.arbor.jsonl"
+    events = range(len(types(trace)))
+    states = states_of(trace, list(events))
+    assert any(block["stored"] for state in states.values() for block in state["blocks"])
 
     page.open(shown(trace))
 

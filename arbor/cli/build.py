@@ -20,9 +20,9 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.component_checks import resolve_component
-from arbor.run.limits import check_rehydration, check_sharing
+from arbor.run.limits import check_sharing
 from arbor.run.plugin_answers import checked_task
-from arbor.run.settings import check_kv_probe
+from arbor.run.settings import check_fetch, check_kv_probe, resolve_mode, resolve_tiers
 from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -74,6 +74,10 @@ def build_solver(
         policy=policy,
         mode=options.mode,
         rehydrate=options.rehydrate,
+        host=options.host,
+        disk=options.disk,
+        disk_dir=options.disk_dir,
+        fetch=options.fetch,
         share=options.share,
         share_threshold=options.share_threshold,
         kv_probe=options.kv_probe,
@@ -137,8 +141,14 @@ def check_options(options: SolverOptions) -> None:
         _check_name("backend", options.backend, ("auto", FLASHINFER))
     check_device(options.device)
     check_dtype(options.dtype)
-    check_rehydration(options.mode, options.rehydrate)
     check_sharing(options.share, options.mode, options.rehydrate)
+    check_fetch(options.fetch)
+    resolve_tiers(
+        options.host,
+        options.disk,
+        options.disk_dir,
+        resolve_mode(options.mode, options.rehydrate)[1],
+    )
     check_kv_probe(options.kv_probe)
     if options.msve is not None:
         MSVE.parse(options.msve)

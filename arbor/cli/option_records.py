@@ -59,6 +59,10 @@ class SolverOptions:
     aggregate: str = "best"
     step_format: str | None = None
     audit_verify: bool = False
+    host: str | None = None
+    disk: str | None = None
+    disk_dir: str | None = None
+    fetch: str = "auto"
     share: Literal["exact", "prompts", "off", "similar", "audit"] = "exact"
     share_threshold: float = 0.82
     kv_probe: str = "kept"

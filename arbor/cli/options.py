@@ -236,6 +236,31 @@ retention_options = option_group(
         help="Recompute missing tokens (selective), whole blocks (span), or nothing (off; lossy only).",
     ),
     option(
+        "--host",
+        metavar="SIZE",
+        heading="KV budget",
+        help="Host memory for KV that left the device (8GiB, 20000tok): it is copied back.",
+    ),
+    option(
+        "--disk",
+        metavar="SIZE",
+        heading="KV budget",
+        help="Room on disk for what the host has no room for (50GiB).",
+    ),
+    option(
+        "--disk-dir",
+        metavar="DIR",
+        heading="KV budget",
+        help="Folder of that file; default: the system's for temporary files.",
+    ),
+    option(
+        "--fetch",
+        default="auto",
+        metavar="WHEN",
+        heading="KV budget",
+        help="Copy KV back where that is faster than computing it (auto), or always.",
+    ),
+    option(
         "--share",
         type=click.Choice(["exact", "prompts", "off", "similar", "audit"]),
         default="exact",

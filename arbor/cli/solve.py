@@ -329,8 +329,14 @@ def budget_line(budget: str, plan: Plan) -> str:
     size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(whole_bytes)}"
     return (
         f"budget {budget} keeps {plan.budget_tokens:,} of {whole:,}{of_expected} tokens ({size}{note})"
-        f" · smallest workable {plan.smallest_ratio:g}"
+        f" · smallest workable {plan.smallest_ratio:g}{_below(plan)}"
     )
+
+
+def _below(plan: Plan) -> str:
+    """The sizes of the lower tiers, where there are some."""
+    tiers = [("host", plan.host_tokens), ("disk", plan.disk_tokens)]
+    return "".join(f" · {name} {tokens:,} tokens" for name, tokens in tiers if tokens)
 
 
 def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
@@ -449,6 +455,8 @@ def print_plan(output: Output, plan: Plan) -> None:
         rows.append(("expected peak", plan.expected_tokens, f"full retention, {searches}"))
     rows.append(("worst case", plan.full_tokens, "full retention, at most"))
     rows.append(("smallest workable", plan.smallest_tokens, least))
+    below = ("host", plan.host_tokens), ("disk", plan.disk_tokens)
+    rows += [(name, tokens, "of what has left the device") for name, tokens in below if tokens]
     for name, tokens, note in rows:
         size = human_bytes(tokens * plan.bytes_per_token)
         output.print(f"{name:<18}{tokens:>10,} tokens {size:>9}  {note}".rstrip())

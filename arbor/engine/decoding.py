@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,7 +176,7 @@ class Decoding:
             row.pending = row.node.tokens[-1]
             row.node.tree.take_back(row.node)
         row.started = False
-        freed = self._memory.release([row.node])
+        freed = self._memory.evict(row.node, np.flatnonzero(row.node.span.resident))
         self._state.mark_computed([row.node])
         self._state.changed([row.node])
         if freed:

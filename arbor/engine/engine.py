@@ -32,6 +32,8 @@ from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
 from arbor.memory import KVMemory
+from arbor.memory.stores import NO_ROOM, LowerRoom
+from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import Segment
 from arbor.model.runner import ModelRunner
@@ -102,6 +104,8 @@ class Engine:
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
+        lower: room for KV that has left the device; by default none.
+        costs: of copying it back and of computing it again; None: it is copied back.
         debug: poison freed slots and check all invariants after every change.
 
     Attributes:
@@ -122,6 +126,8 @@ class Engine:
         msve: MSVE | None = None,
         source: TokenSource | None = None,
         levels: LevelRule = _ALWAYS,
+        lower: LowerRoom = NO_ROOM,
+        costs: FetchCosts | None = None,
         debug: bool = False,
     ) -> None:
         self.runner = runner
@@ -136,6 +142,8 @@ class Engine:
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self.levels = levels
+        self.lower = lower
+        self.costs = costs
         self._debug = debug
         self._source = (
             ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
@@ -190,6 +198,8 @@ class Engine:
     def _parts_for(self, slots: int) -> _Parts:
         if self._memory is None or self._memory.slots != slots:
             # two pools at once may be too much
+            if self._memory is not None:
+                self._memory.lower.close()
             self._memory = self._opened = self._latest = None
             self._memory = KVMemory(
                 self.runner.layer_kv,
@@ -197,6 +207,7 @@ class Engine:
                 self.runner.dtype,
                 self.runner.device,
                 weight_bytes=self.runner.weight_bytes,
+                lower=self.lower,
                 debug=self._debug,
             )
         lossless = self.mode == "lossless"
@@ -220,7 +231,9 @@ class Engine:
         def run_piece(root: Node, segment: Segment) -> Tensor:
             return forwards.run([Part(root.tree, "prefill", [segment])])
 
-        rehydration = Rehydration(state, residency, rules, self.runner.layer_count, run_piece)
+        rehydration = Rehydration(
+            state, residency, rules, self.runner.layer_count, self.costs, run_piece
+        )
         decoding = Decoding(state, forwards, self._source, scheduler)
         stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, scheduler)
         return _Parts(state, rules, residency, forwards, stepper)

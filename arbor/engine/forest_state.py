@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from arbor.engine.last_logits import LastLogits
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.pieces import contexts_of
-from arbor.events import Cause, Evicted
+from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
 from arbor.memory import KVMemory
 from arbor.model.sharing import Context
@@ -87,6 +87,7 @@ class ForestState:
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""
         rows = self.memory.drop(opened.tree, keep_prompt=self.keeps_prompts)
+        self.memory.lower.take_moves()  # its run hears of nothing any more
         self.sharing_changed()
         del self.trees[opened.tree]
         for row in rows:
@@ -101,11 +102,28 @@ class ForestState:
         return self.trees[node.tree]
 
     def report_evicted(self, counts: Mapping[Node, int], cause: Cause) -> None:
-        """Report to each tree which of its blocks lost how many tokens."""
+        """Report to each tree which of its blocks lost how many tokens, and what lower tiers took
+        and gave up."""
+        moves = self.memory.lower.take_moves()
         for tree, nodes in by_tree(counts).items():
             opened = self.trees[tree]
             gone = tuple(sorted((node.id, counts[node]) for node in nodes))
-            opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv))
+            kept = [node for node in nodes if node in moves.stored]
+            stored = tuple(sorted((node.id, moves.stored[node]) for node in kept))
+            opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv, stored=stored))
+        self._report_lost(moves.lost)
+
+    def report_discarded(self) -> None:
+        """Report to each tree what lower tiers gave up since the last report."""
+        moves = self.memory.lower.take_moves()
+        assert not moves.stored, "what was stored was not reported as evicted"
+        self._report_lost(moves.lost)
+
+    def _report_lost(self, counts: Mapping[Node, int]) -> None:
+        for tree, nodes in by_tree(counts).items():
+            opened = self.trees[tree]
+            lost = tuple(sorted((node.id, counts[node]) for node in nodes))
+            opened.emit(Discarded(nodes=lost, kv=opened.kv))
 
     def sharing_changed(self) -> None:
         """Record that blocks may share other tokens than before."""

@@ -11,7 +11,7 @@ from arbor.engine.scheduler import Lengths
 from arbor.events import KV, Detail, Event, Listener
 from arbor.memory import KVMemory
 from arbor.retention.future_reads import FutureReads
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Node, NodeState, ThoughtTree, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -132,10 +132,14 @@ class OpenTree:
     def kv(self) -> KV:
         """Slots per tier now: those of the tree, and those of all trees if there are more."""
         memory = self._memory
-        device, shared = memory.used_by(self.tree), memory.shared_within(self.tree)
-        if len(memory.forest.trees) == 1:
-            return KV(device=device, shared=shared)
-        return KV(device=device, pool=memory.used, shared=shared)
+        several = len(memory.forest.trees) > 1
+        return KV(
+            device=memory.used_by(self.tree),
+            host=memory.lower.used_by(Tier.HOST, self.tree.number),
+            disk=memory.lower.used_by(Tier.DISK, self.tree.number),
+            pool=memory.used if several else 0,
+            shared=memory.shared_within(self.tree),
+        )
 
     # What is known of the tree
 

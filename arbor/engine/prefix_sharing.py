@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from arbor.engine.forest_state import ForestState
 from arbor.events import Merged, Shared
 from arbor.forest import by_tree
-from arbor.tree import NO_SLOT, Node, NodeState
+from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState
 
 Offsets = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """Tokens of a block that the next forward computes for another one.
+    """Tokens of a block that are computed in the next forward, or fetched, for another one.
 
     Attributes:
-        leader: the block that computes them.
+        leader: the block whose tokens they are.
         node: the block that uses them as well.
         offsets: int64 [m], which tokens.
     """
@@ -111,6 +111,30 @@ class PrefixSharing:
                 self._cut(other, node, common)
                 count += len(offsets)
         return count
+
+    def stored(self, node: Node, missing: Offsets) -> list[Follower]:
+        """Which of a block's missing tokens lower tiers hold as other blocks' equal ones."""
+        found: list[Follower] = []
+        if self._state.hidden or not self._shares(node):
+            return found
+        for other, common in self._state.forest.alike(node):
+            offsets = missing[missing < common]
+            offsets = offsets[other.span.record[offsets] != NO_RECORD]
+            if len(offsets):
+                found.append(Follower(other, node, offsets))
+                missing = np.setdiff1d(missing, offsets, assume_unique=True)
+        return found
+
+    def take(self, follower: Follower) -> Offsets:
+        """Let a block use tokens that were fetched for it; returns those that were not there."""
+        leader, node, offsets = follower.leader, follower.node, follower.offsets
+        here = leader.span.exact[offsets]
+        if here.any():
+            self._memory.share(leader, node, offsets[here])
+            self._cut(leader, node, self._state.forest.common(leader, node))
+            self._state.sharing_changed()
+            self._report(node, int(here.sum()))
+        return offsets[~here]
 
     def followers(self, absent: dict[int, Offsets]) -> list[Follower]:
         """The blocks that need what another one computes in the same forward.

@@ -457,7 +457,7 @@ class Stepper:
             count = int(np.count_nonzero(node.span.resident))
             if count:
                 lost[node] = count
-        self._memory.release(list(lost))
+        self._memory.release(nodes)
         self._state.changed(nodes)
         self._state.sharing_changed()
         self._state.report_evicted(lost, "close")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from arbor.forest import Forest
 from arbor.memory.last_tokens import LastTokens
+from arbor.memory.lower_tiers import LowerTiers
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.prefix_cache import PrefixCache
+from arbor.memory.records import Tokens
 from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
-from arbor.tree import NO_SLOT, Node, ThoughtTree, Tier
+from arbor.memory.stores import NO_ROOM, LowerRoom
+from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
 
 _NOTHING = np.empty(0, np.int64)
 _NO_SLOTS = np.empty(0, np.int32)
@@ -34,6 +37,7 @@ class KVMemory:
         slots: the budget.
         dtype, device: of the pool.
         weight_bytes: see `KVPool`.
+        lower: room for exact KV that leaves the device; see `LowerTiers`.
         debug: poison freed slots with NaN and check every invariant after every change.
     """
 
@@ -45,12 +49,14 @@ class KVMemory:
         device: torch.device,
         *,
         weight_bytes: int = 0,
+        lower: LowerRoom = NO_ROOM,
         debug: bool = False,
     ) -> None:
         self.pool = KVPool(layers, slots, dtype, device, weight_bytes=weight_bytes)
         self.table = SlotTable(slots)
         self.debug = debug
         self.forest = Forest()
+        self.lower = LowerTiers(lower.stores(self.pool), self.forest)
         self.prefixes = PrefixCache()
         # tokens whose K/V the next forward writes, and whether they will be exact
         self._placed: list[tuple[Node, NDArray[np.int64], bool]] = []
@@ -104,6 +110,7 @@ class KVMemory:
         if not self.forest.trees:
             # an interruption may have left slots that nobody gives back
             self.table = self.prefixes.moved_to(SlotTable(self.slots))
+            self.lower.clear()
             self._placed, self._appended = [], None
         self.forest.adopt(tree)
         self.table.open(tree.number)
@@ -130,10 +137,15 @@ class KVMemory:
         return self.forest.drop(tree)
 
     def release(self, nodes: Sequence[Node]) -> int:
-        """Drop everything the blocks hold; returns how many slots became free."""
+        """Drop everything the blocks hold, in lower tiers too; returns how many slots became
+        free."""
         held = [np.flatnonzero(node.span.resident) for node in nodes]
         counts = np.array([len(offsets) for offsets in held], np.int64)
-        return self.evict_from(nodes, np.concatenate([_NOTHING, *held]), counts)
+        freed = self.evict_from(nodes, np.concatenate([_NOTHING, *held]), counts, stored=False)
+        if self.lower:
+            ranges = [node.span.begin + np.arange(len(node.span)) for node in nodes]
+            self.lower.forget(np.concatenate([_NOTHING, *ranges]))
+        return freed
 
     def slots_of(self, nodes: Sequence[Node]) -> int:
         """Slots that blocks hold, each counted once."""
@@ -186,6 +198,7 @@ class KVMemory:
         assert (span.slot[offsets] == NO_SLOT).all(), (
             f"block {node.id}: a resident token was placed again"
         )
+        self._forget(node, offsets)
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
         self._placed.append((node, offsets, exact))
         self.table.owner[slots] = node.row
@@ -287,12 +300,17 @@ class KVMemory:
         return lost
 
     def evict(self, node: Node, offsets: NDArray[np.int64]) -> int:
-        """Drop resident tokens of a block; returns how many slots became free (shared ones stay for
-        the others)."""
+        """Let resident tokens of a block leave the device; returns how many slots became free
+        (shared ones stay for the others)."""
         return self.evict_from([node], offsets, np.array([len(offsets)]))
 
     def evict_from(
-        self, nodes: Sequence[Node], offsets: NDArray[np.int64], counts: NDArray[np.int64]
+        self,
+        nodes: Sequence[Node],
+        offsets: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        *,
+        stored: bool = True,
     ) -> int:
         """`evict` for many blocks at once.
 
@@ -300,6 +318,7 @@ class KVMemory:
             nodes: distinct blocks.
             offsets: int64 [sum(counts)], block after block.
             counts: int64 [len(nodes)].
+            stored: lower tiers take what they have room for.
         """
         if len(offsets) == 0:
             return 0
@@ -308,8 +327,16 @@ class KVMemory:
         at = np.repeat(begins, counts) + offsets
         slots = spans.slot[at]
         assert (slots != NO_SLOT).all(), "an absent token was evicted"
-        spans.drop(at)
-        numbers = np.repeat(self.forest.numbers_of(np.array([node.row for node in nodes])), counts)
+        rows = np.array([node.row for node in nodes])
+        if stored and self.lower:
+            alone = np.flatnonzero(spans.exact[at] & ~self.is_shared(slots))
+            row = np.repeat(rows, counts)[alone]
+            tokens = Tokens(row, offsets[alone], spans.depth[at[alone]])
+            self.lower.save(self.pool, slots[alone], tokens, at[alone])
+            spans.drop(at[spans.slot[at] != NO_SLOT])
+        else:
+            spans.drop(at)
+        numbers = np.repeat(self.forest.numbers_of(rows), counts)
         freed = self._release(slots, numbers)
         if freed < len(slots):
             ends = np.cumsum(counts)
@@ -317,6 +344,57 @@ class KVMemory:
                 self._hand_over(node, slots[end - count : end])
         self._changed()
         return freed
+
+    # Lower tiers
+
+    def fetch(self, tokens: Mapping[Node, NDArray[np.int64]]) -> dict[Node, int]:
+        """Copy tokens back to the device that lower tiers hold; the caller has made room.
+
+        They are exact, and bit for bit what left. What a tier has lost (a damaged record) is
+        dropped.
+
+        Args:
+            tokens: int64 offsets of each block's tokens that have records, increasing.
+
+        Returns:
+            how many came back, by block, where any did.
+        """
+        taken = []
+        for node, offsets in tokens.items():
+            before = int(node.span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
+            first = before + 1 if before != NO_SLOT else NO_SLOT
+            taken.append(self.table.take(len(offsets), first, tree=node.tree.number))
+        counts = [len(offsets) for offsets in tokens.values()]
+        places = [node.span.begin + offsets for node, offsets in tokens.items()]
+        at, slots = np.concatenate([_NOTHING, *places]), np.concatenate([_NO_SLOTS, *taken])
+        try:
+            intact, depth = self.lower.load(self.pool, slots, at)
+        except BaseException:
+            self._release(slots)
+            raise
+        self._release(slots[~intact])
+        nodes = list(tokens)
+        spans = self.forest.spans
+        spans.drop(at)
+        place, good, slots = at[intact], np.flatnonzero(intact), slots[intact]
+        index = np.repeat(np.arange(len(nodes)), counts)[good]
+        rows = np.array([node.row for node in nodes])
+        starts = np.array([node.start for node in nodes])
+        offset = np.concatenate([_NOTHING, *tokens.values()])[good]
+        words = [np.asarray(node.tokens, np.int32)[offsets] for node, offsets in tokens.items()]
+        self.table.owner[slots] = rows[index]
+        self.table.token[slots] = np.concatenate([_NO_SLOTS, *words])[good]
+        self.table.position[slots] = starts[index] + offset
+        spans.slot[place], spans.tier[place] = slots, Tier.DEVICE
+        spans.exact[place], spans.depth[place] = True, depth[good]
+        self._changed()
+        back = np.bincount(index, minlength=len(nodes)).tolist()
+        return {node: count for node, count in zip(nodes, back, strict=True) if count}
+
+    def _forget(self, node: Node, offsets: NDArray[np.int64]) -> None:
+        """Give up the records of tokens that are about to be on the device."""
+        if self.lower:
+            self.lower.forget(node.span.begin + offsets)
 
     # Shared tokens
 
@@ -364,6 +442,7 @@ class KVMemory:
         slots = source.span.slot[offsets]
         assert (slots != NO_SLOT).all(), "only tokens on the device are shared"
         self.table.retain(slots, target.tree.number, again=source.tree is target.tree)
+        self._forget(target, offsets)
         target.span.slot[offsets] = slots
         for name in ("tier", "exact", "depth"):
             getattr(target.span, name)[offsets] = getattr(source.span, name)[offsets]
@@ -376,6 +455,7 @@ class KVMemory:
         slots, depth = found
         offsets = np.flatnonzero(root.span.slot[: len(slots)] == NO_SLOT)
         gained = slots[offsets]
+        self._forget(root, offsets)
         self.table.retain(gained, root.tree.number)
         self.table.owner[gained], self.table.tree[gained] = root.row, root.tree.number
         root.span.slot[offsets] = gained
@@ -499,6 +579,9 @@ class KVMemory:
             assert not (span.exact & ~resident).any(), (
                 f"block {node.id}: exact but not on the device"
             )
+            assert (span.record[resident] == NO_RECORD).all(), (
+                f"block {node.id}: a token on the device has a record too"
+            )
             slots = span.slot[resident]
             assert len(np.unique(slots)) == len(slots), f"block {node.id} names a slot twice"
             references[slots] += 1
@@ -513,6 +596,7 @@ class KVMemory:
         for node, offsets in self._pending():
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
             assert not node.span.exact[offsets].any(), f"block {node.id}: exact before its forward"
+        self.lower.check()
         references += self.prefixes.references(table.slots)
         temporary = self._temporary()
         references[temporary] += 1

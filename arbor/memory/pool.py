@@ -105,6 +105,37 @@ class KVPool:
         self.k[layer].index_copy_(0, slots, k)
         self.v[layer].index_copy_(0, slots, v)
 
+    def gather(self, slots: NDArray[np.int32]) -> Tensor:
+        """K and V of slots as one row per token: every layer's K, then every layer's V.
+
+        Args:
+            slots: int32 [n].
+
+        Returns:
+            [n, numbers], a copy on the pool's device.
+        """
+        index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
+        parts = [part.index_select(0, index).flatten(1) for part in (*self.k, *self.v)]
+        return torch.cat(parts, dim=1)
+
+    def scatter(self, slots: NDArray[np.int32], rows: Tensor) -> None:
+        """Store what `gather` gave.
+
+        Args:
+            slots: int32 [n], distinct.
+            rows: [n, numbers] on the pool's device, in its dtype.
+        """
+        index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
+        parts = (*self.k, *self.v)
+        widths = [part[0].numel() for part in parts]
+        for part, columns in zip(parts, rows.split(widths, dim=1), strict=True):
+            part.index_copy_(0, index, columns.reshape(-1, *part.shape[1:]))
+
+    @property
+    def numbers(self) -> int:
+        """Numbers one slot holds over all layers, K and V."""
+        return sum(layer.numbers for layer in self.layers)
+
     def poison(self, slots: NDArray[np.int32]) -> None:
         """Overwrite freed slots with NaN, so that a reader that should not be there is seen (debug
         mode)."""

@@ -11,27 +11,21 @@ Measurements are kept in the cache folder (`arbor.support.cache_dir`) per model 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import platform
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
-from arbor._version import __version__
 from arbor.errors import UsageError
 from arbor.memory.pool import KVPool
 from arbor.model.level_rule import BUCKET, NEVER, LevelRule
+from arbor.model.measurement_file import identity_of, read_measurement, write_measurement
 from arbor.model.plan import ForwardPlan, Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
-from arbor.support.atomic_write import write_atomically
 from arbor.support.cache_dir import kv_probe_file
 
-SCHEMA = "arbor.kv-probe/1"
+SCHEMA = "arbor.kv-probe/2"
 ROWS = (2, 4, 8, 16)  # decoding rows that share a span
 BUCKETS = 16  # measured at most, up to 1,024 tokens
 TIMES = 3  # of which the minimum counts
@@ -107,47 +101,16 @@ def kept_rule(runner: ModelRunner, model: str, backend: str) -> LevelRule | None
         model: its name.
         backend: what computes attention.
     """
-    identity = _identity(runner, model, backend)
+    kept = read_measurement(kv_probe_file, SCHEMA, identity_of(runner, model, backend))
     try:
-        record = json.loads(kv_probe_file(_digest(identity)).read_bytes())
-        if record["schema"] != SCHEMA or record["of"] != identity:
-            return None
-        return LevelRule.parse(record["least_rows"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError):
+        return None if kept is None else LevelRule.parse(kept)
+    except UsageError:
         return None
 
 
 def keep_rule(rule: LevelRule, runner: ModelRunner, model: str, backend: str) -> None:
     """Writes what was measured; a failure is ignored. Arguments as for `kept_rule`."""
-    identity = _identity(runner, model, backend)
-    path = kv_probe_file(_digest(identity))
-    record = {"schema": SCHEMA, "of": identity, "least_rows": str(rule)}
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(record, indent=1) + "\n")
-
-
-def _identity(runner: ModelRunner, model: str, backend: str) -> dict[str, Any]:
-    """What a timing depends on."""
-    device = runner.device
-    on_gpu = device.type == "cuda"
-    return {
-        "model": model,
-        "weight_bytes": runner.weight_bytes,
-        "kv": [[each.num_kv_heads, each.head_dim_qk, each.head_dim_vo] for each in runner.layer_kv],
-        "dtype": str(runner.dtype),
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
-        "host": platform.node(),
-        "threads": torch.get_num_threads(),
-        "backend": backend,
-        "torch": torch.__version__,
-        "arbor": __version__,
-    }
-
-
-def _digest(identity: dict[str, Any]) -> str:
-    text = json.dumps(identity, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    write_measurement(kv_probe_file, SCHEMA, identity_of(runner, model, backend), str(rule))
 
 
 def _wait(device: torch.device) -> None:

@@ -66,6 +66,20 @@ def check_rehydration(mode: str, rehydrate: str | None) -> None:
         )
 
 
+def check_tiers(given: bool, rehydrate: str) -> None:
+    """Refuses lower tiers where nothing comes back from them.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if given and rehydrate == "off":
+        raise UsageError(
+            "tier-unused",
+            "KV that leaves the device never comes back in this mode.",
+            "Leave out --host and --disk, or take --rehydrate selective.",
+        )
+
+
 def check_sharing(share: str, mode: str, rehydrate: str | None) -> None:
     """Refuses an unknown kind of sharing, and similar prompts in a search that promises the exact
     result.

@@ -114,8 +114,10 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
             tokens=prompt_tokens,
             context=info.context,
         )
+    host, disk = setup.lower.tokens(info.kv_bytes_per_token)
     if not setup.policy.keeps_all:
-        return budget.plan(shape, info.kv_bytes_per_token)
+        plan = budget.plan(shape, info.kv_bytes_per_token)
+        return replace(plan, host_tokens=host, disk_tokens=disk)
     slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token, shape.expected_tokens)
     if slots < shape.full_tokens:
         raise BudgetInfeasible(

@@ -39,7 +39,6 @@ from arbor.verifiers.base import SearchShape, Verifier, VerifierSearch
 
 if TYPE_CHECKING:
     from arbor.engine.engine import Engine
-    from arbor.model.level_rule import LevelRule
     from arbor.run.session import Outcome, Session, Status
 
 logger = logging.getLogger(__name__)
@@ -287,7 +286,7 @@ class Run:
             self.session = session(emit=emit)
             if self._stopped is not None:  # while the search was being set up
                 self.session.stop(self._stopped, self._reached)
-            emit(self._header(engine.levels))
+            emit(self._header(engine))
             try:
                 outcome = yield from self.session.steps(self.prompt, text)
                 if setup.share == "audit" and self.session.substituted and self._stopped is None:
@@ -341,7 +340,7 @@ class Run:
             tokens = full.peak + self.plan.question_tokens
             self.setup.sizes.learn(self.setup.kind, tokens)
 
-    def _header(self, levels: LevelRule) -> Header:
+    def _header(self, engine: Engine) -> Header:
         import torch
 
         checkpoint, problem = self.setup.checkpoint, self.problem
@@ -364,7 +363,7 @@ class Run:
                 "backend": checkpoint.backend_name(info),
                 "threads": torch.get_num_threads(),
             },
-            config=self.config | ({"kv_probe": str(levels)} if levels.least_rows else {}),
+            config=self.config | _measured(engine),
             kv=self._slots(),
         )
 
@@ -420,3 +419,10 @@ class Run:
             trace_path=None if writer is None else os.fspath(writer.path),
             recording=recording,
         )
+
+
+def _measured(engine: Engine) -> dict[str, str]:
+    """What was measured on this machine and decides how a run computes, so that it can be
+    repeated."""
+    levels = {"kv_probe": str(engine.levels)} if engine.levels.least_rows else {}
+    return levels | ({} if engine.costs is None else {"fetch": str(engine.costs)})

@@ -11,11 +11,13 @@ from typing import Any, cast, get_args
 from arbor import components
 from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import UsageError, unknown_setting
+from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
-from arbor.run.limits import check_count, check_rehydration, check_sharing
+from arbor.run.limits import check_count, check_rehydration, check_sharing, check_tiers
+from arbor.run.tier_sizes import TierSizes
 from arbor.support.cache_dir import exit_file, msve_file
 from arbor.tasks.base import BlockLimits, Task
 from arbor.tasks.step_format import StepFormat
@@ -30,6 +32,8 @@ TEXTS = (
     "mode",
     "rehydrate",
     "share",
+    "fetch",
+    "disk_dir",
     "kv_probe",
     "msve",
     "dtype",
@@ -37,6 +41,7 @@ TEXTS = (
     "backend",
 )
 KV_PROBE = ("kept", "measure", "off")  # or the numbers of a measurement
+FETCH = ("auto", "always")  # or the numbers of a measurement
 SWITCHES = ("deterministic", "cuda_graphs", "debug")
 
 
@@ -90,6 +95,22 @@ def resolve_mode(mode: str, rehydrate: str | None) -> tuple[Mode, Rehydrate]:
     return cast(Mode, mode), cast(Rehydrate, chosen)
 
 
+def resolve_tiers(
+    host: str | int | None,
+    disk: str | int | None,
+    disk_dir: str | os.PathLike[str] | None,
+    rehydrate: str,
+) -> TierSizes:
+    """Sizes of the lower tiers, checked together with the rehydration.
+
+    Raises:
+        UsageError: not a size, or nothing ever comes back.
+    """
+    sizes = TierSizes.parse(host, disk, disk_dir)
+    check_tiers(bool(sizes), rehydrate)
+    return sizes
+
+
 def resolve_share(share: str, threshold: float, mode: str, rehydrate: str | None) -> Share:
     """A kind of sharing, checked together with its threshold and the mode.
 
@@ -113,6 +134,17 @@ def check_kv_probe(setting: str) -> str:
     """
     if setting not in KV_PROBE:
         LevelRule.parse(setting)
+    return setting
+
+
+def check_fetch(setting: str) -> str:
+    """A setting of `Solver.fetch`.
+
+    Raises:
+        UsageError: unknown.
+    """
+    if setting not in FETCH:
+        FetchCosts.parse(setting)
     return setting
 
 

@@ -20,6 +20,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.search_sizes import SearchKind, SearchSize, SearchSizes
 from arbor.run.settings import resolve_sampling
+from arbor.run.tier_sizes import TierSizes
 from arbor.tasks.base import BlockLimits, Task
 from arbor.verifiers.base import Verifier, VerifierModel
 
@@ -31,6 +32,8 @@ class Setup:
     Attributes:
         checkpoint: the model and its tokenizer, read when they are needed.
         task, controller, verifier, policy, aggregate: ready components.
+        lower: room for KV that has left the device.
+        fetch: when it is copied back.
         budget, mode, rehydrate, share, share_threshold, kv_probe, msve, max_expansions, seed: as in
             `Solver`.
         boundary: where a thought and a path end.
@@ -49,6 +52,8 @@ class Setup:
     budget: Budget
     mode: Mode
     rehydrate: Rehydrate
+    lower: TierSizes
+    fetch: str
     share: Share
     share_threshold: float
     kv_probe: str
@@ -95,7 +100,7 @@ class Setup:
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
-        default: `aggregate`, `share`, `kv_probe`, `cuda_graphs`.
+        default: `aggregate`, `host`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -122,6 +127,9 @@ class Setup:
                 else {"aggregate": components.spec_of(self.aggregate)}
             ),
             **({} if self.boundary.form is None else {"step_format": str(self.boundary.form)}),
+            **({} if self.lower.host is None else {"host": str(self.lower.host)}),
+            **({} if self.lower.disk is None else {"disk": str(self.lower.disk)}),
+            **({"fetch": self.fetch} if self.lower and self.fetch != "auto" else {}),
             **({} if self.share == "exact" else {"share": self.share}),
             **({"share_threshold": self.share_threshold} if self.share in SIMILAR else {}),
             **({} if self.kv_probe == "kept" else {"kv_probe": self.kv_probe}),

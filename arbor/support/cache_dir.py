@@ -6,6 +6,7 @@
     exit/MODEL/REVISION.json            thresholds of CGEE for it, from ``arbor calibrate exit``
     models/ID.json                      description of a model directory, for plans without torch
     kv_probe/ID.json                    when rows read a shared span together, per model and machine
+    fetch_costs/ID.json                 what fetching and recomputing KV take, likewise
     search_sizes/MODEL/REVISION.json    KV that searches with a model held, for ratios as budgets
 
 A model directory holds its own block values and thresholds; Hub models are in the Hugging Face
@@ -66,6 +67,15 @@ def kv_probe_file(identity: str) -> Path:
         identity: of the model and the machine.
     """
     return cache_dir() / "kv_probe" / f"{identity}.json"
+
+
+def fetch_costs_file(identity: str) -> Path:
+    """The file with the measured costs of fetching and recomputing KV, which may not exist.
+
+    Args:
+        identity: of the model and the machine.
+    """
+    return cache_dir() / "fetch_costs" / f"{identity}.json"
 
 
 def search_sizes_file(model: str, revision: str | None) -> Path:

@@ -12,6 +12,7 @@ from arbor.events import (
     Allocated,
     Answered,
     Boundary,
+    Discarded,
     Ended,
     Event,
     Evicted,
@@ -44,6 +45,7 @@ class Block:
         tokens: its length, 0 while it is open.
         resident: number of its tokens on the device, 0 while it is open.
         moved: tokens that came back minus tokens that left while it was open, at most 0.
+        stored: number of its tokens whose KV lower tiers hold.
         text: its text, empty while it is open.
         value: the last verifier's value, if `verified`.
         state: see `arbor.tree.NodeState`.
@@ -57,6 +59,7 @@ class Block:
     tokens: int = 0
     resident: int = 0
     moved: int = 0
+    stored: int = 0
     text: str = ""
     value: float = 0.0
     verified: bool = False
@@ -92,6 +95,7 @@ class Replay:
         self.events = 0
         self.peak = 0
         self._held = 0  # tokens of closed blocks on the device
+        self._stored = 0  # tokens in lower tiers
         self._open_blocks = 0
         self._prompt: Block | None = None  # the root, until all of it is computed
         self._uncomputed = 0  # its tokens that no forward pass has computed yet
@@ -142,8 +146,10 @@ class Replay:
         elif isinstance(event, Shared):
             self._move(event.nodes, +1)
         self._take(event)
-        if isinstance(event, Evicted | Rehydrated | Shared | Merged):
+        if isinstance(event, Evicted | Discarded | Rehydrated | Shared | Merged):
             self._count(event.kv, borrowed=False)
+            # what is discarded to make room is reported next
+            self._count_stored(event.kv, fewer=not isinstance(event, Discarded))
         elif isinstance(event, Forwarded):
             self._count(event.kv, borrowed=event.kind == "verify")
             self._within_budget(event.peak)
@@ -180,8 +186,13 @@ class Replay:
                 self.running = tuple(block.id for block in self._find(event.leaves))
             case Evicted():
                 self._move(event.nodes, -1)
+                self._store(event.stored, +1)
+            case Discarded():
+                self._store(event.nodes, -1)
             case Rehydrated():
                 self._move(event.nodes, +1)
+                if event.mode == "fetch":
+                    self._store(event.nodes, -1)
             case Verified():
                 if len(event.nodes) != len(event.values):
                     self._wrong(
@@ -260,6 +271,33 @@ class Replay:
                 continue
             self._hold(block, block.resident + sign * counts[block.id])
             self._within_length(block)
+
+    def _store(self, nodes: Iterable[tuple[int, int]], sign: int) -> None:
+        """Tokens that lower tiers took or gave up."""
+        counts = dict(nodes)
+        for block in self._find(counts):
+            block.stored += sign * counts[block.id]
+            self._stored += sign * counts[block.id]
+            grows = block.state is NodeState.OPEN  # its length is unknown until its boundary
+            if block.stored < 0 or (not grows and block.stored > block.tokens):
+                self._wrong(
+                    f"event {self.events:,}: lower tiers would hold {block.stored} of the "
+                    f"{block.tokens} tokens of block {block.id}"
+                )
+
+    def _count_stored(self, kv: KV, fewer: bool) -> None:
+        """Compares what lower tiers hold after an event with the sum of the events so far.
+
+        Args:
+            kv: the event's slots.
+            fewer: whether they may hold fewer tokens.
+        """
+        held = kv.host + kv.compressed + kv.disk
+        if held > self._stored or (held < self._stored and not fewer):
+            self._wrong(
+                f"event {self.events:,}: lower tiers hold {held:,} tokens, the events so far add "
+                f"up to {self._stored:,}"
+            )
 
     def _within_length(self, block: Block) -> None:
         if not 0 <= block.resident <= block.tokens:

@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
     """A value without a JSON form: a dataclass as its fields, others as text."""
     if isinstance(value, KV):
         record = {"device": value.device, "host": value.host, "compressed": value.compressed}
-        more = {"pool": value.pool, "shared": value.shared}
+        more = {"pool": value.pool, "shared": value.shared, "disk": value.disk}
         return record | {name: tokens for name, tokens in more.items() if tokens}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

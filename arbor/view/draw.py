@@ -78,7 +78,7 @@ def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) ->
         (bar(part, cells, glyphs), "red" if part > 1 else "blue"),
         f" {held.device:,} of {budget:,} tokens, {size}, {100 * part:.0f} % of budget",
     )
-    for name, tokens in (("host", held.host), ("packed", held.compressed)):
+    for name, tokens in (("host", held.host), ("packed", held.compressed), ("disk", held.disk)):
         if tokens:
             size = human_bytes(tokens * metrics.bytes_per_token)
             yield Text(f"{name:<7}{tokens:,} tokens, {size}")
@@ -96,7 +96,9 @@ def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) ->
 def movement(event: Event) -> str:
     """What an event moves in the KV, in words; empty where it moves nothing."""
     if isinstance(event, Evicted):
-        return f"leave   {_tokens_of(event.nodes)} ({event.cause})"
+        stored = sum(tokens for _, tokens in event.stored)
+        below = f", {stored:,} to a lower tier" if stored else ""
+        return f"leave   {_tokens_of(event.nodes)} ({event.cause}){below}"
     if isinstance(event, Rehydrated):
         how = "fetched" if event.mode == "fetch" else "computed again"
         return f"return  {_tokens_of(event.nodes)}, {how}"

@@ -17,6 +17,8 @@ from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.stores import NO_ROOM, LowerRoom
+from arbor.model.fetch_costs import FetchCosts
 from arbor.model.graphs import Recorder
 from arbor.model.level_rule import LevelRule
 from arbor.model.runner import ModelRunner
@@ -57,6 +59,8 @@ class Lab(Engine):
         min_saved_reads: int = 0,
         debug: bool = False,
         recorder: Recorder | None = None,
+        lower: LowerRoom = NO_ROOM,
+        costs: FetchCosts | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.listener: Listener = self.events.append
@@ -70,6 +74,8 @@ class Lab(Engine):
             threshold=threshold,
             source=source,
             levels=LevelRule(min_saved_reads),
+            lower=lower,
+            costs=costs,
             debug=debug,
         )
 

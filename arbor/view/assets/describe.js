@@ -57,7 +57,9 @@ const SENTENCES = {
   pressure: (record) =>
     `${count(record.needed)} slots needed, ${count(record.free)} of ${count(record.limit)} free`,
   evict: (record) =>
-    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})`,
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})${sum(pairs(record.stored)) ? `, ${count(sum(pairs(record.stored)))} of them to a lower tier` : ""}`,
+  discard: (record) =>
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} given up by a lower tier`,
   rehydrate: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
   share: (record) =>

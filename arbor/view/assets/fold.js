@@ -223,10 +223,6 @@ class Run {
       }
     };
 
-    // what the host had of it: some of what is fetched may come from elsewhere
-    const held = (rows) =>
-      pairs(rows).map(([id, tokens]) => [id, Math.min(tokens, state.host[this.blockOf(id)] || 0)]);
-
     let device = 0,
       pool = 0,
       host = 0,
@@ -292,14 +288,14 @@ class Run {
         }
         case "evict":
           move(record.nodes, DEVICE, -1);
+          move(list(record.stored), HOST, +1);
+          break;
+        case "discard":
+          move(record.nodes, HOST, -1);
           break;
         case "rehydrate":
           move(record.nodes, DEVICE, +1);
-          if (record.mode === "fetch") move(held(record.nodes), HOST, -1);
-          break;
-        case "demote":
-        case "offload":
-          move(record.nodes, HOST, +1);
+          if (record.mode === "fetch") move(record.nodes, HOST, -1);
           break;
         case "verify":
           list(record.nodes).forEach((id, place) => {
@@ -322,7 +318,7 @@ class Run {
         device = kv.device;
         pool = isCount(kv.pool) ? Math.max(kv.pool, device) : device;
         this.shares ||= pool > device;
-        host = isCount(kv.host) ? kv.host : 0;
+        host = (isCount(kv.host) ? kv.host : 0) + (isCount(kv.disk) ? kv.disk : 0);
         compressed = isCount(kv.compressed) ? kv.compressed : 0;
       }
       start[event + 1] = fields.length;
@@ -571,6 +567,7 @@ const NAMED = {
   forward: [],
   sample: ["nodes"],
   evict: ["nodes"],
+  discard: ["nodes"],
   rehydrate: ["nodes"],
   share: ["nodes"],
   merge: ["nodes"],

@@ -430,6 +430,7 @@ const METRICS = [
   ["evicted_tokens", "tokens evicted", count],
   ["rehydrations", "rehydrations", count],
   ["tokens_recomputed", "tokens recomputed", count],
+  ["tokens_stored", "tokens to lower tiers", count],
   ["tokens_fetched", "tokens fetched", count],
   ["pressure_events", "pressure", count],
   ["transitions", "transitions", count],

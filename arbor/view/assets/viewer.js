@@ -713,6 +713,7 @@ class View {
         id: run.id[block],
         tokens: state.tokens[block],
         device: state.device[block],
+        stored: state.host[block],
         state: STATES[state.state[block]],
         value: Number.isFinite(state.value[block]) ? state.value[block] : 0,
       });

@@ -1,0 +1,276 @@
+"""LowerTiers: the KV of tokens that have left the device, and the records that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arbor.forest import Forest
+from arbor.memory.pool import KVPool
+from arbor.memory.records import Records, RecordTable, Tokens
+from arbor.memory.stores import Store
+from arbor.tree import NO_RECORD, Node, Tier
+
+CPU = torch.device("cpu")
+_NONE = np.empty(0, np.int32)
+ROOM = 64  # a full store makes room for at least a 64th of its records at once
+
+
+@dataclass(slots=True)
+class Moves:
+    """What happened to records since this was last asked, in tokens by block.
+
+    Attributes:
+        stored: tokens that left the device and were stored.
+        lost: tokens whose records were given up.
+    """
+
+    stored: dict[Node, int] = field(default_factory=dict)
+    lost: dict[Node, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A store and the account of its records."""
+
+    store: Store
+    table: RecordTable
+
+
+class LowerTiers:
+    """Stores in the order in which KV goes down: what the first has no room for goes to the second.
+
+    A token's KV is in exactly one place: what comes back to the device gives up its record. Only
+    exact KV is stored (`Spans.exact`), so that whatever comes back is exact.
+
+    Args:
+        stores: at most one of each tier.
+        forest: whose spans name the records.
+    """
+
+    def __init__(self, stores: Sequence[Store], forest: Forest) -> None:
+        self._forest = forest
+        self._shelves = {store.tier: Shelf(store, RecordTable(store.records)) for store in stores}
+        self._order = list(self._shelves.values())
+        self._moves = Moves()
+        self._held: dict[Tier, NDArray[np.int64]] = {}  # by number of tree
+        self._spared: dict[Tier, Records] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there is a store."""
+        return bool(self._order)
+
+    def __iter__(self) -> Iterator[Shelf]:
+        return iter(self._order)
+
+    def used(self, tier: Tier) -> int:
+        """Records in use of a tier."""
+        return self._shelves[tier].table.used if tier in self._shelves else 0
+
+    def used_by(self, tier: Tier, number: int) -> int:
+        """Records of a tier that hold tokens of a tree (`ThoughtTree.number`)."""
+        held = self._held.get(tier)
+        return 0 if held is None or number >= len(held) else int(held[number])
+
+    def take_moves(self) -> Moves:
+        """What happened since the last call."""
+        moves, self._moves = self._moves, Moves()
+        return moves
+
+    def clear(self) -> None:
+        """Forget every record: nothing names one any more."""
+        for tier, shelf in self._shelves.items():
+            self._shelves[tier] = Shelf(shelf.store, RecordTable(shelf.store.records))
+        self._order = list(self._shelves.values())
+        self._held = {}
+        self._moves = Moves()
+
+    def close(self) -> None:
+        """Free what the stores hold."""
+        for shelf in self._order:
+            shelf.store.close()
+
+    # Down
+
+    def save(
+        self, pool: KVPool, slots: NDArray[np.int32], tokens: Tokens, at: NDArray[np.int64]
+    ) -> None:
+        """Store KV that is about to leave the device, as far as there is room, the first first.
+
+        Args:
+            pool: where it lies.
+            slots: int32 [n].
+            tokens: whose it is.
+            at: int64 [n], their places in the forest's spans, which name the slots still.
+        """
+        rows = pool.gather(slots)
+        stored = self._down(0, rows, tokens)
+        spans = self._forest.spans
+        for shelf, records, places in stored:
+            spans.lower(at[places], shelf.store.tier, records)
+        done = np.concatenate([places for _, _, places in stored]) if stored else _NONE
+        _count(self._moves.stored, self._forest, tokens.row[done])
+
+    def _down(
+        self, level: int, rows: Tensor, tokens: Tokens
+    ) -> list[tuple[Shelf, Records, NDArray[np.int64]]]:
+        """Store rows in a tier, or below it where they do not fit.
+
+        Returns:
+            for each tier that took some: it, the records, and which rows, int64.
+        """
+        result: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
+        left = np.arange(len(tokens))
+        for at in range(level, len(self._order)):
+            shelf = self._order[at]
+            self._make_room(at, len(left))
+            some = left[: shelf.table.free]
+            records = shelf.table.take(tokens.of(some))
+            written = shelf.store.write(records, rows[some])
+            shelf.table.release(records[~written])
+            if written.any():
+                mine = some[written]
+                self._hold(shelf, tokens.row[mine], +1)
+                result.append((shelf, records[written], mine))
+            left = np.concatenate([some[~written], left[len(some) :]])
+            if not len(left):
+                break
+        return result
+
+    def _make_room(self, level: int, count: int) -> None:
+        """Have as many free records in a tier as possible, up to `count`: the oldest go down."""
+        shelf = self._order[level]
+        table = shelf.table
+        short = min(count, table.records) - table.free
+        if short <= 0:
+            return
+        spared = self._spared.get(shelf.store.tier, _NONE)
+        gone = table.oldest(max(short, table.records // ROOM), spared)
+        if not len(gone):
+            return
+        tokens = table.tokens(gone)
+        at = self._places(tokens)
+        kept = np.zeros(len(gone), np.bool_)
+        lower: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
+        if level + 1 < len(self._order):
+            rows, intact = shelf.store.read(gone, CPU)
+            whole = np.flatnonzero(intact)
+            moved = self._down(level + 1, rows[whole], tokens.of(whole))
+            lower = [(below, records, whole[places]) for below, records, places in moved]
+        self._give_up(shelf, gone)
+        for below, records, places in lower:
+            self._forest.spans.lower(at[places], below.store.tier, records)
+            kept[places] = True
+        self._forest.spans.drop(at[~kept])
+        _count(self._moves.lost, self._forest, tokens.row[~kept])
+
+    # Up
+
+    def spare(self, at: NDArray[np.int64]) -> None:
+        """Keep the records of these places, which are about to be read, when room is needed; of
+        none after an empty call."""
+        spans = self._forest.spans
+        self._spared = {tier: spans.record[at[spans.tier[at] == tier]] for tier in self._shelves}
+
+    def load(
+        self, pool: KVPool, slots: NDArray[np.int32], at: NDArray[np.int64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.int16]]:
+        """Copy KV to slots, and give up its records; the caller writes the spans.
+
+        Args:
+            pool: of the slots.
+            slots: int32 [n].
+            at: int64 [n], places in the forest's spans of tokens that have records.
+
+        Returns:
+            bool [n], whether each was intact; int16 [n], layers that hold it.
+        """
+        spans = self._forest.spans
+        intact = np.zeros(len(at), np.bool_)
+        depth = np.zeros(len(at), np.int16)
+        read: list[tuple[Shelf, Records, NDArray[np.bool_]]] = []
+        for tier, shelf in self._shelves.items():
+            mine = np.flatnonzero(spans.tier[at] == tier)
+            if not len(mine):
+                continue
+            records = spans.record[at[mine]]
+            rows, whole = shelf.store.read(records, pool.device)
+            good = np.flatnonzero(whole)
+            pool.scatter(slots[mine[good]], rows if whole.all() else rows[good])
+            intact[mine], depth[mine] = whole, shelf.table.depth[records]
+            read.append((shelf, records, whole))
+        for shelf, records, whole in read:  # once nothing can fail any more
+            _count(self._moves.lost, self._forest, shelf.table.row[records[~whole]])
+            self._give_up(shelf, records)
+        return intact, depth
+
+    def forget(self, at: NDArray[np.int64]) -> None:
+        """Give up the records of tokens, where they have some; their spans are dropped."""
+        spans = self._forest.spans
+        at = at[spans.record[at] != NO_RECORD]
+        for tier, shelf in self._shelves.items():
+            mine = at[spans.tier[at] == tier]
+            if len(mine):
+                records = spans.record[mine]
+                _count(self._moves.lost, self._forest, shelf.table.row[records])
+                self._give_up(shelf, records)
+                spans.drop(mine)
+
+    # The account
+
+    def _places(self, tokens: Tokens) -> NDArray[np.int64]:
+        begins = {row: self._forest[row].span.begin for row in set(tokens.row.tolist())}
+        begin = np.array([begins[row] for row in tokens.row.tolist()], np.int64)
+        return begin + tokens.offset
+
+    def _give_up(self, shelf: Shelf, records: Records) -> None:
+        self._hold(shelf, shelf.table.row[records], -1)
+        shelf.table.release(records)
+
+    def _hold(self, shelf: Shelf, rows: NDArray[np.integer], sign: int) -> None:
+        held = self._held.get(shelf.store.tier, np.zeros(0, np.int64))
+        more = np.bincount(self._forest.numbers_of(rows), minlength=len(held))
+        held = np.pad(held, (0, len(more) - len(held)))
+        self._held[shelf.store.tier] = held + sign * more
+
+    def check(self) -> None:
+        """Assert that spans and records name each other, and that the counts add up."""
+        named = {
+            tier: np.zeros(shelf.store.records, np.int64) for tier, shelf in self._shelves.items()
+        }
+        by_tree: dict[tuple[Tier, int], int] = {}
+        for node in self._forest:
+            span = node.span
+            for tier, shelf in self._shelves.items():
+                offsets = np.flatnonzero(span.tier == tier)
+                records = span.record[offsets]
+                assert (shelf.table.row[records] == node.row).all(), "a record of another block"
+                assert (shelf.table.offset[records] == offsets).all(), "a record of another token"
+                named[tier][records] += 1
+                key = tier, node.tree.number
+                by_tree[key] = by_tree.get(key, 0) + len(offsets)
+            lower = np.isin(span.tier, [int(tier) for tier in self._shelves])
+            assert ((span.record != NO_RECORD) == lower).all(), (
+                f"block {node.id}: a record without its tier"
+            )
+        for tier, shelf in self._shelves.items():
+            assert (named[tier] == shelf.table.in_use).all(), "records and spans do not add up"
+            assert shelf.table.used == int(shelf.table.in_use.sum()), "used records do not add up"
+        for tree in self._forest.trees:
+            for tier in self._shelves:
+                held = by_tree.get((tier, tree.number), 0)
+                assert self.used_by(tier, tree.number) == held, (
+                    f"the records of tree {tree.number} do not add up"
+                )
+
+
+def _count(counts: dict[Node, int], forest: Forest, rows: NDArray[np.integer]) -> None:
+    """Count tokens by block, one for each time a row is named."""
+    distinct, often = np.unique(rows, return_counts=True)
+    for node, count in zip(forest.nodes(distinct.tolist()), often.tolist(), strict=True):
+        counts[node] = counts.get(node, 0) + count

@@ -1,0 +1,224 @@
+"""Stores: where KV lies that has left the device, one record per token."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arbor.errors import UsageError
+from arbor.memory.out_of_memory import is_out_of_memory
+from arbor.memory.pool import KVPool
+from arbor.support.units import human_bytes
+from arbor.tree import Tier
+
+Records = NDArray[np.int32]
+
+
+class Store(Protocol):
+    """KV of tokens by record number. It does not know whose they are (`LowerTiers` does).
+
+    Attributes:
+        tier: which it is.
+        records: how many it can hold.
+    """
+
+    tier: Tier
+    records: int
+
+    def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
+        """Store KV.
+
+        Args:
+            records: int32 [n], distinct.
+            rows: [n, numbers] as `KVPool.gather` gives them, on any device.
+
+        Returns:
+            bool [n], whether each was stored.
+        """
+        ...
+
+    def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
+        """KV as it was written, bit for bit.
+
+        Args:
+            records: int32 [n], written before.
+            device: where the result lies.
+
+        Returns:
+            [n, numbers], and bool [n], whether each is intact.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+class HostStore:
+    """KV in host memory, pinned where the pool is on a GPU.
+
+    A record is contiguous, so that a transfer is one gather on the device, one copy, and one
+    scatter into the records. On a GPU all three are queued in the current stream, in which later
+    forwards write the slots: nothing waits, and nothing is overwritten before it was copied.
+
+    Args:
+        records: how many it can hold.
+        numbers: numbers per token, `KVPool.numbers`.
+        dtype: of the pool.
+        pinned: page-locked, for a GPU.
+
+    Raises:
+        UsageError: the machine has less memory than that.
+    """
+
+    tier = Tier.HOST
+
+    def __init__(
+        self, records: int, numbers: int, dtype: torch.dtype, *, pinned: bool = False
+    ) -> None:
+        self.records = records
+        try:
+            with torch.inference_mode(False):
+                self._rows = torch.empty(records, numbers, dtype=dtype, pin_memory=pinned)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            size = human_bytes(records * numbers * dtype.itemsize)
+            raise UsageError(
+                "host-memory", f"the host has no {size} for KV.", "Lower --host."
+            ) from error
+
+    def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
+        """See `Store`; always succeeds."""
+        self._rows[_index(records)] = rows.to("cpu")
+        return np.ones(len(records), np.bool_)
+
+    def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
+        """See `Store`; always intact."""
+        rows = self._rows.index_select(0, _index(records))
+        return rows.to(device), np.ones(len(records), np.bool_)
+
+    def close(self) -> None:
+        """See `Store`."""
+        self._rows = self._rows[:0]
+
+
+class DiskStore:
+    """KV in a file that has no name: the system removes it when the process ends, however it ends.
+
+    A record is written and read by position rather than mapped, because a write into a mapped file
+    on a full disk kills the process, while `os.pwrite` reports it. Each record has a checksum in
+    memory, so a torn or flipped one is found when it is read.
+
+    Args:
+        records: how many it can hold.
+        numbers: numbers per token, `KVPool.numbers`.
+        dtype: of the pool.
+        folder: where the file lies; by default the system's folder for temporary files.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(
+        self, records: int, numbers: int, dtype: torch.dtype, *, folder: Path | None = None
+    ) -> None:
+        self.records = records
+        self._numbers, self._dtype = numbers, dtype
+        self._bytes = numbers * dtype.itemsize
+        self._checksums = np.zeros(records, np.uint32)
+        self.broken: OSError | None = None
+        try:
+            with tempfile.TemporaryFile(prefix="arbor-kv-", dir=folder) as file:
+                self._file = os.dup(file.fileno())
+        except OSError as error:
+            place = folder or tempfile.gettempdir()
+            raise UsageError(
+                "disk-store",
+                f"no KV can be written to {place}: {error.strerror}.",
+                "Choose another folder with --disk-dir.",
+            ) from error
+        self._closed = weakref.finalize(self, os.close, self._file)
+
+    def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
+        """See `Store`; a full disk or an error of the device leaves the rest unwritten."""
+        stored = np.zeros(len(records), np.bool_)
+        data = rows.to("cpu").contiguous().view(torch.uint8).numpy()
+        for place, (record, row) in enumerate(zip(records.tolist(), data, strict=True)):
+            try:
+                written = os.pwrite(self._file, row, record * self._bytes)
+                if written < self._bytes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self.broken = error
+                break
+            self._checksums[record] = zlib.crc32(row)
+            stored[place] = True
+        return stored
+
+    def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
+        """See `Store`; a record that cannot be read, or whose checksum differs, is not intact."""
+        data = np.zeros((len(records), self._bytes), np.uint8)
+        intact = np.zeros(len(records), np.bool_)
+        for place, record in enumerate(records.tolist()):
+            try:
+                got = os.preadv(self._file, [data[place]], record * self._bytes)
+            except OSError as error:
+                self.broken = error
+                continue
+            whole = got == self._bytes
+            intact[place] = whole and zlib.crc32(data[place]) == self._checksums[record]
+        rows = torch.from_numpy(data).view(self._dtype)
+        return rows.to(device), intact
+
+    def close(self) -> None:
+        """See `Store`; the file is gone."""
+        self._closed()
+
+
+@dataclass(frozen=True, slots=True)
+class LowerRoom:
+    """Room for KV that has left the device.
+
+    Attributes:
+        host, disk: tokens that each tier may hold; 0: no such tier.
+        folder: of the file on disk; None: the system's for temporary files.
+    """
+
+    host: int = 0
+    disk: int = 0
+    folder: Path | None = None
+
+    def stores(self, pool: KVPool) -> list[Store]:
+        """The stores below a pool, the first one first.
+
+        Raises:
+            UsageError: the machine has less memory than that, or the folder cannot be written.
+        """
+        stores: list[Store] = []
+        if self.host:
+            pinned = pool.device.type == "cuda"
+            stores.append(HostStore(self.host, pool.numbers, pool.dtype, pinned=pinned))
+        if self.disk:
+            stores.append(DiskStore(self.disk, pool.numbers, pool.dtype, folder=self.folder))
+        return stores
+
+
+NO_ROOM = LowerRoom()
+
+
+def _index(records: Records) -> Tensor:
+    return torch.from_numpy(records.astype(np.int64))
