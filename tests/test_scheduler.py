@@ -387,6 +387,29 @@ def test_what_waits_is_expected_in_the_order_in_which_it_joins() -> None:
     assert set(kinds) == {"verify"}, "also where its path comes back"
 
 
+def test_blocks_that_wait_are_expected_as_many_at_a_time_as_decode() -> None:
+    lab = Lab(build("llama"), debug=True)
+    tree = ThoughtTree(PROMPT)
+    expected: list[list[list[int]]] = []
+
+    def listen(event: Event) -> None:
+        upcoming = lab.state.of(tree.root).upcoming
+        expected.append([[node.id for node in wave] for wave in upcoming])
+
+    lab.open(tree, len(PROMPT) + 3 * LENGTH, emit=listen)
+    lab.extend(tree.root)
+    leaves = lab.sprout([(tree.root, 3)], length=1)
+    expected.clear()
+
+    lab.sprout([(leaf, 2) for leaf in leaves])
+
+    ids = [leaf.id for leaf in leaves]
+    waves = next(waves for waves in expected if waves)
+    assert {node for wave in waves for node in wave} <= set(ids)
+    assert all(len(wave) <= 2 for wave in waves), "two blocks fit next to a leaf"
+    assert waves[-1][-1] == ids[-1], "the last one that waits is the last to come"
+
+
 def test_rows_that_fill_the_budget_to_the_last_slot_decode_together() -> None:
     lab = Lab(build("llama"), debug=True)
     tree = ThoughtTree(PROMPT)

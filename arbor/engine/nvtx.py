@@ -16,7 +16,7 @@ def nvtx_range(name: str) -> AbstractContextManager[object]:
     A null context unless the variable `VARIABLE` is set and not 0, and torch sees a GPU.
 
     Args:
-        name: ``prefill``, ``decode``, ``verify``, ``rehydrate`` or ``policy``.
+        name: ``prefill``, ``decode``, ``verify``, ``rehydrate``, ``fetch`` or ``policy``.
     """
     if os.environ.get(VARIABLE, "0") in ("", "0") or not torch.cuda.is_available():
         return nullcontext()

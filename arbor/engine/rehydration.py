@@ -11,6 +11,7 @@ from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.mode import Holes, Rules
+from arbor.engine.nvtx import nvtx_range
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
 from arbor.engine.residency import Residency
@@ -291,7 +292,8 @@ class Rehydration:
             return
         memory.lower.spare(_NOTHING)
         tokens = {forest[row]: offsets for row, offsets in stored.items()}
-        back = memory.fetch(tokens)
+        with nvtx_range("fetch"):
+            back = memory.fetch(tokens)
         self._state.changed(tokens)
         for tree, nodes in by_tree(back).items():
             opened = self._state.trees[tree]

@@ -151,11 +151,15 @@ class Residency:
                 break
             slots = node.span.slot
             gone = slots[(slots != NO_SLOT) & memory.is_shared(slots) & ~np.isin(slots, stays)]
-            for each in (node, *_others(forest, node)) if len(gone) else ():
-                offsets = np.flatnonzero(np.isin(each.span.slot, gone))
-                if len(offsets):
-                    memory.evict(each, offsets)
-                    lost[each] = lost.get(each, 0) + len(offsets)
+            if not len(gone):
+                continue
+            users = [node, *_others(forest, node)]
+            offsets = [np.flatnonzero(np.isin(each.span.slot, gone)) for each in users]
+            counts = np.array([len(each) for each in offsets])
+            memory.evict_from(users, np.concatenate(offsets), counts)
+            for each, count in zip(users, counts.tolist(), strict=True):
+                if count:
+                    lost[each] = lost.get(each, 0) + count
             short -= len(gone)
         state.sharing_changed()
         state.report_evicted(lost, cause)

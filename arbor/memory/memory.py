@@ -329,10 +329,11 @@ class KVMemory:
         assert (slots != NO_SLOT).all(), "an absent token was evicted"
         rows = np.array([node.row for node in nodes])
         if stored and self.lower:
-            alone = np.flatnonzero(spans.exact[at] & ~self.is_shared(slots))
-            row = np.repeat(rows, counts)[alone]
-            tokens = Tokens(row, offsets[alone], spans.depth[at[alone]])
-            self.lower.save(self.pool, slots[alone], tokens, at[alone])
+            last = np.flatnonzero(spans.exact[at] & self._is_last_use(slots))
+            if len(last):
+                row = np.repeat(rows, counts)[last]
+                tokens = Tokens(row, offsets[last], spans.depth[at[last]])
+                self.lower.save(self.pool, slots[last], tokens, at[last])
             spans.drop(at[spans.slot[at] != NO_SLOT])
         else:
             spans.drop(at)
@@ -346,6 +347,17 @@ class KVMemory:
         return freed
 
     # Lower tiers
+
+    def _is_last_use(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Of references that are about to be given up: those after which a slot is free, one for
+        each such slot; bool [n]."""
+        references = self.table.references[slots]
+        if references.max() == 1:
+            return np.ones(len(slots), np.bool_)
+        each, first, count = np.unique(slots, return_index=True, return_counts=True)
+        last = np.zeros(len(slots), np.bool_)
+        last[first[count == self.table.references[each]]] = True
+        return last
 
     def fetch(self, tokens: Mapping[Node, NDArray[np.int64]]) -> dict[Node, int]:
         """Copy tokens back to the device that lower tiers hold; the caller has made room.

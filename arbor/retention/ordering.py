@@ -89,4 +89,5 @@ def _digits(key: NDArray[Any]) -> tuple[Ints, int]:
         assert not np.isnan(key).any(), "a key is not a number"
         return ranks(key)
     low, high = int(key.min()), int(key.max())
-    return key.astype(np.int64) - low, high - low + 1
+    digits = key.astype(np.int64) - low
+    return digits, high - low + 1
