@@ -7,7 +7,8 @@
 `searches`: problems of game24 solved by the built-in model, under full retention and in a quarter
 of what such searches hold. `forks`: a random Llama of 100 million parameters; each problem is a
 prompt of 512 tokens from which 8 branches of 32 tokens grow (F8); once with prompts that differ
-from the first token on, and once with prompts of which only the last token differs. `trees`: how
+from the first token on, and once with prompts of which only the last token differs. `config-s`: the
+same model, trees in the shape of ArborKV's Config-S, an expansion of three after another. `trees`: how
 many trees and answers of game24 differ between one and eight at a time, as it is by default and
 with `deterministic`. The numbers of problems at a time
 take turns within a round; times are CPU time of the thread, one thread. A row of the CSV is one
@@ -34,8 +35,12 @@ from random_llama import NoText, fixed_length, prefix, random_llama
 from arbor import Solver
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
+from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
+from arbor.kernels.native import native_library
+from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.model.fuse import fuse
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
@@ -72,14 +77,13 @@ def forks(problems: int, *, alike: bool) -> Callable[[int], dict[str, Any]]:
         problems: how many.
         alike: the prompts have all but the last token in common.
     """
-    model = random_llama("100m", torch.float32)
-    engine = Engine(ModelRunner(model, TorchCascade()), NoText(), policy=POLICIES["lru"])
-    pack_linears(model)
+    engine = engine_of("100m")
+    vocabulary = engine.runner.config.vocab_size
     growth = Growth(0, Sampling(temperature=0), fixed_length(TOKENS))
     slots = PROMPT + BRANCHES * TOKENS
 
     def search(place: int, pool: int) -> Steps[int]:
-        prompt = prefix(PROMPT, model.config.vocab_size)
+        prompt = prefix(PROMPT, vocabulary)
         own = place + 1
         tree = ThoughtTree([*prompt[:-1], own] if alike else [own, *prompt[1:]])
         engine.open(tree, slots, pool=pool)
@@ -91,6 +95,64 @@ def forks(problems: int, *, alike: bool) -> Callable[[int], dict[str, Any]]:
         tokens = sum(len(child.tokens) for child in growing.result())
         engine.finish(tree)
         return tokens
+
+    return runs(engine, search, slots, problems)
+
+
+def config_s(problems: int) -> Callable[[int], dict[str, Any]]:
+    """Trees of the shape that ArborKV calls Config-S (64 expansions of three children after a
+    prompt of 1,024 tokens, 128 tokens a block), an eighth as long and half as many.
+
+    Each expansion grows the children of one block, so a problem alone has three rows.
+    """
+    engine = engine_of("100m")
+    vocabulary = engine.runner.config.vocab_size
+    prompt, tokens, expansions, width = 128, 16, 32, 3
+    growth = Growth(0, Sampling(temperature=0), fixed_length(tokens))
+    slots = prompt + expansions * width * tokens
+
+    def search(place: int, pool: int) -> Steps[int]:
+        tree = ThoughtTree([place + 1, *prefix(prompt, vocabulary)[1:]])
+        engine.open(tree, slots, pool=pool)
+        prefill = engine.begin_extend(tree.root)
+        yield prefill
+        prefill.result()
+        generated = 0
+        waiting = [tree.root]
+        for _ in range(expansions):  # breadth first
+            growing = engine.begin_grow([(waiting.pop(0), width)], growth)
+            yield growing
+            waiting += growing.result()
+            generated += width * tokens
+        engine.finish(tree)
+        return generated
+
+    return runs(engine, search, slots, problems)
+
+
+def engine_of(size: str) -> Engine:
+    """A random Llama in float32, as fast as `Solver` runs it."""
+    model = random_llama(size, torch.float32)
+    backend = TorchCascade() if native_library() is None else NativeCascade()
+    runner = ModelRunner(model, backend)
+    engine = Engine(runner, NoText(), policy=POLICIES["lru"])
+    pack_linears(model)
+    if (ops := fused_ops(runner.device)) is not None:
+        fuse(model, ops)
+    return engine
+
+
+def runs(
+    engine: Engine, search: Callable[[int, int], Steps[int]], slots: int, problems: int
+) -> Callable[[int], dict[str, Any]]:
+    """Searches of so many problems, each with slots of its own.
+
+    Args:
+        engine: runs them.
+        search: of a problem's number, in a pool of so many slots; gives the tokens it generated.
+        slots: of one search.
+        problems: how many.
+    """
 
     def run(concurrency: int) -> dict[str, Any]:
         def begin(place: int) -> Callable[[bool], Steps[int]]:
@@ -113,6 +175,8 @@ def cases(only: str | None, problems: int) -> Iterator[tuple[str, Callable[[int]
     if only in (None, "forks"):
         yield "F8, 100M", forks(8, alike=False)
         yield "F8, 100M, prompts alike", forks(8, alike=True)
+    if only in (None, "config-s"):
+        yield "Config-S shape, 100M", config_s(16)
 
 
 def trees(problems: int, deterministic: bool) -> dict[str, Any]:
@@ -141,7 +205,7 @@ def shape(solution: Solution) -> list[tuple[int, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["searches", "forks", "trees"])
+    parser.add_argument("--only", choices=["searches", "forks", "config-s", "trees"])
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
