@@ -7,12 +7,14 @@
 `searches`: problems of game24 solved by the built-in model, under full retention and in a quarter
 of what such searches hold. `forks`: a random Llama of 100 million parameters; each problem is a
 prompt of 512 tokens from which 8 branches of 32 tokens grow (F8); once with prompts that differ
-from the first token on, and once with prompts of which only the last token differs. `config-s`:
-the same model, trees in the shape of ArborKV's Config-S, an expansion of three after another. `trees`:
+from the first token on, and once with prompts of which only the last token differs. `config-s`: the
+same model, trees in the shape of ArborKV's Config-S, an expansion of three after another. `trees`:
 how many trees and answers of game24 differ between one and eight at a time, as it is by default and
-with `deterministic`. The numbers of problems at a time
-take turns within a round; times are CPU time of the thread, one thread. A row of the CSV is one
-measurement. The table gives, for each, the median of the ratios to one at a time of the same round.
+with `deterministic`.
+
+The numbers of problems at a time take turns within a round; times are CPU time of the thread, one
+thread. A row of the CSV is one measurement. The table gives, for each, the median of the ratios to
+one at a time of the same round.
 """
 
 from __future__ import annotations

@@ -2,15 +2,19 @@
 
     python scripts/bench_start.py --n 5
     python scripts/bench_start.py --n 1 --commands misuse plan --json out.json
+    python scripts/bench_start.py --n 9 --commands import interface --csv start.csv --machine xeon
 
 Every run is a process of its own, so imports count; a first run of each command writes bytecode and
-is not counted. `first block` is a search that grows one leaf. The trace and the evaluation that
-other commands read are made before the measurement, with the built-in model.
+is not counted. `first block` is a search that grows one leaf. `import` is Python importing a
+package; `interface` the same search by the command and by `Solver`, which take turns. The trace and
+the evaluation that other commands read are made before the measurement, with the built-in model.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
 import json
 import os
 import resource
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,9 @@ TRACE, RUN = "run.arbor.jsonl", "run"
 SOLVE = ["solve", PUZZLE]
 EVAL = ["eval", "game24", "--limit", "1", "--output", RUN]
 
-# name -> arguments and exit code
+SOLVER = f"from arbor import Solver\nwith Solver() as solver: solver.solve('{PUZZLE}')"
+
+# name -> arguments and exit code; those that begin with -c are Python's own
 COMMANDS: dict[str, tuple[list[str], int]] = {
     "version": (["--version"], 0),
     "help": (["--help"], 0),
@@ -47,6 +54,13 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "replay": (["replay", TRACE], 0),
     "finished evaluation": (EVAL, 0),
     "first block": ([*SOLVE, "--max-expansions", "1"], 3),
+    "import: torch": (["-c", "import torch"], 0),
+    "import: transformers' Llama": (
+        ["-c", "import torch; from transformers import LlamaForCausalLM"],
+        0,
+    ),
+    "interface: command": (SOLVE, 0),
+    "interface: Solver": (["-c", SOLVER], 0),
 }
 
 
@@ -54,21 +68,31 @@ def run(arguments: list[str], folder: Path) -> tuple[int, float]:
     """Exit code and CPU seconds of a command in a process of its own."""
     settings = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "arbor", *arguments]
+    module = [] if arguments[0] == "-c" else ["-m", "arbor"]
+    command = [sys.executable, *module, *arguments]
     code = subprocess.run(command, cwd=folder, env=settings, capture_output=True).returncode
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return code, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measure(name: str, n: int, folder: Path) -> dict[str, Any]:
-    """The CPU seconds of `n` runs after one that is not counted."""
+def measure(names: Sequence[str], n: int, folder: Path) -> list[dict[str, Any]]:
+    """The CPU seconds of `n` runs each, which take turns, after one that is not counted."""
+    runs: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    for _ in range(n + 1):
+        for name in names:
+            runs[name].append(run(COMMANDS[name][0], folder))
+    return [row(name, runs[name]) for name in names]
+
+
+def row(name: str, runs: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """The figures of one command; the first run does not count."""
     arguments, expected = COMMANDS[name]
-    runs = [run(arguments, folder) for _ in range(n + 1)]
     seconds = [taken for _, taken in runs[1:]]
+    program = "python" if arguments[0] == "-c" else "arbor"
     return {
         "what": name,
-        "command": " ".join(["arbor", *arguments]),
-        "n": n,
+        "command": " ".join([program, *arguments]),
+        "n": len(seconds),
         "median_s": round(statistics.median(seconds), 3),
         "low_s": round(min(seconds), 3),
         "high_s": round(max(seconds), 3),
@@ -77,11 +101,32 @@ def measure(name: str, n: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def as_row(found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """A row of start.csv."""
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.decode().strip(),
+        "machine": given.machine,
+        "conditions": given.conditions,
+        "what": found["what"],
+        "state": "now",
+        "goal_s": "",
+        **{name: found[name] for name in ("median_s", "low_s", "high_s", "n")},
+        "n_of": "runs",
+        "command": " ".join(["bench_start.py", *sys.argv[1:]]),
+        "note": "",
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--n", type=int, default=5, help="runs counted of each command")
     parser.add_argument("--commands", nargs="+", default=[""], help="names begin with one of these")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--csv", type=Path, help="append a row per command")
+    parser.add_argument("--machine", default="")
+    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
     given = parser.parse_args()
     names = [name for name in COMMANDS if name.startswith(tuple(given.commands))]
     with tempfile.TemporaryDirectory() as temporary:
@@ -91,10 +136,18 @@ def main() -> int:
             run([*SOLVE, "--trace", TRACE], folder)
         if RUN in used:
             run(EVAL, folder)
+        turns = [[name for name in names if name.startswith("interface")]]
+        turns += [[name] for name in names if name not in turns[0]]
         rows = []
-        for name in names:
-            rows.append(measure(name, given.n, folder))
-            print(json.dumps(rows[-1]), flush=True)
+        for group in filter(None, turns):
+            for found in measure(group, given.n, folder):
+                rows.append(found)
+                print(json.dumps(found), flush=True)
+                if given.csv is not None:
+                    with given.csv.open("a", newline="") as file:
+                        csv.DictWriter(
+                            file, line := as_row(found, given), lineterminator="\n"
+                        ).writerow(line)
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
