@@ -46,10 +46,6 @@ from arbor.engine import forward_pass, rehydration, residency
 from arbor.measure.timing import turned
 
 PHASES = ("prefill", "decode", "verify", "rehydrate", "fetch", "policy")
-MORE: dict[str, Any] = {
-    **SEARCHES,
-    "dpts": {"controller": {"name": "dpts", "max_visited": 60}},
-}
 HOST = "1000000tok"
 
 Arm = tuple[float, bool]  # the part of the peak that is kept, and whether the host holds the rest
@@ -98,7 +94,7 @@ def measure(args: argparse.Namespace, name: str, phases: Phases) -> list[dict[st
                     threads=1,
                     host=HOST if host else None,
                     listeners=(blocks.hear,),
-                    **MORE[name],
+                    **SEARCHES[name],
                 )
             )
             for host in lower
@@ -226,7 +222,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=30)
     parser.add_argument("--policy", default="reentry")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
-    parser.add_argument("--searches", nargs="+", choices=MORE, default=tuple(MORE))
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
     parser.add_argument("--host", action="store_true", help="also with host memory below")
     parser.add_argument("--machine", default="")
     parser.add_argument("--conditions", default="", help="what else ran, for the CSV")

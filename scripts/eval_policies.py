@@ -50,6 +50,8 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
     "tot-dfs": {"controller": {"name": "tot", "strategy": "dfs", "width": 5, "max_visited": 40}},
     "beam": {"controller": {"name": "beam", "beam_size": 5, "width": 4, "stop_value": None}},
+    "dpts": {"controller": {"name": "dpts", "max_visited": 60}},
+    "mcts": {"controller": {"name": "mcts"}},
 }
 GREEDY: dict[str, Any] = {
     "controller": "chain",

@@ -29,11 +29,12 @@ QUICK: dict[str, tuple[str, ...]] = {
 SLOW: dict[str, tuple[str, ...]] = {
     "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
     "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
+    "bench_fetch": ("--models sapling --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
     "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),
     "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
     "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
-    "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --json FOLDER/out.json",),
+    "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --host --csv FOLDER/out.csv",),
     "bench_concurrency": (
         "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
     ),
