@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arbor.engine.fetching import Fetching
 from arbor.engine.forest_state import ForestState
-from arbor.engine.mode import Holes, Rules
-from arbor.engine.nvtx import nvtx_range
+from arbor.engine.mode import Rules
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
 from arbor.engine.residency import Residency
 from arbor.events import Rehydrated
 from arbor.forest import by_tree
-from arbor.model.fetch_costs import FetchCosts, Run
+from arbor.model.fetch_costs import FetchCosts
 from arbor.model.plan import Segment
-from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier, paths_of
-
-Offsets = NDArray[np.int64]
-
-_NOTHING = np.empty(0, np.int64)
+from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
 
 # runs a segment of a prompt in a forward of its own; logits [n, V] where it asks for them
 RunPiece = Callable[[Node, Segment], Tensor]
@@ -78,11 +74,11 @@ class Rehydration:
         self._logits = state.logits
         self._rules = rules
         self._layers = layers
-        self._costs = costs
         self._run_piece = run_piece
         # tokens that were reported to be on the device, and are not computed yet
         self._announced: dict[Node, int] = {}
         self._sharing = PrefixSharing(state)
+        self._fetching = Fetching(state, self._sharing, costs)
 
     def place(
         self,
@@ -120,14 +116,7 @@ class Rehydration:
         self._sharing.reuse(path)
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
-        stored = self._stored(path, holes, wanted, most)
-        if self._costs is not None and stored:
-            stored = self._worth_fetching(stored, holes, reserve)
-        lent = self._lent(path, holes, wanted, most)
-        for each in lent:
-            own = stored.get(each.leader.row, _NOTHING)
-            stored[each.leader.row] = np.union1d(own, each.offsets)
-        self._memory.lower.spare(self._at(stored))
+        fetch = self._fetching.plan(path, holes, wanted, reserve, most)
         later = set() if most is None else self._put_off(path, holes, most)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
@@ -142,9 +131,11 @@ class Rehydration:
             row = follower.node.row
             followers.setdefault(row, []).append(follower)
             holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
-        needed = sum(len(offsets) for offsets in (*absent.values(), *stored.values())) + reserve
+        needed = sum(len(offsets) for offsets in absent.values()) + fetch.tokens + reserve
         self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
-        self._fetch(stored, lent, absent, holes)
+        for row, lost in self._fetching.carry_out(fetch).items():
+            for missing in (absent, holes) if row in holes else ():
+                missing[row] = np.union1d(missing[row], lost)
         placed = Placed()
         again: list[tuple[Node, int]] = []
         repeated: dict[ThoughtTree, int] = {}
@@ -207,116 +198,6 @@ class Rehydration:
             if node.row not in later and (len(holes[node.row]) or node.row in followers)
         ]
         return placed
-
-    def _stored(
-        self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
-    ) -> Holes:
-        """Take out of the holes what lower tiers hold.
-
-        Args:
-            path: blocks in order.
-            holes: offsets of the tokens that are missing, by row.
-            wanted: rows of the blocks whose last token runs in any case, for its logits.
-            most: tokens that this forward computes; what comes after more than these is left.
-
-        Returns:
-            offsets of the tokens that can be fetched, by row.
-        """
-        stored: Holes = {}
-        for node, hole in self._fetchable(path, holes, wanted, most):
-            here = hole[node.span.record[hole] != NO_RECORD]
-            if len(here):
-                stored[node.row] = here
-                holes[node.row] = np.setdiff1d(holes[node.row], here, assume_unique=True)
-        return stored
-
-    def _lent(
-        self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
-    ) -> list[Follower]:
-        """Take out of the holes what lower tiers hold as equal tokens of other blocks. Arguments as
-        for `_stored`."""
-        lent: list[Follower] = []
-        for node, hole in self._fetchable(path, holes, wanted, most):
-            for each in self._sharing.stored(node, hole):
-                lent.append(each)
-                rest = np.setdiff1d(holes[node.row], each.offsets, assume_unique=True)
-                holes[node.row] = rest
-        return lent
-
-    def _fetchable(
-        self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
-    ) -> Iterator[tuple[Node, Offsets]]:
-        """Blocks with holes, and which tokens of them need not be computed in this forward."""
-        if not self._memory.lower:
-            return
-        for node in path:
-            hole = holes[node.row]
-            if node.row in wanted and len(hole) and hole[-1] == len(node.tokens) - 1:
-                hole = hole[:-1]
-            if len(hole):
-                yield node, hole
-            if most is not None and (most := most - len(holes[node.row])) < 0:
-                return
-
-    def _worth_fetching(self, stored: Holes, holes: Holes, rows: int) -> Holes:
-        """What of it is fetched, by the measured costs; the rest becomes part of the holes again.
-
-        Args:
-            stored: offsets of the tokens that can be fetched, by row.
-            holes: offsets of the tokens to compute, by row.
-            rows: others that the forward computes.
-        """
-        assert self._costs is not None
-        places: list[tuple[int, Offsets]] = []
-        runs: list[Run] = []
-        for row, offsets in stored.items():
-            node = self._state.forest[row]
-            tier = node.span.tier[offsets]
-            cuts = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(tier) != 0)) + 1
-            for part in np.split(offsets, cuts):
-                first = int(part[0])
-                name = Tier(int(node.span.tier[first])).name.lower()
-                places.append((row, part))
-                runs.append(Run(len(part), node.start + first, name))
-        rows += sum(len(offsets) for offsets in holes.values())
-        worth: Holes = {}
-        for (row, part), fetched in zip(places, self._costs.fetched(runs, rows), strict=True):
-            into = worth if fetched else holes
-            into[row] = np.union1d(into.get(row, _NOTHING), part)
-        return worth
-
-    def _fetch(self, stored: Holes, lent: Sequence[Follower], absent: Holes, holes: Holes) -> None:
-        """Bring back what lower tiers hold, and report it; what they have lost is computed."""
-        memory, forest = self._memory, self._state.forest
-        if not stored:
-            return
-        memory.lower.spare(_NOTHING)
-        tokens = {forest[row]: offsets for row, offsets in stored.items()}
-        with nvtx_range("fetch"):
-            back = memory.fetch(tokens)
-        self._state.changed(tokens)
-        for tree, nodes in by_tree(back).items():
-            opened = self._state.trees[tree]
-            counts = tuple(sorted((node.id, back[node]) for node in nodes))
-            opened.emit(Rehydrated(counts, mode="fetch", kv=opened.kv))
-        lost = {
-            node: offsets[node.span.slot[offsets] == NO_SLOT]
-            for node, offsets in tokens.items()
-            if node.row in holes
-        }
-        for each in lent:
-            lacking = np.union1d(lost.get(each.node, _NOTHING), self._sharing.take(each))
-            lost[each.node] = lacking
-        for node, offsets in lost.items():
-            for hole in (absent, holes):
-                hole[node.row] = np.union1d(hole[node.row], offsets)
-        self._state.report_discarded()
-
-    def _at(self, tokens: Holes) -> NDArray[np.int64]:
-        """Places in the spans of tokens given by row and offset."""
-        begins = [self._state.forest[row].span.begin for row in tokens]
-        each = [begin + offsets for begin, offsets in zip(begins, tokens.values(), strict=True)]
-        return np.concatenate([_NOTHING, *each])
 
     def _put_off(
         self, path: Sequence[Node], holes: dict[int, NDArray[np.int64]], most: int

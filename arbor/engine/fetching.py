@@ -1,0 +1,190 @@
+"""Fetching: copies back what lower tiers hold of running paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.engine.forest_state import ForestState
+from arbor.engine.mode import Holes
+from arbor.engine.nvtx import nvtx_range
+from arbor.engine.prefix_sharing import Follower, PrefixSharing
+from arbor.events import Rehydrated
+from arbor.forest import by_tree
+from arbor.model.fetch_costs import FetchCosts, Run
+from arbor.tree import NO_RECORD, NO_SLOT, Node, Tier
+
+Offsets = NDArray[np.int64]
+
+_NOTHING = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What one step copies back.
+
+    Attributes:
+        stored: offsets of the tokens, by the row of the block that has the records.
+        lent: those of them that are for other blocks with the same tokens.
+    """
+
+    stored: Holes
+    lent: Sequence[Follower]
+
+    @property
+    def tokens(self) -> int:
+        """Slots that it needs."""
+        return sum(map(len, self.stored.values()))
+
+
+class Fetching:
+    """Copies back what lower tiers hold of running paths, where that is worth it.
+
+    It is planned before room is made, so that its records stay meanwhile, and carried out after.
+
+    Args:
+        state: of the open trees.
+        sharing: finds equal tokens of other blocks.
+        costs: of copying and of computing; None: all that can be copied is.
+    """
+
+    def __init__(
+        self, state: ForestState, sharing: PrefixSharing, costs: FetchCosts | None
+    ) -> None:
+        self._state = state
+        self._memory = state.memory
+        self._sharing = sharing
+        self._costs = costs
+
+    def plan(
+        self,
+        path: Sequence[Node],
+        holes: Holes,
+        wanted: set[int],
+        rows: int,
+        most: int | None,
+    ) -> Fetch:
+        """Take out of the holes of paths what is copied back.
+
+        Args:
+            path: the blocks of the paths, in order.
+            holes: offsets of the missing tokens of each, by row; those that are copied are removed.
+            wanted: rows of the blocks whose last token runs in any case, for its logits.
+            rows: others that the forward computes.
+            most: tokens that the forward computes; what comes after more than these is left.
+        """
+        stored = self._stored(path, holes, wanted, most)
+        if self._costs is not None and stored:
+            stored = self._worth_it(self._costs, stored, holes, rows)
+        lent = self._lent(path, holes, wanted, most)
+        for each in lent:
+            own = stored.get(each.leader.row, _NOTHING)
+            stored[each.leader.row] = np.union1d(own, each.offsets)
+        self._memory.lower.spare(self._at(stored))
+        return Fetch(stored, lent)
+
+    def carry_out(self, fetch: Fetch) -> Holes:
+        """Copy back what was planned, and report it; room has been made.
+
+        Returns:
+            offsets of the tokens that the tiers had lost, by row, also of blocks that only lend; on
+            the paths they are computed.
+        """
+        if not fetch.stored:
+            return {}
+        memory, forest = self._memory, self._state.forest
+        memory.lower.spare(_NOTHING)
+        tokens = {forest[row]: offsets for row, offsets in fetch.stored.items()}
+        with nvtx_range("fetch"):
+            back = memory.fetch(tokens)
+        self._state.changed(tokens)
+        for tree, nodes in by_tree(back).items():
+            opened = self._state.trees[tree]
+            counts = tuple(sorted((node.id, back[node]) for node in nodes))
+            opened.emit(Rehydrated(counts, mode="fetch", kv=opened.kv))
+        lost = {
+            node.row: offsets[node.span.slot[offsets] == NO_SLOT]
+            for node, offsets in tokens.items()
+        }
+        for each in fetch.lent:
+            row = each.node.row
+            lost[row] = np.union1d(lost.get(row, _NOTHING), self._sharing.take(each))
+        self._state.report_discarded()
+        return lost
+
+    def _stored(
+        self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
+    ) -> Holes:
+        """Take out of the holes what lower tiers hold; its offsets, by row. Arguments as for
+        `plan`."""
+        stored: Holes = {}
+        for node, hole in self._fetchable(path, holes, wanted, most):
+            here = hole[node.span.record[hole] != NO_RECORD]
+            if len(here):
+                stored[node.row] = here
+                holes[node.row] = np.setdiff1d(holes[node.row], here, assume_unique=True)
+        return stored
+
+    def _lent(
+        self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
+    ) -> list[Follower]:
+        """Take out of the holes what lower tiers hold as equal tokens of other blocks. Arguments as
+        for `plan`."""
+        lent: list[Follower] = []
+        for node, hole in self._fetchable(path, holes, wanted, most):
+            for each in self._sharing.stored(node, hole):
+                lent.append(each)
+                rest = np.setdiff1d(holes[node.row], each.offsets, assume_unique=True)
+                holes[node.row] = rest
+        return lent
+
+    def _fetchable(
+        self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
+    ) -> Iterator[tuple[Node, Offsets]]:
+        """Blocks with holes, and which tokens of them need not be computed in this forward."""
+        if not self._memory.lower:
+            return
+        for node in path:
+            hole = holes[node.row]
+            if node.row in wanted and len(hole) and hole[-1] == len(node.tokens) - 1:
+                hole = hole[:-1]
+            if len(hole):
+                yield node, hole
+            if most is not None and (most := most - len(holes[node.row])) < 0:
+                return
+
+    def _worth_it(self, costs: FetchCosts, stored: Holes, holes: Holes, rows: int) -> Holes:
+        """What of it is fetched, by the measured costs; the rest becomes part of the holes again.
+
+        Args:
+            costs: of both ways.
+            stored: offsets of the tokens that can be fetched, by row.
+            holes: offsets of the tokens to compute, by row.
+            rows: others that the forward computes.
+        """
+        places: list[tuple[int, Offsets]] = []
+        runs: list[Run] = []
+        for row, offsets in stored.items():
+            node = self._state.forest[row]
+            tier = node.span.tier[offsets]
+            cuts = np.flatnonzero((np.diff(offsets) != 1) | (np.diff(tier) != 0)) + 1
+            for part in np.split(offsets, cuts):
+                first = int(part[0])
+                name = Tier(int(node.span.tier[first])).name.lower()
+                places.append((row, part))
+                runs.append(Run(len(part), node.start + first, name))
+        rows += sum(len(offsets) for offsets in holes.values())
+        worth: Holes = {}
+        for (row, part), fetched in zip(places, costs.fetched(runs, rows), strict=True):
+            into = worth if fetched else holes
+            into[row] = np.union1d(into.get(row, _NOTHING), part)
+        return worth
+
+    def _at(self, tokens: Holes) -> NDArray[np.int64]:
+        """Places in the spans of tokens given by row and offset."""
+        begins = [self._state.forest[row].span.begin for row in tokens]
+        each = [begin + offsets for begin, offsets in zip(begins, tokens.values(), strict=True)]
+        return np.concatenate([_NOTHING, *each])
