@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.errors import UsageError
 from arbor.kernels.int8 import decode, encode, stored_width
+from arbor.kernels.native import native_library, without_native
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.memory.kv_format import Int8KV, PlainKV, kv_format
@@ -276,6 +278,18 @@ def test_what_does_not_work_is_refused_by_name(
     assert caught.value.code == "kv-dtype"
     assert message in caught.value.message
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_auto_selects_a_backend_that_reads_it(deterministic: bool) -> None:
+    names = {}
+    for native in (True, False):
+        with nullcontext() if native else without_native():
+            solver = Solver(kv_dtype="int8", deterministic=deterministic)
+            names[native] = solver.checkpoint.backend_name(solver.describe())
+
+    assert names[False] == ("rowwise" if deterministic else "torch")
+    assert names[True] == ("native" if native_library() is not None else names[False])
 
 
 def test_a_gpu_that_auto_found_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:

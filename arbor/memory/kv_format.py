@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from arbor.kernels.int8 import encode, stored_width
+from arbor.kernels.int8 import stored_width
+from arbor.kernels.native_int8 import store
 
 
 class KVFormat(Protocol):
@@ -88,7 +89,7 @@ class Int8KV:
 
     def store(self, pool: Tensor, slots: Tensor, x: Tensor) -> None:
         """See `KVFormat`."""
-        pool.index_copy_(0, slots, encode(x))
+        store(pool, slots, x)
 
 
 def kv_format(dtype: torch.dtype) -> KVFormat:

@@ -192,8 +192,6 @@ class Checkpoint:
             return self._weights.backend
         if self.kv_dtype == INT8:
             check_int8(self.backend, str(self.device))
-            if self.backend == "auto":
-                return "rowwise" if self.deterministic else "torch"
         native = runs_native(info, self.device)
         if self.deterministic:
             if self.backend == NATIVE and not native:
