@@ -53,11 +53,13 @@ class DecodedPlan:
     Attributes:
         rows: of the batch, T.
         shape: of the layers.
+        whole: the only piece is the layout itself.
         pieces: every row reads each of its keys in exactly one.
     """
 
     rows: int
     shape: AttentionShape
+    whole: bool
     pieces: list[Piece] = field(default_factory=list)
 
 
@@ -65,8 +67,8 @@ class DecodedCascade:
     """Attention over 8-bit KV: each piece is copied, decoded, and attended to by another backend.
 
     A batch that reads few keys is one piece, with all of its levels. Otherwise pieces are merged by
-    their log-sum-exp, so that what is decoded at once keeps to a limit whatever the context; only
-    a window longer than the limit is cut as well. Sums are in at least float32.
+    their log-sum-exp, so that what is decoded at once keeps to the limit whatever the context. Sums
+    are in at least float32.
 
     Args:
         inner: a backend for float32 and float64, whose `run` gives 0 and -inf to rows without keys.
@@ -81,23 +83,27 @@ class DecodedCascade:
         """The pieces of a layout, with their plans."""
         width = shape.num_kv_heads * (shape.head_dim_qk + shape.head_dim_vo)
         most = max(1, self._bytes // (4 * width))
-        plan = DecodedPlan(layout.rows, shape)
-        if sum(len(level.kv_indices) for level in layout.levels) <= most:
-            levels, first = [], 0
-            for level in layout.levels:
-                end = first + len(level.kv_indices)
-                own = torch.arange(first, end, dtype=torch.int32)
-                levels.append(replace(level, kv_indices=own))
-                first = end
-            slots = torch.cat([level.kv_indices for level in layout.levels])
-            whole = replace(layout, levels=tuple(levels))
-            inner = self._inner.plan(whole, shape)
-            plan.pieces.append(Piece(0, layout.rows, slots.long(), inner))
+        whole = sum(len(level.kv_indices) for level in layout.levels) <= most
+        plan = DecodedPlan(layout.rows, shape, whole)
+        if whole:
+            plan.pieces.append(self._whole(layout, shape))
             return plan
         for level in layout.levels:
             for reads in _joined(_bounded(level, shape.window, most), most):
                 plan.pieces.append(self._piece(reads, shape))
         return plan
+
+    def _whole(self, layout: CascadeLayout, shape: AttentionShape) -> Piece:
+        """A layout as one piece, with its levels."""
+        levels, first = [], 0
+        for level in layout.levels:
+            end = first + len(level.kv_indices)
+            own = torch.arange(first, end, dtype=torch.int32)
+            levels.append(replace(level, kv_indices=own))
+            first = end
+        slots = torch.cat([level.kv_indices for level in layout.levels]).long()
+        inner = self._inner.plan(replace(layout, levels=tuple(levels)), shape)
+        return Piece(0, layout.rows, slots, inner)
 
     def _piece(self, reads: Reads, shape: AttentionShape) -> Piece:
         rows = torch.tensor(reads.rows, dtype=torch.int32) - reads.rows[0]
@@ -121,15 +127,15 @@ class DecodedCascade:
         shape = plan.shape
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
         out = wide.new_zeros(plan.rows, shape.num_qo_heads, shape.head_dim_vo)
-        lse = q.new_full((plan.rows, shape.num_qo_heads), -torch.inf, dtype=torch.float32)
+        lse = wide.new_full((plan.rows, shape.num_qo_heads), -torch.inf, dtype=torch.float32)
         for piece in plan.pieces:
             rows, slots = slice(piece.first_row, piece.end_row), piece.slots.to(k_pool.device)
             keys = read_slots(k_pool, slots, shape.head_dim_qk).to(wide.dtype)
             values = read_slots(v_pool, slots, shape.head_dim_vo).to(wide.dtype)
             part, part_lse = self._inner.run(piece.plan, wide[rows], keys, values)
-            if len(plan.pieces) == 1:
+            if plan.whole:  # which may have rows without keys
                 out, lse = part, part_lse
-                break
+                continue
             weight = torch.sigmoid(part_lse - lse[rows]).unsqueeze(-1)
             out[rows].lerp_(part, weight.to(out.dtype))
             lse[rows] = torch.logaddexp(lse[rows], part_lse)

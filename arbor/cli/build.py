@@ -15,7 +15,7 @@ from arbor.cli.signals import ending_at_once
 from arbor.controllers.base import Controller
 from arbor.errors import InputError, UsageError
 from arbor.model.loading import locate_model
-from arbor.model.names import check_device, check_dtype, check_kv_dtype
+from arbor.model.names import check_device, check_dtype
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
@@ -142,7 +142,6 @@ def check_options(options: SolverOptions) -> None:
         _check_name("backend", options.backend, ("auto", FLASHINFER))
     check_device(options.device)
     check_dtype(options.dtype)
-    check_kv_dtype(options.kv_dtype)
     check_sharing(options.share, options.mode, options.rehydrate)
     check_fetch(options.fetch)
     resolve_tiers(

@@ -17,7 +17,7 @@ class KVFormat(Protocol):
 
     Attributes:
         dtype: of the pool's tensors.
-        blank: fills slots whose readers shall get NaN.
+        blank: value of freed slots in debug mode, which reads as NaN.
     """
 
     @property
