@@ -112,6 +112,7 @@ class Plan:
         expected_tokens: slots full retention is expected to hold at its peak; None: not measured.
         searches: number of measured searches behind `expected_tokens`; 0 where it was given.
         host_tokens, disk_tokens: tokens that these tiers may hold of what has left the device.
+        kv_dtype: of the KV, as in `Solver`.
     """
 
     budget_tokens: int
@@ -127,6 +128,7 @@ class Plan:
     searches: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
+    kv_dtype: str = "auto"
 
     @property
     def reference_tokens(self) -> int:
@@ -167,8 +169,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived numbers, JSON-able; the expectation and the lower tiers only where
-        there are some."""
-        optional = ("expected_tokens", "searches", "host_tokens", "disk_tokens")
+        there are some, the dtype of the KV only where it is not the model's."""
+        optional = ("expected_tokens", "searches", "host_tokens", "disk_tokens", "kv_dtype")
         numbers = {
             **{name: value for name, value in asdict(self).items() if name not in optional},
             "ratio": self.ratio,
@@ -183,7 +185,8 @@ class Plan:
                 "searches": self.searches,
             }
         lower = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
-        return numbers | {name: tokens for name, tokens in lower.items() if tokens}
+        numbers |= {name: tokens for name, tokens in lower.items() if tokens}
+        return numbers if self.kv_dtype == "auto" else numbers | {"kv_dtype": self.kv_dtype}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node
 
 
 # budget_tokens, full_tokens, smallest_tokens, bytes_per_token; expected_tokens where the budget is
-# a part of it; host_tokens and disk_tokens where there are such tiers; numbers derived from them
+# a part of it; host_tokens and disk_tokens where there are such tiers; kv_dtype where it is not the
+# model's; numbers derived from them
 Slots = Annotated[
     dict[str, Any],
     Integers(

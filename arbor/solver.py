@@ -148,6 +148,9 @@ class Solver:
             ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
+        kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
+            up to nearly four times the tokens in the same bytes (CPU only; docs/kv-dtype.md).
+            ``auto`` is the model's dtype.
         backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
             (CUDA), ``rowwise``, ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is the
             native kernels on a CPU and FlashInfer on CUDA, where they are installed and compute
@@ -201,6 +204,7 @@ class Solver:
         step_format: str | Mapping[str, Any] | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        kv_dtype: str = "auto",
         backend: str = "auto",
         threads: int | None = None,
         seed: int = 0,
@@ -244,6 +248,7 @@ class Solver:
             backend=backend,
             deterministic=deterministic,
             cuda_graphs=cuda_graphs,
+            kv_dtype=kv_dtype,
         )
         placement = Placement(device, backend, deterministic, debug)
         self.verifier_models: dict[Verifier, VerifierModel] = {
@@ -360,7 +365,7 @@ class Solver:
                 with self._computing():
                     runner = self.checkpoint.load().runner
                     companions = [model.load() for model in self.verifier_models.values()]
-                kv_bytes = bytes_per_token(runner.layer_kv, runner.dtype)
+                kv_bytes = bytes_per_token(runner.layer_kv, runner.kv_dtype)
                 room = LowerRoom(*self.lower.tokens(kv_bytes), self.lower.disk_dir)
                 self._engine = Engine(
                     runner,

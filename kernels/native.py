@@ -17,7 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
-LAYOUT_VERSION = 1  # as in native.h
+LAYOUT_VERSION = 2  # as in native.h
 # Instruction sets of the kernels, from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 VARIABLE = "ARBOR_NATIVE"
@@ -27,6 +27,7 @@ FILE = Path(
 
 # `Number` of native.h, by torch's names of dtypes.
 NUMBERS = {"float32": 0, "bfloat16": 1}
+INT8 = 2  # of pools with 8-bit KV
 
 
 # Head dimensions are multiples of the widest vector.
@@ -69,6 +70,7 @@ class AttentionJob(Structure):
         ("dim_vo", c_int32),
         ("window", c_int32),
         ("number", c_int32),
+        ("kv_number", c_int32),
         ("scaling", c_float),
         ("softcap", c_float),
         ("q", c_void_p),
@@ -85,6 +87,24 @@ class AttentionJob(Structure):
         ("lse", c_void_p),
         ("mass", c_void_p),
         ("counted", c_void_p),
+    )
+
+
+class StoreJob(Structure):
+    """`StoreJob` of native.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("pool", c_void_p),
+        ("slots", c_void_p),
+        ("x_row", c_int64),
+        ("x_head", c_int64),
+        ("pool_slot", c_int64),
+        ("pool_head", c_int64),
+        ("rows", c_int32),
+        ("heads", c_int32),
+        ("dim", c_int32),
+        ("number", c_int32),
     )
 
 
@@ -150,9 +170,10 @@ class Library:
         self.linear = loaded.arbor_native_linear
         self.norm = loaded.arbor_native_norm
         self.gated = loaded.arbor_native_gated
+        self.store = loaded.arbor_native_store
         for call in (self.attention, self.linear):
             call.argtypes, call.restype = (c_void_p, c_int32), None
-        for call in (self.norm, self.gated):
+        for call in (self.norm, self.gated, self.store):
             call.argtypes, call.restype = (c_void_p,), None
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -190,9 +211,9 @@ def without_native() -> Iterator[None]:
 def _layout() -> int:
     """The library's own number for these structures."""
     layout = 0
-    for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob):
-        layout = layout * 1024 + ctypes.sizeof(each)
-    return LAYOUT_VERSION << 50 | layout
+    for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob):
+        layout = layout * 512 + ctypes.sizeof(each)
+    return LAYOUT_VERSION << 54 | layout
 
 
 @functools.cache

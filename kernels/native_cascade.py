@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout
-from .native import NUMBERS, AttentionJob, LevelStruct, head_dim_fits, native_library
+from .int8 import is_stored
+from .native import INT8, NUMBERS, AttentionJob, LevelStruct, head_dim_fits, native_library
 from .torch_cascade import CascadePlan, TorchCascade
 
 DTYPES = {getattr(torch, name): number for name, number in NUMBERS.items()}
@@ -46,7 +47,7 @@ class NativeCascade:
     lie in or the number of threads; `deterministic=True` needs no more than that.
 
     float32 and bfloat16 with head dimensions that are multiples of 16, up to 256; the torch backend
-    computes everything else.
+    computes everything else. 8-bit KV is decoded a tile at a time, in the caches.
 
     Raises:
         RuntimeError: the library is absent.
@@ -195,6 +196,7 @@ class NativeCascade:
         if job is None or number is None or not q.is_cpu:
             return None
         job.number, job.mass, job.counted = number, None, None
+        job.kv_number = INT8 if is_stored(k_pool) else number
         job.q, job.k = q.data_ptr(), k_pool.data_ptr()
         job.q_row, job.q_head, _ = q.stride()
         job.k_slot, job.k_head, _ = k_pool.stride()

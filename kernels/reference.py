@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
+from .int8 import decode, is_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class ReferenceAttention:
                 continue
             for head in range(shape.num_qo_heads):
                 logits = _logits(shape, q[row, head], k_pool, slots.to(q.device), head)
-                values = v_pool[slots.to(q.device), head // shape.group].to(work)
+                stored = v_pool[slots.to(q.device), head // shape.group]
+                values = _numbers(stored, shape.head_dim_vo).to(work)
                 out[row, head] = torch.softmax(logits, 0) @ values
                 lse[row, head] = torch.logsumexp(logits, 0)
         if sinks is not None:
@@ -114,10 +116,16 @@ def _work_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
+def _numbers(stored: Tensor, dim: int) -> Tensor:
+    """Numbers [n, dim] of a head, decoded if they are 8-bit KV."""
+    return decode(stored, dim) if is_stored(stored) else stored
+
+
 def _logits(shape: AttentionShape, q: Tensor, k_pool: Tensor, slots: Tensor, head: int) -> Tensor:
     """Scaled, capped logits [n] of one query [D_k] over the keys in `slots`."""
     work = _work_dtype(q)
-    logits = k_pool[slots, head // shape.group].to(work) @ q.to(work) * shape.scaling
+    keys = _numbers(k_pool[slots, head // shape.group], shape.head_dim_qk).to(work)
+    logits = keys @ q.to(work) * shape.scaling
     if shape.softcap is not None:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
     return logits

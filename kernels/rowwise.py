@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
+from .int8 import is_stored, read_slots
 from .invariant import plain
 from .logits import attention_logits, matmul_float32
 
@@ -81,9 +82,9 @@ class RowwiseAttention:
         lse = q.new_empty(q.shape[0], shape.num_qo_heads, dtype=torch.float32)
         with plain(q.device):
             for row, keys in enumerate(plan.keys):
-                k = k_pool.index_select(0, keys.to(k_pool.device)).transpose(0, 1)  # [H_kv, n, D_k]
-                v = v_pool.index_select(0, keys.to(v_pool.device)).transpose(0, 1)  # [H_kv, n, D_v]
-                queries = q[row].clone(memory_format=torch.contiguous_format)
+                k = _read(k_pool, keys, shape.head_dim_qk, q.dtype)
+                v = _read(v_pool, keys, shape.head_dim_vo, q.dtype)
+                queries = q[row].to(k.dtype).clone(memory_format=torch.contiguous_format)
                 logits = attention_logits(queries.view(heads, group, -1), k, shape)
                 total = torch.logsumexp(logits, dim=-1, keepdim=True)
                 weights = torch.exp(logits - total)
@@ -104,10 +105,17 @@ class RowwiseAttention:
         mass = torch.zeros(k_pool.shape[0], dtype=torch.float32, device=k_pool.device)
         for row, keys in enumerate(plan.keys):
             keys = keys.to(k_pool.device)
-            k = k_pool.index_select(0, keys).transpose(0, 1)
-            grouped = q[row].reshape(shape.num_kv_heads, shape.group, -1)
+            k = _read(k_pool, keys, shape.head_dim_qk, q.dtype)
+            grouped = q[row].to(k.dtype).reshape(shape.num_kv_heads, shape.group, -1)
             logits = attention_logits(grouped, k, shape)
             weights = torch.exp(logits.float() - lse[row].reshape(shape.num_kv_heads, -1, 1))
             chosen = weights if heads is None else weights.index_select(0, heads)
             mass.index_add_(0, keys, chosen.sum(dim=(0, 1)))
         return mass
+
+
+def _read(pool: Tensor, keys: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """K or V of a row [H_kv, n, dim] in the queries' dtype; of 8-bit KV in at least float32."""
+    rows = read_slots(pool, keys.to(pool.device), dim)
+    work = torch.promote_types(dtype, torch.float32) if is_stored(pool) else dtype
+    return rows.to(work).transpose(0, 1)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .base import AttentionShape, CascadeLayout, apply_sinks
+from .decoded_cascade import DecodedCascade, DecodedPlan
+from .int8 import is_stored
 from .logits import attention_logits, matmul_float32
 from .mass_kernel import MassKernel
 from .mass_work import MassWork, mass_work
@@ -44,6 +46,7 @@ class CascadePlan:
         buffers: gathered keys and values by (task, 0 or 1); a fresh block per layer would cost more
             in page faults than the copy itself.
         mass_work: of the mass kernel, once it has run.
+        decoded: the pieces in which 8-bit KV is decoded, once it has been read.
     """
 
     shape: AttentionShape
@@ -57,6 +60,7 @@ class CascadePlan:
     lengths: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     mass_work: MassWork | None = None
+    decoded: DecodedPlan | None = None
 
     @property
     def rows(self) -> int:
@@ -72,6 +76,8 @@ class TorchCascade:
 
     Equal to `ReferenceAttention` up to rounding: the softmax and all merging are in float32
     (float64 for float64 inputs), products of float16 and bfloat16 are summed in float32.
+
+    8-bit KV is decoded in pieces of bounded size (`DecodedCascade`).
 
     Args:
         fused: run the fused CPU kernel where it computes the shape; False = matmuls everywhere, as
@@ -101,6 +107,7 @@ class TorchCascade:
         self._may_fuse = fused
         self._logit_bytes = logit_bytes
         self._mass_kernel = MassKernel()
+        self._decoding = DecodedCascade(self)
         self._foreign: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def plan(self, layout: CascadeLayout, shape: AttentionShape) -> CascadePlan:
@@ -122,6 +129,8 @@ class TorchCascade:
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `AttentionBackend.run`. A row without keys gives 0 and -inf."""
+        if is_stored(k_pool):
+            return self._decoding.run(self._decoded(plan), q, k_pool, v_pool, sinks)
         shape = plan.shape
         work = torch.promote_types(q.dtype, torch.float32)
         group, kv_heads = shape.group, shape.num_kv_heads
@@ -165,6 +174,8 @@ class TorchCascade:
         On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, in float32 and
         float64, and where torch is asked for deterministic algorithms.
         """
+        if is_stored(k_pool):
+            return self._decoding.mass(self._decoded(plan), q, k_pool, lse, heads)
         if self._mass_kernel.runs(q):
             if plan.mass_work is None:
                 plan.mass_work = mass_work(plan.layout, plan.shape, q.device)
@@ -199,6 +210,11 @@ class TorchCascade:
                     slots = self._key_slots(plan, number, piece, q.device)
                     mass.index_add_(0, slots, received.view(-1))
         return mass.float()
+
+    def _decoded(self, plan: CascadePlan) -> DecodedPlan:
+        if plan.decoded is None:
+            plan.decoded = self._decoding.plan(plan.layout, plan.shape)
+        return plan.decoded
 
     def _fused(
         self, plan: CascadePlan, number: int, folded: Tensor, k_pool: Tensor, v_pool: Tensor

@@ -54,7 +54,7 @@ from random_llama import SIZES, prefix, random_llama
 
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.torch_cascade import TorchCascade
-from arbor.memory.pool import KVPool
+from arbor.memory.pool import KVPool, bytes_per_token
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 
@@ -263,7 +263,7 @@ def break_even(rows: Sequence[Row], arm: str, branches: int) -> float:
 def measured(bench: Bench, shapes: Sequence[Shape], rounds: int, arms: Sequence[str]) -> list[Row]:
     """A row for each setting and arm."""
     rows: list[Row] = []
-    width = sum(layer.numbers for layer in bench.runner.layer_kv) * bench.runner.dtype.itemsize
+    width = bytes_per_token(bench.runner.layer_kv, bench.runner.dtype)
     for shape in shapes:
         tokens = {arm: bench.run(arm, shape) for arm in arms}  # warm up
         taken: dict[str, list[float]] = {arm: [] for arm in arms}

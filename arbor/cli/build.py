@@ -88,6 +88,7 @@ def build_solver(
         step_format=options.step_format,
         max_expansions=options.max_expansions,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         device=options.device,
         backend=options.backend,
         threads=options.threads,

@@ -118,6 +118,7 @@ class GenerateOptions:
     revision: str | None
     trust_remote_code: bool
     dtype: str
+    kv_dtype: str
     device: str
     backend: str
     cuda_graphs: bool
@@ -148,6 +149,7 @@ def generate(output: Output, /, **values: Any) -> int:
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
         dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
         device=options.device,
         backend=options.backend,
         threads=options.threads,

@@ -66,6 +66,7 @@ class SolverOptions:
     share: Literal["exact", "prompts", "off", "similar", "audit"] = "exact"
     share_threshold: float = 0.82
     kv_probe: str = "kept"
+    kv_dtype: str = "auto"
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

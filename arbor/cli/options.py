@@ -13,6 +13,7 @@ from arbor.cli.command import GENERAL, Integer, Number, option, option_group
 from arbor.cli.configure import take_defaults, take_preset
 from arbor.cli.output import LOG_LEVELS, LOG_SETTINGS, Output, configure_log
 from arbor.events import Detail
+from arbor.model.names import KV_DTYPES
 from arbor.run.presets import PRESETS
 
 EXIT_GATE = 7  # a check or a gate failed
@@ -291,6 +292,13 @@ loading_options = option_group(
         metavar="NAME",
         heading="Model",
         help="Data type; auto: that of the weights.",
+    ),
+    option(
+        "--kv-dtype",
+        type=click.Choice(KV_DTYPES),
+        default="auto",
+        heading="Model",
+        help="Data type of the KV; int8: 8 bits with scales, lossy, CPU only; auto: the model's.",
     ),
     option(
         "--device",

@@ -329,8 +329,13 @@ def budget_line(budget: str, plan: Plan) -> str:
     size = f"{human_bytes(plan.budget_bytes)} of {human_bytes(whole_bytes)}"
     return (
         f"budget {budget} keeps {plan.budget_tokens:,} of {whole:,}{of_expected} tokens ({size}{note})"
-        f" · smallest workable {plan.smallest_ratio:g}{_below(plan)}"
+        f" · smallest workable {plan.smallest_ratio:g}{_below(plan)}{_stored(plan)}"
     )
+
+
+def _stored(plan: Plan) -> str:
+    """The dtype of the KV, where it is not the model's."""
+    return "" if plan.kv_dtype == "auto" else f" · KV {plan.kv_dtype}, lossy"
 
 
 def _below(plan: Plan) -> str:
@@ -460,6 +465,9 @@ def print_plan(output: Output, plan: Plan) -> None:
     for name, tokens, note in rows:
         size = human_bytes(tokens * plan.bytes_per_token)
         output.print(f"{name:<18}{tokens:>10,} tokens {size:>9}  {note}".rstrip())
+    if plan.kv_dtype != "auto":
+        size = human_bytes(plan.bytes_per_token)
+        output.print(f"{'KV':<18}{plan.kv_dtype}, lossy: {size} per token, scales included")
     if plan.expected_tokens is None:
         output.print(f"{'expected peak':<18}not measured yet: a ratio is a part of the worst case")
     output.print(

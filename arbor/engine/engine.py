@@ -204,7 +204,7 @@ class Engine:
             self._memory = KVMemory(
                 self.runner.layer_kv,
                 slots,
-                self.runner.dtype,
+                self.runner.kv_dtype,
                 self.runner.device,
                 weight_bytes=self.runner.weight_bytes,
                 lower=self.lower,

@@ -225,7 +225,7 @@ class _NoModel:
 
     layer_kv = (LayerKV(1, 1, 1),)
     layer_count = 1
-    dtype = torch.float32
+    dtype = kv_dtype = torch.float32
     device = torch.device("cpu")
     weight_bytes = 0
 

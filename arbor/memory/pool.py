@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.kernels.hugepages import on_huge_pages
+from arbor.memory.kv_format import kv_format
 from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 
@@ -23,10 +24,10 @@ class LayerKV:
     head_dim_qk: int
     head_dim_vo: int
 
-    @property
-    def numbers(self) -> int:
-        """Numbers stored per token."""
-        return self.num_kv_heads * (self.head_dim_qk + self.head_dim_vo)
+    def numbers(self, dtype: torch.dtype) -> int:
+        """Numbers stored per token in a pool of this dtype."""
+        width = kv_format(dtype).width
+        return self.num_kv_heads * (width(self.head_dim_qk) + width(self.head_dim_vo))
 
 
 class KVPool:
@@ -34,12 +35,14 @@ class KVPool:
 
     k[l]: [slots + 1, H_kv, D_k], v[l]: [slots + 1, H_kv, D_v]; zero-initialised, in one
     allocation (on a CPU the system commits pages on first use, large ones where it has them).
+    In 8-bit KV a head is as wide as its codes and scales, see `arbor.kernels.int8`.
     Slot `trash` is the last one; no key list ever names it.
 
     Args:
         layers: what each layer stores per token.
         slots: without the trash slot.
-        dtype, device: of the tensors.
+        dtype: of the tensors: the model's, or int8 for 8-bit KV.
+        device: of the tensors.
         weight_bytes: of the model, which the error names; 0 = not known.
 
     Raises:
@@ -59,8 +62,10 @@ class KVPool:
         self.slots = slots
         self.dtype = dtype
         self.device = device
-        widths = [(layer.num_kv_heads, layer.head_dim_qk) for layer in layers]
-        widths += [(layer.num_kv_heads, layer.head_dim_vo) for layer in layers]
+        self._format = kv_format(dtype)
+        width = self._format.width
+        widths = [(layer.num_kv_heads, width(layer.head_dim_qk)) for layer in layers]
+        widths += [(layer.num_kv_heads, width(layer.head_dim_vo)) for layer in layers]
         sizes = [(slots + 1) * heads * width for heads, width in widths]
         store = self._allocate(sum(sizes), weight_bytes)
         if store.is_cpu:
@@ -99,14 +104,14 @@ class KVPool:
         Args:
             layer: layer index.
             slots: int64 [T]; several rows may name the trash slot.
-            k: [T, H_kv, D_k].
-            v: [T, H_kv, D_v].
+            k: [T, H_kv, D_k], in the model's dtype.
+            v: [T, H_kv, D_v], likewise.
         """
-        self.k[layer].index_copy_(0, slots, k)
-        self.v[layer].index_copy_(0, slots, v)
+        self._format.store(self.k[layer], slots, k)
+        self._format.store(self.v[layer], slots, v)
 
     def gather(self, slots: NDArray[np.int32]) -> Tensor:
-        """K and V of slots as one row per token: every layer's K, then every layer's V.
+        """K and V of slots as one row per token: every layer's K, then every layer's V, as stored.
 
         Args:
             slots: int32 [n].
@@ -134,17 +139,28 @@ class KVPool:
     @property
     def numbers(self) -> int:
         """Numbers one slot holds over all layers, K and V."""
-        return sum(layer.numbers for layer in self.layers)
+        return sum(layer.numbers(self.dtype) for layer in self.layers)
 
     def poison(self, slots: NDArray[np.int32]) -> None:
         """Overwrite freed slots with NaN, so that a reader that should not be there is seen (debug
         mode)."""
         index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
         for k, v in zip(self.k, self.v, strict=True):
-            k[index] = torch.nan
-            v[index] = torch.nan
+            k[index] = self._format.blank
+            v[index] = self._format.blank
 
 
 def bytes_per_token(layers: Sequence[LayerKV], dtype: torch.dtype) -> int:
-    """KV bytes of one token over all layers."""
-    return sum(layer.numbers for layer in layers) * dtype.itemsize
+    """KV bytes of one token over all layers, scales included.
+
+    Args:
+        layers: what each layer stores.
+        dtype: of the pool, see `KVPool`.
+
+    Example:
+        A layer of 8 heads of 128 channels, in half precision and in 8 bits:
+
+        >>> [bytes_per_token([LayerKV(8, 128, 128)], x) for x in (torch.bfloat16, torch.int8)]
+        [4096, 2176]
+    """
+    return sum(layer.numbers(dtype) for layer in layers) * dtype.itemsize

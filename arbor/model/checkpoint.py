@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ from arbor.model.description_cache import kept_description
 from arbor.model.files import Description, Files
 from arbor.model.loading import ModelLocation, locate_model, revision_error
 from arbor.model.model_info import ModelInfo
-from arbor.model.names import check_device
+from arbor.model.names import INT8, check_device, check_kv_dtype
 from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
     NATIVE,
     check_backend,
+    check_int8,
     device_of_model,
     dtype_name,
     resolve_backend,
@@ -38,8 +40,8 @@ class Checkpoint:
     Args:
         model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
         tokenizer: for a ready model.
-        revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs: see
-            `Solver`.
+        revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs, kv_dtype:
+            see `Solver`.
 
     Raises:
         UsageError: invalid settings; nothing was read.
@@ -58,7 +60,11 @@ class Checkpoint:
         backend: str,
         deterministic: bool,
         cuda_graphs: bool,
+        kv_dtype: str = "auto",
     ) -> None:
+        self.kv_dtype = check_kv_dtype(kv_dtype)
+        if self.kv_dtype == INT8:
+            check_int8(check_backend(backend), check_device(device))
         self._given = None if isinstance(model, str | os.PathLike) else model
         self._tokenizer = tokenizer
         self.dtype = dtype
@@ -111,7 +117,8 @@ class Checkpoint:
                 return known
             light = "torch" not in sys.modules and self._given is None and self._tokenizer is None
             if light:
-                self._description = kept_description(self.source, self.dtype)
+                kept = kept_description(self.source, self.dtype)
+                self._description = kept and replace(kept, info=self._with_kv(kept.info))
             return self._description or self._read(keep=light)
 
     def read_files(self) -> Files:
@@ -148,6 +155,7 @@ class Checkpoint:
                     required=self.backend == FLASHINFER,
                     deterministic=self.deterministic,
                     cuda_graphs=self.cuda_graphs,
+                    int8_kv=self.kv_dtype == INT8,
                 )
             return self._weights
 
@@ -162,8 +170,13 @@ class Checkpoint:
     def _read(self, keep: bool) -> Files:
         from arbor.model.weights import read_files
 
-        self._files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
+        files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
+        self._files = replace(files, info=self._with_kv(files.info))
         return self._files
+
+    def _with_kv(self, info: ModelInfo) -> ModelInfo:
+        """The sizes of the model with KV as it is kept here."""
+        return info.with_int8_kv() if self.kv_dtype == INT8 else info
 
     def backend_name(self, info: ModelInfo) -> str:
         """The attention backend; ``auto`` is FlashInfer on CUDA and native on a CPU, else torch.
@@ -172,10 +185,13 @@ class Checkpoint:
         CPU, ``invariant`` on CUDA. Once the weights are loaded, the one in use.
 
         Raises:
-            UsageError: the backend that was requested does not compute this model.
+            UsageError: the backend that was requested does not compute this model, or none reads
+                8-bit KV on this device.
         """
         if self._weights is not None:
             return self._weights.backend
+        if self.kv_dtype == INT8:
+            check_int8(self.backend, str(self.device))
         native = runs_native(info, self.device)
         if self.deterministic:
             if self.backend == NATIVE and not native:

@@ -91,6 +91,7 @@ def describe_attention(
         window=min(windows, default=None),
         dtype=str(chosen).removeprefix("torch."),
         kv_bytes_per_token=bytes_per_token(layers, chosen),
+        kv_bytes_int8=bytes_per_token(layers, torch.int8),
         parameters=parameters,
         context=context_limit(text),
         vocabulary=int(getattr(text, "vocab_size", 0) or 0),

@@ -36,7 +36,7 @@ def measure(runner: ModelRunner, room: LowerRoom) -> FetchCosts:
     limit = longest if isinstance(longest, int) else max(ROWS) + CONTEXT
     rows = [count for count in ROWS if count <= limit]
     context = max(0, min(CONTEXT, limit - rows[-1]))
-    pool = KVPool(runner.layer_kv, context + max(rows[-1], MANY), runner.dtype, runner.device)
+    pool = KVPool(runner.layer_kv, context + max(rows[-1], MANY), runner.kv_dtype, runner.device)
 
     def forward(plan: ForwardPlan) -> float:
         return _least(lambda: runner.forward(plan, pool), runner.device)

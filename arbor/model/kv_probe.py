@@ -47,7 +47,7 @@ def measure(runner: ModelRunner, *, buckets: int = BUCKETS) -> LevelRule:
     longest = getattr(runner.config, "max_position_embeddings", None)
     if isinstance(longest, int):
         buckets = max(1, min(buckets, longest // BUCKET))
-    pool = KVPool(runner.layer_kv, buckets * BUCKET + max(ROWS), runner.dtype, runner.device)
+    pool = KVPool(runner.layer_kv, buckets * BUCKET + max(ROWS), runner.kv_dtype, runner.device)
 
     def seconds(plan: ForwardPlan) -> float:
         _wait(runner.device)

@@ -60,6 +60,7 @@ def identity_of(runner: ModelRunner, model: str, backend: str) -> dict[str, Any]
         "weight_bytes": runner.weight_bytes,
         "kv": [[each.num_kv_heads, each.head_dim_qk, each.head_dim_vo] for each in runner.layer_kv],
         "dtype": str(runner.dtype),
+        "kv_dtype": str(runner.kv_dtype),
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor(),
         "host": platform.node(),
         "threads": torch.get_num_threads(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from arbor.model.names import INT8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,13 @@ class ModelInfo:
         num_qo_heads, num_kv_heads, head_dim: of the first layer, as probed; 0 if unsupported.
         head_dims: every size of a head, of keys or values, in any layer; increasing.
         window: the shortest sliding window of any layer, None if there is none.
-        dtype: of the weights and the KV.
+        dtype: of the weights, and of the KV unless `kv_dtype` says otherwise.
         kv_bytes_per_token: over all layers; 0 if unsupported.
+        kv_bytes_int8: bytes per token of 8-bit KV and its scales, likewise.
         parameters: number of weights.
         context: longest path that runs exactly, tokens.
         vocabulary: number of token ids.
+        kv_dtype: of the KV, as in `Solver`.
     """
 
     id: str
@@ -42,9 +46,15 @@ class ModelInfo:
     window: int | None
     dtype: str
     kv_bytes_per_token: int
+    kv_bytes_int8: int
     parameters: int
     context: int
     vocabulary: int
+    kv_dtype: str = "auto"
+
+    def with_int8_kv(self) -> ModelInfo:
+        """The same model with 8-bit KV."""
+        return replace(self, kv_bytes_per_token=self.kv_bytes_int8, kv_dtype=INT8)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-able."""

@@ -7,6 +7,8 @@ import re
 from arbor.errors import UsageError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+INT8 = "int8"  # K and V in 8 bits
+KV_DTYPES = ("auto", INT8)
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -31,3 +33,18 @@ def check_dtype(dtype: str) -> None:
         raise UsageError(
             "dtype", f"--dtype {dtype} is not supported.", f"Use auto, {', '.join(DTYPES)}."
         )
+
+
+def check_kv_dtype(kv_dtype: str) -> str:
+    """A dtype of the KV by name.
+
+    Raises:
+        UsageError: not one of `KV_DTYPES`.
+    """
+    if kv_dtype not in KV_DTYPES:
+        raise UsageError(
+            "kv-dtype",
+            f"--kv-dtype {kv_dtype} is not supported.",
+            f"Use {' or '.join(KV_DTYPES)}.",
+        )
+    return kv_dtype

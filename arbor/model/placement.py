@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from arbor import registry
 from arbor.errors import UsageError
 from arbor.kernels.native import NUMBERS, head_dim_fits, native_library, native_state
-from arbor.model.names import check_device
+from arbor.model.names import INT8, check_device
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FLASHINFER = "flashinfer"  # both the backend and its package
 INVARIANT = "invariant"
 NATIVE = "native"
+INT8_BACKENDS = ("native", "torch", "rowwise", "reference")  # those that read 8-bit KV
 
 
 def resolve_device(device: str) -> torch.device:
@@ -140,6 +141,30 @@ def _check_deterministic(backend: str, device: torch.device) -> None:
             "backend",
             f"--deterministic needs attention whose rows ignore each other; --backend {backend} does not have it.",
             f"Leave one of them out, or use --backend {'rowwise' if own == NATIVE else own}.",
+        )
+
+
+def check_int8(backend: str, device: str) -> None:
+    """Refuse 8-bit KV where nothing reads it.
+
+    Args:
+        backend: by name, or ``auto``.
+        device: by name.
+
+    Raises:
+        UsageError: names the value that works.
+    """
+    if device.startswith("cuda"):
+        raise UsageError(
+            "kv-dtype",
+            f"--kv-dtype {INT8} runs on a CPU only, and the device is {device}.",
+            "Use --device cpu, or leave --kv-dtype out.",
+        )
+    if backend not in ("auto", *INT8_BACKENDS):
+        raise UsageError(
+            "kv-dtype",
+            f"--kv-dtype {INT8}: --backend {backend} does not read 8-bit KV.",
+            f"Use --backend auto, {', '.join(INT8_BACKENDS[:-1])} or {INT8_BACKENDS[-1]}.",
         )
 
 

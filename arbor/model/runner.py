@@ -82,11 +82,14 @@ class ModelRunner:
         model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
         backend: runs the attention.
         recorder: captures decode steps; None, or a backend whose buffers move: no CUDA graphs.
+        kv_dtype: of pools: int8 for 8-bit KV, which the backend then has to read; None: the
+            model's.
         deterministic: element-wise functions and reductions do not depend on the batch; the
             attention and the linear layers bring that with them.
 
     Attributes:
         graphs: of decode steps; None without.
+        kv_dtype: of the pools of searches; `forward` itself takes the model's numbers as well.
 
     Raises:
         ModelError: a layer we cannot run exactly, by name.
@@ -99,6 +102,7 @@ class ModelRunner:
         recorder: Recorder | None = None,
         *,
         deterministic: bool = False,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model.eval()
         self.backend = backend
@@ -123,6 +127,7 @@ class ModelRunner:
             noted.remove()
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self.kv_dtype = kv_dtype or self.dtype
         self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
         self._staging = Staging(self.device)
         self._unembedding: Unembedding | None = None

@@ -92,6 +92,7 @@ def load_weights(
     required: bool,
     deterministic: bool,
     cuda_graphs: bool,
+    int8_kv: bool = False,
 ) -> Weights:
     """The weights, checked against the model's own forward, packed where that is faster.
 
@@ -104,6 +105,7 @@ def load_weights(
         required: whether FlashInfer is required where it is the backend; else torch replaces it if
             it cannot run.
         deterministic, cuda_graphs: as in `Solver`.
+        int8_kv: whether searches keep KV in 8 bits; the check of the logits does not.
 
     Raises:
         ModelError: incomplete or unreadable.
@@ -118,7 +120,8 @@ def load_weights(
     own, attention = own_logits(model), model.config._attn_implementation
     graphs = cuda_graphs and device.type == "cuda" and not deterministic
     recorder = CudaRecorder(device) if graphs else None
-    runner = ModelRunner(model, attend, recorder, deterministic=deterministic)
+    kv_dtype = torch.int8 if int8_kv else None
+    runner = ModelRunner(model, attend, recorder, deterministic=deterministic, kv_dtype=kv_dtype)
     if runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
     ops = fused_ops(runner.device)

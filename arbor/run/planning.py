@@ -117,7 +117,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     host, disk = setup.lower.tokens(info.kv_bytes_per_token)
     if not setup.policy.keeps_all:
         plan = budget.plan(shape, info.kv_bytes_per_token)
-        return replace(plan, host_tokens=host, disk_tokens=disk)
+        return replace(plan, host_tokens=host, disk_tokens=disk, kv_dtype=info.kv_dtype)
     slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token, shape.expected_tokens)
     if slots < shape.full_tokens:
         raise BudgetInfeasible(
@@ -127,7 +127,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
             "Use --budget full, or another --policy.",
         )
     plan = budget.plan(shape, info.kv_bytes_per_token)
-    return replace(plan, smallest_tokens=plan.full_tokens)
+    return replace(plan, smallest_tokens=plan.full_tokens, kv_dtype=info.kv_dtype)
 
 
 class Words:

@@ -37,6 +37,7 @@ TEXTS = (
     "kv_probe",
     "msve",
     "dtype",
+    "kv_dtype",
     "device",
     "backend",
 )

@@ -100,7 +100,8 @@ class Setup:
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
-        default: `aggregate`, `host`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`.
+        default: `aggregate`, `host`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`,
+        `kv_dtype`.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -134,4 +135,7 @@ class Setup:
             **({"share_threshold": self.share_threshold} if self.share in SIMILAR else {}),
             **({} if self.kv_probe == "kept" else {"kv_probe": self.kv_probe}),
             **({} if self.checkpoint.cuda_graphs else {"cuda_graphs": False}),
+            **(
+                {} if self.checkpoint.kv_dtype == "auto" else {"kv_dtype": self.checkpoint.kv_dtype}
+            ),
         }

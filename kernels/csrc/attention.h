@@ -13,6 +13,7 @@
 #pragma once
 
 #include "amx.h"
+#include "int8.h"
 #include "native.h"
 #include "vector.h"
 
@@ -175,10 +176,13 @@ void value_rows(
     }
 }
 
-template <class Number>
+// Queries and results are a Number, what the pool holds is Stored: the same, or the codes and scales
+// of 8-bit KV, which are decoded to float32 a tile at a time.
+template <class Number, class Stored>
 struct Block {
+    static constexpr bool CODED = sizeof(Stored) == 1;
 #if defined(__AMX_BF16__)
-    static constexpr bool TILES = sizeof(Number) == 2;  // logits by the tiles of AMX
+    static constexpr bool TILES = sizeof(Number) == 2 && !CODED;  // logits by the tiles of AMX
 #else
     static constexpr bool TILES = false;
 #endif
@@ -192,6 +196,7 @@ struct Block {
     float* totals;      // [rows * group]: 1 / sum of exponentials
     float* tile;        // [dim_qk][KEYS]; with TILES [dim_qk / 32][2] tiles of pairs
     float* values;      // [VALUES][dim_vo]
+    float* decoded;     // [KEYS][dim_qk], with CODED
     int* at;            // [rows]: how much of its list a row has from the levels so far
     int* counts;        // [rows]
 
@@ -239,11 +244,14 @@ struct Block {
         for (int row = 0; row < rows(); row++) counts[row] = at[row];
     }
 
-    const Number* key_of(int slot) const {
-        return static_cast<const Number*>(job.k) + slot * job.k_slot + head * job.k_head;
+    const Stored* key_of(int slot) const {
+        return static_cast<const Stored*>(job.k) + slot * job.k_slot + head * job.k_head;
     }
-    const Number* value_of(int slot) const {
-        return static_cast<const Number*>(job.v) + slot * job.v_slot + head * job.v_head;
+    const Stored* value_of(int slot) const {
+        return static_cast<const Stored*>(job.v) + slot * job.v_slot + head * job.v_head;
+    }
+    static int bytes_of(int dim) {
+        return CODED ? stored_width(dim) : dim * static_cast<int>(sizeof(Stored));
     }
 
     void logits_of(int level_index, int request, int first, int end) const {
@@ -253,14 +261,14 @@ struct Block {
         int group = job.group, dim = job.dim_qk, queries_here = (end - first) * group;
         for (int key = begin; key < stop; key += KEYS) {
             int some = least(KEYS, stop - key);
-            const Number* keys[KEYS];
+            const Stored* keys[KEYS];
             for (int i = 0; i < KEYS; i++) {  // a tile's rest repeats its last key
                 keys[i] = key_of(level.slots[key + least(i, some - 1)]);
             }
             int ahead = least(KEYS, stop - key - KEYS);
             for (int i = 0; i < ahead; i++) {
                 const char* next = reinterpret_cast<const char*>(key_of(level.slots[key + KEYS + i]));
-                for (int b = 0; b < dim * static_cast<int>(sizeof(Number)); b += 64) {
+                for (int b = 0; b < bytes_of(dim); b += 64) {
                     _mm_prefetch(next + b, _MM_HINT_T0);
                 }
             }
@@ -270,8 +278,18 @@ struct Block {
                 continue;
             }
 #endif
-            transpose_keys(keys, dim, tile);
-            if (some > 16) transpose_keys(keys + 16, dim, tile + 16);
+            if constexpr (CODED) {
+                const float* numbers[KEYS];
+                for (int i = 0; i < KEYS; i++) {
+                    numbers[i] = decoded + least(i, some - 1) * dim;
+                    if (i < some) decode_head(keys[i], dim, decoded + i * dim);
+                }
+                transpose_keys(numbers, dim, tile);
+                if (some > 16) transpose_keys(numbers + 16, dim, tile + 16);
+            } else {
+                transpose_keys(keys, dim, tile);
+                if (some > 16) transpose_keys(keys + 16, dim, tile + 16);
+            }
             float* to[LOGIT_ROWS];
             for (int query = 0; query < queries_here; query += LOGIT_ROWS) {
                 int together = least(LOGIT_ROWS, queries_here - query);
@@ -403,10 +421,10 @@ struct Block {
         int begin = reads_of(level, request, first, job.window).first;
         int stop = reads_of(level, request, end - 1, job.window).end;
         int group = job.group, dim = job.dim_vo, queries_here = (end - first) * group;
-        bool widens = sizeof(Number) == 2 && queries_here > VALUE_ROWS;
+        bool widens = CODED || (sizeof(Stored) == 2 && queries_here > VALUE_ROWS);
         for (int key = begin; key < stop; key += VALUES) {
             int some = least(VALUES, stop - key);
-            const Number* at_slots[VALUES];
+            const Stored* at_slots[VALUES];
             const float* widened[VALUES];
             for (int i = 0; i < some; i++) {
                 at_slots[i] = value_of(level.slots[key + i]);
@@ -416,11 +434,13 @@ struct Block {
             for (int i = 0; i < ahead; i++) {
                 const char* next =
                     reinterpret_cast<const char*>(value_of(level.slots[key + VALUES + i]));
-                for (int b = 0; b < dim * static_cast<int>(sizeof(Number)); b += 64) {
+                for (int b = 0; b < bytes_of(dim); b += 64) {
                     _mm_prefetch(next + b, _MM_HINT_T0);
                 }
             }
-            if (widens) {
+            if constexpr (CODED) {
+                for (int i = 0; i < some; i++) decode_head(at_slots[i], dim, values + i * dim);
+            } else if (widens) {
                 for (int i = 0; i < some; i++) {
                     for (int d = 0; d < dim; d += WIDTH) {
                         store(values + i * dim + d, load(at_slots[i] + d));
@@ -446,17 +466,17 @@ struct Block {
                 }
                 if (widens) {
                     add_values(together, widened + low - key, high - low, weights, out);
-                } else {
+                } else if constexpr (!CODED) {
                     add_values(together, at_slots + low - key, high - low, weights, out);
                 }
             }
         }
     }
 
-    template <class Stored>
-    void add_values(int together, const Stored* const* from, int keys, const float* const* weights,
+    template <class Value>
+    void add_values(int together, const Value* const* from, int keys, const float* const* weights,
                     float* const* out) const {
-        const Stored* values_at[VALUES];
+        const Value* values_at[VALUES];
         float* out_at[VALUE_ROWS];
         for (int d = 0; d < job.dim_vo; d += VALUE_VECS * WIDTH) {
             for (int i = 0; i < keys; i++) values_at[i] = from[i] + d;
@@ -466,12 +486,12 @@ struct Block {
         }
     }
 
-    template <int V, class Stored>
-    static void add_vectors(int vectors, int together, const Stored* const* from, int keys,
+    template <int V, class Value>
+    static void add_vectors(int vectors, int together, const Value* const* from, int keys,
                             const float* const* weights, float* const* out) {
         if constexpr (V > 0) {
             if (vectors == V) {
-                return value_rows<VALUE_ROWS, V, Stored>(together, from, keys, weights, out);
+                return value_rows<VALUE_ROWS, V, Value>(together, from, keys, weights, out);
             }
             add_vectors<V - 1>(vectors, together, from, keys, weights, out);
         }
@@ -550,7 +570,7 @@ int32_t attention_parts(const AttentionJob& job) {
     return job.kv_heads * (job.mass ? 1 : blocks);
 }
 
-template <class Number>
+template <class Number, class Stored>
 void attend(const AttentionJob& job, int part, Scratch* scratch) {
     int longest, rows = block_rows(job, &longest), group = job.group;
     int blocks = (job.row_count + rows - 1) / rows;
@@ -560,10 +580,10 @@ void attend(const AttentionJob& job, int part, Scratch* scratch) {
     int64_t query_numbers = (queries + 32) * job.dim_qk;
     int64_t numbers = queries * (stride + job.dim_vo) + query_numbers + (queries + 15) / 16 * 16 +
                       job.dim_qk * KEYS + KEYS + static_cast<int64_t>(VALUES) * job.dim_vo +
-                      2 * static_cast<int64_t>(rows);
+                      2 * static_cast<int64_t>(rows) + KEYS * job.dim_qk;
     float* memory = static_cast<float*>(scratch->take(scratch, numbers * 4));
-    Block<Number> block{job, part % job.kv_heads, 0, 0, stride, memory,
-                        nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    Block<Number, Stored> block{job, part % job.kv_heads, 0, 0, stride, memory, nullptr, nullptr,
+                                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     block.queries = memory + queries * stride;
     block.sums = block.queries + query_numbers;
     block.tile = block.sums + queries * job.dim_vo;
@@ -571,9 +591,10 @@ void attend(const AttentionJob& job, int part, Scratch* scratch) {
     block.totals = block.values + static_cast<int64_t>(VALUES) * job.dim_vo;
     block.at = reinterpret_cast<int*>(block.totals + (queries + 15) / 16 * 16);
     block.counts = block.at + rows;
+    block.decoded = reinterpret_cast<float*>(block.counts + rows);
     int first = job.mass ? 0 : part / job.kv_heads, end = job.mass ? blocks : first + 1;
 #if defined(__AMX_BF16__)
-    if (Block<Number>::TILES) shape_tiles(32);
+    if (Block<Number, Stored>::TILES) shape_tiles(32);
 #endif
     for (int i = first; i < end; i++) {
         block.first_row = i * rows;
@@ -581,13 +602,18 @@ void attend(const AttentionJob& job, int part, Scratch* scratch) {
         block.run();
     }
 #if defined(__AMX_BF16__)
-    if (Block<Number>::TILES) _tile_release();
+    if (Block<Number, Stored>::TILES) _tile_release();
 #endif
 }
 
 void attention(const AttentionJob& job, int32_t part, Scratch* scratch) {
-    if (job.number == arbor::BFLOAT16) return attend<bf16>(job, part, scratch);
-    attend<float>(job, part, scratch);
+    bool half = job.number == arbor::BFLOAT16;
+    if (job.kv_number == arbor::INT8) {
+        if (half) return attend<bf16, int8_t>(job, part, scratch);
+        return attend<float, int8_t>(job, part, scratch);
+    }
+    if (half) return attend<bf16, bf16>(job, part, scratch);
+    attend<float, float>(job, part, scratch);
 }
 
 }  // namespace

@@ -3,8 +3,9 @@
 
 #include "attention.h"
 #include "fused.h"
+#include "int8.h"
 #include "linear.h"
 
 #define ARBOR_KERNELS(name) \
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
-                                                  linear_parts, linear, norm, gated}
+                                                  linear_parts, linear, norm, gated, store_int8}

@@ -194,10 +194,10 @@ int64_t products_of(const LinearJob& job) {
 EXPORT int64_t arbor_native_layout() {
     int64_t layout = 0;
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
-                        sizeof(GatedJob)}) {
-        layout = layout * 1024 + static_cast<int64_t>(size);
+                        sizeof(GatedJob), sizeof(StoreJob)}) {
+        layout = layout * 512 + static_cast<int64_t>(size);
     }
-    return LAYOUT_VERSION << 50 | layout;
+    return LAYOUT_VERSION << 54 | layout;
 }
 
 // The best instruction set of this CPU, or the one named; its name, or null where it cannot run.
@@ -231,3 +231,5 @@ EXPORT void arbor_native_linear(const LinearJob* job, int32_t threads) {
 EXPORT void arbor_native_norm(const NormJob* job) { chosen->norm(*job); }
 
 EXPORT void arbor_native_gated(const GatedJob* job) { chosen->gated(*job); }
+
+EXPORT void arbor_native_store(const StoreJob* job) { chosen->store(*job); }

@@ -7,10 +7,11 @@
 namespace arbor {
 
 // Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
-constexpr int64_t LAYOUT_VERSION = 1;
+constexpr int64_t LAYOUT_VERSION = 2;
 
-// Numbers of the pool, the queries, the weights and the results; sums are always in float32.
-enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1 };
+// Numbers of the pool, the queries, the weights and the results; sums are always in float32. Only
+// pools are INT8: codes and scales, see int8.h.
+enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 // One level of a cascade, as `CascadeLevel` in kernels/base.py.
 struct Level {
@@ -31,18 +32,31 @@ struct AttentionJob {
     int32_t dim_qk;         // multiples of 16, as dim_vo
     int32_t dim_vo;
     int32_t window;         // 0: none
-    int32_t number;         // of q, k, v and out
+    int32_t number;         // of q and out
+    int32_t kv_number;      // of k and v: the same, or INT8
     float scaling;
     float softcap;          // 0: none
     const void* q;          // [rows, kv_heads * group, dim_qk]
-    const void* k;          // [slots, kv_heads, dim_qk]
-    const void* v;          // [slots, kv_heads, dim_vo]; null: mass alone
+    const void* k;          // [slots, kv_heads, dim_qk], or as wide as stored
+    const void* v;          // [slots, kv_heads, dim_vo], likewise; null: mass alone
     int64_t q_row, q_head, k_slot, k_head, v_slot, v_head;
     const float* sinks;     // [kv_heads * group] or null
     void* out;              // [rows, kv_heads * group, dim_vo], contiguous
     float* lse;             // [rows, kv_heads * group]; read where v is null, else written
     float* mass;            // [kv_heads, keys of all levels] zeros, or null
     const float* counted;   // [rows], what a row counts for in mass; null: 1
+};
+
+// K or V of one layer, written to slots as 8-bit codes and scales, see int8.h.
+struct StoreJob {
+    const void* x;          // [rows, heads, dim]
+    int8_t* pool;           // [slots, heads, stored width]
+    const int64_t* slots;   // [rows]
+    int64_t x_row, x_head, pool_slot, pool_head;
+    int32_t rows;
+    int32_t heads;
+    int32_t dim;            // a multiple of 16
+    int32_t number;         // of x
 };
 
 // out [rows, outputs] = x [rows, inputs] times a packed weight, plus a bias.
@@ -99,6 +113,7 @@ struct Kernels {
     void (*linear)(const LinearJob&, int32_t part, int32_t parts, Scratch*);
     void (*norm)(const NormJob&);
     void (*gated)(const GatedJob&);
+    void (*store)(const StoreJob&);
 };
 
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;
