@@ -15,8 +15,10 @@ from arbor.engine.nvtx import nvtx_range
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
 from arbor.engine.residency import Residency
+from arbor.engine.warm_start import Found, WarmStart
 from arbor.events import Rehydrated
 from arbor.forest import by_tree
+from arbor.memory.prompt_files import PromptFiles
 from arbor.model.fetch_costs import FetchCosts, Run
 from arbor.model.plan import Segment
 from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier, paths_of
@@ -61,6 +63,7 @@ class Rehydration:
         layers: of the model.
         costs: of fetching what lower tiers hold; None: all of it is fetched.
         run_piece: runs a piece of a prompt longer than the budget.
+        prompts: KV of prompts of earlier runs.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Rehydration:
         layers: int,
         costs: FetchCosts | None,
         run_piece: RunPiece,
+        prompts: PromptFiles | None = None,
     ) -> None:
         self._state = state
         self._residency = residency
@@ -83,6 +87,7 @@ class Rehydration:
         # tokens that were reported to be on the device, and are not computed yet
         self._announced: dict[Node, int] = {}
         self._sharing = PrefixSharing(state)
+        self._warm = None if prompts is None else WarmStart(state, self._sharing, layers, prompts)
 
     def place(
         self,
@@ -128,6 +133,7 @@ class Rehydration:
             own = stored.get(each.leader.row, _NOTHING)
             stored[each.leader.row] = np.union1d(own, each.offsets)
         self._memory.lower.spare(self._at(stored))
+        found = Found() if self._warm is None else self._warm.find(path, holes)
         later = set() if most is None else self._put_off(path, holes, most)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
@@ -142,9 +148,12 @@ class Rehydration:
             row = follower.node.row
             followers.setdefault(row, []).append(follower)
             holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
-        needed = sum(len(offsets) for offsets in (*absent.values(), *stored.values())) + reserve
+        needed = sum(len(offsets) for offsets in (*absent.values(), *stored.values()))
+        needed += found.slots + reserve
         self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
         self._fetch(stored, lent, absent, holes)
+        if self._warm is not None:
+            self._warm.load(found, absent, holes, followers)
         placed = Placed()
         again: list[tuple[Node, int]] = []
         repeated: dict[ThoughtTree, int] = {}
@@ -335,6 +344,8 @@ class Rehydration:
     def computed(self) -> None:
         """Record that a forward has computed what was placed."""
         self._announced = {}
+        if self._warm is not None:
+            self._warm.keep()
 
     def undo(self) -> None:
         """After a failure: drop tokens that were placed and never computed, and report the eviction
