@@ -110,6 +110,8 @@ def test_the_longest_common_beginning_is_found_by_whole_files(tmp_path: Path) ->
         assert found(LONG[:length]) == length // BLOCK * BLOCK
     assert found(LONG[: 2 * BLOCK]) == 2 * BLOCK - 1, "the last token is computed in any case"
     assert len(entries(tmp_path)) == 3
+    assert found(LONG[BLOCK:]) == 0, "other positions"
+    assert found(np.concatenate([LONG[BLOCK:], LONG])) == 0
 
 
 def test_prompts_have_files_in_common(tmp_path: Path) -> None:
@@ -117,6 +119,8 @@ def test_prompts_have_files_in_common(tmp_path: Path) -> None:
     save(files, LONG)
     save(files, another(LONG, 2 * BLOCK))
     assert len(entries(tmp_path)) == 4
+    save(files, another(LONG, 0))
+    assert len(entries(tmp_path)) == 7, "a file's name depends on every token before"
 
 
 def test_a_prompt_is_written_once(tmp_path: Path) -> None:
@@ -251,6 +255,15 @@ def test_of_one_prompt_the_last_files_go_first(tmp_path: Path) -> None:
     assert files.find(LONG) == 2 * BLOCK
 
 
+def test_the_files_of_a_prompt_make_no_room_for_its_others(tmp_path: Path) -> None:
+    files = files_in(tmp_path, limit=3 * SIZE)
+    save(files, LONG[:BLOCK])
+    save(files, prompts(3)[1])
+    save(files, prompts(3)[2])
+    save(files, LONG)
+    assert files.find(LONG) == 3 * BLOCK
+
+
 def test_a_prompt_larger_than_the_limit_is_kept_in_part(tmp_path: Path) -> None:
     save(files_in(tmp_path, limit=3 * SIZE - 1), LONG)
     assert files_in(tmp_path).find(LONG) == 2 * BLOCK
@@ -364,7 +377,7 @@ def lab_with(folder: Path, **settings: Any) -> Lab:
 
 
 def is_consistent(lab: Lab) -> None:
-    """The trace of each tree adds up (a lab's events have no header and no blocks)."""
+    """The account of the slots adds up, within the budget."""
     assert lab.memory.used <= lab.memory.peak <= lab.memory.slots
     lab.memory.check()
 
@@ -569,6 +582,39 @@ def test_a_search_evicts_what_was_loaded_and_computes_it_again(tmp_path: Path) -
     is_consistent(lab)
 
 
+def test_room_is_made_before_anything_is_loaded(tmp_path: Path) -> None:
+    lab_with(tmp_path).plant(prompt=FIRST)
+    lab = lab_with(tmp_path)
+    other = tuple(reversed(EXAMPLES))
+    pool = len(SECOND) + 10  # less than both prompts
+    lab.plant(pool, other)
+    lab.plant(pool, SECOND)
+    assert loaded(lab) == COMMON
+    is_consistent(lab)
+
+
+def test_what_a_search_evicts_is_not_looked_up_again(tmp_path: Path) -> None:
+    lab_with(tmp_path).plant(prompt=FIRST)
+    lab = lab_with(tmp_path)
+    tree = lab.plant(prompt=FIRST)
+    lab.memory.evict(tree.root, np.arange(5, 50))
+    before = lab.rows()
+    lab.extend(tree.root)
+    assert lab.rows() == before + 45 and loaded(lab) == COMMON
+
+
+def test_nothing_is_loaded_while_blocks_are_hidden(tmp_path: Path) -> None:
+    lab_with(tmp_path).plant(prompt=FIRST)
+    lab = lab_with(tmp_path, share="off")
+    first, second = opened(lab, tuple(reversed(EXAMPLES)), FIRST)
+    lab.extend(first.root)
+    (leaf,) = lab.grow([(first.root, 1)], growth())
+    with lab.hiding([leaf]):
+        lab.extend(second.root)
+    assert loaded(lab) == 0
+    is_consistent(lab)
+
+
 def test_lossy_engines_keep_nothing(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="only exact KV"):
         lab_with(tmp_path, mode="lossy", rehydrate="off")
@@ -752,8 +798,14 @@ def test_where_nothing_can_be_kept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"keep-kv\].*not exact.*--mode lossless"):
         Solver(keep_kv=tmp_path, mode="lossy")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"keep-kv\].*not a folder"):
-        Solver(keep_kv=tmp_path / "file")
+    for wrong, reason in (
+        (tmp_path / "file", "not a folder"),
+        ("", "not a folder"),
+        ("x" * 5000, "File name too long"),
+        ("~nobody-of-this-name/kv", "home directory"),
+    ):
+        with pytest.raises(UsageError, match=rf"keep-kv\] --keep-kv .*{reason}.*Name a folder"):
+            Solver(keep_kv=wrong)
     with pytest.raises(UsageError, match=r"keep-kv\].*ready model"):
         Solver(build("llama"), tokenizer=object(), keep_kv=tmp_path)
     assert KeepKV.parse(None, "4GiB", "lossy") is None

@@ -222,11 +222,8 @@ class KVMemory:
         before = int(span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
         first = before + 1 if before != NO_SLOT else NO_SLOT
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
-        try:
-            self.pool.scatter(slots, rows.to(self.pool.device))
-        except BaseException:
-            self._release(slots, node.tree.number)
-            raise
+        # if this is cut off, `rollback` finds slots that no block names
+        self.pool.scatter(slots, rows.to(self.pool.device))
         self._forget(node, offsets)
         self._assign(node, offsets, slots, depth)
         span.exact[offsets] = True

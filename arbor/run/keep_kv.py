@@ -42,9 +42,7 @@ class KeepKV:
         limit = _bytes(size)
         if folder is None:
             return None
-        path = Path(folder).expanduser()
-        if path.exists() and not path.is_dir():
-            raise UsageError("keep-kv", f"--keep-kv {path}: not a folder.", "Name a folder.")
+        path = _folder(folder)
         if mode != "lossless":
             raise UsageError(
                 "keep-kv",
@@ -52,6 +50,18 @@ class KeepKV:
                 "Leave it out, or choose --mode lossless.",
             )
         return cls(path, limit)
+
+
+def _folder(given: str | os.PathLike[str]) -> Path:
+    name = os.fspath(given)
+    reason = "not a folder"
+    try:
+        path = Path(name).expanduser()
+        if name and (path.is_dir() or not path.exists()):
+            return path
+    except (OSError, RuntimeError, ValueError) as error:  # unreadable, no such user, not a path
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    raise UsageError("keep-kv", f"--keep-kv {name}: {reason}.", "Name a folder.")
 
 
 def _bytes(size: str | int) -> int:
