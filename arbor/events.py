@@ -231,15 +231,17 @@ class Rehydrated:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """Missing tokens took the KV of equal tokens elsewhere: those of a prompt of another problem's
-    prompt, those of a block of a sibling; nothing was computed.
+    prompt or a file of an earlier run, those of a block of a sibling; nothing was computed.
 
     Attributes:
         nodes: how many, per block.
+        source: where that KV was; written only where it was a file.
     """
 
     name: ClassVar[str] = "share"
     nodes: Counts
     kv: KV
+    source: Literal["device", "file"] = field(default="device", metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class Metrics:
         tokens_prefilled: tokens of the prompt.
         tokens_shared: tokens that were not computed, since the prompt of another problem, or a
             sibling, had their KV.
+        tokens_loaded: tokens of the prompt that were not computed, since a file of an earlier run
+            had their KV.
         tokens_merged: tokens of closed blocks whose slots were given back, since siblings held the
             same.
         tokens_substituted: tokens of the prompt in whose place the search read those of a similar
@@ -106,6 +108,7 @@ class Metrics:
     policy_s: float = 0.0
     tokens_prefilled: int = 0
     tokens_shared: int = field(default=0, metadata=ONLY_IF_SET)
+    tokens_loaded: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_merged: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_substituted: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_probed: int = field(default=0, metadata=ONLY_IF_SET)
@@ -334,7 +337,11 @@ class MetricsFold:
                     self._add(tokens_shared=event.shared)
                 self._hold(event.kv)
             case Shared():
-                self._add(tokens_shared=sum(count for _, count in event.nodes))
+                tokens = sum(count for _, count in event.nodes)
+                if event.source == "file":
+                    self._add(tokens_loaded=tokens)
+                else:
+                    self._add(tokens_shared=tokens)
                 self._hold(event.kv)
             case Merged():
                 self._add(tokens_merged=sum(count for _, _, count in event.nodes))

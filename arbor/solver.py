@@ -41,6 +41,7 @@ from arbor.run.batch import CONCURRENCY, Batch
 from arbor.run.component_checks import resolve_component
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
+from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
 from arbor.run.limits import RunLimits, check_count, check_seed
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     import torch
 
     from arbor.engine.engine import Engine
+    from arbor.memory.prompt_files import PromptFiles
     from arbor.memory.stores import LowerRoom
     from arbor.model.runner import ModelRunner
     from arbor.run.session import Status
@@ -128,6 +130,10 @@ class Solver:
         fetch: when KV in a lower tier is copied back rather than computed again: ``auto``, where
             that is faster, as measured once for this model on this machine; ``always``; or the
             numbers of a measurement.
+        keep_kv: a folder in which the KV of prompts outlives the run, so that later runs with this
+            model load the beginnings they have in common instead of computing them
+            (docs/tiers.md). By default none. Never part of a configuration.
+        keep_kv_size: most bytes in that folder; what was used least recently goes first.
         share: which first tokens use the same KV. In lossless mode equal ones: ``exact``, those of
             prompts and of siblings; ``prompts``, those of prompts; ``off``, none. In lossy mode
             ``similar``: a prompt is replaced by an earlier one whose hidden states are similar;
@@ -193,6 +199,8 @@ class Solver:
         disk: str | int | None = None,
         disk_dir: str | os.PathLike[str] | None = None,
         fetch: str = "auto",
+        keep_kv: str | os.PathLike[str] | None = None,
+        keep_kv_size: str | int = DEFAULT_SIZE,
         share: Share = "exact",
         share_threshold: float = SHARE_THRESHOLD,
         kv_probe: str = "kept",
@@ -223,6 +231,7 @@ class Solver:
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
         self.lower = resolve_tiers(host, disk, disk_dir, self.rehydrate)
         self.fetch = check_fetch(fetch)
+        self.keep_kv = KeepKV.parse(keep_kv, keep_kv_size, self.mode)
         self.share = resolve_share(share, share_threshold, mode, rehydrate)
         self.share_threshold = float(share_threshold)
         self.kv_probe = check_kv_probe(kv_probe)
@@ -257,6 +266,12 @@ class Solver:
             if isinstance(part, OwnsModel)
         }
         source = self.checkpoint.source
+        if self.keep_kv is not None and not source.path:
+            raise UsageError(
+                "keep-kv",
+                "no files identify the weights of a ready model.",
+                "Name its directory or Hub id, or leave keep_kv out.",
+            )
         self.msve = resolve_msve(msve, source)
         self.verifier = resolve_verifier(self.verifier, self.task, source)
         self._sizes = SearchSizes(source.path, source.revision)
@@ -365,6 +380,7 @@ class Solver:
                 with self._computing():
                     runner = self.checkpoint.load().runner
                     companions = [model.load() for model in self.verifier_models.values()]
+                    prompts = self._prompt_files(runner)
                 kv_bytes = bytes_per_token(runner.layer_kv, runner.kv_dtype)
                 room = LowerRoom(*self.lower.tokens(kv_bytes), self.lower.disk_dir)
                 self._engine = Engine(
@@ -378,6 +394,7 @@ class Solver:
                     msve=self.msve,
                     levels=self._levels(runner),
                     lower=room,
+                    prompts=prompts,
                     costs=self._costs(runner, room),
                     debug=self.debug,
                 )
@@ -416,6 +433,21 @@ class Solver:
         costs = costs_for(runner, room, checkpoint.source.name, checkpoint.load().backend)
         logger.info("costs of fetching and recomputing, in microseconds: %s", costs)
         return costs
+
+    def _prompt_files(self, runner: ModelRunner) -> PromptFiles | None:
+        """KV of prompts of earlier runs with this model."""
+        if self.keep_kv is None:
+            return None
+        from arbor.memory.prompt_files import PromptFiles
+        from arbor.model.kv_identity import kv_identity
+
+        checkpoint = self.checkpoint
+        backend = checkpoint.load().backend
+        identity = kv_identity(runner, checkpoint.source, backend, deterministic=self.deterministic)
+        if identity is None:
+            logger.warning("no KV is kept: the commit of %s is not known", checkpoint.source.label)
+            return None
+        return PromptFiles(self.keep_kv.folder, identity, self.keep_kv.limit)
 
     @property
     def eos(self) -> tuple[int, ...]:

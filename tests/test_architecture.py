@@ -54,6 +54,7 @@ TORCH = (
     "model.fetch_probe",
     "model.fuse",
     "model.graphs",
+    "model.kv_identity",
     "model.kv_probe",
     "model.layers",
     "model.measurement_file",

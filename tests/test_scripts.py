@@ -59,6 +59,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
     "picture": ("--check",),
+    "bench_warm": ("--size 5m --prompt 70 --rounds 3 --csv FOLDER/out.csv",),
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
 

@@ -20,6 +20,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.component_checks import resolve_component
+from arbor.run.keep_kv import KeepKV
 from arbor.run.limits import check_sharing
 from arbor.run.plugin_answers import checked_task
 from arbor.run.settings import check_fetch, check_kv_probe, resolve_mode, resolve_tiers
@@ -78,6 +79,8 @@ def build_solver(
         disk=options.disk,
         disk_dir=options.disk_dir,
         fetch=options.fetch,
+        keep_kv=options.keep_kv,
+        keep_kv_size=options.keep_kv_size,
         share=options.share,
         share_threshold=options.share_threshold,
         kv_probe=options.kv_probe,
@@ -144,6 +147,7 @@ def check_options(options: SolverOptions) -> None:
     check_dtype(options.dtype)
     check_sharing(options.share, options.mode, options.rehydrate)
     check_fetch(options.fetch)
+    KeepKV.parse(options.keep_kv, options.keep_kv_size, options.mode)
     resolve_tiers(
         options.host,
         options.disk,

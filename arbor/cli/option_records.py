@@ -63,6 +63,8 @@ class SolverOptions:
     disk: str | None = None
     disk_dir: str | None = None
     fetch: str = "auto"
+    keep_kv: str | None = None
+    keep_kv_size: str = "4GiB"
     share: Literal["exact", "prompts", "off", "similar", "audit"] = "exact"
     share_threshold: float = 0.82
     kv_probe: str = "kept"

@@ -262,6 +262,19 @@ retention_options = option_group(
         help="Copy KV back where that is faster than computing it (auto), or always.",
     ),
     option(
+        "--keep-kv",
+        metavar="DIR",
+        heading="KV budget",
+        help="Keep the KV of prompts in a folder, for later runs that begin alike.",
+    ),
+    option(
+        "--keep-kv-size",
+        metavar="SIZE",
+        default="4GiB",
+        heading="KV budget",
+        help="Most bytes in that folder; the least recently used go first.",
+    ),
+    option(
         "--share",
         type=click.Choice(["exact", "prompts", "off", "similar", "audit"]),
         default="exact",

@@ -32,6 +32,7 @@ from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import KV, Detail, Listener, Opened
 from arbor.forest import by_tree
 from arbor.memory import KVMemory
+from arbor.memory.prompt_files import PromptFiles
 from arbor.memory.stores import NO_ROOM, LowerRoom
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
@@ -105,6 +106,7 @@ class Engine:
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
         lower: room for KV that has left the device; by default none.
+        prompts: KV of prompts of earlier runs, in lossless mode; by default none.
         costs: of copying it back and of computing it again; None: it is copied back.
         debug: poison freed slots and check all invariants after every change.
 
@@ -127,6 +129,7 @@ class Engine:
         source: TokenSource | None = None,
         levels: LevelRule = _ALWAYS,
         lower: LowerRoom = NO_ROOM,
+        prompts: PromptFiles | None = None,
         costs: FetchCosts | None = None,
         debug: bool = False,
     ) -> None:
@@ -143,6 +146,8 @@ class Engine:
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self.levels = levels
         self.lower = lower
+        assert mode == "lossless" or prompts is None, "only exact KV is kept"
+        self.prompts = prompts
         self.costs = costs
         self._debug = debug
         self._source = (
@@ -232,7 +237,7 @@ class Engine:
             return forwards.run([Part(root.tree, "prefill", [segment])])
 
         rehydration = Rehydration(
-            state, residency, rules, self.runner.layer_count, self.costs, run_piece
+            state, residency, rules, self.runner.layer_count, self.costs, run_piece, self.prompts
         )
         decoding = Decoding(state, forwards, self._source, scheduler)
         stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, scheduler)

@@ -15,8 +15,10 @@ from arbor.engine.mode import Rules
 from arbor.engine.pieces import head, segments_of
 from arbor.engine.prefix_sharing import Follower, PrefixSharing
 from arbor.engine.residency import Residency
+from arbor.engine.warm_start import Found, WarmStart
 from arbor.events import Rehydrated
 from arbor.forest import by_tree
+from arbor.memory.prompt_files import PromptFiles
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.plan import Segment
 from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
@@ -57,6 +59,7 @@ class Rehydration:
         layers: of the model.
         costs: of fetching what lower tiers hold; None: all of it is fetched.
         run_piece: runs a piece of a prompt longer than the budget.
+        prompts: KV of prompts of earlier runs.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Rehydration:
         layers: int,
         costs: FetchCosts | None,
         run_piece: RunPiece,
+        prompts: PromptFiles | None = None,
     ) -> None:
         self._state = state
         self._residency = residency
@@ -79,6 +83,7 @@ class Rehydration:
         self._announced: dict[Node, int] = {}
         self._sharing = PrefixSharing(state)
         self._fetching = Fetching(state, self._sharing, costs)
+        self._warm = None if prompts is None else WarmStart(state, self._sharing, layers, prompts)
 
     def place(
         self,
@@ -117,6 +122,7 @@ class Rehydration:
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
         fetch = self._fetching.plan(path, holes, wanted, reserve, most)
+        found = Found() if self._warm is None else self._warm.find(path, holes)
         later = set() if most is None else self._put_off(path, holes, most)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
@@ -131,11 +137,13 @@ class Rehydration:
             row = follower.node.row
             followers.setdefault(row, []).append(follower)
             holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
-        needed = sum(len(offsets) for offsets in absent.values()) + fetch.tokens + reserve
-        self._residency.fit(needed, [*leaves, *running], "transition", paths_lose="never")
+        needed = sum(len(offsets) for offsets in absent.values()) + fetch.tokens + found.slots
+        self._residency.fit(needed + reserve, [*leaves, *running], "transition", paths_lose="never")
         for row, lost in self._fetching.carry_out(fetch).items():
             for missing in (absent, holes) if row in holes else ():
                 missing[row] = np.union1d(missing[row], lost)
+        if self._warm is not None:
+            self._warm.load(found, absent, holes, followers)
         placed = Placed()
         again: list[tuple[Node, int]] = []
         repeated: dict[ThoughtTree, int] = {}
@@ -216,6 +224,8 @@ class Rehydration:
     def computed(self) -> None:
         """Record that a forward has computed what was placed."""
         self._announced = {}
+        if self._warm is not None:
+            self._warm.keep()
 
     def undo(self) -> None:
         """After a failure: drop tokens that were placed and never computed, and report the eviction

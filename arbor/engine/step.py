@@ -281,8 +281,8 @@ class Stepper:
         for visit in joined.visits:
             if isinstance(visit.operation, Reading) and not is_part(visit):
                 visit.operation.answers[visit.place] = self._known[visit.node]
-        self._rehydration.computed()
         self._state.mark_computed(placed.written)
+        self._rehydration.computed()
         for question in joined.questions:
             assert question.slots is not None
             self._memory.give_back(question.slots)

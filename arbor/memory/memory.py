@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from arbor.forest import Forest
 from arbor.memory.last_tokens import LastTokens
@@ -201,14 +202,43 @@ class KVMemory:
         self._forget(node, offsets)
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
         self._placed.append((node, offsets, exact))
+        self._assign(node, offsets, slots, depth)
+        self._changed()
+        return slots
+
+    def receive(self, node: Node, offsets: NDArray[np.int64], rows: Tensor, *, depth: int) -> None:
+        """Give tokens of a block slots that hold their K/V at once; the caller has made room.
+
+        Args:
+            node: the block.
+            offsets: int64 [m] into its tokens, increasing; none of them resident.
+            rows: [m, numbers], see `KVPool.gather`, in the pool's dtype; exact.
+            depth: layers that hold them.
+        """
+        span = node.span
+        assert (span.slot[offsets] == NO_SLOT).all(), (
+            f"block {node.id}: a resident token was loaded"
+        )
+        before = int(span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
+        first = before + 1 if before != NO_SLOT else NO_SLOT
+        slots = self.table.take(len(offsets), first, tree=node.tree.number)
+        # if this is cut off, `rollback` finds slots that no block names
+        self.pool.scatter(slots, rows.to(self.pool.device))
+        self._forget(node, offsets)
+        self._assign(node, offsets, slots, depth)
+        span.exact[offsets] = True
+        self._changed()
+
+    def _assign(
+        self, node: Node, offsets: NDArray[np.int64], slots: NDArray[np.int32], depth: int
+    ) -> None:
+        """Let slots be those of a block's tokens."""
         self.table.owner[slots] = node.row
         self.table.token[slots] = np.asarray(node.tokens, np.int32)[offsets]
         self.table.position[slots] = node.start + offsets
-        span.slot[offsets] = slots
-        span.tier[offsets] = Tier.DEVICE
-        span.depth[offsets] = depth
-        self._changed()
-        return slots
+        node.span.slot[offsets] = slots
+        node.span.tier[offsets] = Tier.DEVICE
+        node.span.depth[offsets] = depth
 
     def append(
         self,

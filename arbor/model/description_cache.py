@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -152,9 +152,21 @@ def shipped_text(folder: Path, files: Description) -> str:
 
 def files_digest(folder: Path) -> str:
     """A digest of the files of a model's directory that may hold settings of it."""
+    files = sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")])
+    settings = [each for each in files if each.suffix not in WEIGHTS]
+    return _digest_of(folder, [each for each in settings if each.name not in OTHER_FILES])
+
+
+def weights_digest(folder: Path) -> str:
+    """A digest of the weights in a model's directory."""
+    return _digest_of(folder, sorted(each for each in folder.iterdir() if each.suffix in WEIGHTS))
+
+
+def _digest_of(folder: Path, paths: Iterable[Path]) -> str:
+    """A digest of files: their names and contents; of large ones size and time of change."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted([*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")]):
-        if path.suffix in WEIGHTS or path.name in OTHER_FILES or not path.is_file():
+    for path in paths:
+        if not path.is_file():
             continue
         status = path.stat()
         large = status.st_size > LARGE_BYTES

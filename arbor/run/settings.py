@@ -34,6 +34,7 @@ TEXTS = (
     "share",
     "fetch",
     "disk_dir",
+    "keep_kv",
     "kv_probe",
     "msve",
     "dtype",

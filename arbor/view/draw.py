@@ -103,7 +103,8 @@ def movement(event: Event) -> str:
         how = "fetched" if event.mode == "fetch" else "computed again"
         return f"return  {_tokens_of(event.nodes)}, {how}"
     if isinstance(event, Shared):
-        return f"return  {_tokens_of(event.nodes)}, shared"
+        how = "loaded from a file" if event.source == "file" else "shared"
+        return f"return  {_tokens_of(event.nodes)}, {how}"
     if isinstance(event, Merged):
         return f"share   {_tokens_of([(node, tokens) for node, _, tokens in event.nodes])}"
     if isinstance(event, Compared) and event.shared:

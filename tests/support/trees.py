@@ -17,6 +17,7 @@ from arbor.engine.token_source import Growth, TokenSource
 from arbor.events import Event, Forwarded, Listener
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.prompt_files import PromptFiles
 from arbor.memory.stores import NO_ROOM, LowerRoom
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.graphs import Recorder
@@ -61,6 +62,7 @@ class Lab(Engine):
         recorder: Recorder | None = None,
         lower: LowerRoom = NO_ROOM,
         costs: FetchCosts | None = None,
+        prompts: PromptFiles | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.listener: Listener = self.events.append
@@ -76,6 +78,7 @@ class Lab(Engine):
             levels=LevelRule(min_saved_reads),
             lower=lower,
             costs=costs,
+            prompts=prompts,
             debug=debug,
         )
 

@@ -63,7 +63,7 @@ const SENTENCES = {
   rehydrate: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
   share: (record) =>
-    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} taken from equal ones elsewhere, not computed`,
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} taken from ${record.source === "file" ? "a file of an earlier run" : "equal ones elsewhere"}, not computed`,
   compare: (record) =>
     record.shared
       ? `similarity ${fixed(record.similarity)}: an earlier prompt of ${plural(record.other_tokens, "token")} is read instead (lossy)`

@@ -1,0 +1,83 @@
+"""kv_identity: digest of everything besides the tokens that the bits of K and V depend on."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arbor.memory.prompt_files import FORMAT
+from arbor.model.description_cache import files_digest, weights_digest
+from arbor.model.loading import ModelLocation, cached_commit
+from arbor.model.measurement_file import identity_of
+from arbor.model.runner import ModelRunner
+
+CODE = ("kernels", "model")  # folders whose modules compute K and V
+SOURCES = (".py", ".h", ".cpp")
+
+
+def kv_identity(
+    runner: ModelRunner, source: ModelLocation, backend: str, *, deterministic: bool
+) -> str | None:
+    """A digest that is equal only where equal tokens have the same K and V.
+
+    It names the weights (a directory's files, or the commit of a model of the Hub), the dtype, what
+    each layer stores, the backend, the kind of device, the versions of torch and arbor, arbor's own
+    code, and the format of the files. Another number of threads or another machine changes the last
+    bits only, so they are named if `deterministic`.
+
+    Args:
+        runner: the model.
+        source: the place it was loaded from.
+        backend: what computes attention.
+        deterministic: as in `Solver`.
+
+    Returns:
+        32 hexadecimal digits; None where nothing identifies the weights.
+    """
+    weights = model_identity(source)
+    if weights is None:
+        return None
+    facts = identity_of(runner, weights, backend)
+    if not deterministic:
+        del facts["host"], facts["threads"]
+    facts |= {
+        "format": FORMAT,
+        "deterministic": deterministic,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "code": _code(),
+    }
+    return _digest(facts)
+
+
+def model_identity(source: ModelLocation) -> str | None:
+    """A model's weights and settings: a digest of its directory, or its commit on the Hub; None for
+    a ready model, and for one of the Hub whose commit is not known."""
+    if not source.path:
+        return None
+    folder = Path(source.path)
+    if folder.is_dir():
+        return f"{files_digest(folder)} {weights_digest(folder)}"
+    commit = cached_commit(source)
+    return None if commit is None else f"{source.path}@{commit}"
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of the code that computes K and V: an editable install keeps its version."""
+    digest = hashlib.blake2b(digest_size=16)
+    package = Path(__file__).parents[1]
+    for folder in CODE:
+        for path in sorted((package / folder).rglob("*")):
+            if path.suffix in SOURCES:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
