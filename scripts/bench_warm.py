@@ -10,8 +10,8 @@ One prompt of random tokens on a random model, one thread. Methods take turns wi
     keep        the prefill in an empty folder: computed and written
 
 Times are CPU time of the thread; the files are in the system's cache, so `wall_ms` shows no
-slow disk either. The ratio is the median over rounds of a method's time to that of `compute`. Loaded
-KV is compared with what was stored, bit for bit.
+slow disk either. The ratio is the median over rounds of a method's time to that of `compute`.
+Loaded KV is compared with what was stored, bit for bit.
 """
 
 from __future__ import annotations

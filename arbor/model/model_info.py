@@ -57,5 +57,8 @@ class ModelInfo:
         return replace(self, kv_bytes_per_token=self.kv_bytes_int8, kv_dtype=INT8)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-able."""
-        return asdict(self)
+        """All fields, JSON-able; those of 8-bit KV only where it is used."""
+        fields = asdict(self)
+        if self.kv_dtype != INT8:
+            del fields["kv_dtype"], fields["kv_bytes_int8"]
+        return fields
