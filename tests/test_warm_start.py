@@ -27,13 +27,14 @@ from test_full_disk import limited
 from test_prefix_sharing import growth, opened, run
 
 from arbor import Solver
+from arbor.cli.solve import numbers_line
 from arbor.controllers.tot import ToT
 from arbor.engine import scheduler
 from arbor.errors import UsageError
 from arbor.events import Event, Forwarded, Shared
 from arbor.forest import LEAST_COMMON
 from arbor.memory.prompt_files import ABANDONED_S, BLOCK, HEADER, PromptFiles
-from arbor.metrics import MetricsFold
+from arbor.metrics import Metrics, MetricsFold
 from arbor.model import kv_identity as identities
 from arbor.model.loading import ModelLocation, locate_model
 from arbor.run.keep_kv import KeepKV
@@ -914,6 +915,12 @@ def test_the_command_line_keeps_and_loads(
     assert second.document["answer"] == first.document["answer"]
     wrong = arbor("solve", "4 5 6 10", "--keep-kv", str(tmp_path), "--keep-kv-size", "7tok")
     assert wrong.code == 2 and "[keep-kv]" in wrong.err
+
+
+def test_the_cost_of_a_run_names_what_was_loaded() -> None:
+    line = numbers_line("solved", Metrics(tokens_prefilled=1184, tokens_loaded=1160))
+    assert " · 1,160 of 1,184 prompt tokens loaded" in line
+    assert "loaded" not in numbers_line("solved", Metrics(tokens_prefilled=1184))
 
 
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:
