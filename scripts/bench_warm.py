@@ -9,9 +9,9 @@ One prompt of random tokens on a random model, one thread. Methods take turns wi
                 slots, the rest and the last token are computed
     keep        the prefill in an empty folder: computed and written
 
-Times are CPU time of the thread; the files are in the system's cache, so `wall_ms` shows no
-slow disk either. The ratio is the median over rounds of a method's time to that of `compute`.
-Loaded KV is compared with what was stored, bit for bit.
+Times are CPU time of the thread; the files are in the system's cache, so `wall_ms` shows no slow
+disk either. The ratio is the median over rounds of a method's time to that of `compute`. Loaded KV
+is compared with what was stored, bit for bit.
 """
 
 from __future__ import annotations

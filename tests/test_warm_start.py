@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.models import build
 from support.run_cli import REAL, environment, in_process
 from support.trees import QUESTIONS, Lab
@@ -23,12 +27,14 @@ from test_full_disk import limited
 from test_prefix_sharing import growth, opened, run
 
 from arbor import Solver
+from arbor.cli.solve import numbers_line
 from arbor.controllers.tot import ToT
 from arbor.engine import scheduler
 from arbor.errors import UsageError
 from arbor.events import Event, Forwarded, Shared
+from arbor.forest import LEAST_COMMON
 from arbor.memory.prompt_files import ABANDONED_S, BLOCK, HEADER, PromptFiles
-from arbor.metrics import MetricsFold
+from arbor.metrics import Metrics, MetricsFold
 from arbor.model import kv_identity as identities
 from arbor.model.loading import ModelLocation, locate_model
 from arbor.run.keep_kv import KeepKV
@@ -123,6 +129,11 @@ def test_prompts_have_files_in_common(tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 7, "a file's name depends on every token before"
 
 
+def test_only_its_user_may_read_the_kv(tmp_path: Path) -> None:
+    save(files_in(tmp_path / "some" / "where"), LONG)
+    assert (tmp_path / "some" / "where" / ONE).stat().st_mode & 0o777 == 0o700
+
+
 def test_a_prompt_is_written_once(tmp_path: Path) -> None:
     files = files_in(tmp_path)
     save(files, LONG)
@@ -149,7 +160,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_deleted_and_said_once(
+def test_a_damaged_file_is_deleted_and_reported_once(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(files_in(tmp_path), LONG)
@@ -335,7 +346,7 @@ def test_two_processes_use_a_folder_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file", "read-only", "not made", "full"])
-def test_a_folder_that_fails_is_said_once_and_ends_nothing(
+def test_a_folder_that_fails_is_reported_once_and_ends_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kv"
@@ -493,6 +504,82 @@ def test_what_could_not_be_loaded_is_computed_once_for_all(
     assert lab.memory.used == pool
     is_consistent(lab)
     assert files_in(tmp_path).find(np.array(FIRST)) == COMMON, "it is kept anew"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kept=st.lists(st.integers(0, 5), max_size=3),
+    opened_now=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    harm=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(["gone", "damaged"])), max_size=4),
+    most=st.sampled_from([17, 50, 8192]),
+    spare=st.sampled_from([0, 0, 13]),
+    first=st.integers(0, 2),
+)
+def test_any_prompts_over_any_files_fit_their_least_room_and_are_exact(
+    kept: list[int],
+    opened_now: list[int],
+    harm: list[tuple[int, str]],
+    most: int,
+    spare: int,
+    first: int,
+) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        folder = Path(name)
+        for each in kept:
+            lab_with(folder).plant(prompt=FAMILY[each])
+        files = entries(folder)
+        for place, kind in harm:
+            if place < len(files):
+                files[place].unlink(missing_ok=True)
+                if kind == "damaged":
+                    files[place].write_bytes(b"?" * 100)
+        patched.setattr(scheduler, "MOST_NEW", most)
+        chosen = [FAMILY[each] for each in opened_now]
+        lab = lab_with(folder)
+        trees = opened(lab, *chosen, pool=least_room(chosen) + spare)
+        for some in (trees[:first], trees[first:]):
+            operations = [lab.begin_extend(tree.root) for tree in some]
+            run(lab)
+            for operation in operations:
+                operation.result()
+        for tree, each in zip(trees, opened_now, strict=True):
+            assert tree.root.span.exact.all()
+            assert torch.allclose(kv_of(lab, tree), cold_kv(each), rtol=1e-4, atol=1e-5)
+        lab.memory.check()
+        assert lab.memory.used == least_room(chosen)
+
+
+START = tuple(int(token) + 5 for token in LONG)
+FAMILY = (
+    START[:70],
+    START[:64],
+    START[:33],
+    (*START[:40], *START[:50]),
+    (*START[:70], 3, 4, 5),
+    START[20:60],
+)
+
+
+def least_room(chosen: Sequence[tuple[int, ...]]) -> int:
+    """Slots of prompts that share their beginnings of at least `LEAST_COMMON` tokens."""
+    total = 0
+    for place, prompt in enumerate(chosen):
+        common = [beginning(prompt, other) for other in chosen[:place]]
+        total += len(prompt) - max((c for c in common if c >= LEAST_COMMON), default=0)
+    return total
+
+
+def beginning(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two prompts begin with alike."""
+    alike = (a == b for a, b in zip(one, other, strict=False))
+    return next((at for at, same in enumerate(alike) if not same), min(len(one), len(other)))
+
+
+@functools.cache
+def cold_kv(each: int) -> torch.Tensor:
+    """KV of a prompt that nothing was loaded for."""
+    lab = Lab(build("llama"))
+    return kv_of(lab, lab.plant(prompt=FAMILY[each]))
 
 
 def test_a_prompt_computed_in_parts_loads_and_is_kept(
@@ -828,6 +915,12 @@ def test_the_command_line_keeps_and_loads(
     assert second.document["answer"] == first.document["answer"]
     wrong = arbor("solve", "4 5 6 10", "--keep-kv", str(tmp_path), "--keep-kv-size", "7tok")
     assert wrong.code == 2 and "[keep-kv]" in wrong.err
+
+
+def test_the_cost_of_a_run_names_what_was_loaded() -> None:
+    line = numbers_line("solved", Metrics(tokens_prefilled=1184, tokens_loaded=1160))
+    assert " · 1,160 of 1,184 prompt tokens loaded" in line
+    assert "loaded" not in numbers_line("solved", Metrics(tokens_prefilled=1184))
 
 
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:

@@ -372,6 +372,10 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
         f"({100 * metrics.budget_share:.0f} % of budget"
         f"{f'; {unshared:,} without prefix sharing' if unshared > metrics.peak_tokens else ''})",
     ]
+    if metrics.tokens_loaded:
+        parts.append(
+            f"{metrics.tokens_loaded:,} of {metrics.tokens_prefilled:,} prompt tokens loaded"
+        )
     if metrics.rehydrations:
         fetched = f", {metrics.tokens_fetched:,} fetched" if metrics.tokens_fetched else ""
         parts.append(

@@ -129,6 +129,9 @@ class Rehydration:
             last = len(leaf.tokens) - 1
             if leaf.row in wanted and leaf.span.slot[last] == NO_SLOT:
                 holes[leaf.row] = np.union1d(holes[leaf.row], [last])
+        for follower in found.followers:  # a last token among them runs again in its leader's slot
+            row = follower.node.row
+            holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
         absent = {
             node.row: holes[node.row][node.span.slot[holes[node.row]] == NO_SLOT] for node in path
         }

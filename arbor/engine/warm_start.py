@@ -83,8 +83,8 @@ class WarmStart:
             mine = hole[hole < self._files.find(np.array(node.tokens, np.int64))]
             followed = _NOTHING
             for leader, common in self._alike(node):
-                both = np.intersect1d(mine, first.get(leader.row, _NOTHING), assume_unique=True)
-                both = both[both < common]
+                both = np.intersect1d(hole, first.get(leader.row, _NOTHING), assume_unique=True)
+                both = np.setdiff1d(both[both < common], followed, assume_unique=True)
                 mine = np.setdiff1d(mine, both, assume_unique=True)
                 loaded = np.intersect1d(both, found.offsets.get(leader.row, _NOTHING))
                 if len(loaded):

@@ -26,7 +26,7 @@ from arbor.support.atomic_write import write_atomically
 logger = logging.getLogger(__name__)
 
 BLOCK = LEAST_COMMON  # tokens per file; the rest of a prompt is not kept
-FORMAT = "arbor.kv/1"  # part of every identity: other layouts of a file never meet
+FORMAT = "arbor.kv/1"  # part of every identity: files of another layout are not found
 MAGIC = b"arborkv1"
 HEADER = struct.Struct("<8s16sII")  # magic, key, CRC-32 of what follows, unused
 RECOUNT = 16  # the folder is read again after writing a 16th of its limit: others write there too
@@ -123,7 +123,7 @@ class PromptFiles:
         self._touch(keys[: int(blocks.max(initial=-1)) + 1])
         if damaged:
             logger.warning(
-                "%d damaged file(s) with KV of prompts deleted, their tokens are computed again: %s",
+                "%d damaged file(s) with KV of prompts dropped, their tokens are computed again: %s",
                 len(damaged),
                 "; ".join(damaged[:3]),
             )
@@ -178,7 +178,7 @@ class PromptFiles:
             return False
 
     def _read(self, key: bytes, size: int, damaged: list[str]) -> NDArray[np.uint8] | None:
-        """What a file holds, uint8 [size]; None: it is gone or unusable, and deleted.
+        """What a file holds, uint8 [size]; None: it is gone, or damaged and deleted.
 
         Args:
             key: of the file.

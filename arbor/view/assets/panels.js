@@ -427,6 +427,7 @@ const METRICS = [
   ["peak_tokens", "peak on the device", count],
   ["peak_unshared_tokens", "peak without prefix sharing", count],
   ["tree_tokens", "tokens of the tree", count],
+  ["tokens_loaded", "prompt tokens loaded", count],
   ["evicted_tokens", "tokens evicted", count],
   ["rehydrations", "rehydrations", count],
   ["tokens_recomputed", "tokens recomputed", count],
