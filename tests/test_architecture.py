@@ -65,6 +65,7 @@ TORCH = (
     "model.threads",
     "model.unembedding",
     "model.weights",
+    "run.proposals",
     "run.session",
     "run.verification",
     "verifiers.reward.engine",
