@@ -127,6 +127,23 @@ def test_a_lossy_search_reads_every_given_token(rehydrate: Rehydrate, slots: int
     ]
 
 
+@pytest.mark.parametrize("rehydrate", ["selective", "span", "off"])
+def test_a_lossy_path_gives_way_to_given_tokens_that_the_policy_would_leave_out(
+    rehydrate: Rehydrate,
+) -> None:
+    lab = laboratory("lossy", rehydrate)
+    tree = plant(lab, 40)
+    (leaf,) = lab.sprout([(tree.root, 1)])
+    (leaf,) = lab.sprout([(leaf, 1)])
+    question = tuple(range(20, 40))  # with the path more than the budget, and than is protected
+
+    (node,) = give(lab, [GivenBlock(leaf, question, growth(25))])
+
+    assert node.tokens[:20] == list(question) and node.span.resident.all()
+    assert not all(each.span.resident.all() for each in node.path[:-1])
+    assert problems(lab) == []
+
+
 def test_a_block_goes_on_from_its_given_tokens_as_the_model_does() -> None:
     lab, model = laboratory(), build("llama")
     tree = plant(lab, 4096)
@@ -170,6 +187,16 @@ def test_each_given_token_is_computed_once() -> None:
     give(lab, [GivenBlock(tree.root, FIRST, growth(), whole=True) for _ in range(4)])
 
     assert lab.rows() - before == 4 * len(FIRST)
+
+
+def test_whole_blocks_say_nothing_about_the_length_of_sampled_ones() -> None:
+    lab = laboratory()
+    tree = plant(lab, 4096)
+
+    give(lab, [GivenBlock(tree.root, FIRST, growth(), whole=True)])
+    assert lab.opened.lengths.count == 0
+    give(lab, [GivenBlock(tree.root, FIRST, growth())])
+    assert (lab.opened.lengths.count, lab.opened.lengths.total) == (1, MOST)
 
 
 def test_given_tokens_that_were_never_computed_are_not_reported_after_an_interruption() -> None:

@@ -23,6 +23,7 @@ from arbor.run.limits import Limits
 from arbor.run.session import Session
 from arbor.tasks.base import Problem, Proposal
 from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.verifiers.self_eval import SelfEval
 
 ASKED = len("next?")
 NINE = Proposal("next?", 9)
@@ -345,7 +346,40 @@ def test_a_search_without_rounds_hears_the_same_at_any_budget(slots: int, limits
     assert thoughts(found) == thoughts(want)
     assert heard_by(found) == heard_by(want)
     assert len(heard_by(want)) > 2
+    assert want.outcome.limit == (None if limits.max_tokens is None else "max_tokens")
     assert found.problems == want.problems == []
+
+
+def test_the_clock_of_a_search_without_rounds_counts_sampled_tokens() -> None:
+    # the question after bbb is longer, and its list shorter; the last two lists end at one time
+    lists = {"": "a\nbbb\n.", "a\n": "v1\nv2\n.", "bbb\n": "v3!\n."}
+    lists |= {"a\nv1\n": "\n\n.", "a\nv2\n": "!\n."}
+    task = Listing(quotes=True)
+
+    found = proposed(lambda each: lists["".join(each)], Racing(), depth=3, task=task)
+
+    text = {node.key: node.text for node in found.outcome.tree}
+    reported = [[text[key] for key in keys] for keys in heard_by(found)]
+    assert reported == [["a\n", "bbb\n"], ["v3!\n"], ["v1\n", "v2\n"], ["!\n"]]
+
+
+def test_the_outlook_holds_thoughts_that_wait_for_the_verifier_and_no_questions() -> None:
+    task = Listing(verdicts={"y": 1.0, "n": 0.0})
+    asked: list[set[int]] = []
+    waiting: list[set[int]] = []
+
+    def look(event: Event, session: Session) -> None:
+        if not isinstance(event, Boundary) or session._search is None:
+            return
+        outlook = set(desk().opened.run.outlook())
+        question = event.given < len(event.ids)
+        (asked if question else waiting).append(outlook)
+
+    found = proposed("v9\nv5\n.", depth=2, task=task, verifier=SelfEval(), heard=look)
+
+    assert asked and not set().union(*asked)
+    thoughts = {n.id for n in found.outcome.tree if n.given and n.given == len(n.tokens)}
+    assert set().union(*waiting) == thoughts
 
 
 @pytest.mark.parametrize(
