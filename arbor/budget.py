@@ -38,11 +38,13 @@ class Footprint:
         step_tokens: most tokens of one block.
         max_depth: most blocks on one path.
         blocks: most blocks the search creates, root excluded.
-        question_tokens: tokens a verifier appends to one path; 0 for a verifier without a model.
+        question_tokens: tokens appended to one path for a while: a verifier's question, or one for
+            proposals with its completion; 0 where there is neither.
         protected_tokens: lossy mode: tokens of a path that always stay; None: paths stay whole.
         beyond_prompt: tokens that full retention of this kind of search is expected to hold at its
             peak, the prompt excluded; None: not measured.
         searches: number of measured searches behind `beyond_prompt`.
+        proposals: most questions for proposals at a time; 0 where thoughts are sampled.
     """
 
     prompt_tokens: int
@@ -53,6 +55,7 @@ class Footprint:
     protected_tokens: int | None = None
     beyond_prompt: int | None = None
     searches: int = 0
+    proposals: int = 0
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -64,8 +67,10 @@ class Footprint:
 
     @property
     def full_tokens(self) -> int:
-        """The worst case: most tokens of full retention, prompt + blocks x step + one question."""
-        return self.prompt_tokens + self.blocks * self.step_tokens + self.question_tokens
+        """The worst case: most tokens of full retention, prompt + blocks x step + one question, or
+        all for proposals."""
+        asked = max(1, self.proposals) * self.question_tokens
+        return self.prompt_tokens + self.blocks * self.step_tokens + asked
 
     @property
     def expected_tokens(self) -> int | None:
@@ -108,7 +113,8 @@ class Plan:
         full_tokens: slots full retention could need: the worst case.
         smallest_tokens: slots below which the search cannot run.
         bytes_per_token: KV bytes of one token over all layers.
-        prompt_tokens, step_tokens, max_depth, blocks, question_tokens: as in `Footprint`.
+        prompt_tokens, step_tokens, max_depth, blocks, question_tokens, proposals: as in
+            `Footprint`.
         expected_tokens: slots full retention is expected to hold at its peak; None: not measured.
         searches: number of measured searches behind `expected_tokens`; 0 where it was given.
         host_tokens, disk_tokens: tokens that these tiers may hold of what has left the device.
@@ -129,6 +135,7 @@ class Plan:
     host_tokens: int = 0
     disk_tokens: int = 0
     kv_dtype: str = "auto"
+    proposals: int = 0
 
     @property
     def reference_tokens(self) -> int:
@@ -168,9 +175,10 @@ class Plan:
         return replace(self, expected_tokens=None, searches=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields and derived numbers, JSON-able; the expectation and the lower tiers only where
-        there are some, the dtype of the KV only where it is not the model's."""
-        optional = ("expected_tokens", "searches", "host_tokens", "disk_tokens", "kv_dtype")
+        """All fields and derived numbers, JSON-able; the expectation, lower tiers, proposals and
+        another dtype of the KV only where there are such."""
+        counts = ("host_tokens", "disk_tokens", "proposals")
+        optional = ("expected_tokens", "searches", "kv_dtype", *counts)
         numbers = {
             **{name: value for name, value in asdict(self).items() if name not in optional},
             "ratio": self.ratio,
@@ -184,8 +192,8 @@ class Plan:
                 "expected_bytes": self.expected_bytes,
                 "searches": self.searches,
             }
-        lower = {"host_tokens": self.host_tokens, "disk_tokens": self.disk_tokens}
-        numbers |= {name: tokens for name, tokens in lower.items() if tokens}
+        some = {name: getattr(self, name) for name in counts}
+        numbers |= {name: count for name, count in some.items() if count}
         return numbers if self.kv_dtype == "auto" else numbers | {"kv_dtype": self.kv_dtype}
 
 
@@ -366,6 +374,7 @@ class Budget:
             question_tokens=footprint.question_tokens,
             expected_tokens=footprint.expected_tokens,
             searches=footprint.searches,
+            proposals=footprint.proposals,
         )
         if tokens >= footprint.smallest_tokens:
             return plan

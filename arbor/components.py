@@ -138,15 +138,18 @@ def summary_of(component: Any) -> str:
 def spec_of(component: Any) -> dict[str, Any]:
     """Name and settings of a component, JSON-able: ``build(kind, spec_of(c)) == c``.
 
-    A class without a name goes by ``package.module:Class``. A part has a name of its own where it
-    is not of the class it has by default; a component that is not a dataclass has nothing but its
-    name.
+    A field with the metadata ``only_if_set`` is left out where it has its default, so that a new
+    setting leaves the specs of earlier searches as they were. A class without a name goes by
+    ``package.module:Class``. A part has a name of its own where it is not of the class it has by
+    default; a component that is not a dataclass has nothing but its name.
     """
     spec: dict[str, Any] = {"name": registry.name_of(component)}
     named = getattr(component, "registered_as", "")
     usually = registry.resolve(component.kind, named) if named else type(component)
     for name, field in _fields(component).items():
         value = getattr(component, name)
+        if field.metadata.get("only_if_set", False) and value == _default(usually, name):
+            continue
         if field.metadata.get("components", False):
             spec[name] = [spec_of(each) for each in value]
             continue

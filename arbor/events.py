@@ -102,7 +102,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A block closed (ArborKV's Boundary)."""
+    """A block closed (ArborKV's Boundary).
+
+    Attributes:
+        given: how many of its first tokens were given rather than sampled: those of a question
+            that asks for several thoughts, or all those of a thought that was proposed. Written
+            only where there are any.
+    """
 
     name: ClassVar[str] = "boundary"
     node: int
@@ -112,6 +118,7 @@ class Boundary:
     logprob: float
     confidence: float
     top1: float
+    given: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

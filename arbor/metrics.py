@@ -57,7 +57,9 @@ class Metrics:
         probe_s: seconds of these comparisons.
         audits, audits_differ: searches from the own prompt after those from a similar one, and how
             many of them gave another answer.
-        tokens_generated: tokens of all closed blocks.
+        tokens_generated: tokens of all closed blocks that were sampled.
+        tokens_given: tokens of closed blocks that were given: questions that ask for several
+            thoughts, and the thoughts proposed.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_stored: evicted tokens whose KV a lower tier took.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
@@ -116,6 +118,7 @@ class Metrics:
     audits: int = field(default=0, metadata=ONLY_IF_SET)
     audits_differ: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
+    tokens_given: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_recomputed: int = 0
     tokens_stored: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_fetched: int = 0
@@ -165,7 +168,7 @@ class Metrics:
     @property
     def tree_tokens(self) -> int:
         """Unique tokens of the tree: the final KV of full retention."""
-        return self.tokens_prefilled + self.tokens_generated
+        return self.tokens_prefilled + self.tokens_generated + self.tokens_given
 
     @property
     def tok_per_s(self) -> float:
@@ -308,7 +311,9 @@ class MetricsFold:
                 if event.parent is None:
                     self._add(tokens_prefilled=event.tokens)
             case Boundary():
-                self._add(tokens_generated=len(event.ids))
+                self._add(tokens_generated=len(event.ids) - event.given)
+                if event.given:
+                    self._add(tokens_given=event.given)
             case Selected():
                 self._add(rounds=1, expansions=len(event.leaves))
             case Transition():

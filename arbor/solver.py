@@ -43,6 +43,7 @@ from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
 from arbor.run.limits import RunLimits, check_count, check_seed
+from arbor.run.planning import check_proposals
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
@@ -241,6 +242,7 @@ class Solver:
         self.boundary = resolve_boundary(
             check_boundary(self.task), max_depth, step_tokens, step_format
         )
+        check_proposals(self.task, self.controller, self.boundary)
         self.max_expansions = check_count("max_expansions", max_expansions)
         self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)

@@ -220,6 +220,8 @@ class Node:
         logprob: sum of the tokens' log probabilities under the model.
         confidence: 1 - H / ln|V| at the boundary (MSVE's u), in [0, 1].
         top1: mean top-1 probability of its tokens (CGEE's p), in [0, 1].
+        given: how many of its first tokens were given rather than sampled; `logprob` and `top1`
+            leave them out.
         row: its place among the blocks of a forest; the id where the tree is in none.
         tree: its tree.
     """
@@ -240,6 +242,7 @@ class Node:
     logprob: float = 0.0
     confidence: float = 0.0
     top1: float = 0.0
+    given: int = 0
     row: int = 0
     tree: ThoughtTree = field(default=cast("ThoughtTree", None), repr=False)
 

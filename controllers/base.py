@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from arbor.tree import Node, ThoughtTree
+
+Generate = Literal["sample", "propose"]
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """Grow `width` children of `leaf`."""
+    """Grow `width` children of `leaf`.
+
+    Attributes:
+        leaf: a closed block.
+        width: children; with ``propose`` at most.
+        generate: ``sample``: each child is a sample; ``propose``: the model lists next thoughts in
+            one completion, and each different one becomes a child (see `Proposer`).
+    """
 
     leaf: Node
     width: int
+    generate: Generate = "sample"
 
 
 @runtime_checkable
@@ -37,7 +47,8 @@ class Search(Protocol):
     def tell(self, children: Sequence[Node]) -> None:
         """Report the grown, closed and valued children of the last `ask`, in any order.
 
-        They are fewer than asked where a limit or an interruption cut the round short.
+        They are fewer than asked where a limit or an interruption cut the round short, or where
+        the model proposed fewer.
         """
         ...
 
@@ -101,4 +112,18 @@ class Controller(Protocol):
 
     def max_blocks(self, max_depth: int) -> int:
         """Upper bound of the blocks a search creates, root excluded; sizes full retention."""
+        ...
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """An optional addition to `Controller`, for searches with expansions that ``propose``.
+
+    The question for such an expansion and the model's completion are one more child of its leaf,
+    which is given up before the thoughts grow; `Controller.max_blocks` counts it. Where nothing was
+    proposed, `tell` gets no child of the leaf.
+    """
+
+    def most_proposals(self, max_depth: int) -> int:
+        """Upper bound of the expansions that propose at a time; 0: this search samples."""
         ...

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from arbor.errors import UsageError
 from arbor.tree import Node, NodeState, ThoughtTree
 
-from .base import Expansion, Search
+from .base import Expansion, Generate, Search
 from .ranking import finished, give_up, repeats
 
 
@@ -32,9 +32,11 @@ class ToT:
     Args:
         strategy: ``bfs`` (Algorithm 1) or ``dfs`` (Algorithm 2).
         beam: b, states kept of each level (bfs).
-        width: k, thoughts sampled of each state. The paper proposes about ten different ones in one
-            completion; here each is a sample, spread so that they repeat each other little
-            (`Sampling.arithmetic`); repeats are left out.
+        width: k, thoughts of each state.
+        generate: ``sample``: k samples, spread so that they repeat each other little
+            (`Sampling.arithmetic`); repeats are left out. ``propose``, the paper's choice for Game
+            of 24 and crosswords: one completion lists next thoughts, and the first k different
+            ones grow; for tasks that can ask for them (`arbor.tasks.base.Proposes`).
         select: ``greedy``, the best by value; or ``sample``, `beam` draws in proportion to value
             (bfs).
         threshold: v_th, a state grows only if its value is above this (Algorithm 2). The default
@@ -58,6 +60,10 @@ class ToT:
     - ``sample`` draws with replacement, as released. A state drawn m times grows m x width thoughts
       (released: m copies of it in the level); when no state is above the threshold the search ends
       (released: a division by zero).
+    - ``propose`` keeps at most `width` lines, each different one once and as the task reads it, and
+      leaves out a last line that was cut off (released: every line as it is). With
+      ``select=sample`` a state drawn m times keeps up to m x width lines of one completion
+      (released: m completions).
     - DFS values all children of a state in one batch before it visits the first (the notebook: one
       by one, in order of how sure the proposals were), so its order is by value. `max_visited`
       counts states that grow; the notebook counts states it looked at.
@@ -76,6 +82,7 @@ class ToT:
     max_visited: int = 100
     stop_value: float | None = 1.0
     seed: int = 0
+    generate: Generate = field(default="sample", metadata={"only_if_set": True})
 
     def __post_init__(self) -> None:
         for name in ("beam", "width", "max_per_state", "max_visited"):
@@ -83,7 +90,11 @@ class ToT:
                 raise UsageError(
                     "setting-range", f"{name}={getattr(self, name)}: it must be at least 1."
                 )
-        for name, known in (("strategy", ("bfs", "dfs")), ("select", ("greedy", "sample"))):
+        for name, known in (
+            ("strategy", ("bfs", "dfs")),
+            ("select", ("greedy", "sample")),
+            ("generate", ("sample", "propose")),
+        ):
             if getattr(self, name) not in known:
                 raise UsageError(
                     "setting-range",
@@ -98,16 +109,20 @@ class ToT:
         """The largest number of blocks of a search; some searches reach it.
 
         bfs    sum of n_d over the depths, n_1 = width, n_d = width min(beam, n_(d-1)), or
-               width beam for ``sample``
+               width beam for ``select=sample``
         dfs    width min(max_visited, 1 + c + c^2 + ... + c^(max_depth - 1)),
                c = min(width, max_per_state)
+
+        With ``propose`` the question for each state that grows is one block more.
         """
+        asked = self.generate == "propose"
         if self.strategy == "bfs":
-            total = level = self.width
+            level = self.width
+            total = level + asked
             for _ in range(max_depth - 1):
                 states = self.beam if self.select == "sample" else min(self.beam, level)
                 level = self.width * states
-                total += level
+                total += level + asked * states
             return total
         grown, layer, visited = 0, 1, min(self.width, self.max_per_state)
         for _ in range(max_depth):
@@ -115,7 +130,13 @@ class ToT:
             if grown >= self.max_visited:
                 break
             layer *= visited
-        return self.width * min(self.max_visited, grown)
+        return (self.width + asked) * min(self.max_visited, grown)
+
+    def most_proposals(self, max_depth: int) -> int:
+        """See `Proposer`."""
+        if self.generate == "sample":
+            return 0
+        return 1 if self.strategy == "dfs" or max_depth == 1 else self.beam
 
 
 class _TotSearch:
@@ -128,6 +149,9 @@ class _TotSearch:
 
     def best(self) -> list[Node]:
         return finished(self._tree)
+
+    def _expansion(self, leaf: Node, times: int = 1) -> Expansion:
+        return Expansion(leaf, times * self._settings.width, self._settings.generate)
 
     def _solved(self, children: Sequence[Node]) -> bool:
         stop = self._settings.stop_value
@@ -155,7 +179,7 @@ class BreadthFirst(_TotSearch):
 
     def __init__(self, settings: ToT, tree: ThoughtTree, max_depth: int) -> None:
         super().__init__(settings, tree, max_depth)
-        self._next = [Expansion(tree.root, settings.width)]
+        self._next = [self._expansion(tree.root)]
 
     def ask(self, room: int) -> list[Expansion]:
         return list(self._next)
@@ -176,9 +200,7 @@ class BreadthFirst(_TotSearch):
 
     def _greedy(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
         ranked = sorted(able, key=lambda pair: -pair[0])  # stable: ties stay in order of id
-        return [
-            Expansion(child, self._settings.width) for _, child in ranked[: self._settings.beam]
-        ]
+        return [self._expansion(child) for _, child in ranked[: self._settings.beam]]
 
     def _sampled(self, able: Sequence[tuple[float, Node]]) -> list[Expansion]:
         if not able or sum(value for value, _ in able) <= 0:
@@ -188,7 +210,7 @@ class BreadthFirst(_TotSearch):
             range(len(able)), weights=[value for value, _ in able], k=self._settings.beam
         )
         return [
-            Expansion(child, self._settings.width * drawn.count(place))
+            self._expansion(child, drawn.count(place))
             for place, (_, child) in enumerate(able)
             if place in drawn
         ]
@@ -205,7 +227,7 @@ class DepthFirst(_TotSearch):
     def ask(self, room: int) -> list[Expansion]:
         if not self._stack or self._visited >= self._settings.max_visited:
             return []
-        return [Expansion(self._stack[-1], self._settings.width)]
+        return [self._expansion(self._stack[-1])]
 
     def prospects(self) -> dict[int, float]:
         """The stack below its top: a state grows only if no subtree above it solves the problem."""

@@ -66,6 +66,7 @@ TORCH = (
     "model.threads",
     "model.unembedding",
     "model.weights",
+    "run.proposals",
     "run.session",
     "run.verification",
     "verifiers.reward.engine",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
+from arbor import components
 from arbor.controllers.ab_mcts import ABMCTS
 from arbor.controllers.base import Controller, Foresight, Search
 from arbor.controllers.beam import Beam
@@ -286,6 +288,48 @@ def test_the_best_chain_has_the_highest_value_then_the_likelier_tokens_then_the_
 
 
 # Beam ---------------------------------------------------------------------------------------------
+
+
+def test_tot_proposes_at_every_state_or_at_none() -> None:
+    for strategy in ("bfs", "dfs"):
+        for generate in ("sample", "propose"):
+            settings = ToT(strategy, width=2, beam=2, generate=generate)
+            tree = ThoughtTree([0])
+            search = settings.start(tree, 3)
+            while expansions := search.ask(4):
+                assert {each.generate for each in expansions} == {generate}
+                most = settings.most_proposals(3)
+                assert most == 0 if generate == "sample" else len(expansions) <= most
+                search.tell(grow(tree, expansions, hashed(1, terminal=0.0)))
+
+
+def test_tot_with_proposals_makes_a_block_more_for_every_state_that_grows() -> None:
+    for settings in (
+        ToT(beam=2, width=3),
+        ToT(beam=2, width=1),
+        ToT(beam=3, width=2, select="sample"),
+        ToT("dfs", width=3, max_per_state=2, max_visited=9),
+        ToT("dfs", width=1),
+    ):
+        proposing = replace(settings, generate="propose")
+        done = run(replace(settings, stop_value=None), scripted({}), max_depth=3)
+        asked = sum(len(level) for level in done.asked)
+        if settings.select == "greedy":
+            assert done.blocks == settings.max_blocks(3)
+            assert proposing.max_blocks(3) == done.blocks + asked
+        assert proposing.max_blocks(3) - settings.max_blocks(3) >= asked
+        assert max(map(len, done.asked)) <= proposing.most_proposals(3)
+    assert ToT(generate="propose").most_proposals(1) == 1
+
+
+def test_the_spec_of_tot_names_how_thoughts_are_generated_only_where_they_are_proposed() -> None:
+    assert "generate" not in components.spec_of(ToT())
+    spec = components.spec_of(ToT(generate="propose"))
+    assert spec["generate"] == "propose"
+    assert components.build("controller", spec) == ToT(generate="propose")
+    assert components.defaults_of(ToT)["generate"] == "sample"
+    with pytest.raises(UsageError, match="generate='dream'"):
+        ToT(generate="dream")  # type: ignore[arg-type]
 
 
 def test_a_beam_ends_when_finished_paths_hold_every_place() -> None:

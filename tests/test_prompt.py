@@ -76,6 +76,20 @@ def test_a_template_of_a_users_own() -> None:
     assert Reasoning(template=task.template).prompt_version != task.prompt_version
 
 
+def test_a_template_may_ask_for_next_steps() -> None:
+    plain, own = (
+        Reasoning(template=written(VALID)),
+        f'propose = "Steps of {{problem}}:\\n"\n{VALID}',
+    )
+    asking = Reasoning(template=written(own, "asking.toml"))
+    problem = asking.parse("2+2?")
+
+    assert asking.proposal(problem, ()).text == "\n\nSteps of 2+2?:\n"
+    assert asking.proposal(problem, ("a\n",)).text == "Steps of 2+2?:\n"
+    assert asking.prompt_version != plain.prompt_version
+    assert plain.proposal(problem, ()) == Reasoning().proposal(problem, ())
+
+
 def test_a_template_that_has_changed_is_read_again() -> None:
     task = Reasoning(template=written(VALID))
     before, version = task.prompt(task.parse("2+2?")), task.prompt_version

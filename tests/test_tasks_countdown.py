@@ -379,3 +379,59 @@ def test_an_invalid_problem_says_why_and_what_would_work(task: Countdown, text: 
 def test_an_unknown_split_is_named(task: Countdown) -> None:
     with pytest.raises(InputError, match="dev"):
         task.problems("dev")
+
+
+# Lists of next steps
+
+
+def test_a_question_for_steps_shows_an_example_and_what_is_left() -> None:
+    first, later = GAME.proposal(PROBLEM, ()), GAME.proposal(PROBLEM, PATH[:1])
+
+    example, _, asked = first.text.rpartition("Input: ")
+    head, steps, *lines = example.splitlines()
+    assert (head, steps) == ("Input: 2 3 5 12", "Possible next steps:")
+    legal = [step.text for step in legal_steps((2, 3, 5, 12))]
+    assert set(map(str.rstrip, legal)) > set(lines) and len(lines) == 8
+    assert {parsed.sign for parsed in map(parse_step, lines) if parsed} == set("+-*/")
+    assert asked == "4 5 6 10\nPossible next steps:\n"
+    assert later.text == f"{example}Input: 5 6 6\nPossible next steps:\n"
+    assert (first.max_tokens, first.stop) == (320, ("\n\n", "Input:"))
+    assert not first.text.endswith(first.stop)
+
+
+@pytest.mark.parametrize("task", [GAME, COUNTDOWN])
+def test_every_next_step_is_read_as_a_thought(task: Countdown) -> None:
+    problem = task.parse(task.example)
+    steps = [step.text for step in legal_steps(tuple(sorted(problem.data["numbers"])))]
+    steps += [step.text for step in exact_steps((1, 5, Fraction(7, 3)))]
+
+    for form in ("{}", "- {}", "12. {}", "(3) {}", "{} (sure)"):
+        text = "\n".join(form.format(step.strip()) for step in steps)
+        assert task.proposals(problem, (), f"{text}\n\n") == steps
+
+
+@pytest.mark.parametrize(
+    ("line", "thought"),
+    [
+        ("10 − 4 = 6 (left: 5 6 6)", "10 - 4 = 6 (left: 5 6 6)\n"),
+        ("10 - 4 = 6 (left: 6 6 5)", "10 - 4 = 6 (left: 5 6 6)\n"),
+        ("4 * 5 = 21 (left: 6 10 21)", "4 * 5 = 21 (left: 6 10 21)\n"),  # the verifier judges
+        ("4 - 5 = -1 (left: -1 6 10)", "4 - 5 = -1 (left: -1 6 10)\n"),
+        ("4 + 5 = 9", None),
+        ("4 + 5 = 9 (left: 6 9 10", None),
+        ("4 + 5/0 = 9 (left: 6 9 10)", None),
+        ("1.4 + 5 = 9 (left: 6 9 10)", None),
+        ("Input: 4 5 6 10", None),
+        ("", None),
+    ],
+)
+def test_a_line_of_a_list_is_a_step_in_its_own_form(line: str, thought: str | None) -> None:
+    assert GAME.proposals(PROBLEM, (), f"{line}\n") == ([] if thought is None else [thought])
+
+
+@given(text=st.text(st.sampled_from("0123456789+-*/= (left:)\n"), max_size=80))
+def test_any_text_gives_thoughts_that_are_read_as_they_are(text: str) -> None:
+    thoughts = GAME.proposals(PROBLEM, (), text)
+
+    assert GAME.proposals(PROBLEM, (), "".join(thoughts)) == thoughts
+    assert all(parse_step(each) and each.endswith("\n") for each in thoughts)

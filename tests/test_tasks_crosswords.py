@@ -151,3 +151,17 @@ def test_the_means_of_scores_count_samples_without_one_as_zero() -> None:
 
     assert scores(rows) == {"game": 0.5, "letter": 0.5}
     assert results([])["scores"] == {}
+
+
+def test_the_words_of_a_list_are_thoughts() -> None:
+    text = "1. h2. Tenor (certain)\n- v1: STRAY\nh3. abcdef\nh9. aaaaa\nh4\n* h4. noise, low\n"
+
+    proposal = TASK.proposal(TASK.parse(TASK.example), ("h1. stung\n",))
+
+    assert TASK.proposals(TASK.parse(TASK.example), (), text) == [
+        "h2. tenor\n",
+        "v1. stray\n",
+        "h4. noise\n",
+    ]
+    assert proposal.text.startswith("The board is now\nSTUNG\n_____\n")
+    assert proposal.max_tokens == 10 * TASK.boundary.max_tokens

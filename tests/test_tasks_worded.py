@@ -15,7 +15,7 @@ from arbor.errors import InputError, UsageError
 from arbor.registry import BUILTIN
 from arbor.tasks.aime import AIME
 from arbor.tasks.arc import ARC
-from arbor.tasks.base import Converses, Guesses, ReadsRows, Task, Versioned
+from arbor.tasks.base import Converses, Guesses, Proposes, ReadsRows, Task, Versioned
 from arbor.tasks.gsm8k import GSM8K
 from arbor.tasks.math import Math
 from arbor.tasks.reasoning import Reasoning
@@ -245,3 +245,42 @@ def test_a_decimal_point_ends_no_sentence() -> None:
 
     assert not any(stop in "It is 3.14 or e.g.x" for stop in stops)
     assert any(stop in "It is 3. Then" for stop in stops)
+
+
+# Lists of next steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "thoughts"),
+    [
+        ("stop", ["Add 2.\n\n", "Then. 1.5 of 3\n\n", "-4 is left\n\n"]),
+        ("line", ["Add 2.\n", "Then. 1.5 of 3\n", "-4 is left\n"]),
+        ("sentence", ["Add 2.\n", "Then. 1.5 of 3\n\n", "-4 is left\n\n"]),
+        ("length", ["Add 2.\n", "Then. 1.5 of 3\n", "-4 is left\n"]),
+    ],
+)
+def test_a_line_of_a_list_ends_as_a_thought_does(steps: Any, thoughts: list[str]) -> None:
+    task = Reasoning(steps=steps)
+    problem = task.parse(task.example)
+    text = "1. Add 2.\n\n  - Then. 1.5 of 3\n(3) -4 is left\n*\t\n"
+
+    assert task.proposals(problem, (), text) == thoughts
+    ends = task.boundary.stop
+    assert all(each.endswith(ends) for each in thoughts) or not ends
+
+
+def test_what_a_model_thinks_is_not_in_its_list() -> None:
+    problem = Reasoning().parse("2+2?")
+
+    assert Reasoning().proposals(problem, (), "<think>\nhm\n</think>\na\n") == ["a\n\n"]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_a_task_in_words_asks_for_next_steps(task: Any) -> None:
+    assert isinstance(task, Proposes)
+    problem = task.parse(task.example)
+
+    first, later = task.proposal(problem, ()), task.proposal(problem, ("Then.\n\n",))
+
+    assert first.text == f"\n\n{later.text}" and later.text.endswith("next steps:\n")
+    assert first.max_tokens == 4 * task.boundary.max_tokens

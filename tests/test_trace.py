@@ -409,6 +409,13 @@ def break_closing(run: list[Event]) -> None:
     run.insert(at, run[at])
 
 
+def break_given(run: list[Event]) -> None:
+    at = next(i for i, e in enumerate(run) if isinstance(e, Boundary))
+    boundary = run[at]
+    assert isinstance(boundary, Boundary)
+    run[at] = dataclasses.replace(boundary, given=len(boundary.ids) + 1)
+
+
 def break_counters(run: list[Event]) -> None:
     end = run[-1]
     assert isinstance(end, Ended)
@@ -426,6 +433,7 @@ def break_counters(run: list[Event]) -> None:
         (break_end, "the end is missing"),
         (break_header, "the header is missing"),
         (break_closing, "closes twice"),
+        (break_given, "were given"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

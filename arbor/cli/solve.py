@@ -474,7 +474,10 @@ def print_plan(output: Output, plan: Plan) -> None:
         output.print(f"{'KV':<18}{plan.kv_dtype}, lossy: {size} per token, scales included")
     if plan.expected_tokens is None:
         output.print(f"{'expected peak':<18}not measured yet: a ratio is a part of the worst case")
+    asked = f"{plan.question_tokens:,} question"
+    if plan.proposals > 1:
+        asked = f"{plan.proposals:,} questions of {plan.question_tokens:,}"
     output.print(
         f"{'shape':<18}{plan.prompt_tokens:,} prompt + {plan.blocks:,} blocks of "
-        f"{plan.step_tokens:,} + {plan.question_tokens:,} question, {plan.max_depth} deep"
+        f"{plan.step_tokens:,} + {asked}, {plan.max_depth} deep"
     )

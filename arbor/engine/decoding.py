@@ -137,7 +137,8 @@ class Decoding:
             row.node.state = NodeState.CLOSED
             row.node.confidence = sure
             self._source.finish(row.node)
-            row.operation.opened.lengths.add(len(row.node.tokens))
+            if row.node.given < len(row.node.tokens):
+                row.operation.opened.lengths.add(len(row.node.tokens))
             row.operation.left -= 1
         self._state.used(paths_of(nodes))
         self._state.mark_computed(nodes)
@@ -155,8 +156,12 @@ class Decoding:
         return [sure or 0.0 for sure in _answers(confidence, done, logits)]
 
     def cut(self, nodes: Sequence[Node]) -> None:
-        """Give up unfinished blocks as they are."""
+        """Give up unfinished blocks as they are, without given tokens that were never computed."""
         for node in nodes:
+            if node.given and node.row not in self._state.computed:
+                while node.tokens and not node.span.resident[-1]:
+                    node.tree.take_back(node)
+            node.given = min(node.given, len(node.tokens))
             node.state = NodeState.PRUNED
             self._source.finish(node)
         self._state.changed(nodes)
@@ -199,6 +204,7 @@ class Decoding:
                 logprob=node.logprob,
                 confidence=node.confidence,
                 top1=node.top1,
+                given=node.given,
             )
         )
 

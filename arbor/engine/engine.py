@@ -20,13 +20,21 @@ from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
 from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
-from arbor.engine.operation import Asking, Extending, Growing, Operation, Reading
+from arbor.engine.operation import (
+    Asking,
+    Extending,
+    GivenBlock,
+    Growing,
+    Operation,
+    Reading,
+)
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Question, Row, Visit
 from arbor.engine.similar_prompts import Comparison, SimilarPrompts
 from arbor.engine.step import Stepper
+from arbor.engine.text import before
 from arbor.engine.token_source import CheckedSource, Growth, ModelSampler, TokenSource
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import KV, Detail, Listener, Opened
@@ -403,15 +411,42 @@ class Engine:
         """
         longest = growth.stop.max_tokens
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
-        tree = leaves[0][0].tree
-        children = [tree.fork(leaf) for leaf, width in leaves for _ in range(width)]
+        children = self._fork([leaf for leaf, width in leaves for _ in range(width)])
+        return self.begin_decode(children, growth, counts=counts)
+
+    def begin_given(self, blocks: Sequence[GivenBlock], *, counts: bool = True) -> Growing:
+        """Grow new children whose first tokens are given rather than sampled, as an operation for
+        `step`.
+
+        The given tokens of all of them are computed together as far as the budget allows, like
+        those of a path.
+
+        Args:
+            blocks: of one tree, at least one.
+            counts: as for `begin_grow`.
+
+        Raises:
+            BudgetInfeasible: a single child does not fit after its path.
+        """
+        self._require([each.leaf for each in blocks], [each.longest for each in blocks])
+        children = self._fork([each.leaf for each in blocks])
+        for child, each in zip(children, blocks, strict=True):
+            for token in each.tokens:
+                child.tree.append(child, token)
+            child.given = len(each.tokens)
+        whole = [child for child, each in zip(children, blocks, strict=True) if each.whole]
+        return self._begin_rows(children, [each.growth for each in blocks], whole, counts)
+
+    def _fork(self, leaves: Sequence[Node]) -> list[Node]:
+        """A new open child of each of these blocks of one tree, reported."""
+        children = [leaf.tree.fork(leaf) for leaf in leaves]
         self.state.changed(children)
-        opened = self.state.trees[tree]
+        opened = self.state.of(leaves[0])
         for child in children:
             parent = None if child.parent is None else child.parent.id
             opened.emit(Opened(child.id, parent, child.index, child.depth, tokens=0, text=""))
         opened.raise_failure()
-        return self.begin_decode(children, growth, counts=counts)
+        return children
 
     def decode(self, children: Sequence[Node], growth: Growth) -> None:
         """Decode open blocks up to their boundaries, together as far as the budget allows.
@@ -436,15 +471,30 @@ class Engine:
         self, children: Sequence[Node], growth: Growth, *, counts: bool = True
     ) -> Growing:
         """`decode`, as an operation for `step`; at least one block. `counts` as in `begin_grow`."""
-        longest = growth.stop.max_tokens
-        order = self._in_order(children, [child.parent or child for child in children])
-        parents = [child.parent for child in order if child.parent is not None]
-        self._require(parents, [longest] * len(parents))
+        parents = [child.parent for child in children if child.parent is not None]
+        self._require(parents, [growth.stop.max_tokens] * len(parents))
+        return self._begin_rows(children, [growth] * len(children), (), counts)
+
+    def _begin_rows(
+        self,
+        children: Sequence[Node],
+        growths: Sequence[Growth],
+        whole: Sequence[Node],
+        counts: bool,
+    ) -> Growing:
+        """Decode open blocks that fit, see `begin_decode` and `begin_given`."""
+        growth_of = dict(zip((child.id for child in children), growths, strict=True))
+        ending = {child.id for child in whole}
         operation = Growing(self.state.of(children[0]), children)
-        for place, (child, leaf) in enumerate(zip(order, parents, strict=True)):
+        order = self._in_order(children, [child.parent or child for child in children])
+        for place, child in enumerate(order):
+            assert child.parent is not None, "the root does not decode"
+            growth = growth_of[child.id]
             code = ArithmeticCode(growth.seed, child, growth.sampling)
-            row = Row(operation, place, growth, child, leaf, code)
-            if child.tokens:  # it was given, and is run like one that was sampled
+            row = Row(operation, place, growth, child, child.parent, code)
+            if child.id in ending:
+                row.stop = growth.stop.after(child.tokens, before(child)) or "step"
+            if child.tokens:  # the last one is run like one that was sampled
                 row.pending = child.tokens[-1]
                 child.tree.take_back(child)
             operation.waiting.append(row)

@@ -220,9 +220,13 @@ class Lossy:
             return self._never_computed(path, leaves, reserve, residency)
         if sum(len(node.tokens) for node in path) + reserve <= self._memory.slots:
             return _incomplete(self._state, path, self._rehydrate)
-        chosen = residency.choose(path, leaves, self._memory.slots - reserve)
-        holes = {}
-        for node in path:
+        # given tokens of open blocks are never left out: what follows would not read them
+        new = [node for node in path if node.given and node.row not in self._state.computed]
+        holes = {node.row: np.arange(len(node.tokens)) for node in new}
+        room = self._memory.slots - reserve - sum(len(node.tokens) for node in new)
+        old = [node for node in path if node.row not in holes]
+        chosen = residency.choose(old, leaves, room)
+        for node in old:
             offsets = chosen[node.row]
             missing = offsets[node.span.slot[offsets] == NO_SLOT]
             all_anew = self._rehydrate == "span" and len(missing)

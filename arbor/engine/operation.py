@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,9 +13,32 @@ from torch import Tensor
 from arbor.engine.early_exit import Answers, Exiting
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.scheduler import Question, Work
+from arbor.engine.token_source import Growth
 from arbor.tree import Node
 
 _serials = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBlock:
+    """A block to grow whose first tokens are given rather than sampled.
+
+    Attributes:
+        leaf: the block it grows from.
+        tokens: those that are given, at least one.
+        growth: how it goes on.
+        whole: it ends with the last of them, and nothing is sampled.
+    """
+
+    leaf: Node
+    tokens: Sequence[int]
+    growth: Growth
+    whole: bool = False
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may have."""
+        return len(self.tokens) if self.whole else self.growth.stop.max_tokens
 
 
 class Operation:

@@ -30,6 +30,10 @@ class StopRule:
         self._goes_on: dict[tuple[int, int], bool] = {}
         self.max_tokens = boundary.max_tokens
 
+    def within(self, boundary: BlockLimits) -> StopRule:
+        """The rule of the same model with other limits."""
+        return StopRule(self._tokenizer, boundary, self._eos)
+
     def is_eos(self, token: int) -> bool:
         """Whether the token ends a sequence."""
         return token in self._eos

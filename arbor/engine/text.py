@@ -22,6 +22,12 @@ def before(node: Node) -> list[int]:
     return tokens
 
 
+def sampled_text(decode: Decode, node: Node) -> str:
+    """The text that a block's sampled tokens add to the given ones before them."""
+    known = [*before(node), *node.tokens[: node.given]]
+    return added(decode, known[-LOOK_BACK:], node.tokens[node.given :])
+
+
 def added(decode: Decode, before: Sequence[int], tokens: Sequence[int]) -> str:
     """What `tokens` add to the text of a path, so that the texts of its blocks joined are the text
     of the path.

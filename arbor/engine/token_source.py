@@ -116,7 +116,7 @@ class ModelSampler:
 
     def finish(self, node: Node) -> None:
         """Decodes the text; `top1` becomes a mean."""
-        node.top1 /= max(1, len(node.tokens))
+        node.top1 /= max(1, len(node.tokens) - node.given)
         node.text = added(self._decode, before(node), node.tokens)
 
     def _decode(self, tokens: list[int]) -> str:

@@ -6,7 +6,7 @@ work, but forward passes compute nothing, and tokens and verdicts are those of t
 Attention is not recorded. Policies that read it (arborkv, kkt, h2o, tova) see zeros, so they keep
 other tokens, and by MSVE's third signal other numbers of them, than the run did; their costs are
 close, not equal. A run that was cut short is replayed up to the first expansion that it left
-incomplete.
+incomplete; one that proposed thoughts is refused.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Recording:
         root = next((event for event in opened if event.parent is None), None)
         verified = [event for event in events if isinstance(event, Verified) and event.nodes]
         values = {n: v for e in verified for n, v in zip(e.nodes, e.values, strict=False)}
-        blocks = {e.node: e for e in events if isinstance(e, Boundary) and e.node in values}
+        closed = [event for event in events if isinstance(event, Boundary)]
+        asked = {e.node for e in closed if 0 < e.given < len(e.ids)}  # questions have no value
+        blocks = {e.node: e for e in closed if e.node in values or e.node in asked}
         missing = "no header" if header is None else "no prompt" if root is None else ""
         if any(NO_TOKEN in block.ids for block in blocks.values()):
             missing = "no words (--trace-text none)"
@@ -106,6 +108,12 @@ class Recording:
         end = next((event for event in events if isinstance(event, Ended)), None)
         expansions: int | None = None
         if end is None or end.status not in ("solved", "exhausted"):
+            if asked:
+                raise TraceError(
+                    "trace-replay",
+                    "a search that proposes thoughts is replayed whole, and this one was cut short.",
+                    "Record it without a limit.",
+                )
             cut = [e.node for e in opened if e.parent is not None and e.node not in values]
             expansions = _complete(events, min(cut, default=len(opened)))
         return cls(header, root.tokens, blocks, values, FutureReads.of(events), expansions)

@@ -32,9 +32,9 @@ class Limits:
     Attributes:
         max_depth: thoughts on one path.
         max_expansions: leaves grown in all; None: as many as the controller asks for.
-        max_tokens: of closed blocks. A round gets only as many blocks as fit by the mean length of
-            the blocks before it; `TokenLimit` ends one whose blocks are longer. The first round,
-            before which no length is known, is not cut. None: no limit.
+        max_tokens: sampled tokens of closed blocks. A round gets only as many blocks as fit by the
+            mean length of the blocks before it; `TokenLimit` ends one whose blocks are longer. The
+            first round, before which no length is known, is not cut. None: no limit.
         timeout_s: wall seconds, checked before each ask and each decode step; None: no limit.
         first: end at the first finished path with an answer (``answer``), or at the first of those
             whose value is at least `ACCEPTED` (``verified``); None: no limit.
@@ -177,7 +177,7 @@ def check_confidence(confidence: Any) -> float | None:
 
 
 class TokenLimit:
-    """A listener that ends the search once its closed blocks hold so many tokens.
+    """A listener that ends the search once so many tokens of its closed blocks were sampled.
 
     Args:
         most: tokens.
@@ -191,7 +191,7 @@ class TokenLimit:
     def __call__(self, event: Event) -> None:
         """Counts the tokens of a closed block."""
         if isinstance(event, Boundary):
-            self._left -= len(event.ids)
+            self._left -= len(event.ids) - event.given
             if self._left <= 0:
                 self._stop()
 

@@ -21,7 +21,7 @@ class Overlapping:
 
     Its time is logical, so that the order of ends depends on the blocks alone: not on which rows
     had to wait, nor on how many steps the engine took. It ends after as many ticks as its longest
-    child has tokens, and one more if the verification asks the model.
+    block has sampled tokens, and one more if the verification asks the model.
 
     Args:
         expansion: what grows.
@@ -29,7 +29,8 @@ class Overlapping:
         steps: decodes and verifies the children; yields the `Growing` first.
 
     Attributes:
-        children: all of its children, those that an interruption gave up included.
+        question: asks the model for its children; None: they are sampled.
+        children: all of its children so far, those that an interruption gave up included.
         awaited: what it waits for; None once it has ended.
         end: when it ended, ticks; None before that.
         reported: the children given to `tell`.
@@ -40,7 +41,9 @@ class Overlapping:
         self.start = start
         self._steps = steps
         self.awaited: Awaited | None = next(steps)
-        self.children: Sequence[Node] = cast("Growing", self.awaited).children
+        first: Sequence[Node] = cast("Growing", self.awaited).children
+        self.question = first[0] if expansion.generate == "propose" else None
+        self.children: Sequence[Node] = [] if self.question else first
         self.end: int | None = None
         self.reported: list[Node] = []
         self._asks = False  # its verification has asked the model
@@ -59,8 +62,9 @@ class Overlapping:
 
     @property
     def _longest(self) -> int:
-        """Tokens of the longest child so far."""
-        return max(len(child.tokens) for child in self.children)
+        """Sampled tokens of its longest block so far."""
+        blocks = self.children if self.question is None else [self.question]
+        return max(len(block.tokens) - block.given for block in blocks)
 
     def go_on(self) -> None:
         """Continue as far as possible.
@@ -71,6 +75,9 @@ class Overlapping:
         while self.awaited is not None and self.awaited.done:
             try:
                 self.awaited = next(self._steps)
+                if self.question is not None and not self.children:
+                    self.children = getattr(self.awaited, "children", [])
+                    continue
                 self._asks = self._asks or getattr(self.awaited, "counts", True)
             except StopIteration as stopped:
                 self.reported, asked = stopped.value

@@ -6,13 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from arbor.budget import Budget, Footprint, Plan
+from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.registry import name_of
 from arbor.run.limits import check_count
-from arbor.run.plugin_answers import checked_task, most_blocks, unchecked
+from arbor.run.plugin_answers import (
+    checked_task,
+    most_blocks,
+    most_proposals,
+    proposing,
+    unchecked,
+)
 from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
-from arbor.tasks.base import BoundedQuestions, Converses, Problem, Task
-from arbor.verifiers.base import ChecksQuestions, PlansQuestions, SearchShape, parts_of
+from arbor.tasks.base import BlockLimits, BoundedQuestions, Converses, Problem, Proposes, Task
+from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
 
 
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
@@ -94,15 +102,22 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, Words(files.tokenizer))
     size = setup.size
+    proposals = most_proposals(setup.controller, boundary.max_depth)
+    judged = question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0
+    able = proposing(setup.task)
+    assert able is not None or not proposals, "checked when the solver was made"
+    words = Words(files.tokenizer)
+    listed = proposal_tokens(able, problem, words) if able is not None and proposals else 0
     shape = Footprint(
         prompt_tokens,
         boundary.max_tokens,
         boundary.max_depth,
         most_blocks(setup.controller, boundary.max_depth),
-        question_tokens(setup, problem, files.tokenizer) if setup.verifier.needs_model else 0,
+        max(judged, listed),
         protect.sinks + protect.recent if setup.mode == "lossy" else None,
         None if size is None else size.expected,
         0 if size is None else size.n,
+        proposals,
     )
     if shape.path_tokens > info.context:
         levers = ["Shorten the problem", *shape.levers(info.context)]
@@ -171,6 +186,36 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     if isinstance(parts, BoundedQuestions):
         declared = check_count("max_question_tokens", parts.max_question_tokens)
     return max(declared or 0, len(Words(tokenizer).encode(text)), *known)
+
+
+def proposal_tokens(task: Proposes, problem: Problem, encoder: Encoder) -> int:
+    """Tokens of a question for proposals and its longest completion, at no thoughts."""
+    first = task.proposal(problem, ())
+    return len(encoder.encode(first.text)) + first.max_tokens
+
+
+def check_proposals(task: Task, controller: Controller, boundary: BlockLimits) -> None:
+    """Refuses a search that proposes thoughts where they cannot be asked for.
+
+    Raises:
+        UsageError: the task has no question for them, or thoughts have a format.
+    """
+    if not most_proposals(controller, boundary.max_depth):
+        return
+    if proposing(task) is None:
+        raise UsageError(
+            "generate",
+            f"the task '{name_of(task)}' has no question for several thoughts, and the search "
+            "proposes them.",
+            "Use generate=sample; docs/task.md says what a task of your own needs.",
+            name=name_of(task),
+        )
+    if boundary.form is not None:
+        raise UsageError(
+            "generate",
+            "a step format holds for thoughts that are sampled, and the search proposes them.",
+            "Leave out --step-format, or use generate=sample.",
+        )
 
 
 def search_shape(setup: Setup, problem: Problem, prompt_tokens: int) -> SearchShape:

@@ -11,12 +11,21 @@ import numbers
 import reprlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from arbor.controllers.base import Controller, Expansion, Foresight, Search
+from arbor.controllers.base import Controller, Expansion, Foresight, Generate, Proposer, Search
 from arbor.errors import ArborError, UsageError
 from arbor.registry import name_of
-from arbor.tasks.base import BlockLimits, Grade, Guesses, Problem, Question, Task
+from arbor.tasks.base import (
+    BlockLimits,
+    Grade,
+    Guesses,
+    Problem,
+    Proposal,
+    Proposes,
+    Question,
+    Task,
+)
 from arbor.tasks.step_format import StepFormat
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.base import Asker, Encoder, Gate, Inquires, Inquiry, Verdict, Verifier
@@ -204,6 +213,28 @@ class CheckedTask:
             raise self._answers.wrong("question", found, "a text and a number for each verdict")
         return found
 
+    def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
+        """See `Proposes.proposal`."""
+        found: Proposal = self._typed("proposal", Proposal, "a Proposal", problem, thoughts)
+        stops = found.stop if isinstance(found.stop, tuple | list) else None
+        if (
+            not (isinstance(found.text, str) and found.text)
+            or not is_count(found.max_tokens)
+            or stops is None
+            or not all(isinstance(stop, str) and stop for stop in stops)
+        ):
+            wanted = "a Proposal with texts and a number of at least 1"
+            raise self._answers.wrong("proposal", found, wanted)
+        return dataclasses.replace(found, stop=tuple(found.stop))
+
+    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> Sequence[str]:
+        """See `Proposes.proposals`."""
+        given = (problem, thoughts, text)
+        found = self._typed("proposals", (list, tuple), "a list of texts", *given)
+        if not all(isinstance(each, str) for each in found):
+            raise self._answers.wrong("proposals", found, "a list of texts")
+        return cast("Sequence[str]", found)
+
     def _typed(self, member: str, wanted: Any, words: str, *given: Any) -> Any:
         found = self._answers.of(member, lambda: getattr(self.task, member)(*given))
         if not isinstance(found, wanted):
@@ -246,26 +277,52 @@ def most_blocks(controller: Controller, max_depth: int) -> int:
     return int(found)
 
 
-def checked_search(controller: Controller, search: Search, tree: ThoughtTree, most: int) -> Search:
+def most_proposals(controller: Controller, max_depth: int) -> int:
+    """The controller's bound of the expansions that propose at a time; 0 where it samples.
+
+    Raises:
+        UsageError: not a whole number of at least 0.
+    """
+    if not isinstance(controller, Proposer):
+        return 0
+    answers = Answers("controller", controller)
+    found = answers.of("most_proposals", lambda: controller.most_proposals(max_depth))
+    if found != 0 and not is_count(found):
+        raise answers.wrong("most_proposals", found, "a whole number of at least 0")
+    return int(found)
+
+
+def proposing(task: Task) -> Proposes | None:
+    """A task as one that can ask for several thoughts, its answers checked; None: it cannot."""
+    return cast(Proposes, checked_task(task)) if isinstance(unchecked(task), Proposes) else None
+
+
+def checked_search(
+    controller: Controller, search: Search, tree: ThoughtTree, most: int, proposals: int
+) -> Search:
     """A search whose answers are checked.
 
     Args:
         controller: which began it.
         tree: which it grows.
         most: blocks of the search, see `most_blocks`.
+        proposals: at a time, see `most_proposals`.
     """
     if _own(controller):
         return search
     kind = _CheckedForesight if isinstance(search, Foresight) else _CheckedSearch
-    return kind(Answers("controller", controller), search, tree, most)
+    return kind(Answers("controller", controller), search, tree, most, proposals)
 
 
 class _CheckedSearch:
-    def __init__(self, answers: Answers, search: Any, tree: ThoughtTree, most: int) -> None:
+    def __init__(
+        self, answers: Answers, search: Any, tree: ThoughtTree, most: int, proposals: int
+    ) -> None:
         self._answers = answers
         self._search = search
         self._tree = tree
         self._most = most
+        self._proposals = proposals
         self.continuous = bool(getattr(search, "continuous", False))
         self._reported = {tree.root.id}  # blocks given to `tell`, and the root
 
@@ -274,6 +331,10 @@ class _CheckedSearch:
         found = self._answers.of("ask", lambda: self._search.ask(room))
         if not isinstance(found, list | tuple) or not all(map(self._can_grow, found)):
             wanted = f"Expansions of closed blocks of its tree with widths from 1 to {self._most}"
+            raise self._answers.wrong("ask", found, wanted)
+        proposed = sum(each.generate == "propose" for each in found)
+        if proposed > self._proposals:
+            wanted = f"at most {self._proposals} Expansions that propose (most_proposals)"
             raise self._answers.wrong("ask", found, wanted)
         return list(found)
 
@@ -297,6 +358,7 @@ class _CheckedSearch:
             and (not self.continuous or each.leaf.id in self._reported)
             and is_count(each.width)
             and each.width <= self._most
+            and each.generate in get_args(Generate)
         )
 
     def _is_leaf(self, node: object) -> bool:

@@ -337,8 +337,9 @@ class Run:
         cut = outcome.limit == "max_expansions"
         usual = self.setup.boundary.form is None  # a format changes the lengths
         if self.setup.mode == "lossless" and usual and (whole or cut):
-            tokens = full.peak + self.plan.question_tokens
-            self.setup.sizes.learn(self.setup.kind, tokens)
+            # questions for proposals are blocks, so the peak has them
+            asked = 0 if self.plan.proposals else self.plan.question_tokens
+            self.setup.sizes.learn(self.setup.kind, full.peak + asked)
 
     def _header(self, engine: Engine) -> Header:
         import torch

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from arbor.aggregate.base import Aggregate, AnswerVotes
 from arbor.aggregate.best import Best
 from arbor.controllers.base import Continuous, Controller, Expansion, Foresight, Search
 from arbor.engine.engine import Engine
+from arbor.engine.operation import Growing
 from arbor.engine.similar_prompts import Comparison
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, InputError, OutOfMemory, UsageError
@@ -37,7 +38,10 @@ from arbor.run.plugin_answers import (
     checked_task,
     is_guess,
     most_blocks,
+    most_proposals,
+    proposing,
 )
+from arbor.run.proposals import Proposals
 from arbor.run.questions import PlannedQuestions
 from arbor.run.searches import Steps, completed
 from arbor.run.verification import Verification
@@ -141,6 +145,8 @@ class Session:
             engine, self.task, problem, verifier, questions, opened or {}, emit
         )
         self.compares = compares
+        able = proposing(task)
+        self.proposals = None if able is None else Proposals(engine, able, problem, growth)
         self.substituted: Comparison | None = None  # the similar prompt that was read instead
         self._expanded = 0
         self._blocks = self._tokens = 0  # closed blocks that were reported, and their tokens
@@ -268,8 +274,11 @@ class Session:
                 f"the controller's search, {type(search).__name__}, lacks something: it needs ask, tell and best.",
                 "docs/controller.md has an example.",
             )
-        most = most_blocks(self.controller, depth)
-        self._search = checked_search(self.controller, search, tree, most)
+        most, proposals = (
+            most_blocks(self.controller, depth),
+            most_proposals(self.controller, depth),
+        )
+        self._search = checked_search(self.controller, search, tree, most, proposals)
         return self._search
 
     def _rounds(self, tree: ThoughtTree, search: Search) -> Steps[None]:
@@ -310,7 +319,7 @@ class Session:
                 for each in ended:
                     overlapping.remove(each)
                 children = [child for each in ended for child in each.reported]
-                self._count(children)
+                self._count([*children, *(each.question for each in ended if each.question)])
                 longest = max([longest, *(child.end for child in children)])
                 search.tell(children)
                 self._prune(tree)
@@ -334,10 +343,8 @@ class Session:
 
     def _expand(self, tree: ThoughtTree, expansion: Expansion, counts: bool) -> Steps[Grown]:
         """The children of one leaf, and whether their verification asked the model."""
-        pair = (expansion.leaf, expansion.width)
-        growing = self.engine.begin_grow([pair], self.growth, counts=counts)
-        yield growing
-        children = self._ended(tree, growing.result())
+        grown, _ = yield from self._new_blocks(tree, [expansion], counts)
+        children = self._ended(tree, grown)
         asked = yield from self.verification.steps(children)
         return children, asked
 
@@ -364,10 +371,12 @@ class Session:
         used_up = most is not None and self._expanded >= most
         self.stop("limit", "max_expansions" if used_up else "max_tokens")
 
-    def _count(self, children: Sequence[Node]) -> None:
-        """Count closed blocks and their tokens."""
-        self._blocks += len(children)
-        self._tokens += sum(len(child.tokens) for child in children)
+    def _count(self, blocks: Sequence[Node]) -> None:
+        """Count blocks that have ended and their sampled tokens, thoughts that were proposed not
+        included."""
+        sampled = [len(each.tokens) - each.given for each in blocks]
+        self._blocks += sum(count > 0 for count in sampled)
+        self._tokens += sum(sampled)
 
     def _check_answers(self, search: Search, children: Sequence[Node]) -> None:
         """Ends the run where one of these blocks finishes the path that a limit waits for."""
@@ -400,18 +409,19 @@ class Session:
         return expansions
 
     def _within_tokens(self, expansions: list[Expansion], most: int) -> list[Expansion]:
-        """The expansions whose blocks fit the rest of the tokens, by the mean length so far; the
-        last one perhaps narrower."""
+        """The expansions whose sampled blocks fit the rest of the tokens, by the mean length so
+        far; the last one perhaps narrower."""
         length = self._tokens / self._blocks
-        growing = sum(each.expansion.width for each in self._overlapping)
+        growing = sum(_sampled(each.expansion) for each in self._overlapping)
         blocks = int((most - self._tokens) / length) - growing
         allowed = []
         for expansion in expansions:
-            width = min(expansion.width, blocks)
-            if width < 1:
+            count = min(_sampled(expansion), blocks)
+            if count < 1:
                 break
-            blocks -= width
-            allowed.append(Expansion(expansion.leaf, width))
+            blocks -= count
+            narrower = expansion.generate == "sample" and count < expansion.width
+            allowed.append(replace(expansion, width=count) if narrower else expansion)
         return allowed
 
     def _grow(self, tree: ThoughtTree, expansions: list[Expansion]) -> Steps[list[Node]]:
@@ -421,9 +431,52 @@ class Session:
             The finished ones.
         """
         self._announce(tree, expansions)
-        growing = self.engine.begin_grow([(e.leaf, e.width) for e in expansions], self.growth)
-        yield growing
-        return self._ended(tree, growing.result())
+        grown, questions = yield from self._new_blocks(tree, expansions)
+        self._count(questions)
+        return self._ended(tree, grown)
+
+    def _new_blocks(
+        self, tree: ThoughtTree, expansions: Sequence[Expansion], counts: bool = True
+    ) -> Steps[tuple[list[Node], list[Node]]]:
+        """The children of leaves, sampled or proposed; the questions for proposals are given up
+        when their thoughts grow.
+
+        Args:
+            tree: of the search.
+            expansions: at least one.
+            counts: as for `Engine.begin_grow`.
+
+        Returns:
+            the children, those that an interruption gave up included; and the questions.
+        """
+        sampled = [(each.leaf, each.width) for each in expansions if each.generate == "sample"]
+        asking = [each for each in expansions if each.generate == "propose"]
+        operations: list[Growing] = []
+        if sampled:
+            operations.append(self.engine.begin_grow(sampled, self.growth, counts=counts))
+        if asking:
+            leaves = [each.leaf for each in asking]
+            operations.append(self._able.begin(leaves, counts=counts and not sampled))
+        yield from operations
+        grown = operations[0].result() if sampled else []
+        questions = operations[-1].result() if asking else []
+        listed = []
+        for question, each in zip(questions, asking, strict=True):
+            if question.state is NodeState.CLOSED and not self._over():
+                listed += self._able.read(question, each.width)
+            question.state = NodeState.PRUNED
+        if questions:
+            self._prune(tree)
+        if listed:
+            growing = self.engine.begin_given(listed, counts=False)
+            yield growing
+            grown = [*grown, *growing.result()]
+        return grown, questions
+
+    @property
+    def _able(self) -> Proposals:
+        assert self.proposals is not None, "checked when the solver was made"
+        return self.proposals
 
     def _announce(
         self, tree: ThoughtTree, expansions: Sequence[Expansion], growing: Sequence[Node] = ()
@@ -491,8 +544,13 @@ class Session:
             waiting = [] if self._verified else tree.nodes[self._round_start :]
             if self._overlapping:
                 waiting = [n for e in self._overlapping if e.end is None for n in e.children]
-            likely |= {n.id: 1.0 for n in waiting if n.state is not NodeState.PRUNED}
+            likely |= {n.id: 1.0 for n in waiting if self._is_candidate(n)}
         return likely
+
+    def _is_candidate(self, node: Node) -> bool:
+        """Whether a block of the round will be verified: not a question, nor given up."""
+        asks = self.proposals is not None and self.proposals.is_question(node)
+        return node.state is not NodeState.PRUNED and not asks
 
     # The end
 
@@ -536,3 +594,8 @@ class Session:
         if self.problem.expected is None:
             return None
         return self.task.grade(self.problem, answer)
+
+
+def _sampled(expansion: Expansion) -> int:
+    """Blocks of an expansion whose tokens are sampled: its children, or the question for them."""
+    return expansion.width if expansion.generate == "sample" else 1

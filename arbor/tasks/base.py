@@ -80,6 +80,22 @@ class Question:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A question to the model that asks for several next thoughts of a state.
+
+    Attributes:
+        text: appended to the path's text; what the model writes after it is the completion.
+        max_tokens: of the longest completion.
+        stop: strings that end a completion, besides the model's end of text; none of them stands
+            near the end of `text`.
+    """
+
+    text: str
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class Task(Protocol):
     """A family of problems. Implementations are frozen dataclasses without I/O at construction.
@@ -150,6 +166,35 @@ class BoundedQuestions(Protocol):
     @property
     def max_question_tokens(self) -> int | None:
         """The most tokens of a question, at any thoughts; None: the question never grows."""
+        ...
+
+
+@runtime_checkable
+class Proposes(Protocol):
+    """The part of a task whose model can list next thoughts in one completion.
+
+    Searches that propose thoughts need it (``tot,generate=propose``).
+    """
+
+    def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
+        """The question for next thoughts at this state.
+
+        The plan counts the question at no thoughts and its longest completion; where the question
+        grows with the thoughts, the completion is as much shorter.
+        """
+        ...
+
+    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> Sequence[str]:
+        """The thoughts in a completion, in its order; none where it lists none.
+
+        Each ends as the task's thoughts do, so that another may follow it. Repeats are left out by
+        the search, and a thought longer than `BlockLimits.max_tokens` is cut.
+
+        Args:
+            problem, thoughts: the state.
+            text: the completion, in whole lines where it was cut off, with the string that ended it
+                otherwise.
+        """
         ...
 
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 from arbor.support.texts import clipped
-from arbor.tasks.base import BlockLimits, Grade, Problem, Question
+from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.generated import Generated
 from arbor.tasks.splits import content_id, split_of
 
@@ -32,11 +32,14 @@ _NUMBER = r"-?[0-9]{1,12}(?:/[0-9]{1,12})?"
 _STEP = re.compile(
     rf"({_NUMBER}) ([-+*/]) ({_NUMBER}) = ({_NUMBER}) \(left: ({_NUMBER}(?: {_NUMBER})*)\)\n?"
 )
+_LISTED = re.compile(rf"(?<![\w./-]){_STEP.pattern}")  # also after a bullet or a number
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "–": "-", "·": "*", "⋅": "*", "∗": "*"})
 _LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": ""}
 _LABEL = re.compile(r"^(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*)", re.IGNORECASE)
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
 _LONGEST_ANSWER = 500
+_EXAMPLE: State = (2, 3, 5, 12)  # the numbers of the example in the question for next steps
+_LINES = 8  # of that example
 _LARGEST_INPUT = 999_999
 
 
@@ -490,3 +493,28 @@ class Countdown(Generated):
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
         return Question("Reachable?", {" yes": 1.0, " no": 0.0})
+
+    def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
+        """See `Proposes`: one example and the numbers that are left, as in the released prompt."""
+        steps = replay(problem.data["numbers"], thoughts) or ()
+        left = steps[-1].left if steps else tuple(sorted(problem.data["numbers"]))
+        text = f"{_steps_of(_EXAMPLE)}{_example_lines()}{_steps_of(left)}"
+        return Proposal(text, 10 * self.boundary.max_tokens, ("\n\n", "Input:"))
+
+    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> list[str]:
+        """See `Proposes`: every line with a step, right or wrong; other text is left out."""
+        found = (_LISTED.search(line) for line in text.translate(_SIGNS).splitlines())
+        steps = (parse_step(match[0].strip("\n")) for match in found if match)
+        return [step.text for step in steps if step is not None]
+
+
+def _steps_of(state: State) -> str:
+    """The head of a list of next steps."""
+    return f"Input: {' '.join(map(str, state))}\nPossible next steps:\n"
+
+
+def _example_lines() -> str:
+    """Next steps of the example: with every sign, from the pairs at the front and at the back."""
+    steps = legal_steps(tuple(int(number) for number in _EXAMPLE))
+    shown = steps[: _LINES // 2] + steps[-_LINES // 2 :]
+    return "".join(step.text for step in shown)

@@ -28,6 +28,8 @@ NAMES = tuple(f"{side}{place}" for side in "hv" for place in range(1, SIZE + 1))
 
 _CLUE = re.compile(r"\s*([hv][1-5])\s*[.:]\s*(\S.*)")
 _WORD = re.compile(r"\s*([hv][1-5])\s*[.:]\s*([A-Za-z]{5})\s*")
+# after the mark of a list and before a remark such as (certain)
+_PROPOSED = re.compile(rf"(?:[-*\s]|[0-9]{{1,3}}[.)]\s)*{_WORD.pattern}(?![A-Za-z])")
 
 EXAMPLE = (
     "Hurt by a bee",
@@ -82,6 +84,7 @@ class Crosswords(Worded):
     max_tokens: int = 16
     max_depth: int = 10
 
+    listed = 10
     columns = Columns(("clues", "problem"), ("letters", "answer"), lists=True)
 
     @property
@@ -159,12 +162,27 @@ class Crosswords(Worded):
         return len(text.encode()) + 1
 
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
-        board = "\n".join(filled(thoughts)[0])
         return Question(
-            f"\nThe board is now\n{board}\nDo all words fit their clues, and can the rest be "
+            f"\nThe board is now\n{_shown(thoughts)}\nDo all words fit their clues, and can the rest be "
             f"filled? Answer {self.yes[0].strip()} or {self.no[0].strip()}.\nAnswer:",
             dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
         )
+
+    def list_question(self, thoughts: Sequence[str]) -> str:
+        return (
+            f"The board is now\n{_shown(thoughts)}\nPossible next words, surest first, each on a "
+            "line such as 'h2. motor':\n"
+        )
+
+    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> list[str]:
+        """See `Proposes`: every line with the name of a word and five letters."""
+        found = (_PROPOSED.match(line) for line in spoken(text).splitlines())
+        return [self._ended(f"{match[1]}. {match[2].lower()}") for match in found if match]
+
+
+def _shown(thoughts: Sequence[str]) -> str:
+    """The board of a path, a row on each line."""
+    return "\n".join(filled(thoughts)[0])
 
 
 def filled(thoughts: Sequence[str]) -> tuple[Board, bool]:

@@ -4,6 +4,7 @@
     system = ""                                  # for models with a chat template
     prompt = "{examples}Problem: {problem}\\n"    # what the model reads
     example = "Problem: {problem}\\n{solution}\\n\\n"
+    propose = "List next steps, one a line:\\n"   # asks for several thoughts at once
 
     [[examples]]
     problem = "What is 2 + 2?"
@@ -29,7 +30,7 @@ SCHEMA = "arbor.template/1"
 FOLDER = Path(__file__).with_name("prompts")
 
 _FIELD = re.compile(r"\{(problem|solution|examples)\}")
-_KEYS = ("schema", "system", "prompt", "example", "examples")
+_KEYS = ("schema", "system", "prompt", "example", "examples", "propose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,15 @@ class PromptTemplate:
         example: one example, with ``{problem}`` and ``{solution}``.
         examples: in the order in which they are shown.
         system: the system message; empty for none.
+        propose: the question for several next steps, with ``{problem}`` if it repeats it; empty
+            for the task's own.
     """
 
     prompt: str
     example: str = ""
     examples: tuple[Example, ...] = ()
     system: str = ""
+    propose: str = ""
 
     def text(self, problem: str, shots: int) -> str:
         """The prompt of a problem, after so many of the examples."""
@@ -64,9 +68,15 @@ class PromptTemplate:
         )
         return _filled(self.prompt, problem=problem, examples=shown)
 
+    def question(self, problem: str) -> str:
+        """The question for several next steps of a problem; empty for the task's own."""
+        return _filled(self.propose, problem=problem)
+
     def digest(self, shots: int) -> str:
         """A digest of everything besides the problem."""
         text = f"{self.system}\0{self.text('', shots)}\0{self.prompt}"
+        if self.propose:
+            text += f"\0{self.propose}"
         return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=6).hexdigest()
 
 
@@ -101,7 +111,9 @@ def _template(file: Path, path: str, changed: int) -> PromptTemplate:
             raise unknown_setting(f"{path}: there is", key, _KEYS, path=path)
     if data.get("schema") != SCHEMA:
         raise _invalid(path, f"has the schema {data.get('schema')!r}", f'schema = "{SCHEMA}"')
-    prompt, example, system = (_text(data, key, path) for key in ("prompt", "example", "system"))
+    prompt, example, system, propose = (
+        _text(data, key, path) for key in ("prompt", "example", "system", "propose")
+    )
     if "{problem}" not in prompt:
         raise _invalid(path, "has no {problem} in its prompt", 'prompt = "Problem: {problem}\\n"')
     shown = "Problem: {problem}\\n{solution}\\n\\n"
@@ -120,7 +132,7 @@ def _template(file: Path, path: str, changed: int) -> PromptTemplate:
             "has examples, but no place for them",
             f'{{examples}} in prompt, example = "{shown}"',
         )
-    return PromptTemplate(prompt, example, tuple(examples), system)
+    return PromptTemplate(prompt, example, tuple(examples), system, propose)
 
 
 def template_file(path: str) -> Path:

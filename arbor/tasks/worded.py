@@ -2,14 +2,15 @@ r"""Worded: base of the tasks whose problems are texts and whose models reason i
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from arbor.errors import InputError, UsageError
 from arbor.support.texts import clipped, refuse_surrogates, surrogate_of
-from arbor.tasks.base import BlockLimits, Grade, Problem, Question
+from arbor.tasks.base import BlockLimits, Grade, Problem, Proposal, Question
 from arbor.tasks.grading.base import Grader
 from arbor.tasks.prompt_template import PromptTemplate, read_template
 from arbor.tasks.splits import content_id
@@ -19,6 +20,7 @@ STOPS: Mapping[str, tuple[str, ...]] = {
     "sentence": (". ", "! ", "? ", ".\n", "!\n", "?\n", "\n\n"),
     "length": (),
 }
+_MARK = re.compile(r"\s*(?:[-*\u2022]|\(?[0-9]{1,3}[.):])\s+")  # of an entry of a list
 THINKING, THOUGHT = "<think>", "</think>"  # tags around reasoning that is not the answer
 
 
@@ -53,6 +55,9 @@ class Worded(ABC):
     shots: int = 0
     system: str = ""
     chat: Literal["auto", "off"] = "auto"
+
+    # longest thoughts that fit into a list of next steps
+    listed: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_depth"):
@@ -217,6 +222,27 @@ class Worded(ABC):
             f"{self.no[0].strip()}.\nAnswer:",
             dict.fromkeys(self.yes, 1.0) | dict.fromkeys(self.no, 0.0),
         )
+
+    def proposal(self, problem: Problem, thoughts: Sequence[str]) -> Proposal:
+        """See `Proposes`; the template's question, else the task's."""
+        text = self.prompt_template().question(problem.text) or self.list_question(thoughts)
+        gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
+        return Proposal(f"{gap}{text}", self.listed * self.boundary.max_tokens)
+
+    def list_question(self, thoughts: Sequence[str]) -> str:
+        """The question for next steps of a template that has none."""
+        return "Several possible next steps, each on a line of its own.\nPossible next steps:\n"
+
+    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> list[str]:
+        """See `Proposes`: every line that is not empty, without the mark of a list."""
+        lines = (_MARK.sub("", line, count=1).strip() for line in spoken(text).splitlines())
+        return [self._ended(line) for line in lines if line]
+
+    def _ended(self, line: str) -> str:
+        """A line as a thought: with the end that one of `boundary` has."""
+        stops = self.boundary.stop
+        ends = ("\n", "\n\n", *stops)
+        return next((line + end for end in ends if (line + end).endswith(stops)), f"{line}\n")
 
 
 def spoken(text: str) -> str:

@@ -176,6 +176,11 @@ class Replay:
                 for block in self._find([event.node]):
                     if block.state is not NodeState.OPEN:
                         self._wrong(f"event {self.events:,}: block {block.id} closes twice")
+                    if not 0 <= event.given <= len(event.ids):
+                        self._wrong(
+                            f"event {self.events:,}: {event.given:,} of the {len(event.ids):,} "
+                            f"tokens of block {block.id} were given"
+                        )
                     block.tokens = len(event.ids)
                     block.text = event.text
                     self._hold(block, block.tokens + block.moved)
