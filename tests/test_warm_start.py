@@ -847,6 +847,17 @@ def test_other_models_dtypes_and_modes_find_nothing(tmp_path: Path) -> None:
     assert len(list(kv.iterdir())) == 4
 
 
+def test_weights_that_nothing_identifies_are_searched_without_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(identities, "model_identity", lambda source: None)
+    with caplog.at_level(logging.WARNING):
+        solution, _, _ = solved(tmp_path / "kv")
+    assert solution.metrics.nodes > 1 and not (tmp_path / "kv").exists()
+    (line,) = [each for each in caplog.messages if "no KV is kept" in each]
+    assert "the commit of builtin:sapling is not known" in line
+
+
 def test_the_smallest_budget_suffices(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"deterministic": True}
     first, cold, _ = solved(tmp_path, **settings)
