@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.run_cli import Arbor, in_process
 
-from arbor import Solver
+from arbor import Solution, Solver
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
 from arbor.events import Event
@@ -70,6 +70,36 @@ def test_the_smallest_budget_gives_the_tree_of_full_retention(
     assert len(asked) > 2, "it goes on after the first level"
     assert {node[3].value for node in asked} == {"pruned"}
     assert sum(node[2] == len(node[1]) for node in tree) > len(asked)
+
+
+def test_searches_next_to_each_other_find_what_each_finds_alone() -> None:
+    problems = [PROBLEM, "What is 7 times 8?", "Tom has 3 apples and eats one. How many?"]
+
+    def found(solution: Solution) -> tuple[Any, ...]:
+        cost = solution.metrics
+        return solution.path, solution.candidates, cost.nodes, cost.tokens_given
+
+    with proposing() as solver:
+        alone = [found(solver.solve(each, budget="full")) for each in problems]
+        together = list(solver.imap(problems, concurrency=3, budget="0.5max"))
+
+    assert [found(each) for each in together] == alone
+
+
+@pytest.mark.parametrize("tiers", [{"host": "200tok"}, {"host": "60tok", "disk": "300tok"}])
+def test_lower_tiers_hold_what_proposals_evict(tiers: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "run.arbor.jsonl"
+    wide = dataclasses.replace(SHALLOW, beam=4, width=4)  # one question at a time fits
+    with proposing(
+        controller=wide, policy="random", max_depth=4, fetch="always", debug=True, **tiers
+    ) as solver:
+        smallest = solver.plan(PROBLEM, budget="full").smallest_tokens
+        solution = solver.solve(PROBLEM, budget=f"{smallest}tok", trace=path)
+
+    assert Replay.of(read_trace(path)).problems == []
+    metrics = solution.metrics
+    assert metrics.tokens_given > 0
+    assert metrics.tokens_stored > 0 and metrics.tokens_fetched > 0
 
 
 def test_the_plan_counts_the_questions_and_their_completions() -> None:

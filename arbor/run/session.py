@@ -274,10 +274,8 @@ class Session:
                 f"the controller's search, {type(search).__name__}, lacks something: it needs ask, tell and best.",
                 "docs/controller.md has an example.",
             )
-        most, proposals = (
-            most_blocks(self.controller, depth),
-            most_proposals(self.controller, depth),
-        )
+        most = most_blocks(self.controller, depth)
+        proposals = most_proposals(self.controller, depth)
         self._search = checked_search(self.controller, search, tree, most, proposals)
         return self._search
 
@@ -296,7 +294,7 @@ class Session:
     # Without rounds
 
     def _continuously(self, tree: ThoughtTree, search: Search) -> Steps[None]:
-        """Ask whenever something has ended, and tell of each expansion by itself, see
+        """Ask whenever something has ended, and report each expansion by itself, see
         `Continuous`."""
         overlapping = self._overlapping
         longest = tree.root.end  # of the paths that the search knows of
@@ -359,7 +357,7 @@ class Session:
         return self._stopped is not None
 
     def _allowed(self, expansions: list[Expansion]) -> list[Expansion]:
-        """The expansions of a round within the limit on all of them; none end the run."""
+        """The expansions of a round within the limits; an empty list ends the run."""
         allowed = self._within_limit(expansions)
         if expansions and not allowed:
             self._stop_at_limit()

@@ -87,8 +87,8 @@ class Proposal:
     Attributes:
         text: appended to the path's text; what the model writes after it is the completion.
         max_tokens: of the longest completion.
-        stop: strings that end a completion, besides the model's end of text; none of them stands
-            near the end of `text`.
+        stop: strings that end a completion, as the model's end of text does; `text` does not end
+            with one.
     """
 
     text: str
@@ -286,5 +286,5 @@ class Converses(Protocol):
 
     @property
     def prompt_version(self) -> str:
-        """A digest of everything in the prompt besides the problem; evaluations record it."""
+        """Digest of everything in the prompt except the problem; evaluations record it."""
         ...

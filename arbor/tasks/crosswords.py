@@ -54,7 +54,7 @@ class BoardGrader:
     version = "crosswords/1"
 
     def check(self) -> None:
-        """Nothing is missing."""
+        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`; the scores are ``letter``, ``word`` and ``game``."""
@@ -221,7 +221,7 @@ def words_of(board: Board) -> list[str]:
 
 
 def board_of(text: str) -> Board | None:
-    """The board that a text is, 25 letters or ``_`` with spaces, line ends or slashes between."""
+    """A text as a board: 25 letters or ``_``, with spaces, line ends or slashes between."""
     signs = re.sub(r"[\s/,|]+", "", text[:1000]).upper()
     if not re.fullmatch(rf"[A-Z{EMPTY}]{{{SIZE * SIZE}}}", signs):
         return None

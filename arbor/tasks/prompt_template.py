@@ -73,7 +73,7 @@ class PromptTemplate:
         return _filled(self.propose, problem=problem)
 
     def digest(self, shots: int) -> str:
-        """A digest of everything besides the problem."""
+        """Digest of everything except the problem."""
         text = f"{self.system}\0{self.text('', shots)}\0{self.prompt}"
         if self.propose:
             text += f"\0{self.propose}"

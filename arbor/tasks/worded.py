@@ -139,7 +139,11 @@ class Worded(ABC):
         return Problem(content_id(self.name, text.strip()), self.name, text.strip())
 
     def problems(self, split: str, limit: int | None = None) -> Iterator[Problem]:
-        """None: this task is for problems of the user's own."""
+        """See `Task.problems`.
+
+        Raises:
+            UsageError: always; the task ships no problems.
+        """
         shown = clipped(" ".join(self.example.split()), 80)
         raise UsageError(
             "no-problems",
@@ -239,7 +243,7 @@ class Worded(ABC):
         return [self._ended(line) for line in lines if line]
 
     def _ended(self, line: str) -> str:
-        """A line as a thought: with the end that one of `boundary` has."""
+        """A line with the end of a thought, see `boundary`."""
         stops = self.boundary.stop
         ends = ("\n", "\n\n", *stops)
         return next((line + end for end in ends if (line + end).endswith(stops)), f"{line}\n")

@@ -24,7 +24,7 @@ class Choice:
     version = "choice/1"
 
     def check(self) -> None:
-        """Nothing is missing."""
+        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""

@@ -20,7 +20,7 @@ class Exact:
     version = "exact/1"
 
     def check(self) -> None:
-        """Nothing is missing."""
+        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""

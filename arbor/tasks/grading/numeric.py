@@ -18,7 +18,7 @@ class Numeric:
     version = "number/1"
 
     def check(self) -> None:
-        """Nothing is missing."""
+        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
@@ -48,7 +48,7 @@ class Integer:
         return "integer/1"
 
     def check(self) -> None:
-        """Nothing is missing."""
+        """No package is needed."""
 
     def grade(self, answer: str | None, expected: str | None) -> Grade:
         """See `Grader.grade`."""
