@@ -59,3 +59,8 @@ class ModelInfo:
     def to_dict(self) -> dict[str, Any]:
         """All fields, JSON-able."""
         return asdict(self)
+
+    def to_header(self) -> dict[str, Any]:
+        """The fields that a trace's header holds; `kv_dtype` only where it is not ``auto``."""
+        left_out = ("kv_bytes_int8", *(("kv_dtype",) if self.kv_dtype == "auto" else ()))
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
