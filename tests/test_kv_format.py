@@ -318,7 +318,7 @@ def test_a_trace_holds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ran = in_process(capsys)("solve", PUZZLES[0], *given, "-v")
 
     header = json.loads(path.read_text().splitlines()[0])
-    assert header["config"]["kv_dtype"] == "int8"
+    assert header["config"]["kv_dtype"] == header["model"]["kv_dtype"] == "int8"
     assert header["kv"]["bytes_per_token"] == 3_264 and header["kv"]["kv_dtype"] == "int8"
     assert "KV int8, lossy" in ran.err
 

@@ -140,7 +140,7 @@ def keep_description(source: ModelLocation, dtype: str, config: Any, files: Desc
 
 def record_of(files: Description) -> Record:
     """A description as JSON; id and revision are not the model's."""
-    info = {k: v for k, v in dataclasses.asdict(files.info).items() if k not in ("id", "revision")}
+    info = {k: v for k, v in files.info.to_dict().items() if k not in ("id", "revision")}
     return {"info": info, "sampling": dataclasses.asdict(files.sampling)}
 
 

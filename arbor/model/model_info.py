@@ -57,8 +57,10 @@ class ModelInfo:
         return replace(self, kv_bytes_per_token=self.kv_bytes_int8, kv_dtype=INT8)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, JSON-able; those of 8-bit KV only where it is used."""
-        fields = asdict(self)
-        if self.kv_dtype != INT8:
-            del fields["kv_dtype"], fields["kv_bytes_int8"]
-        return fields
+        """All fields, JSON-able."""
+        return asdict(self)
+
+    def to_header(self) -> dict[str, Any]:
+        """The fields that a trace's header holds; `kv_dtype` only where it is not ``auto``."""
+        left_out = ("kv_bytes_int8", *(("kv_dtype",) if self.kv_dtype == "auto" else ()))
+        return {name: value for name, value in asdict(self).items() if name not in left_out}

@@ -357,7 +357,7 @@ class Run:
             problem=problem.text,
             seed=self.seed,
             expected=problem.expected,
-            model=info.to_dict(),
+            model=info.to_header(),
             device={
                 "name": str(checkpoint.device),
                 "torch": torch.__version__,
