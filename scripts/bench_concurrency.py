@@ -210,6 +210,14 @@ def main() -> None:
     parser.add_argument("--only", choices=["searches", "forks", "config-s", "trees"])
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--deterministic",
+        nargs="+",
+        type=lambda text: text == "yes",
+        default=(True, False),
+        metavar="yes|no",
+        help="of the trees",
+    )
     parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
     parser.add_argument("--machine", default="")
     parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
@@ -220,7 +228,7 @@ def main() -> None:
         ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     if given.only == "trees":
-        for deterministic in (True, False):
+        for deterministic in given.deterministic:
             found = trees(given.problems, deterministic)
             print(f"deterministic {deterministic}: {found}", flush=True)
             if given.csv is not None:
