@@ -219,9 +219,7 @@ class KVMemory:
         assert (span.slot[offsets] == NO_SLOT).all(), (
             f"block {node.id}: a resident token was loaded"
         )
-        before = int(span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
-        first = before + 1 if before != NO_SLOT else NO_SLOT
-        slots = self.table.take(len(offsets), first, tree=node.tree.number)
+        slots = self._slots_for(node, offsets)
         # if this is cut off, `rollback` finds slots that no block names
         self.pool.scatter(slots, rows.to(self.pool.device))
         self._forget(node, offsets)
@@ -229,8 +227,18 @@ class KVMemory:
         span.exact[offsets] = True
         self._changed()
 
+    def _slots_for(self, node: Node, offsets: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Slots for tokens of a block, after that of the token before them if they are free."""
+        before = int(node.span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
+        first = before + 1 if before != NO_SLOT else NO_SLOT
+        return self.table.take(len(offsets), first, tree=node.tree.number)
+
     def _assign(
-        self, node: Node, offsets: NDArray[np.int64], slots: NDArray[np.int32], depth: int
+        self,
+        node: Node,
+        offsets: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        depth: int | NDArray[np.int16],
     ) -> None:
         """Let slots be those of a block's tokens."""
         self.table.owner[slots] = node.row
@@ -401,12 +409,7 @@ class KVMemory:
         Returns:
             how many came back, by block, where any did.
         """
-        taken = []
-        for node, offsets in tokens.items():
-            before = int(node.span.slot[offsets[0] - 1]) if offsets[0] else NO_SLOT
-            first = before + 1 if before != NO_SLOT else NO_SLOT
-            taken.append(self.table.take(len(offsets), first, tree=node.tree.number))
-        counts = [len(offsets) for offsets in tokens.values()]
+        taken = [self._slots_for(node, offsets) for node, offsets in tokens.items()]
         places = [node.span.begin + offsets for node, offsets in tokens.items()]
         at, slots = np.concatenate([_NOTHING, *places]), np.concatenate([_NO_SLOTS, *taken])
         try:
@@ -414,24 +417,20 @@ class KVMemory:
         except BaseException:
             self._release(slots)
             raise
+        self.forest.spans.drop(at)
+        ends = np.cumsum([len(offsets) for offsets in tokens.values()])
+        back: dict[Node, int] = {}
+        for (node, offsets), end in zip(tokens.items(), ends.tolist(), strict=True):
+            mine = np.arange(end - len(offsets), end)
+            good = mine[intact[mine]]
+            here = offsets[intact[mine]]
+            if len(here):
+                self._assign(node, here, slots[good], depth[good])
+                node.span.exact[here] = True
+                back[node] = len(here)
         self._release(slots[~intact])
-        nodes = list(tokens)
-        spans = self.forest.spans
-        spans.drop(at)
-        place, good, slots = at[intact], np.flatnonzero(intact), slots[intact]
-        index = np.repeat(np.arange(len(nodes)), counts)[good]
-        rows = np.array([node.row for node in nodes])
-        starts = np.array([node.start for node in nodes])
-        offset = np.concatenate([_NOTHING, *tokens.values()])[good]
-        words = [np.asarray(node.tokens, np.int32)[offsets] for node, offsets in tokens.items()]
-        self.table.owner[slots] = rows[index]
-        self.table.token[slots] = np.concatenate([_NO_SLOTS, *words])[good]
-        self.table.position[slots] = starts[index] + offset
-        spans.slot[place], spans.tier[place] = slots, Tier.DEVICE
-        spans.exact[place], spans.depth[place] = True, depth[good]
         self._changed()
-        back = np.bincount(index, minlength=len(nodes)).tolist()
-        return {node: count for node, count in zip(nodes, back, strict=True) if count}
+        return back
 
     def _forget(self, node: Node, offsets: NDArray[np.int64]) -> None:
         """Give up the records of tokens that are about to be on the device."""
