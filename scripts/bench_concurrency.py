@@ -14,7 +14,7 @@ with `deterministic`.
 
 The numbers of problems at a time take turns within a round; times are CPU time of the thread, one
 thread. A row of the CSV is one measurement. The table gives, for each, the median of the ratios to
-one at a time of the same round.
+the first of them in the same round.
 """
 
 from __future__ import annotations
@@ -272,10 +272,11 @@ def main() -> None:
                 if given.csv is not None:
                     append(given.csv, row)
         for concurrency in given.at_a_time:
-            ratios = [b / a for a, b in zip(seconds[1], seconds[concurrency], strict=True)]
+            alone = seconds.get(given.at_a_time[0], [])
+            ratios = [b / a for a, b in zip(alone, seconds[concurrency], strict=True)]
             print(
                 f"{name}: {concurrency:>2} at a time: {statistics.median(seconds[concurrency]):.2f} s, "
-                f"{statistics.median(ratios):.2f} of one at a time "
+                f"{statistics.median(ratios):.2f} of {given.at_a_time[0]} at a time "
                 f"({min(ratios):.2f} to {max(ratios):.2f})",
                 flush=True,
             )
