@@ -42,7 +42,7 @@ from eval_policies import SEARCHES, Blocks, problems_of
 from random_llama import SIZES, random_llama
 
 from arbor import Solver
-from arbor.engine import forward_pass, rehydration, residency
+from arbor.engine import fetching, forward_pass, residency
 from arbor.measure.timing import turned
 
 PHASES = ("prefill", "decode", "verify", "rehydrate", "fetch", "policy")
@@ -234,7 +234,7 @@ def main() -> None:
     phases = Phases()
     rows = []
     with ExitStack() as stack:
-        for module in (forward_pass, rehydration, residency):
+        for module in (forward_pass, fetching, residency):
             stack.enter_context(mock.patch.object(module, "nvtx_range", phases.nvtx_range))
         for name in args.searches:
             for each in measure(args, name, phases):

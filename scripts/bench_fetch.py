@@ -81,9 +81,10 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def added(runner: ModelRunner, pool: KVPool, context: int, tokens: int, rows: int) -> float:
     """Seconds that a run adds to a forward of some rows."""
-    together, alone = forward(context, tokens, rows), forward(context, 0, rows)
-    more = seconds(partial(runner.forward, together, pool))
-    return more - (seconds(partial(runner.forward, alone, pool)) if rows else 0.0)
+    together = seconds(partial(runner.forward, forward(context, tokens, rows), pool))
+    if not rows:
+        return together
+    return together - seconds(partial(runner.forward, forward(context, 0, rows), pool))
 
 
 def main() -> None:
