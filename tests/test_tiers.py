@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -536,3 +537,23 @@ def test_the_command_shows_the_tiers(capsys: pytest.CaptureFixture[str]) -> None
     assert wrong.code == 2 and "[tier-size]" in wrong.err
     wrong = arbor(*options, "--fetch", "often")
     assert wrong.code == 2 and "auto, always" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda e: replace(e, stored=()) if isinstance(e, Evicted) else e, "lower tiers"),
+        (lambda e: None if isinstance(e, Discarded) else e, "tokens_discarded"),
+        (
+            lambda e: replace(e, nodes=((e.nodes[0][0], 99),)) if isinstance(e, Discarded) else e,
+            "lower tiers would hold -",
+        ),
+    ],
+    ids=["not stored", "not given up", "too much given up"],
+)
+def test_a_trace_whose_tiers_do_not_add_up_is_found(change: Any, found: str) -> None:
+    _, heard = solved("115tok", host="50tok", fetch="always")
+    replay = Replay()
+    for event in filter(None, map(change, heard)):
+        replay(event)
+    assert any(found in problem for problem in replay.problems)

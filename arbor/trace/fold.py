@@ -281,14 +281,15 @@ class Replay:
         """Tokens that lower tiers took or gave up."""
         counts = dict(nodes)
         for block in self._find(counts):
-            block.stored += sign * counts[block.id]
-            self._stored += sign * counts[block.id]
+            held = block.stored + sign * counts[block.id]
             grows = block.state is NodeState.OPEN  # its length is unknown until its boundary
-            if block.stored < 0 or (not grows and block.stored > block.tokens):
+            if held < 0 or (not grows and held > block.tokens):
                 self._wrong(
-                    f"event {self.events:,}: lower tiers would hold {block.stored} of the "
+                    f"event {self.events:,}: lower tiers would hold {held} of the "
                     f"{block.tokens} tokens of block {block.id}"
                 )
+            self._stored += max(0, held) - block.stored
+            block.stored = max(0, held)
 
     def _count_stored(self, kv: KV, fewer: bool) -> None:
         """Compares what lower tiers hold after an event with the sum of the events so far.

@@ -219,7 +219,8 @@ class Run {
         const block = this.blockOf(id);
         if (block < 0) continue;
         if (field === DEVICE && state.state[block] === OPEN) moved[block] += sign * tokens;
-        else put(field, block, (field === HOST ? state.host : state.device)[block] + sign * tokens);
+        else if (field === DEVICE) put(field, block, state.device[block] + sign * tokens);
+        else put(field, block, Math.max(0, state.host[block] + sign * tokens));
       }
     };
 
