@@ -7,6 +7,7 @@ import json
 import random
 import re
 import runpy
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -183,8 +184,11 @@ def test_its_state_is_that_of_the_python_fold_where_blocks_lose_tokens_before_th
         assert page.evaluate(f"arbor.seek({number}), arbor.state()") == states[number], number
 
 
-def test_its_state_is_that_of_the_python_fold_where_lower_tiers_take_tokens(page: Page) -> None:
-    trace = Path(__file__).parent / "golden" / "tot_tiers.arbor.jsonl"
+def test_its_state_is_that_of_the_python_fold_where_lower_tiers_take_tokens(
+    page: Page, tmp_path: Path
+) -> None:
+    golden = Path(__file__).parent / "golden" / "tot_tiers.arbor.jsonl"
+    trace = Path(shutil.copy(golden, tmp_path))
     events = range(len(types(trace)))
     states = states_of(trace, list(events))
     assert any(block["stored"] for state in states.values() for block in state["blocks"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from arbor.events import (
@@ -333,7 +333,8 @@ class Replay:
 
     def _compare(self, reported: Mapping[str, Any]) -> None:
         """Compares the run's own counters with those of its events; seconds are exempt."""
-        folded = self._fold.metrics().to_dict()
+        metrics = self._fold.metrics()
+        folded = asdict(metrics) | metrics.to_dict()  # those that are left out at 0 too
         for name in [] if self._foreign else sorted(reported.keys() & folded.keys()):
             value = reported[name]
             if type(value) is int and value != folded[name]:
