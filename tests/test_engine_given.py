@@ -189,6 +189,7 @@ def test_each_given_token_is_computed_once() -> None:
     assert lab.rows() - before == 4 * len(FIRST)
 
 
+@pytest.mark.slow
 def test_whole_blocks_say_nothing_about_the_length_of_sampled_ones() -> None:
     lab = laboratory()
     tree = plant(lab, 4096)

@@ -286,6 +286,7 @@ for dtype in (torch.float32, torch.bfloat16):
 
 
 @needs_native
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", SETS)
 def test_every_instruction_set_reads_and_writes_8_bit_kv(instructions: str) -> None:
     child = subprocess.run(

@@ -254,7 +254,7 @@ def test_only_sampled_tokens_count_for_the_limit_of_tokens() -> None:
     assert found.outcome.limit == "max_tokens"
 
 
-@pytest.mark.parametrize("slots", [SMALLEST + 4, 4096])
+@pytest.mark.parametrize("slots", [SMALLEST + 4, pytest.param(4096, marks=pytest.mark.slow)])
 def test_an_interruption_leaves_nothing_open(slots: int) -> None:
     whole = proposed(_written(2), depth=3, slots=slots)
     for at in range(2, len(whole.events), 5):

@@ -238,7 +238,7 @@ def recorded(**options: Any) -> tuple[Any, Metrics, list[Event]]:
         return solver.tokenizer, metrics, events
 
 
-@pytest.mark.parametrize("budget", ["full", "700tok"])
+@pytest.mark.parametrize("budget", [pytest.param("full", marks=pytest.mark.slow), "700tok"])
 def test_a_replay_has_the_counters_of_the_run(budget: str) -> None:
     tokenizer, metrics, events = recorded(budget=budget)
 
@@ -248,6 +248,7 @@ def test_a_replay_has_the_counters_of_the_run(budget: str) -> None:
     assert again.tokens_given > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_is_not_replayed() -> None:
     _, _, events = recorded(max_tokens=30)
 

@@ -330,6 +330,7 @@ assert loaded
 """
 
 
+@pytest.mark.slow
 def test_two_processes_use_a_folder_at_once(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
@@ -934,6 +935,7 @@ def test_the_cost_of_a_run_names_what_was_loaded() -> None:
     assert "loaded" not in numbers_line("solved", Metrics(tokens_prefilled=1184))
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:
     words = ["solve", PROBLEM.format(7), "--task", "reasoning", "--max-depth", "1"]
     done = subprocess.run(
