@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from arbor.errors import BudgetInfeasible, BudgetRange
 
+Unit = Literal["ratio", "max", "tokens", "bytes"]
+
 _FORMS = "For an absolute size write 8192tok or 6GiB."
 _MAX = "max"
 _BYTES = {
@@ -211,7 +213,7 @@ class Budget:
             than measured.
     """
 
-    unit: Literal["ratio", "max", "tokens", "bytes"]
+    unit: Unit
     amount: float
     beyond_prompt: int | None = None
 
@@ -232,6 +234,20 @@ class Budget:
             object.__setattr__(self, "beyond_prompt", None)
         elif self.beyond_prompt is not None and self.beyond_prompt < 0:
             raise _unreadable(f"{self.amount!r} of prompt+{self.beyond_prompt}")
+
+    @classmethod
+    def absolute(cls, value: Budget | int | str, *units: Unit) -> Budget | None:
+        """A size in one of some units as a user writes it; None: not one.
+
+        Args:
+            value: as in `parse`.
+            units: tokens, bytes, or both.
+        """
+        try:
+            size = cls.parse(value)
+        except BudgetRange:
+            return None
+        return size if size.unit in units else None
 
     @classmethod
     def parse(cls, value: Budget | float | str) -> Budget:

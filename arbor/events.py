@@ -34,7 +34,10 @@ Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node
 Slots = Annotated[
     dict[str, Any],
     Integers(
-        ("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token", "expected_tokens"),
+        (
+            *("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"),
+            *("expected_tokens", "host_tokens", "disk_tokens"),
+        )
     ),
 ]
 

@@ -12,17 +12,13 @@ median of the ratios of transformers to arbor, round by round.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, random_llama
 
 from arbor.engine.beam_hypotheses import BeamSettings
@@ -79,20 +75,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--machine", default="")
-    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
-    parser.add_argument("--csv", type=Path, help="append a row per measurement")
+    add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    table = ExperimentTable(given)
     both = ways(given)
-    rows: list[dict[str, Any]] = []
     for beams in given.beams:
         ratios = []
         for turn in range(given.rounds):
@@ -101,12 +88,8 @@ def main() -> None:
                 began = time.thread_time()
                 results[name] = both[name](beams)
                 taken[name] = time.thread_time() - began
-                rows.append(
+                table.add(
                     {
-                        "date": datetime.date.today().isoformat(),
-                        "commit": commit,
-                        "machine": given.machine,
-                        "conditions": given.conditions,
                         "model": given.size,
                         "prompt": given.prompt,
                         "tokens": given.tokens,
@@ -116,7 +99,6 @@ def main() -> None:
                         "cpu_s": round(taken[name], 4),
                         "n": 1,
                         "n_of": "searches",
-                        "command": " ".join(["bench_beams.py", *sys.argv[1:]]),
                     }
                 )
             assert results["arbor"][0] == results["transformers"][0], "the best beams differ"
@@ -128,13 +110,6 @@ def main() -> None:
             f"{same} of {beams} beams the same",
             flush=True,
         )
-    if given.csv:
-        new = not given.csv.exists()
-        with given.csv.open("a", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, list(rows[0]))
-            if new:
-                table.writeheader()
-            table.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,8 @@ With `--host` every budget is measured without and with host memory for what is 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,9 +33,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench_concurrency import append
 from bench_decode import interval
 from eval_policies import SEARCHES, Blocks, problems_of
+from experiment_table import ExperimentTable, add_options
 from random_llama import SIZES, random_llama
 
 from arbor import Solver
@@ -193,12 +190,7 @@ def as_row(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     plain = {
         key: value for key, value in found.items() if key not in ("time_ratio", "above_full", "n")
     }
-    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True)
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.decode().strip(),
-        "machine": args.machine,
-        "conditions": args.conditions,
         "model": args.model,
         "task": args.task,
         **plain,
@@ -208,8 +200,6 @@ def as_row(args: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
         **above,
         "n": found["n"],
         "n_of": "problems",
-        "command": " ".join(["bench_budget.py", *sys.argv[1:]]),
-        "note": "",
     }
 
 
@@ -224,14 +214,12 @@ def main() -> None:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=tuple(SEARCHES))
     parser.add_argument("--host", action="store_true", help="also with host memory below")
-    parser.add_argument("--machine", default="")
-    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
-    parser.add_argument("--csv", type=Path, help="append a row per arm")
+    add_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    phases = Phases()
+    phases, table = Phases(), ExperimentTable(args)
     rows = []
     with ExitStack() as stack:
         for module in (forward_pass, fetching, residency):
@@ -240,8 +228,7 @@ def main() -> None:
             for each in measure(args, name, phases):
                 rows.append(each)
                 print(json.dumps(each), flush=True)
-                if args.csv:
-                    append(args.csv, as_row(args, each))
+                table.add(as_row(args, each))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -20,18 +20,14 @@ the first of them in the same round.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor import Solver
@@ -219,31 +215,16 @@ def main() -> None:
         help="of the trees",
     )
     parser.add_argument("--at-a-time", type=int, nargs="+", default=AT_A_TIME)
-    parser.add_argument("--machine", default="")
-    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
-    parser.add_argument("--csv", type=Path, help="append a row per measurement")
+    add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    table = ExperimentTable(given)
     if given.only == "trees":
         for deterministic in given.deterministic:
             found = trees(given.problems, deterministic)
             print(f"deterministic {deterministic}: {found}", flush=True)
-            if given.csv is not None:
-                row = {
-                    "date": datetime.date.today().isoformat(),
-                    "commit": commit,
-                    "machine": given.machine,
-                    "case": "tot, 0.25, one and eight at a time",
-                    "deterministic": deterministic,
-                    **found,
-                    "n_of": "problems",
-                    "command": " ".join(["bench_concurrency.py", *sys.argv[1:]]),
-                    "note": "",
-                }
-                append(given.csv, row)
+            case = "tot, 0.25, one and eight at a time"
+            table.add({"case": case, "deterministic": deterministic, **found, "n_of": "problems"})
         return
     for name, run in cases(given.only, given.problems):
         run(8)  # warm
@@ -255,10 +236,6 @@ def main() -> None:
                 found = run(concurrency)
                 seconds[concurrency].append(time.thread_time() - began)
                 row = {
-                    "date": datetime.date.today().isoformat(),
-                    "commit": commit,
-                    "machine": given.machine,
-                    "conditions": given.conditions,
                     "case": name,
                     "at_a_time": concurrency,
                     "round": index,
@@ -266,11 +243,8 @@ def main() -> None:
                     **found,
                     "n": 1,
                     "n_of": "runs",
-                    "command": " ".join(["bench_concurrency.py", *sys.argv[1:]]),
-                    "note": "",
                 }
-                if given.csv is not None:
-                    append(given.csv, row)
+                table.add(row)
         for concurrency in given.at_a_time:
             alone = seconds.get(given.at_a_time[0], [])
             ratios = [b / a for a, b in zip(alone, seconds[concurrency], strict=True)]
@@ -280,16 +254,6 @@ def main() -> None:
                 f"({min(ratios):.2f} to {max(ratios):.2f})",
                 flush=True,
             )
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a CSV file."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 if __name__ == "__main__":

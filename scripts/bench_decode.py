@@ -17,13 +17,13 @@ import argparse
 import copy
 import json
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from experiment_table import commit
 from random_llama import NoText, fixed_length, prefix, random_llama
 from transformers import DynamicCache
 
@@ -241,11 +241,8 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     if args.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
         meta = {
-            "commit": commit,
+            "commit": commit(),
             "machine": platform.processor() or platform.machine(),
             "native": native_state(),
         }

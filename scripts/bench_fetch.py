@@ -13,20 +13,17 @@ of the rounds.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_concurrency import append, engine_of
+from bench_concurrency import engine_of
+from experiment_table import ExperimentTable, add_options
 
 from arbor import Solver
 from arbor.memory.pool import KVPool
@@ -91,12 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["sapling", "100m"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--machine", default="")
-    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
-    parser.add_argument("--csv", type=Path, help="append a row per case")
+    add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True)
+    table = ExperimentTable(given)
     for model in given.models:
         runner = runner_of(model)
         costs = measure(runner, BELOW)
@@ -126,10 +121,6 @@ def main() -> None:
                         chosen = costs.fetched([run], rows)[0]
                         right += chosen == (copied < computed)
                         row = {
-                            "date": datetime.date.today().isoformat(),
-                            "commit": commit.stdout.decode().strip(),
-                            "machine": given.machine,
-                            "conditions": given.conditions,
                             "model": model,
                             "tier": tier,
                             "context": context,
@@ -143,11 +134,8 @@ def main() -> None:
                             "right": chosen == (copied < computed),
                             "n": given.rounds,
                             "n_of": "rounds",
-                            "command": " ".join(["bench_fetch.py", *sys.argv[1:]]),
-                            "note": "",
                         }
-                        if given.csv is not None:
-                            append(given.csv, row)
+                        table.add(row)
                     many = middle["copy", tier, 256] / middle["compute", context, rows, 256]
                     print(
                         f"{model}, {tier}, context {context}, {rows} rows: copy / compute {many:.4f} "

@@ -16,18 +16,13 @@ thread; the median of the ratios to full precision with its bootstrap 95 % inter
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from bench_decode import Arbor, generated, interval, timed
+from experiment_table import ExperimentTable, add_options
 from random_llama import random_llama
 from torch import Tensor
 
@@ -174,9 +169,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=500, help="problems")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--machine", default=platform.processor() or platform.machine())
-    parser.add_argument("--conditions", default="")
-    parser.add_argument("--csv", type=Path, help="rows are appended")
+    add_options(parser)
     args = parser.parse_args()
     if args.part == "errors":
         rows, counted = errors(args.n), "problems"
@@ -184,31 +177,16 @@ def main() -> None:
         rows, counted = answers(args.n), "problems"
     else:
         rows, counted = decode_speed(args.dtype, args.rounds), "rounds"
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    table = ExperimentTable(args)
     for row in rows:
         full = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": commit,
-            "machine": args.machine,
-            "conditions": args.conditions,
             "part": args.part,
             **{name: row.get(name, "") for name in ("case", "arm", "unit")},
             **{name: row.get(name, "") for name in ("value", "value_low", "value_high", "n")},
             "n_of": counted,
-            "command": command,
-            "note": row.get("note", ""),
         }
         print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        if args.csv is not None:
-            new = not args.csv.exists()
-            with args.csv.open("a", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(full), lineterminator="\n")
-                if new:
-                    writer.writeheader()
-                writer.writerow(full)
+        table.add(full, row.get("note", ""))
 
 
 if __name__ == "__main__":

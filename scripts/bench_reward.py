@@ -17,21 +17,17 @@ the wall time that its forwards take, and the tokens it computed of those of its
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import datetime
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from experiment_table import ExperimentTable, add_options
 from torch import Tensor
 
 from arbor import Solver
@@ -258,41 +254,14 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--problems", type=int, default=8)
-    parser.add_argument("--machine", default="")
-    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
-    parser.add_argument("--csv", type=Path, help="append a row per measurement")
+    add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-
-    def write(row: dict[str, Any]) -> None:
-        if given.csv is None:
-            return
-        known = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit,
-            "machine": given.machine,
-            "conditions": given.conditions,
-        }
-        command = " ".join(["bench_reward.py", *sys.argv[1:]])
-        append(given.csv, known | row | {"command": command, "note": ""})
-
+    table = ExperimentTable(given)
     if given.only in (None, "trees"):
-        trees(given, write)
+        trees(given, table.add)
     if given.only in (None, "searches"):
-        searches(given, write)
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a CSV file."""
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+        searches(given, table.add)
 
 
 if __name__ == "__main__":

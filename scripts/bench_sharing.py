@@ -33,14 +33,8 @@ it and the one before.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import math
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +43,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from experiment_table import ExperimentTable, add_options
 from numpy.typing import NDArray
 from random_llama import SIZES, prefix, random_llama
 
@@ -302,28 +297,6 @@ def taken_ratio(rows: Sequence[Row], shape: Shape) -> float:
     return float(same[0]["seconds"] / rows[-1]["seconds"])
 
 
-def append(path: Path, rows: Sequence[Row], given: argparse.Namespace) -> None:
-    """Append rows to a table as in docs/experiments."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    head = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "machine": given.machine or platform.processor() or platform.machine(),
-        "conditions": given.conditions,
-        "model": given.size,
-        "dtype": given.dtype,
-    }
-    tail = {"command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), "note": ""}
-    new = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(head | rows[0] | tail), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(head | row | tail for row in rows)
-
-
 def main() -> None:
     """Measure, fit and print."""
     parser = argparse.ArgumentParser(
@@ -337,9 +310,7 @@ def main() -> None:
     parser.add_argument("--suffix", type=int, default=16)
     parser.add_argument("--decoded", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--machine", default="", help="for the table")
-    parser.add_argument("--conditions", default="", help="for the table")
-    parser.add_argument("--csv", type=Path, help="append a row per setting and arm")
+    add_options(parser)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -369,8 +340,9 @@ def main() -> None:
                     f"  B {branches:3}: pays from {paper:.0f} tokens by the paper's model, "
                     f"{full:.0f} by the full one; met at {met:.0f}"
                 )
-    if given.csv is not None:
-        append(given.csv, rows, given)
+    table = ExperimentTable(given)
+    for row in rows:
+        table.add({"model": given.size, "dtype": given.dtype, **row})
     if given.json is not None:
         given.json.write_text(json.dumps({"rows": rows, "fits": fits}, indent=1) + "\n")
 

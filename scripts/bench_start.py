@@ -13,8 +13,6 @@ the evaluation that other commands read are made before the measurement, with th
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import json
 import os
 import resource
@@ -25,6 +23,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from experiment_table import ExperimentTable, add_options
 
 PUZZLE = "4 5 6 10"
 ROOT = Path(__file__).parents[1]
@@ -101,21 +101,14 @@ def row(name: str, runs: Sequence[tuple[int, float]]) -> dict[str, Any]:
     }
 
 
-def as_row(found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+def as_row(found: dict[str, Any]) -> dict[str, Any]:
     """A row of start.csv."""
-    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True)
     return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.decode().strip(),
-        "machine": given.machine,
-        "conditions": given.conditions,
         "what": found["what"],
         "state": "now",
         "goal_s": "",
         **{name: found[name] for name in ("median_s", "low_s", "high_s", "n")},
         "n_of": "runs",
-        "command": " ".join(["bench_start.py", *sys.argv[1:]]),
-        "note": "",
     }
 
 
@@ -124,9 +117,7 @@ def main() -> int:
     parser.add_argument("--n", type=int, default=5, help="runs counted of each command")
     parser.add_argument("--commands", nargs="+", default=[""], help="names begin with one of these")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--csv", type=Path, help="append a row per command")
-    parser.add_argument("--machine", default="")
-    parser.add_argument("--conditions", default="", help="what else ran, for the CSV")
+    add_options(parser)
     given = parser.parse_args()
     names = [name for name in COMMANDS if name.startswith(tuple(given.commands))]
     with tempfile.TemporaryDirectory() as temporary:
@@ -138,16 +129,12 @@ def main() -> int:
             run(EVAL, folder)
         turns = [[name for name in names if name.startswith("interface")]]
         turns += [[name] for name in names if name not in turns[0]]
-        rows = []
+        rows, table = [], ExperimentTable(given)
         for group in filter(None, turns):
             for found in measure(group, given.n, folder):
                 rows.append(found)
                 print(json.dumps(found), flush=True)
-                if given.csv is not None:
-                    with given.csv.open("a", newline="") as file:
-                        csv.DictWriter(
-                            file, line := as_row(found, given), lineterminator="\n"
-                        ).writerow(line)
+                table.add(as_row(found))
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -17,11 +17,8 @@ is compared with what was stored, bit for bit.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -29,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from experiment_table import ExperimentTable, add_options
 from random_llama import SIZES, NoText, prefix, random_llama
 
 from arbor.engine.engine import Engine
@@ -123,18 +121,17 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--prompt", type=int, default=1000, help="tokens")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--machine", default="", help="a row of the table in EXPERIMENTS.md")
-    parser.add_argument("--conditions", default="", help="what else ran")
+    add_options(parser)
     parser.add_argument("--note", default="")
-    parser.add_argument("--csv", type=Path, help="append a row per method")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for name in given.dtypes:
         with tempfile.TemporaryDirectory(prefix="arbor-warm-") as folder:
             rows += measured(given, name, Path(folder))
-    if given.csv:
-        append(given, rows)
+    table = ExperimentTable(given)
+    for row in rows:
+        table.add(row, given.note or f"native kernels: {native_state()}")
 
 
 def measured(given: argparse.Namespace, dtype: str, folder: Path) -> list[dict[str, Any]]:
@@ -178,27 +175,6 @@ def measured(given: argparse.Namespace, dtype: str, folder: Path) -> list[dict[s
             f"wall {rows[-1]['wall_ms']:.2f} ms"
         )
     return rows
-
-
-def append(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a table as in docs/experiments."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    head = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or "not recorded",
-        "machine": given.machine or "not recorded",
-        "conditions": given.conditions,
-    }
-    command = f"bench_warm.py --size {given.size} --prompt {given.prompt} --rounds {given.rounds}"
-    tail = {"command": command, "note": given.note or f"native kernels: {native_state()}"}
-    new = not given.csv.exists()
-    with given.csv.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(head | rows[0] | tail), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(head | row | tail for row in rows)
 
 
 if __name__ == "__main__":

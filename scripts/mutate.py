@@ -181,12 +181,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         why=SHORTCUT,
     ),
     *_same(
-        "retention/ordering.py",
-        "digits = key.astype(np.int64) - low",
-        "- -> +",
-        why="a number added to a whole key leaves its order",
-    ),
-    *_same(
         "retention/token_statistics.py",
         "if 0 < capacity <= self._room[row]:",
         "0 -> 1",

@@ -196,3 +196,12 @@ def test_auto_measures_once_and_writes_it_into_the_header(monkeypatch: pytest.Mo
         assert solver.engine.costs is None
     with Solver() as solver:
         assert solver.engine.costs is None
+
+
+def test_forwards_that_take_long_end_the_measurement(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([50.0, 90.0, fetch_probe.LONGEST_US + 1.0, *[200.0] * 9])
+    monkeypatch.setattr(fetch_probe, "_least", lambda work, device: next(times))
+    costs = measure(runner, LowerRoom(9))
+    assert [rows for rows, _ in costs.forward] == [1, 2, 4]

@@ -819,7 +819,7 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     class Long(grove):  # type: ignore[valid-type, misc]
         debug = False
 
-    before = TALLY.steps
+    steps, stored = TALLY.steps, TALLY.stored
     run_state_machine_as_test(
         Long,
         settings=settings(
@@ -832,4 +832,5 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
         ),
     )
     print(TALLY)
-    assert TALLY.steps - before > 4 * HISTORIES
+    assert TALLY.steps - steps > 4 * HISTORIES
+    assert (TALLY.stored > stored) == (grove is TieredGrove)

@@ -113,6 +113,11 @@ def test_order_of_integers_from_the_least_to_the_greatest() -> None:
     ]
 
 
+@pytest.mark.parametrize("low", [2**61, -(2**61)])
+def test_order_of_integers_far_from_zero(low: int) -> None:
+    assert order(np.array([low + 2, low, low + 1])).tolist() == [1, 2, 0]
+
+
 def test_equal_values_have_equal_ranks() -> None:
     ranked, count = ranks(np.array([0.5, -1.0, 0.5, 2.0, -0.0, 0.0]))
 

@@ -14,7 +14,7 @@ import pytest
 from support import chromium
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-HELPERS = {"mutate_server", "random_llama"}  # used by other scripts
+HELPERS = {"experiment_table", "mutate_server", "random_llama"}  # used by other scripts
 
 # script -> arguments of its small runs; FOLDER is an empty folder
 QUICK: dict[str, tuple[str, ...]] = {

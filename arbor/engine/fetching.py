@@ -40,6 +40,9 @@ class Fetch:
         return sum(map(len, self.stored.values()))
 
 
+_NO_FETCH = Fetch({}, ())
+
+
 class Fetching:
     """Copies back what lower tiers hold of running paths, where that is worth it.
 
@@ -76,6 +79,8 @@ class Fetching:
             rows: others that the forward computes.
             most: tokens that the forward computes; what comes after more than these is left.
         """
+        if not self._memory.lower:
+            return _NO_FETCH
         stored = self._stored(path, holes, wanted, most)
         if self._costs is not None and stored:
             stored = self._worth_it(self._costs, stored, holes, rows)
@@ -145,8 +150,6 @@ class Fetching:
         self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
     ) -> Iterator[tuple[Node, Offsets]]:
         """Blocks with holes, and which tokens of them need not be computed in this forward."""
-        if not self._memory.lower:
-            return
         for node in path:
             hole = holes[node.row]
             if node.row in wanted and len(hole) and hole[-1] == len(node.tokens) - 1:

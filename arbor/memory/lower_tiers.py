@@ -53,20 +53,19 @@ class LowerTiers:
         forest: whose spans name the records.
     """
 
+    _moves: Moves
+
     def __init__(self, stores: Sequence[Store], forest: Forest) -> None:
         self._forest = forest
-        self._shelves = {store.tier: Shelf(store, RecordTable(store.records)) for store in stores}
-        self._order = list(self._shelves.values())
-        self._moves = Moves()
-        self._held: dict[Tier, NDArray[np.int64]] = {}  # by number of tree
-        self._spared: dict[Tier, Records] = {}
+        self._stores = list(stores)
+        self.clear()
 
     def __bool__(self) -> bool:
         """Whether there is a store."""
-        return bool(self._order)
+        return bool(self._stores)
 
     def __iter__(self) -> Iterator[Shelf]:
-        return iter(self._order)
+        return iter(self._shelves.values())
 
     def used(self, tier: Tier) -> int:
         """Records in use of a tier."""
@@ -84,16 +83,17 @@ class LowerTiers:
 
     def clear(self) -> None:
         """Forget every record: nothing names one any more."""
-        for tier, shelf in self._shelves.items():
-            self._shelves[tier] = Shelf(shelf.store, RecordTable(shelf.store.records))
-        self._order = list(self._shelves.values())
-        self._held = {}
+        self._shelves = {
+            store.tier: Shelf(store, RecordTable(store.records)) for store in self._stores
+        }
         self._moves = Moves()
+        self._held: dict[Tier, NDArray[np.int64]] = {}  # by number of tree
+        self._spared: dict[Tier, Records] = {}
 
     def close(self) -> None:
         """Free what the stores hold."""
-        for shelf in self._order:
-            shelf.store.close()
+        for store in self._stores:
+            store.close()
 
     # Down
 
@@ -126,8 +126,7 @@ class LowerTiers:
         """
         result: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
         left = np.arange(len(tokens))
-        for at in range(level, len(self._order)):
-            shelf = self._order[at]
+        for at, shelf in enumerate(list(self)[level:], level):
             self._make_room(at, len(left))
             some = left[: shelf.table.free]
             records = shelf.table.take(tokens.of(some))
@@ -144,7 +143,7 @@ class LowerTiers:
 
     def _make_room(self, level: int, count: int) -> None:
         """Have as many free records in a tier as possible, up to `count`: the oldest go down."""
-        shelf = self._order[level]
+        shelf = list(self)[level]
         table = shelf.table
         short = min(count, table.records) - table.free
         if short <= 0:
@@ -157,7 +156,7 @@ class LowerTiers:
         at = self._places(tokens)
         kept = np.zeros(len(gone), np.bool_)
         lower: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
-        if level + 1 < len(self._order):
+        if level + 1 < len(self._stores):
             rows, intact = shelf.store.read(gone, CPU)
             whole = np.flatnonzero(intact)
             moved = self._down(level + 1, rows[whole], tokens.of(whole))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 import weakref
@@ -19,10 +20,11 @@ from torch import Tensor
 from arbor.errors import UsageError
 from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.pool import KVPool
+from arbor.memory.records import Records
 from arbor.support.units import human_bytes
 from arbor.tree import Tier
 
-Records = NDArray[np.int32]
+logger = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -66,17 +68,15 @@ class Store(Protocol):
 
 
 class HostStore:
-    """KV in host memory, pinned where the pool is on a GPU.
+    """KV in host memory.
 
     A record is contiguous, so that a transfer is one gather on the device, one copy, and one
-    scatter into the records. On a GPU all three are queued in the current stream, in which later
-    forwards write the slots: nothing waits, and nothing is overwritten before it was copied.
+    scatter into the records. The copy is synchronous, from and to memory that is not page-locked.
 
     Args:
         records: how many it can hold.
         numbers: numbers per token, `KVPool.numbers`.
         dtype: of the pool.
-        pinned: page-locked, for a GPU.
 
     Raises:
         UsageError: the machine has less memory than that.
@@ -84,13 +84,11 @@ class HostStore:
 
     tier = Tier.HOST
 
-    def __init__(
-        self, records: int, numbers: int, dtype: torch.dtype, *, pinned: bool = False
-    ) -> None:
+    def __init__(self, records: int, numbers: int, dtype: torch.dtype) -> None:
         self.records = records
         try:
             with torch.inference_mode(False):
-                self._rows = torch.empty(records, numbers, dtype=dtype, pin_memory=pinned)
+                self._rows = torch.empty(records, numbers, dtype=dtype)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -119,7 +117,7 @@ class DiskStore:
 
     A record is written and read by position rather than mapped, because a write into a mapped file
     on a full disk kills the process, while `os.pwrite` reports it. Each record has a checksum in
-    memory, so a torn or flipped one is found when it is read.
+    memory, so a torn or flipped one is found when it is read. The first failure is logged.
 
     Args:
         records: how many it can hold.
@@ -137,10 +135,10 @@ class DiskStore:
         self, records: int, numbers: int, dtype: torch.dtype, *, folder: Path | None = None
     ) -> None:
         self.records = records
-        self._numbers, self._dtype = numbers, dtype
+        self._dtype = dtype
         self._bytes = numbers * dtype.itemsize
         self._checksums = np.zeros(records, np.uint32)
-        self.broken: OSError | None = None
+        self._failed = False
         try:
             with tempfile.TemporaryFile(prefix="arbor-kv-", dir=folder) as file:
                 self._file = os.dup(file.fileno())
@@ -163,7 +161,7 @@ class DiskStore:
                 if written < self._bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                self.broken = error
+                self._report(error)
                 break
             self._checksums[record] = zlib.crc32(row)
             stored[place] = True
@@ -177,12 +175,18 @@ class DiskStore:
             try:
                 got = os.preadv(self._file, [data[place]], record * self._bytes)
             except OSError as error:
-                self.broken = error
+                self._report(error)
                 continue
             whole = got == self._bytes
             intact[place] = whole and zlib.crc32(data[place]) == self._checksums[record]
         rows = torch.from_numpy(data).view(self._dtype)
         return rows.to(device), intact
+
+    def _report(self, error: OSError) -> None:
+        """Log the first failure."""
+        if not self._failed:
+            logger.warning("KV on disk: %s; what is lost is computed again", error.strerror)
+        self._failed = True
 
     def close(self) -> None:
         """See `Store`; the file is gone."""
@@ -210,8 +214,7 @@ class LowerRoom:
         """
         stores: list[Store] = []
         if self.host:
-            pinned = pool.device.type == "cuda"
-            stores.append(HostStore(self.host, pool.numbers, pool.dtype, pinned=pinned))
+            stores.append(HostStore(self.host, pool.numbers, pool.dtype))
         if self.disk:
             stores.append(DiskStore(self.disk, pool.numbers, pool.dtype, folder=self.folder))
         return stores

@@ -22,7 +22,8 @@ SCHEMA = "arbor.fetch-costs/1"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # of the forwards that are measured
 CONTEXT = 512  # tokens before the recomputed ones, where their reads are measured
 FEW, MANY = 1, 256  # tokens of the fetches that are measured
-TIMES = 5  # of which the minimum counts
+TIMES = 3  # of which the minimum counts
+LONGEST_US = 100_000  # forwards with more rows than one that takes longer are not measured
 
 
 def measure(runner: ModelRunner, room: LowerRoom) -> FetchCosts:
@@ -41,7 +42,11 @@ def measure(runner: ModelRunner, room: LowerRoom) -> FetchCosts:
     def forward(plan: ForwardPlan) -> float:
         return _least(lambda: runner.forward(plan, pool), runner.device)
 
-    alone = [(count, forward(_plan(0, count))) for count in rows]
+    alone: list[tuple[int, float]] = []
+    for count in rows:
+        alone.append((count, forward(_plan(0, count))))
+        if alone[-1][1] > LONGEST_US:  # a large model on a CPU: the rest is as steep
+            break
     count, least = alone[-1]
     longer = forward(_plan(context, count)) - least if context else 0.0
     key = max(0.0, longer) / max(1, count * context)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arbor.budget import Budget
-from arbor.errors import BudgetRange, UsageError
+from arbor.errors import UsageError
 
 DEFAULT_SIZE = "4GiB"
 
@@ -65,11 +65,8 @@ def _folder(given: str | os.PathLike[str]) -> Path:
 
 
 def _bytes(size: str | int) -> int:
-    try:
-        parsed = Budget.parse(size)
-    except BudgetRange:
-        parsed = None
-    if parsed is None or parsed.unit != "bytes":
+    parsed = Budget.absolute(size, "bytes")
+    if parsed is None:
         raise UsageError(
             "keep-kv", f"--keep-kv-size {size}: not a size in bytes.", "Write 4GiB or 512MiB."
         )

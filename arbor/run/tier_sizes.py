@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arbor.budget import Budget
-from arbor.errors import BudgetRange, UsageError
+from arbor.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,8 @@ class TierSizes:
 def _size(name: str, given: str | int | Budget | None) -> Budget | None:
     if given is None or given in (0, "0"):
         return None
-    try:
-        size = Budget.parse(given)
-    except BudgetRange:
-        size = None
-    if size is None or size.unit not in ("tokens", "bytes"):
+    size = Budget.absolute(given, "tokens", "bytes")
+    if size is None:
         raise UsageError(
             "tier-size", f"--{name} {given}: not a size.", "Write 8GiB or 20000tok, or 0 for none."
         )
