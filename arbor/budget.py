@@ -13,6 +13,8 @@ from arbor.errors import BudgetInfeasible, BudgetRange
 
 Unit = Literal["ratio", "max", "tokens", "bytes"]
 
+DECODED = 4  # tokens of a block that are on the device at least while it is decoded
+
 _FORMS = "For an absolute size write 8192tok or 6GiB."
 _MAX = "max"
 _BYTES = {
@@ -99,11 +101,16 @@ class Footprint:
 
     @property
     def smallest_tokens(self) -> int:
-        """Slots of one path; in lossy mode, of its protected tokens and a block."""
+        """Slots of one path; in lossy mode, of its protected tokens and `decoded_tokens`."""
         whole = self.path_tokens
         if self.protected_tokens is None:
             return whole
-        return min(whole, self.protected_tokens + self.step_tokens + self.question_tokens)
+        return min(whole, self.protected_tokens + self.decoded_tokens + self.question_tokens)
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Slots that a block needs in lossy mode while it is decoded; its other tokens may go."""
+        return min(self.step_tokens, DECODED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +404,7 @@ class Budget:
         if footprint.smallest_tokens == footprint.path_tokens:
             parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
         else:
-            parts = f"{footprint.protected_tokens:,} protected + {footprint.step_tokens:,}"
+            parts = f"{footprint.protected_tokens:,} protected + {footprint.decoded_tokens:,}"
         if footprint.question_tokens:
             parts += f" + {footprint.question_tokens:,} question"
         raise BudgetInfeasible(

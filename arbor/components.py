@@ -22,6 +22,8 @@ from arbor import registry
 from arbor.errors import UsageError, unknown_setting
 
 NO_SETTING = {"setting": False}  # metadata of a field that neither texts nor specs hold
+# metadata of a field that traces and specs hold only where it differs from its default
+ONLY_IF_SET = {"only_if_set": True}
 ARE_COMPONENTS = {"components": True}  # metadata of a field that is a tuple of components
 
 
@@ -437,5 +439,10 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _jsonable(getattr(value, name)) for name in _fields(value)}
+        return {
+            name: _jsonable(getattr(value, name))
+            for name, field in _fields(value).items()
+            if not field.metadata.get("only_if_set")
+            or getattr(value, name) != _default(type(value), name)
+        }
     return value

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
+from arbor.components import ONLY_IF_SET
+
 
 @dataclass(frozen=True, slots=True)
 class Integers:
@@ -18,9 +20,6 @@ class Integers:
 
     names: tuple[str, ...]
 
-
-# metadata of a field that a trace holds only where it differs from its default
-ONLY_IF_SET = {"only_if_set": True}
 
 # limits that end a run, by the names of their settings
 ReachedLimit = Literal["max_expansions", "max_tokens", "timeout", "first", "confidence"]

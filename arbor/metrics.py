@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from arbor.components import ONLY_IF_SET
 from arbor.events import (
     KV,
-    ONLY_IF_SET,
     Allocated,
     Audited,
     Boundary,

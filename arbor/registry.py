@@ -90,7 +90,9 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "full",
             "h2o",
             "kkt",
+            "lazyeviction",
             "lru",
+            "raas",
             "random",
             "reentry",
             "rsbcm",
@@ -112,6 +114,8 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     },
     "scorer": {
         "heavy": "arbor.retention.scorers.heavy_hitters:HeavyHitters",
+        "lazyeviction": "arbor.retention.scorers.lazy_eviction:LazyEviction",
+        "raas": "arbor.retention.scorers.raas:RaaS",
         "random": "arbor.retention.scorers.random_tokens:RandomTokens",
         "recency": "arbor.retention.scorers.recency:Recency",
         "tova": "arbor.retention.scorers.tova:TOVA",

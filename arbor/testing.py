@@ -29,7 +29,13 @@ from arbor.retention.scorers.recency import Recency
 EXAMPLES = 200
 MOST_BLOCKS = 12
 MOST_TOKENS = 16
-ATTENTION = ("mass", "latest", "queries", "activated")  # of tokens; what a scorer observes
+ATTENTION = (
+    "mass",
+    "latest",
+    "queries",
+    "activated",
+    "recurrence",
+)  # of tokens; what a scorer observes
 
 
 def check_policy(
@@ -101,6 +107,7 @@ def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
         latest=part(count),
         queries=whole(count),
         activated=whole(count),
+        recurrence=whole(count),
         key=draw.permutation(4 * count)[:count].astype(np.uint64),
         protected=protected,
     )

@@ -153,7 +153,7 @@ class Search:
         place = np.arange(len(block)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         offset = (self.table.length[ids] - held)[block] + place
         nothing = np.zeros(len(block), np.int64)
-        seen = AttentionColumns(nothing.astype(float), nothing.astype(float), nothing, nothing)
+        seen = AttentionColumns(*[nothing.astype(float)] * 2, *[nothing] * 3)
         if policy.observes:
             seen = self.statistics.view(ids[block], offset)
         return Tokens(
@@ -164,6 +164,7 @@ class Search:
             latest=seen.latest,
             queries=seen.queries,
             activated=seen.activated,
+            recurrence=seen.recurrence,
             key=(ids[block] * 1_000_003 + offset).astype(np.uint64),
             protected=offset >= self.table.length[ids][block] - policy.protect.tail,
         )

@@ -245,7 +245,7 @@ def test_an_infeasible_budget_names_what_would_work() -> None:
 
 @pytest.mark.parametrize(
     ("protected", "sum_"),
-    [(12, "12 protected + 30 + 2 question"), (500, "10 prompt + 4 x 30 + 2 question")],
+    [(12, "12 protected + 4 + 2 question"), (500, "10 prompt + 4 x 30 + 2 question")],
 )
 def test_a_lossy_budget_says_which_sum_is_the_smallest(protected: int, sum_: str) -> None:
     shape = Footprint(10, 30, 4, 20, 2, protected)

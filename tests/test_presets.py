@@ -52,11 +52,11 @@ def test_the_command_and_the_solver_have_the_same_defaults() -> None:
 def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small() -> None:
     whole = Footprint(200, 16, 6, 100, 4)
     lossy = Footprint(200, 16, 6, 100, 4, protected_tokens=12)
-    assert (whole.smallest_tokens, lossy.smallest_tokens) == (300, 32)
-    Budget.parse("32tok").plan(lossy, 64)
+    assert (whole.smallest_tokens, lossy.smallest_tokens) == (300, 20)
+    Budget.parse("20tok").plan(lossy, 64)
     with pytest.raises(BudgetInfeasible, match="12 protected") as caught:
-        Budget.parse("31tok").plan(lossy, 64)
-    assert caught.value.needed == 32
+        Budget.parse("19tok").plan(lossy, 64)
+    assert caught.value.needed == 20
 
 
 def test_the_smallest_lossy_budget_runs() -> None:

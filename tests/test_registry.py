@@ -644,6 +644,8 @@ def test_flat_defaults_have_the_settings_of_parts() -> None:
         "among": "together",
         "every": 1,
         "above": 1.0,
+        "spare": 0,
+        "prompt": False,
     }
 
 

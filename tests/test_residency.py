@@ -26,6 +26,7 @@ from support.trees import (
 )
 from transformers import AutoModelForCausalLM
 
+from arbor.budget import DECODED
 from arbor.engine.mode import Mode, Rehydrate
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
@@ -205,11 +206,11 @@ def test_lossy_refuses_what_even_its_protected_tokens_do_not_fit() -> None:
         POLICIES["h2o"], protect=Protect(sinks=4, recent=8, tail=0, floor=0)
     )
     lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off")
-    tree = lab.plant(16)
+    tree = lab.plant(15)
 
     with pytest.raises(BudgetInfeasible) as caught:
         lab.sprout([(tree.root, 1)])
-    assert caught.value.needed == 12 + LENGTH
+    assert caught.value.needed == 12 + DECODED
 
 
 def test_every_decision_is_reported_with_its_signals() -> None:

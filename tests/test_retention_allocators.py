@@ -613,6 +613,7 @@ def test_of_tokens_equal_in_all_the_earlier_block_keeps_its_own() -> None:
         latest=zeros,
         queries=none,
         activated=none,
+        recurrence=none,
         key=every.astype(np.uint64),
         protected=np.zeros(30, np.bool_),
     )

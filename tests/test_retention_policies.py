@@ -467,9 +467,10 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     assert sparing == {"arborkv", "belady", "kkt", "lru", "reentry", "rsbcm"}
     assert published == {"arborkv", "kkt"}
     assert Protect() == Protect(sinks=4, recent=8, tail=0, floor=0, threshold=1e-4)
+    own = dict.fromkeys(published, Protect(tail=8, floor=4))
+    own |= {"lazyeviction": Protect(recent=25), "raas": Protect(prompt=True)}
     for name in POLICIES:
-        wanted = Protect(tail=8, floor=4) if name in published else Protect()
-        assert POLICIES[name].protect == wanted
+        assert POLICIES[name].protect == own.get(name, Protect())
 
 
 def test_a_policy_of_ones_own_protects_what_the_built_in_ones_do() -> None:
@@ -493,13 +494,15 @@ def test_protection_is_given_up_from_the_floor_to_the_sinks() -> None:
         (0, 0, 0, 0),
     ]
     assert {each.threshold for each in eased} == {0.5}
+    prompt = [each.prompt for each in Protect(1, 1, 1, 0, prompt=True).easing()]
+    assert prompt == [True, True, False, False, False]  # tail, prompt, recent, sinks
     assert list(Protect(0, 0, 0, 0).easing()) == [Protect(0, 0, 0, 0)]
 
 
 def test_policies_that_read_attention_say_so() -> None:
     reading = [name for name, policy in sorted(POLICIES.items()) if policy.observes]
 
-    assert reading == ["arborkv", "h2o", "kkt", "tova"]
+    assert reading == ["arborkv", "h2o", "kkt", "lazyeviction", "raas", "tova"]
 
 
 def test_settings_of_a_policys_parts_go_by_their_own_names() -> None:
@@ -575,3 +578,15 @@ def test_full_retention_refuses_what_does_not_fit() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
         full.allocator.counts(blocks, total - 1, full.scorer)
     assert (caught.value.needed, caught.value.budget) == (total, total - 1)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("spare", [0, 3, 25])
+def test_settings_that_specs_leave_out_come_back(name: str, prompt: bool, spare: int) -> None:
+    policy = build("policy", name, prompt=prompt, spare=spare)
+
+    spec = spec_of(policy)
+
+    assert build("policy", spec) == policy
+    assert ("prompt" in spec["protect"], "spare" in spec["trigger"]) == (prompt, spare > 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.offers import SEEDS, offer
 
+from arbor.errors import UsageError
 from arbor.retention.base import Scorer, Tokens
 from arbor.retention.policy import Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.lazy_eviction import LazyEviction
+from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import _PIECE, RandomTokens, _mixed
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
@@ -27,6 +32,9 @@ SCORERS: tuple[Scorer, ...] = (
     TOVA(),
     RandomTokens(),
     RandomTokens(seed=3),
+    RaaS(),
+    LazyEviction(),
+    LazyEviction("paper"),
 )
 every_scorer = pytest.mark.parametrize("scorer", SCORERS, ids=repr)
 
@@ -131,17 +139,21 @@ def test_tova_is_the_attention_of_the_last_forward_that_could_see_the_token(seed
 
 
 @given(seed=SEEDS)
-def test_a_token_is_activated_when_its_attention_reaches_the_threshold(seed: int) -> None:
+def test_a_token_is_activated_when_its_attention_reaches_the_threshold_again(seed: int) -> None:
     history = History(seed)
     names, tokens = history.view()
 
-    for name, activated in zip(names, tokens.activated.tolist(), strict=True):
-        expected = looks = 0
-        for rows in history.of(name):
+    found = zip(names, tokens.activated.tolist(), tokens.recurrence.tolist(), strict=True)
+    for name, activated, recurrence in found:
+        expected = looks = longest = 0
+        for at, rows in enumerate(history.of(name)):
             looks += len(rows)
-            if np.float32(sum(rows)) / len(rows) >= 0.2:
+            if at and np.float32(sum(rows)) / len(rows) >= 0.2:
+                longest = max(longest, looks - expected)
                 expected = looks
-        assert activated == expected
+            elif not at:  # written
+                expected = looks
+        assert (activated, recurrence) == (expected, longest)
 
 
 @given(seed=SEEDS)
@@ -204,9 +216,11 @@ def test_attention_at_the_threshold_activates() -> None:
     statistics = TokenStatistics(threshold=0.5)
     statistics.open(0, 0, 3)
     tokens = np.zeros(3, int), np.arange(3)
+    statistics.observe(*tokens, np.zeros(3), np.array([3, 2, 1]))
     statistics.observe(*tokens, np.array([0.5, 0.25, 1.0]), np.array([1, 1, 2]))
 
-    assert statistics.view(0, np.arange(3)).activated.tolist() == [1, 0, 2]
+    assert statistics.view(0, np.arange(3)).activated.tolist() == [4, 2, 3]
+    assert statistics.view(0, np.arange(3)).recurrence.tolist() == [1, 0, 2]
     assert TokenStatistics().threshold == Protect().threshold == 1e-4
 
 
@@ -227,7 +241,9 @@ def test_what_was_never_opened_was_never_seen() -> None:
     statistics.open(0, 0, 2)
     statistics.observe(np.array([0]), np.array([1]), np.ones(1, np.float32), np.ones(1, np.int64))
 
-    for column in statistics.view(np.array([0, 0, 1, 99]), np.array([1, 2, 0, 0])):
+    seen = statistics.view(np.array([0, 0, 1, 99]), np.array([1, 2, 0, 0]))
+    assert seen.recurrence.tolist() == [0, 0, 0, 0]
+    for column in seen[:-1]:
         assert column.tolist() == [1, 0, 0, 0]
 
 
@@ -326,7 +342,12 @@ def test_a_scorer_that_observes_nothing_reads_no_attention(scorer: Scorer, seed:
     tokens = offer(seed, 9, ties=False).tokens
     zero = np.zeros(len(tokens.block))
     blind = dataclasses.replace(
-        tokens, mass=zero, latest=zero, queries=zero.astype(int), activated=zero.astype(int)
+        tokens,
+        mass=zero,
+        latest=zero,
+        queries=zero.astype(int),
+        activated=zero.astype(int),
+        recurrence=zero.astype(int),
     )
 
     same = (scorer.scores(blind) == scorer.scores(tokens)).all()
@@ -375,3 +396,62 @@ def test_random_tokens_are_uniform_and_their_own_for_every_seed() -> None:
         np.isfinite(RandomTokens(-1).scores(tokens)).all()
         and np.isfinite(RandomTokens(2**80).scores(tokens)).all()
     )
+
+
+def one(**columns: float) -> Tokens:
+    """The view of a single token."""
+    figures = {name: np.array([value]) for name, value in columns.items()}
+    return Tokens.when_read({}, **figures)
+
+
+@given(seed=SEEDS)
+def test_raas_is_the_time_since_a_token_was_last_activated(seed: int) -> None:
+    history = History(seed)
+    names, tokens = history.view()
+
+    ages = []
+    for name in names:
+        since = 0
+        for at, rows in enumerate(history.of(name)):
+            since += len(rows)
+            if not at or np.float32(sum(rows)) / len(rows) >= 0.2:
+                since = 0
+        ages.append(-since)
+    assert RaaS().scores(tokens).tolist() == ages
+
+
+@given(
+    age=st.integers(0, 400),
+    interval=st.integers(0, 400),
+    window=st.integers(1, 300),
+)
+def test_lazy_eviction_is_the_formula_of_the_paper(age: int, interval: int, window: int) -> None:
+    def sigma(x: float) -> float:
+        return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+    tokens = one(queries=500, activated=500 - age, recurrence=interval)
+    h1 = 2 * sigma(-age / interval) if interval else float(age == 0)
+    paper = 2 * sigma(-1 / (interval - 1)) if interval > 1 else 0.0
+    fixed = 2 * sigma(-(interval - 1) / window) if interval else 0.0
+
+    assert LazyEviction("off").scores(tokens)[0] == pytest.approx(h1)
+    assert LazyEviction("paper").scores(tokens)[0] == pytest.approx(h1 + paper)
+    assert LazyEviction("fixed", window).scores(tokens)[0] == pytest.approx(h1 + fixed)
+
+
+def test_lazy_eviction_s_second_term_falls_with_the_interval_and_the_paper_s_rises() -> None:
+    def of(h2: Any) -> list[float]:
+        tokens = [one(queries=9, activated=9, recurrence=each) for each in (1, 2, 5, 25, 175)]
+        return [float(LazyEviction(h2).scores(each)[0]) - 1 for each in tokens]
+
+    assert of("paper") == pytest.approx([0, 0.538, 0.876, 0.979, 0.997], abs=1e-3)
+    fixed = of("fixed")
+    assert fixed[0] == 1 and fixed == sorted(fixed, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"h2": "new"}, "fixed, paper or off"), ({"window": 0}, "at least 1")]
+)
+def test_settings_of_lazy_eviction_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        LazyEviction(**settings)

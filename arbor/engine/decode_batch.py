@@ -44,6 +44,7 @@ class DecodeBatch:
         self._contexts = [row.context for row in rows]
         self._context_lengths = np.array([row.context_length for row in rows], np.int64)
         self._exact = np.array([row.exact for row in rows], np.bool_)
+        self._tail_from = np.array([row.tail_from for row in rows], np.int64)
         self._first_slots = np.array([row.first_slot for row in rows], np.int64)
         self._shared: SharedPrefix | None = None
         places: dict[ThoughtTree, int] = {}
@@ -70,12 +71,16 @@ class DecodeBatch:
         near = np.where((last.length > 1) & (before != NO_SLOT), before + 1, self._first_slots)
         slots = self._memory.append(last, near, exact=self._exact, depth=self._layers)
         count = len(slots)
-        ends = (last.begin + last.length).tolist()
+        tails = zip(
+            (last.begin + self._tail_from).tolist(),
+            (last.begin + last.length).tolist(),
+            strict=True,
+        )
         held = last.spans.slot
         return SegmentTable(
             contexts=self._contexts,
             context_lengths=self._context_lengths,
-            tails=[held[a:b] for a, b in zip(last.begin.tolist(), ends, strict=True)],
+            tails=[held[a:b] for a, b in tails],
             counts=np.ones(count, np.int64),
             ends=last.position + 1,
             ids=last.token,

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
+from arbor.engine.pieces import head
 from arbor.engine.prefix_sharing import PrefixSharing
 from arbor.engine.scheduler import Row, Scheduler
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled
-from arbor.tree import Node, NodeState, paths_of
+from arbor.tree import NO_SLOT, Node, NodeState, paths_of
 
 T = TypeVar("T")
 
@@ -69,12 +70,23 @@ class Decoding:
         self.look_back([row for row in self._scheduler.rows if row.started] if anew else rows)
 
     def look_back(self, rows: Sequence[Row]) -> None:
-        """Set the context of each row, and whether that is whole and exact."""
+        """Set the context of each row, and whether what it reads is whole and exact.
+
+        Called when a block joins, and when blocks of a path or the block itself have lost tokens;
+        the last token of a block that has begun is still to be computed.
+        """
         leaves = list(dict.fromkeys(row.leaf for row in rows))
         contexts = dict(zip(leaves, self._state.contexts(leaves), strict=True))
         exact = dict(zip(leaves, self._state.are_exact_after(leaves), strict=True))
         for row in rows:
-            row.context, row.exact = contexts[row.leaf], exact[row.leaf]
+            row.context, row.exact, row.tail_from = contexts[row.leaf], exact[row.leaf], 0
+            span = row.node.span
+            if len(span.slot) and not span.exact[:-1].all():
+                row.exact = False
+                gone = np.flatnonzero(span.slot[:-1] == NO_SLOT)
+                if len(gone):
+                    row.tail_from = int(gone[-1]) + 1
+                    row.context = (*row.context, *head(row.node, row.tail_from))
             row.context_length = sum(len(piece.slots) for piece in row.context)
 
     def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> None:

@@ -409,7 +409,7 @@ class Engine:
             leaves, growth: as for `grow`.
             counts: False: with the operation before it, one in the count that `FutureReads` uses.
         """
-        longest = growth.stop.max_tokens
+        longest = self._parts.rules.decoded(growth.stop.max_tokens)
         self._require([leaf for leaf, _ in leaves], [longest] * len(leaves))
         children = self._fork([leaf for leaf, width in leaves for _ in range(width)])
         return self.begin_decode(children, growth, counts=counts)
@@ -472,7 +472,8 @@ class Engine:
     ) -> Growing:
         """`decode`, as an operation for `step`; at least one block. `counts` as in `begin_grow`."""
         parents = [child.parent for child in children if child.parent is not None]
-        self._require(parents, [growth.stop.max_tokens] * len(parents))
+        longest = self._parts.rules.decoded(growth.stop.max_tokens)
+        self._require(parents, [longest] * len(parents))
         return self._begin_rows(children, [growth] * len(children), (), counts)
 
     def _begin_rows(

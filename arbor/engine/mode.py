@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from arbor.budget import DECODED
 from arbor.engine.forest_state import ForestState
 from arbor.engine.mode_names import Mode as Mode
 from arbor.engine.mode_names import Rehydrate as Rehydrate
@@ -39,6 +40,10 @@ class Rules(Protocol):
         """Tokens of the path to a block that have to be on the device while it grows."""
         ...
 
+    def decoded(self, tokens: int) -> int:
+        """Tokens of a block of so many that have to be on the device while it is decoded."""
+        ...
+
     def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """Blocks of up to `leaf_tokens` tokens that may decode at once within a search's own
         budget, at least 1, where its longest path has `longest` tokens."""
@@ -61,8 +66,8 @@ class Rules(Protocol):
         """Decides which work takes part in the next forward."""
         ...
 
-    def pinned(self, nodes: Sequence[Node]) -> list[Node]:
-        """The blocks that lose nothing while these decode."""
+    def pinned(self, nodes: Sequence[Node]) -> int:
+        """Slots of what stays while these blocks decode."""
         ...
 
     def is_outdated(self, leaf: Node) -> bool:
@@ -118,6 +123,10 @@ class Lossless:
         """The whole path."""
         return node.end
 
+    def decoded(self, tokens: int) -> int:
+        """All."""
+        return tokens
+
     def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """What fits next to the longest path."""
         return max(1, (opened.slots - longest) // max(1, leaf_tokens))
@@ -130,9 +139,9 @@ class Lossless:
         """A block joins as soon as it is expected to fit."""
         return Scheduler(self._memory, keeps_all=self._keeps_all, overlap=self._state.overlap)
 
-    def pinned(self, nodes: Sequence[Node]) -> list[Node]:
+    def pinned(self, nodes: Sequence[Node]) -> int:
         """Whole paths."""
-        return paths_of(nodes)
+        return self._memory.slots_of(paths_of(nodes))
 
     def is_outdated(self, leaf: Node) -> bool:
         """Never: they were computed over a whole path."""
@@ -170,12 +179,17 @@ class Lossy:
         self.paths_lose = "last" if policy.spares_paths else "equally"
         self._state = state
         self._memory = state.memory
+        self._recent = max(1, policy.protect.recent)
         self._protected = policy.protect.sinks + policy.protect.recent
         self._rehydrate = rehydrate
 
     def required(self, node: Node) -> int:
         """What the policy protects of a path."""
         return min(node.end, self._protected)
+
+    def decoded(self, tokens: int) -> int:
+        """The newest: the others may leave."""
+        return min(tokens, DECODED)
 
     def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
         """What fits into half of the budget."""
@@ -189,9 +203,9 @@ class Lossy:
         """Blocks join in waves, as any token may leave for good."""
         return WaveScheduler(self._memory)
 
-    def pinned(self, nodes: Sequence[Node]) -> list[Node]:
-        """The open blocks themselves."""
-        return list(nodes)
+    def pinned(self, nodes: Sequence[Node]) -> int:
+        """The newest tokens of the open blocks."""
+        return sum(min(len(node.tokens), self._recent) for node in nodes)
 
     def is_outdated(self, leaf: Node) -> bool:
         """If the block was computed over a gap, or is not all there, and what is missing can come

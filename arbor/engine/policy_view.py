@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,13 +57,15 @@ class PolicyView:
         """
         protect = protect or self._policy.protect
         table = self._table
+        if where != "off":
+            self._state.changed(leaves)  # open blocks have grown
         table.refresh()
         running = [leaf.row for leaf in leaves]
         active = table.on_paths(running)
         if ids is None:
-            able = (table.resident > 0) & ~table.open
+            able = table.resident > 0
             if where != "anywhere":
-                able &= active if where == "on" else ~active
+                able &= active if where == "on" else ~(active | table.open)
             ids = np.flatnonzero(able)
         resident = table.length[ids] if whole else table.resident[ids]
 
@@ -74,6 +76,11 @@ class PolicyView:
             return self._msve.scores(blocks.value, blocks.confidence, blocks.attention)
 
         several = len(self._state.trees) > 1
+        decoding = table.open[ids]  # read by every step
+
+        def latest(values: NDArray[Any], now: Any) -> NDArray[Any]:
+            return np.where(decoding, now, values) if decoding.any() else values
+
         # most policies read a few of these only
         return Blocks.when_read(
             {
@@ -85,9 +92,9 @@ class PolicyView:
                 "confidence": lambda _: table.confidence[ids],
                 "attention": lambda _: self._attention(ids),
                 "score": score,
-                "last_used": lambda _: table.last_used[ids],
-                "scheduled": lambda _: self._scheduled(ids),
-                "reentry": lambda _: self._reentry(ids),
+                "last_used": lambda _: latest(table.last_used[ids], table.last_used.max() + 1),
+                "scheduled": lambda _: latest(self._scheduled(ids), 0),
+                "reentry": lambda _: latest(self._reentry(ids), 1.0),
                 "next_use": lambda _: self._next_use(ids),
                 **({"turn": lambda _: self._turn(ids)} if several else {}),
             },
@@ -132,8 +139,10 @@ class PolicyView:
 
     def _oldest(self, leaves: Sequence[Node], protect: Protect) -> NDArray[np.int64]:
         """Where in each block the window of recent tokens begins, int64 by row; `NEVER` where
-        it does not reach."""
+        it does not reach. In a protected prompt it begins with the prompt."""
         oldest = np.full(len(self._table), NEVER)
+        if protect.prompt:
+            oldest[[leaf.path[0].row for leaf in leaves]] = 0
         for leaf in leaves if protect.recent else ():
             # the window of a block several leaves share begins where the shortest one's does
             begin = leaf.end - protect.recent
@@ -227,6 +236,7 @@ class PolicyView:
             "latest": lambda _: np.zeros(len(offset)),
             "queries": lambda _: np.zeros(len(offset), np.int64),
             "activated": lambda _: np.zeros(len(offset), np.int64),
+            "recurrence": lambda _: np.zeros(len(offset), np.int64),
         }
         statistics = self._state.statistics
         observed = self._policy.observes

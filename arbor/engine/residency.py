@@ -119,6 +119,8 @@ class Residency:
             blocks = offer()
             room = memory.free + int(blocks.resident.sum()) - needed
         assert room >= 0, "more was planned than fits"
+        more = max(0, self._policy.trigger.spare * len(leaves) - needed)
+        room = max(room - more, min(room, int(blocks.floor.sum())), room // 2)
         blocks, counts, chosen = self.decide(blocks, room, lambda protect: offer(protect=protect))
         if off_paths is not None and len(off_paths):
             none = np.zeros(len(off_paths), np.int64)

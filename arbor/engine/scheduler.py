@@ -44,9 +44,11 @@ class Row:
         started: its last token is the next to be computed; False until its path is complete.
         joined: when it joined the batch; later rows have higher numbers.
         first_slot: where the K/V of its first token would best lie; a hint.
-        context: resident tokens of the path before the block.
+        tail_from: the tokens of the block from this offset on are all there; those before it that
+            are on the device belong to the context.
+        context: resident tokens of the path before `tail_from`.
         context_length: how many these are.
-        exact: whether that path is whole and exact.
+        exact: whether the path and the block's own tokens so far are whole and exact.
         stop: why it ends with its last token; None while it goes on.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
@@ -62,6 +64,7 @@ class Row:
     started: bool = False
     joined: int = 0
     first_slot: int = NO_SLOT
+    tail_from: int = 0
     context: Context = ()
     context_length: int = 0
     exact: bool = True

@@ -330,7 +330,7 @@ class Stepper:
         room = self._residency.due(nodes) if rows else None
         if room is None:
             return
-        pinned = self._memory.slots_of(self._rules.pinned(nodes))
+        pinned = self._rules.pinned(nodes)
         try:
             lost = self._residency.fit(self._memory.slots - max(room, pinned), nodes, "clock")
         except BudgetInfeasible:  # it keeps more than that, and room has not run out
@@ -345,7 +345,7 @@ class Stepper:
 
     def _pinned(self) -> int:
         """Slots of the tokens that stay while the rows run."""
-        return self._memory.slots_of(self._rules.pinned(self._scheduler.nodes))
+        return self._rules.pinned(self._scheduler.nodes)
 
     # After the forward
 

@@ -39,8 +39,10 @@ class Tokens(Columns):
         latest: float64 [T], attention it received from the last query that could see it.
         queries: int64 [T], queries that could see it, its own included; an inactive branch does not
             age.
-        activated: int64 [T], `queries` when its attention last reached `Protect.threshold`; 0 =
-            never since written.
+        activated: int64 [T], `queries` when its attention last reached `Protect.threshold`, or else
+            after the forward that wrote it.
+        recurrence: int64 [T], most queries between two such times; 0 = the threshold was not
+            reached since it was written.
         key: uint64 [T], identifies the token in every order of the search (for reproducible
             randomness).
         protected: bool [T], stays in any case (sinks, recent window, block tails).
@@ -53,6 +55,7 @@ class Tokens(Columns):
     latest: Floats
     queries: Ints
     activated: Ints
+    recurrence: Ints
     key: NDArray[np.uint64]
     protected: Bools
 
@@ -87,10 +90,12 @@ class Blocks(Columns):
         attention: float64 [M], mean attention mass per query that could see some of it, in [0, 1]
             (MSVE's a).
         score: float64 [M], MSVE's s in (0, 1).
-        last_used: int64 [M], clock of the last forward that read it; larger is later.
-        scheduled: int64 [M], waves of the operation in progress until the block is needed again;
-            `NEVER` if none needs it.
-        reentry: float64 [M], probability that a later round reads the block, in [0, 1].
+        last_used: int64 [M], clock of the last forward that read it; larger is later. A block that
+            is being decoded is read by every forward.
+        scheduled: int64 [M], waves of the operation in progress until the block is needed again; 0
+            while it is decoded; `NEVER` if none needs it.
+        reentry: float64 [M], probability that a later round reads the block, in [0, 1]; 1 while it
+            is decoded.
         turn: int64 [M], place of the block's tree among the open ones, by when they were opened; 0
             where there is one.
         next_use: int64 [M], the next operation of a recorded run that reads it; `NEVER` if none
@@ -159,7 +164,8 @@ class Scorer(Protocol):
 
     @property
     def observes(self) -> bool:
-        """Whether it reads attention (`mass`, `latest`, `queries`, `activated`)."""
+        """Whether it reads attention (`mass`, `latest`, `queries`, `activated`,
+        `recurrence`)."""
         ...
 
     def scores(self, tokens: Tokens) -> Floats:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from arbor.components import NO_SETTING
+from arbor.components import NO_SETTING, ONLY_IF_SET
 from arbor.errors import UsageError
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.full import Full
@@ -20,6 +20,8 @@ from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.lazy_eviction import LazyEviction
+from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
@@ -31,7 +33,7 @@ class Protect:
     """Tokens that stay in any case; within the budget, and equal for all policies compared.
 
     Where there is no room for all of them, they are given up in the order `floor`, `tail`,
-    `recent`, `sinks`.
+    `prompt`, `recent`, `sinks`.
 
     Attributes:
         sinks: first tokens of the path, which attract attention (StreamingLLM).
@@ -39,6 +41,7 @@ class Protect:
         tail: last tokens of each block (ArborKV's L_tail); none by default.
         floor: least tokens of a block (ArborKV's K_min); none by default.
         threshold: attention from which a token counts as activated (RaaS's alpha).
+        prompt: all tokens of the prompt; lossy mode only.
     """
 
     sinks: int = 4
@@ -46,6 +49,7 @@ class Protect:
     tail: int = 0
     floor: int = 0
     threshold: float = 1e-4
+    prompt: bool = field(default=False, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent", "tail", "floor", "threshold"):
@@ -57,11 +61,16 @@ class Protect:
     def easing(self) -> Iterator[Protect]:
         """This, then less and less, down to nothing.
 
-        `floor` is halved until it is 0, then `tail`, `recent` and `sinks`.
+        `floor` is halved until it is 0, then `tail`; the prompt follows, then `recent` and `sinks`.
         """
         eased = self
         yield eased
-        for name in ("floor", "tail", "recent", "sinks"):
+        for name in ("floor", "tail", "prompt", "recent", "sinks"):
+            if name == "prompt":
+                if self.prompt:
+                    eased = replace(eased, prompt=False)
+                    yield eased
+                continue
             while left := getattr(eased, name):
                 eased = replace(eased, **{name: left // 2})
                 yield eased
@@ -167,10 +176,23 @@ _NAMED = {
         summary="ArborKV's optimisation view solved exactly, by water-filling; heavy hitters within a "
         "block.",
     ),
+    "lazyeviction": Policy(
+        Pooled(),
+        LazyEviction(),
+        Protect(recent=25),
+        trigger=Trigger(spare=25),
+        summary="Keeps tokens that are read at intervals and are due again (LazyEviction).",
+    ),
     "lru": Policy(
         LRU(),
         spares_paths=True,
         summary="Evicts the least recently used blocks, as a radix cache does (SGLang).",
+    ),
+    "raas": Policy(
+        Pooled(),
+        RaaS(),
+        Protect(prompt=True),
+        summary="Keeps the prompt and the tokens whose attention was high most recently (RaaS).",
     ),
     "random": Policy(
         Pooled(),

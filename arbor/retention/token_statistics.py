@@ -24,13 +24,17 @@ class AttentionColumns(NamedTuple):
         latest: float64 [T], attention received from the last query that could see it: the mean over
             the rows of the last forward that could.
         queries: int64 [T], queries that could see it, its own included.
-        activated: int64 [T], `queries` when `latest` last reached the threshold; 0 = never.
+        activated: int64 [T], `queries` when `latest` last reached the threshold, or else after the
+            forward that wrote it; 0 = not written yet.
+        recurrence: int64 [T], most queries between two such times (LazyEviction's MRI); 0 = the
+            threshold was not reached since it was written.
     """
 
     mass: Floats
     latest: Floats
     queries: Ints
     activated: Ints
+    recurrence: Ints
 
 
 class TokenStatistics:
@@ -51,6 +55,7 @@ class TokenStatistics:
         self._latest = np.zeros(self._end)
         self._queries = np.zeros(self._end, np.int64)
         self._activated = np.zeros(self._end, np.int64)
+        self._recurrence = np.zeros(self._end, np.int64)
         # by row; the token of block i at position p lies at shift[i] + p, shift = base - start
         self._base = np.array([], np.int64)
         self._shift = np.array([], np.int64)
@@ -100,7 +105,7 @@ class TokenStatistics:
         start = base - int(self._shift[row])
         self._place(row, start, max(count, 2 * capacity))
         moved = int(self._base[row])
-        for values in (self._mass, self._latest, self._queries, self._activated):
+        for values in self._columns:
             values[moved : moved + capacity] = values[base : base + capacity]
 
     def observe(
@@ -127,12 +132,17 @@ class TokenStatistics:
         at = self._shift.take(owner)
         at += position
         total = self._queries.take(at)
+        written = total == 0
         total += queries
         self._queries[at] = total
         self._mass[at] += mass
         latest = mass / queries
         self._latest[at] = latest
-        active = latest >= self.threshold
+        active = (latest >= self.threshold) & ~written
+        again = at[active]
+        since = total[active] - self._activated[again]
+        self._recurrence[again] = np.maximum(self._recurrence[again], since)
+        active |= written
         self._activated[at[active]] = total[active]
         # a row that sees a token of a block sees its earlier ones: the maximum counts the readers
         np.add.at(self._received, owner, mass)
@@ -173,7 +183,11 @@ class TokenStatistics:
         owner = np.broadcast_to(np.asarray(row, np.int64), offsets.shape)
         at = self._places(owner, np.asarray(offsets, np.int64))
         return AttentionColumns(
-            self._mass[at], self._latest[at], self._queries[at], self._activated[at]
+            self._mass[at],
+            self._latest[at],
+            self._queries[at],
+            self._activated[at],
+            self._recurrence[at],
         )
 
     def makers(
@@ -201,7 +215,13 @@ class TokenStatistics:
             "latest": lambda _: self._latest.take(at()),
             "queries": lambda _: self._queries.take(at()),
             "activated": lambda _: self._activated.take(at()),
+            "recurrence": lambda _: self._recurrence.take(at()),
         }
+
+    @property
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        """The arrays with one figure a token."""
+        return self._mass, self._latest, self._queries, self._activated, self._recurrence
 
     def _places(self, owner: Ints, offsets: Ints) -> Ints:
         """Indices of tokens in the arrays, [T]; 0 for unknown ones."""
@@ -217,7 +237,7 @@ class TokenStatistics:
     def _reuse(self, row: int, start: int) -> None:
         """Give a block the stretch that the row's last one had."""
         base, room = int(self._base[row]), int(self._room[row])
-        for values in (self._mass, self._latest, self._queries, self._activated):
+        for values in self._columns:
             values[base : base + room] = 0
         self._shift[row] = base - start
         self._capacity[row] = room
@@ -228,6 +248,7 @@ class TokenStatistics:
         self._latest = grown(self._latest, self._end)
         self._queries = grown(self._queries, self._end)
         self._activated = grown(self._activated, self._end)
+        self._recurrence = grown(self._recurrence, self._end)
         self._base[row] = base
         self._shift[row] = base - start
         self._capacity[row] = self._room[row] = capacity

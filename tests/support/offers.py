@@ -83,6 +83,7 @@ def offer(seed: int, size: int | None = None, *, ties: bool = True, longest: int
         latest=heat(),
         queries=rng.integers(0, 6, total),
         activated=rng.integers(0, 6, total),
+        recurrence=rng.integers(0, 9, total),
         key=rng.integers(0, 2**63, total).astype(np.uint64),
         protected=protected,
     )

@@ -1,0 +1,25 @@
+"""Tokens whose attention was high most recently win: RaaS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arbor.retention.base import Floats, Tokens
+
+
+@dataclass(frozen=True)
+class RaaS:
+    """A token scores the queries since it was written or its attention last reached alpha, negated.
+
+    Alpha is `Protect.threshold`; RaaS protects the prompt (`Protect.prompt`).
+    Source: RaaS (arXiv 2502.11147), which evicts the oldest timestamp. Differs: one set for all
+    heads and layers; time is counted in queries that could see the token, so that a branch nobody
+    reads does not age; no pages.
+    """
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def scores(self, tokens: Tokens) -> Floats:
+        return (tokens.activated - tokens.queries).astype(float)
