@@ -210,11 +210,14 @@ class Discarded:
 
     Attributes:
         nodes: tokens per block.
+        taken: how many of them went to siblings with equal tokens instead, by the block that has
+            them now; written only where there are any.
     """
 
     name: ClassVar[str] = "discard"
     nodes: Counts
     kv: KV
+    taken: Counts = field(default=(), metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from arbor.engine.step import Stepper
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
-from arbor.events import Event
+from arbor.events import Discarded, Event
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING
 from arbor.memory import prefix_cache
 from arbor.memory.stores import NO_ROOM, DiskStore, LowerRoom
@@ -211,6 +211,8 @@ class Plot:
 
     def listen(self, event: Event) -> None:
         self.heard += 1
+        if isinstance(event, Discarded):
+            TALLY.taken += sum(count for _, count in event.taken)
         self.deaf_in -= 1
         if self.deaf_in == 0:
             self.raised = True
@@ -263,6 +265,7 @@ class Tally:
         shared: slots that prompts shared, summed over the checks.
         siblings: tokens in the slots of siblings, likewise.
         stored: tokens in lower tiers, likewise.
+        taken: tokens whose records siblings took over.
         kept: slots of finished prompts that no tree used, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
@@ -273,6 +276,7 @@ class Tally:
     shared: int = 0
     siblings: int = 0
     stored: int = 0
+    taken: int = 0
     kept: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -819,7 +823,7 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     class Long(grove):  # type: ignore[valid-type, misc]
         debug = False
 
-    steps, stored = TALLY.steps, TALLY.stored
+    steps, stored, taken = TALLY.steps, TALLY.stored, TALLY.taken
     run_state_machine_as_test(
         Long,
         settings=settings(
@@ -833,4 +837,5 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     )
     print(TALLY)
     assert TALLY.steps - steps > 4 * HISTORIES
-    assert (TALLY.stored > stored) == (grove is TieredGrove)
+    tiered = grove is TieredGrove
+    assert (TALLY.stored > stored, TALLY.taken > taken) == (tiered, tiered)

@@ -14,6 +14,7 @@ from arbor.engine.pieces import contexts_of
 from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
 from arbor.memory import KVMemory
+from arbor.memory.lower_tiers import Moves
 from arbor.model.sharing import Context
 from arbor.retention.block_table import BlockTable
 from arbor.retention.policy import Protect
@@ -111,19 +112,21 @@ class ForestState:
             kept = [node for node in nodes if node in moves.stored]
             stored = tuple(sorted((node.id, moves.stored[node]) for node in kept))
             opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv, stored=stored))
-        self._report_lost(moves.lost)
+        self._report_lost(moves)
 
     def report_discarded(self) -> None:
         """Report to each tree what lower tiers gave up since the last report."""
         moves = self.memory.lower.take_moves()
         assert not moves.stored, "what was stored was not reported as evicted"
-        self._report_lost(moves.lost)
+        self._report_lost(moves)
 
-    def _report_lost(self, counts: Mapping[Node, int]) -> None:
-        for tree, nodes in by_tree(counts).items():
+    def _report_lost(self, moves: Moves) -> None:
+        heirs = by_tree(moves.taken)
+        for tree, nodes in by_tree(moves.lost).items():
             opened = self.trees[tree]
-            lost = tuple(sorted((node.id, counts[node]) for node in nodes))
-            opened.emit(Discarded(nodes=lost, kv=opened.kv))
+            lost = tuple(sorted((node.id, moves.lost[node]) for node in nodes))
+            taken = tuple(sorted((node.id, moves.taken[node]) for node in heirs.get(tree, ())))
+            opened.emit(Discarded(nodes=lost, kv=opened.kv, taken=taken))
 
     def sharing_changed(self) -> None:
         """Record that blocks may share other tokens than before."""

@@ -27,11 +27,13 @@ class Moves:
 
     Attributes:
         stored: tokens that left the device and were stored.
-        lost: tokens whose records were given up.
+        lost: tokens whose records were given up, or handed over.
+        taken: tokens whose records were handed over, by the block that has them now.
     """
 
     stored: dict[Node, int] = field(default_factory=dict)
     lost: dict[Node, int] = field(default_factory=dict)
+    taken: dict[Node, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,26 @@ class LowerTiers:
                 _count(self._moves.lost, self._forest, shelf.table.row[records])
                 self._give_up(shelf, records)
                 spans.drop(mine)
+
+    def hand_over(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
+        """Let the records of a block's tokens be those of a sibling's equal ones.
+
+        Args:
+            source: the block.
+            target: the sibling.
+            offsets: int64 [n], equal tokens of which the source has records and the target has no
+                KV.
+        """
+        spans = self._forest.spans
+        before, after = source.span.begin + offsets, target.span.begin + offsets
+        for tier, shelf in self._shelves.items():
+            mine = spans.tier[before] == tier
+            records = spans.record[before[mine]]
+            shelf.table.row[records] = target.row
+            spans.lower(after[mine], tier, records)
+        spans.drop(before)
+        self._moves.lost[source] = self._moves.lost.get(source, 0) + len(offsets)
+        self._moves.taken[target] = self._moves.taken.get(target, 0) + len(offsets)
 
     # The account
 

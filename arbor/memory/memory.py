@@ -17,7 +17,7 @@ from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
 from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
 from arbor.memory.stores import NO_ROOM, LowerRoom
-from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
+from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 _NOTHING = np.empty(0, np.int64)
 _NO_SLOTS = np.empty(0, np.int32)
@@ -138,15 +138,38 @@ class KVMemory:
         return self.forest.drop(tree)
 
     def release(self, nodes: Sequence[Node]) -> int:
-        """Drop everything the blocks hold, in lower tiers too; returns how many slots became
-        free."""
+        """Drop everything the blocks hold; returns how many slots became free.
+
+        Records in lower tiers go to siblings that lack the KV of equal tokens, else are given up.
+        """
         held = [np.flatnonzero(node.span.resident) for node in nodes]
         counts = np.array([len(offsets) for offsets in held], np.int64)
         freed = self.evict_from(nodes, np.concatenate([_NOTHING, *held]), counts, stored=False)
         if self.lower:
+            self._bequeath(nodes)
             ranges = [node.span.begin + np.arange(len(node.span)) for node in nodes]
             self.lower.forget(np.concatenate([_NOTHING, *ranges]))
         return freed
+
+    def _bequeath(self, nodes: Sequence[Node]) -> None:
+        """Hand the records of blocks that are given up over to siblings, the first to close first.
+
+        Siblings are found where they share KV (`Forest.close`); one that holds the token already,
+        on the device or below it, gets no second record.
+        """
+        going = {node.row for node in nodes}
+        for node in nodes:
+            if node.parent is None or not (node.span.record != NO_RECORD).any():
+                continue
+            for other, common in self.forest.alike(node):
+                if other.row in going or other.state is NodeState.PRUNED:
+                    continue
+                wanted = (other.span.slot[:common] == NO_SLOT) & (
+                    other.span.record[:common] == NO_RECORD
+                )
+                offsets = np.flatnonzero(wanted & (node.span.record[:common] != NO_RECORD))
+                if len(offsets):
+                    self.lower.hand_over(node, other, offsets)
 
     def slots_of(self, nodes: Sequence[Node]) -> int:
         """Slots that blocks hold, each counted once."""
