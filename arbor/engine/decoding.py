@@ -16,7 +16,7 @@ from arbor.engine.scheduler import Row, Scheduler
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled
-from arbor.tree import Node, NodeState, paths_of
+from arbor.tree import Certainty, Node, NodeState, paths_of
 
 T = TypeVar("T")
 
@@ -69,12 +69,14 @@ class Decoding:
         self.look_back([row for row in self._scheduler.rows if row.started] if anew else rows)
 
     def look_back(self, rows: Sequence[Row]) -> None:
-        """Set the context of each row, and whether that is whole and exact."""
+        """Set the context of each row, and how sure what is computed after it is."""
         leaves = list(dict.fromkeys(row.leaf for row in rows))
         contexts = dict(zip(leaves, self._state.contexts(leaves), strict=True))
-        exact = dict(zip(leaves, self._state.are_exact_after(leaves), strict=True))
+        certainty = dict(zip(leaves, self._state.certainty_after(leaves), strict=True))
         for row in rows:
-            row.context, row.exact = contexts[row.leaf], exact[row.leaf]
+            row.context, row.certainty = contexts[row.leaf], certainty[row.leaf]
+            if row.node.span.rounded.any():
+                row.certainty = min(row.certainty, Certainty.ROUNDED)
             row.context_length = sum(len(piece.slots) for piece in row.context)
 
     def choose(self, rows: Sequence[Row], logits: Tensor | Sequence[Tensor]) -> None:

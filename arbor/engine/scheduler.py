@@ -15,7 +15,7 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
 from arbor.memory import KVMemory
 from arbor.model.sharing import Context
-from arbor.tree import NO_SLOT, Node
+from arbor.tree import NO_SLOT, Certainty, Node
 
 if TYPE_CHECKING:
     from arbor.engine.early_exit import Exiting
@@ -46,7 +46,7 @@ class Row:
         first_slot: where the K/V of its first token would best lie; a hint.
         context: resident tokens of the path before the block.
         context_length: how many these are.
-        exact: whether that path is whole and exact.
+        certainty: of what is computed after that path.
         stop: why it ends with its last token; None while it goes on.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
@@ -64,7 +64,7 @@ class Row:
     first_slot: int = NO_SLOT
     context: Context = ()
     context_length: int = 0
-    exact: bool = True
+    certainty: Certainty = Certainty.EXACT
     stop: StopReason | None = None
     logprob: float = 0.0
     top1: float = 0.0
