@@ -108,7 +108,7 @@ class PackedStore:
     def _quantise(self, group: int, first: int, end: int) -> None:
         rows = self._waiting[: end - first]
         keys, values = rows[:, : self._keys], self._grouped(rows[:, self._keys :])
-        by_channel, by_token = Scales.of(keys, 0, self.bits), Scales.of(values, 2, self.bits)
+        by_channel, by_token = self._scales(keys, values)
         codes = by_token.encode(values).flatten(1)[:, : self._values]
         self._codes[first:end] = pack(torch.cat([by_channel.encode(keys), codes], 1), self.bits)
         for place, scales in enumerate((by_channel.low, by_channel.step)):
@@ -116,6 +116,18 @@ class PackedStore:
         for place, scales in enumerate((by_token.low, by_token.step)):
             self._value_scales[place, first:end] = scales.squeeze(2)
         self._packed[group] = True
+
+    def _scales(self, keys: Tensor, values: Tensor) -> tuple[Scales, Scales]:
+        """The grids of a group of tokens.
+
+        Args:
+            keys: [n, keys].
+            values: [n, groups, GROUP].
+
+        Returns:
+            of K, [1, keys], and of V, [n, groups, 1].
+        """
+        return Scales.of(keys, 0, self.bits), Scales.of(values, 2, self.bits)
 
     def _grouped(self, values: Tensor) -> Tensor:
         """Numbers of V by their groups, [n, groups, GROUP]; the last number fills the last one."""
