@@ -11,8 +11,8 @@ path) and `game24` (`tot`, at most 300 tokens), of the test split, by the built-
 Schemes: `once`, as arbor packs (K per channel of 32 tokens, V per 32 channels of a token, quantised
 once); `requantised`, the same scales, but a record that is read is given up, so that its token is
 quantised anew each time it leaves; `tensor`, one scale for K and one for V of each layer of 32
-tokens, quantised once; `truncated`, one scale per tensor, quantised anew each time, and rounded
-towards zero, as a cast of numbers to integers does.
+tokens, quantised once; `truncated`, symmetric with one scale per tensor, quantised anew each time,
+and rounded towards zero, as a cast of numbers to integers does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from experiment_table import ExperimentTable, add_options
 from torch import Tensor
 
@@ -58,11 +59,11 @@ class PerTensor(PackedStore):
     def _scales(self, keys: Tensor, values: Tensor) -> tuple[Scales, Scales]:
         return (
             self._by_layer(keys, lambda x: x[:1]),
-            self._by_layer(values.flatten(1), lambda x: x.unflatten(1, values.shape[1:])[..., :1]),
+            self._by_layer(values.flatten(1), lambda x: x.reshape(values.shape)[..., :1]),
         )
 
     def _by_layer(self, x: Tensor, shaped: Callable[[Tensor], Tensor]) -> Scales:
-        layers = x.unflatten(1, (LAYERS, -1)).transpose(0, 1)
+        layers = x.reshape(len(x), LAYERS, -1).transpose(0, 1)
         whole = Scales.of(layers.flatten(1), 1, self.bits)
         each = [
             part.unsqueeze(2).expand(layers.shape).transpose(0, 1).flatten(1)
@@ -71,19 +72,26 @@ class PerTensor(PackedStore):
         return Scales(*map(shaped, each))
 
 
-class Truncated(PerTensor):
-    """Quantised anew each time, towards zero."""
+class Truncated(PackedStore):
+    """Whole multiples of the largest magnitude of K or V of a layer, divided by that of a code;
+    quantised anew each time, towards zero. What it holds is not packed: only the numbers count."""
 
     keeps = False
 
+    def __init__(self, records: int, keys: int, numbers: int, dtype: Any, bits: int) -> None:
+        super().__init__(records, keys, numbers, dtype, bits)
+        self._rows = torch.empty(records, numbers, dtype=dtype)
+
     def _quantise(self, group: int, first: int, end: int) -> None:
         rows = self._waiting[: end - first]
-        for part in rows[:, : self._keys], rows[:, self._keys :]:
-            layers = part.unflatten(1, (LAYERS, -1))
-            step = (layers.amax((0, 2)) - layers.amin((0, 2))) / (2**self.bits - 1)
-            each = step[:, None].expand(layers.shape[1:]).flatten()
-            part.sub_(part.sign() * (each / 2).minimum(part.abs()))
-        super()._quantise(group, first, end)
+        for columns in (slice(self._keys), slice(self._keys, None)):
+            layers = rows[:, columns].reshape(end - first, LAYERS, -1)
+            scale = layers.abs().amax((0, 2), keepdim=True) / (2 ** (self.bits - 1) - 1)
+            self._rows[first:end, columns] = ((layers / scale).trunc() * scale).flatten(1)
+        self._packed[group] = True
+
+    def _decoded(self, index: Tensor) -> Tensor:
+        return self._rows[index]
 
 
 SCHEMES: dict[str, type[PackedStore]] = {
