@@ -128,6 +128,8 @@ class Plan:
         searches: number of measured searches behind `expected_tokens`; 0 where it was given.
         host_tokens, disk_tokens: tokens that these tiers may hold of what has left the device.
         kv_dtype: of the KV, as in `Solver`.
+        host_bits: of a number of KV in host memory; 0: full precision.
+        host_token_bytes: bytes of a token there, scales included; 0: `bytes_per_token`.
     """
 
     budget_tokens: int
@@ -145,6 +147,8 @@ class Plan:
     disk_tokens: int = 0
     kv_dtype: str = "auto"
     proposals: int = 0
+    host_bits: int = 0
+    host_token_bytes: int = 0
 
     @property
     def reference_tokens(self) -> int:
@@ -186,7 +190,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived numbers, JSON-able; the expectation, lower tiers, proposals and
         another dtype of the KV only where there are such."""
-        counts = ("host_tokens", "disk_tokens", "proposals")
+        counts = ("host_tokens", "host_bits", "host_token_bytes", "disk_tokens", "proposals")
         optional = ("expected_tokens", "searches", "kv_dtype", *counts)
         numbers = {
             **{name: value for name, value in asdict(self).items() if name not in optional},

@@ -28,14 +28,15 @@ Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node
 
 
 # budget_tokens, full_tokens, smallest_tokens, bytes_per_token; expected_tokens where the budget is
-# a part of it; host_tokens and disk_tokens where there are such tiers; kv_dtype where it is not the
-# model's; numbers derived from them
+# a part of it; host_tokens and disk_tokens where there are such tiers, host_bits and
+# host_token_bytes where the host's is packed; kv_dtype where it is not the model's; numbers derived
+# from them
 Slots = Annotated[
     dict[str, Any],
     Integers(
         (
             *("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"),
-            *("expected_tokens", "host_tokens", "disk_tokens"),
+            *("expected_tokens", "host_tokens", "disk_tokens", "host_bits", "host_token_bytes"),
         )
     ),
 ]
@@ -49,7 +50,7 @@ class KV:
         device: of this search on the device, temporary ones and those it shares with others
             included.
         host: tokens of this search in host memory.
-        compressed: in compressed form; 0, since this tier is not implemented.
+        compressed: in host memory in few bits.
         disk: on disk; written only where there are any.
         pool: of all searches that share the budget; written only where there are several.
         shared: tokens that lie in the slots of siblings' equal tokens: what the blocks hold
@@ -209,11 +210,14 @@ class Discarded:
 
     Attributes:
         nodes: tokens per block.
+        taken: how many of them went to siblings with equal tokens instead, by the block that has
+            them now; written only where there are any.
     """
 
     name: ClassVar[str] = "discard"
     nodes: Counts
     kv: KV
+    taken: Counts = field(default=(), metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,8 @@ class MetricsFold:
                     self._add(tokens_stored=sum(count for _, count in event.stored))
                 self._hold(event.kv)
             case Discarded():
-                self._add(tokens_discarded=sum(count for _, count in event.nodes))
+                gone = sum(count for _, count in event.nodes)
+                self._add(tokens_discarded=gone - sum(count for _, count in event.taken))
                 self._hold(event.kv)
             case Rehydrated():
                 tokens = sum(count for _, count in event.nodes) + event.repeated - event.shared

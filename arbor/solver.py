@@ -125,6 +125,7 @@ class Solver:
             nothing does (only in lossy mode, where it is the default).
         host: host memory for KV that has left the device, ``8GiB`` or ``20000tok``: what comes back
             from there is copied, not computed again (docs/tiers.md). By default none.
+        host_bits: of a number there, 8, 4 or 2; by default those of the model. Only in lossy mode.
         disk: room on disk for what the host has no room for, likewise.
         disk_dir: the folder of that file; by default the system's for temporary files. Never part
             of a configuration.
@@ -197,6 +198,7 @@ class Solver:
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
         host: str | int | None = None,
+        host_bits: int | None = None,
         disk: str | int | None = None,
         disk_dir: str | os.PathLike[str] | None = None,
         fetch: str = "auto",
@@ -230,7 +232,15 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
-        self.lower = resolve_tiers(host, disk, disk_dir, self.rehydrate)
+        self.lower = resolve_tiers(
+            host,
+            disk,
+            disk_dir,
+            self.rehydrate,
+            host_bits=host_bits,
+            mode=self.mode,
+            kv_dtype=kv_dtype,
+        )
         self.fetch = check_fetch(fetch)
         self.keep_kv = KeepKV.parse(keep_kv, keep_kv_size, self.mode)
         self.share = resolve_share(share, share_threshold, mode, rehydrate)
@@ -384,7 +394,8 @@ class Solver:
                     companions = [model.load() for model in self.verifier_models.values()]
                     prompts = self._prompt_files(runner)
                 kv_bytes = bytes_per_token(runner.layer_kv, runner.kv_dtype)
-                room = LowerRoom(*self.lower.tokens(kv_bytes), self.lower.disk_dir)
+                tokens = self.lower.tokens(kv_bytes, runner.kv_dtype.itemsize)
+                room = LowerRoom(*tokens, self.lower.disk_dir, self.lower.host_bits)
                 self._engine = Engine(
                     runner,
                     self.tokenizer,

@@ -31,6 +31,14 @@ class Tier(IntEnum):
     DROPPED = 4
 
 
+class Certainty(IntEnum):
+    """How close a token's KV is to what full retention would hold, the least first."""
+
+    NONE = 0  # computed over a gap
+    ROUNDED = 1  # packed in few bits, or computed after what was
+    EXACT = 2
+
+
 class NodeState(StrEnum):
     """Where a block stands in the search."""
 
@@ -54,12 +62,16 @@ class Spans:
             where it is DROPPED.
         exact: bool [size], on the device, and every earlier token of the path was resident and
             exact when this one was written.
+        rounded: bool [size], on the device and not exact for one reason only: it was packed in few
+            bits, or an earlier token of the path was when this one was written.
+        origin: int32 [size], the record that a token on the device came from, and that is kept for
+            it; else `NO_RECORD`.
         depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row
             left early).
     """
 
-    __slots__ = ("depth", "exact", "record", "size", "slot", "tier", "unused")
-    _COLUMNS = ("tier", "slot", "record", "exact", "depth")
+    _COLUMNS = ("tier", "slot", "record", "exact", "rounded", "origin", "depth")
+    __slots__ = (*_COLUMNS, "size", "unused")
 
     def __init__(self) -> None:
         self._clear()
@@ -70,6 +82,8 @@ class Spans:
         self.slot = np.empty(0, np.int32)
         self.record = np.empty(0, np.int32)
         self.exact = np.empty(0, np.bool_)
+        self.rounded = np.empty(0, np.bool_)
+        self.origin = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int16)
 
     def reserve(self, count: int) -> int:
@@ -81,6 +95,8 @@ class Spans:
             self.slot = np.concatenate([self.slot, np.full(extra, NO_SLOT, np.int32)])
             self.record = np.concatenate([self.record, np.full(extra, NO_RECORD, np.int32)])
             self.exact = np.concatenate([self.exact, np.zeros(extra, np.bool_)])
+            self.rounded = np.concatenate([self.rounded, np.zeros(extra, np.bool_)])
+            self.origin = np.concatenate([self.origin, np.full(extra, NO_RECORD, np.int32)])
             self.depth = np.concatenate([self.depth, np.zeros(extra, np.int16)])
         return begin
 
@@ -108,7 +124,8 @@ class Spans:
         self.slot[at] = NO_SLOT
         self.record[at] = NO_RECORD
         self.tier[at] = Tier.DROPPED
-        self.exact[at] = False
+        self.exact[at] = self.rounded[at] = False
+        self.origin[at] = NO_RECORD
         self.depth[at] = 0
 
     def lower(self, at: NDArray[np.int64], tier: Tier, records: NDArray[np.int32]) -> None:
@@ -129,6 +146,9 @@ class Span:
         record: int32 [n], the record in the store of a lower tier, else `NO_RECORD`.
         exact: bool [n], on the device, and every earlier token of the path was resident and exact
             when this one was written.
+        rounded: bool [n], on the device and not exact only because KV was packed in few bits.
+        settled: bool [n], exact or rounded: nothing is computed again for its sake.
+        origin: int32 [n], the record that a token on the device came from, if that is kept.
         depth: int16 [n], layers that hold this token's K/V (fewer than the model has where a row
             left early).
 
@@ -160,6 +180,18 @@ class Span:
     @property
     def exact(self) -> NDArray[np.bool_]:
         return self.spans.exact[self.begin : self.begin + self._length]
+
+    @property
+    def rounded(self) -> NDArray[np.bool_]:
+        return self.spans.rounded[self.begin : self.begin + self._length]
+
+    @property
+    def settled(self) -> NDArray[np.bool_]:
+        return self.exact | self.rounded
+
+    @property
+    def origin(self) -> NDArray[np.int32]:
+        return self.spans.origin[self.begin : self.begin + self._length]
 
     @property
     def depth(self) -> NDArray[np.int16]:

@@ -38,9 +38,10 @@ from arbor.engine.step import Stepper
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
-from arbor.events import Event
+from arbor.events import Discarded, Event
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING
 from arbor.memory import prefix_cache
+from arbor.memory.packed_store import PackedStore
 from arbor.memory.stores import NO_ROOM, DiskStore, LowerRoom
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
@@ -48,8 +49,9 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
 from arbor.retention.policy import POLICIES, Protect
 from arbor.retention.trigger import Trigger
+from arbor.support.packed_size import BITS
 from arbor.tasks.base import BlockLimits
-from arbor.tree import NO_SLOT, Node, NodeState, ThoughtTree
+from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 POLICY_NAMES = sorted(set(POLICIES) - {"belady"})
 PROMPTS = ((5, 17, 40, 8, 77, 23, 61, 5, 90, 33, 12, 50), (9, 3, 3, 41), (60, 2, 71, 8, 8, 19, 35))
@@ -68,6 +70,8 @@ FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
 COSTS = tuple(
     f"host={event}+1;disk={event}+3;key=0.1;forward=1:10,8:30,64:400" for event in (0, 40, 10**6)
 )
+PACKED_COSTS = tuple(costs.replace("host", "compressed") for costs in COSTS)
+PACKED_GROUP = 4  # tokens that are packed together
 SMALLEST = LONGEST + len(QUESTION)
 PROTECTED = Protect().sinks + Protect().recent
 ROOMY = 1000  # slots for a policy that evicts nothing
@@ -211,6 +215,8 @@ class Plot:
 
     def listen(self, event: Event) -> None:
         self.heard += 1
+        if isinstance(event, Discarded):
+            TALLY.taken += sum(count for _, count in event.taken)
         self.deaf_in -= 1
         if self.deaf_in == 0:
             self.raised = True
@@ -263,6 +269,8 @@ class Tally:
         shared: slots that prompts shared, summed over the checks.
         siblings: tokens in the slots of siblings, likewise.
         stored: tokens in lower tiers, likewise.
+        taken: tokens whose records siblings took over.
+        rounded: tokens on the device whose packed record is kept, summed over the checks.
         kept: slots of finished prompts that no tree used, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
@@ -273,6 +281,8 @@ class Tally:
     shared: int = 0
     siblings: int = 0
     stored: int = 0
+    taken: int = 0
+    rounded: int = 0
     kept: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -308,6 +318,7 @@ class Grove(RuleBasedStateMachine):
         ]
         self.patches.append(patch.object(forest, "LEAST_SIBLING", self.least_sibling))
         self.patches.append(patch.object(scheduler, "MOST_NEW", self.most_new))
+        self.patches.append(patch.object(PackedStore, "group", PACKED_GROUP))
         for each in self.patches:
             each.start()
         self.source = Source()
@@ -800,26 +811,82 @@ class LossyGrove(Grove):
         self.begin(pool, policy, "lossy", rehydrate, among, trigger)
 
 
-for each in (LosslessGrove, AlikeGrove, TieredGrove, LossyGrove):
+class PackedGrove(LossyGrove):
+    """With host memory in few bits, which now and then has no memory to pack in."""
+
+    @initialize(
+        policy=st.sampled_from(POLICY_NAMES),
+        rehydrate=st.sampled_from(("selective", "span")),
+        pool=st.integers(PROTECTED + max(LENGTHS) + len(QUESTION), SMALLEST + 40),
+        trigger=st.sampled_from((NO_TRIGGER, EARLY)),
+        host=st.integers(1, 60),
+        bits=st.sampled_from(BITS),
+        costs=st.sampled_from((None, *map(FetchCosts.parse, PACKED_COSTS))),
+    )
+    def plant(  # type: ignore[override]
+        self,
+        policy: str,
+        rehydrate: Any,
+        pool: int,
+        trigger: Trigger,
+        host: int,
+        bits: int,
+        costs: FetchCosts | None,
+    ) -> None:
+        lower = LowerRoom(host, host_bits=bits)
+        self.begin(pool, policy, "lossy", rehydrate, trigger=trigger, lower=lower, costs=costs)
+
+    def store(self) -> PackedStore:
+        (shelf,) = self.lab.memory.lower
+        assert isinstance(shelf.store, PackedStore)
+        return shelf.store
+
+    @rule(full=st.booleans())
+    def run_out_of_memory(self, full: bool) -> None:
+        store = self.store()
+        work = refuse_memory if full else partial(PackedStore._quantise, store)
+        store._quantise = work  # type: ignore[method-assign]
+
+    @invariant()
+    def what_has_an_origin_is_what_is_read_there(self) -> None:
+        if hasattr(self, "lab"):
+            memory = self.lab.memory
+            TALLY.stored += memory.lower.used(Tier.COMPRESSED)
+            for node in memory.forest:
+                span = node.span
+                at = np.flatnonzero(span.origin != NO_RECORD)
+                if len(at):
+                    rows, intact = self.store().read(span.origin[at], torch.device("cpu"))
+                    assert torch.equal(memory.pool.gather(span.slot[at])[intact], rows[intact])
+                    TALLY.rounded += len(at)
+
+
+def refuse_memory(*args: Any) -> None:
+    """Stands for an allocation that fails."""
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+for each in (LosslessGrove, AlikeGrove, TieredGrove, LossyGrove, PackedGrove):
     each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestLossless = LosslessGrove.TestCase
 TestAlike = AlikeGrove.TestCase
 TestTiered = TieredGrove.TestCase
 TestLossy = LossyGrove.TestCase
+TestPacked = PackedGrove.TestCase
 
 
 HISTORIES = 250
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, TieredGrove, LossyGrove])
+@pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, TieredGrove, LossyGrove, PackedGrove])
 def test_many_trees_for_long(grove: type[Grove]) -> None:
     """More histories, longer ones, other ones every time; `pytest -s` shows the counts."""
 
     class Long(grove):  # type: ignore[valid-type, misc]
         debug = False
 
-    steps, stored = TALLY.steps, TALLY.stored
+    steps, stored, taken, rounded = TALLY.steps, TALLY.stored, TALLY.taken, TALLY.rounded
     run_state_machine_as_test(
         Long,
         settings=settings(
@@ -833,4 +900,7 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     )
     print(TALLY)
     assert TALLY.steps - steps > 4 * HISTORIES
-    assert (TALLY.stored > stored) == (grove is TieredGrove)
+    tiered = grove is TieredGrove
+    assert (TALLY.stored > stored) == (tiered or grove is PackedGrove)
+    assert (TALLY.taken > taken) == tiered
+    assert (TALLY.rounded > rounded) == (grove is PackedGrove)

@@ -16,12 +16,23 @@ from arbor.engine.scheduler import MARGIN, Lengths, Row
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import UsageError
-from arbor.events import Boundary, Event, Evicted, Forwarded, Merged, Opened, Rehydrated, Shared
+from arbor.events import (
+    Boundary,
+    Discarded,
+    Event,
+    Evicted,
+    Forwarded,
+    Merged,
+    Opened,
+    Rehydrated,
+    Shared,
+)
 from arbor.forest import LEAST_SIBLING
+from arbor.memory.stores import NO_ROOM, LowerRoom
 from arbor.metrics import MetricsFold
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import NO_RECORD, Node, NodeState, ThoughtTree
 
 LENGTH = 14
 COMMON = 10
@@ -48,8 +59,13 @@ class Scripted(ModelSampler):
         ]
 
 
-def lab_of(*blocks: Sequence[int], share: Literal["exact", "prompts", "off"] = "exact") -> Lab:
-    return Lab(build("llama"), source=Scripted(dict(enumerate(blocks))), debug=True, share=share)
+def lab_of(
+    *blocks: Sequence[int],
+    share: Literal["exact", "prompts", "off"] = "exact",
+    lower: LowerRoom = NO_ROOM,
+) -> Lab:
+    source = Scripted(dict(enumerate(blocks)))
+    return Lab(build("llama"), source=source, debug=True, share=share, lower=lower)
 
 
 def grown(lab: Lab, *, slots: int = 400) -> tuple[ThoughtTree, list[Node]]:
@@ -184,9 +200,9 @@ def test_a_block_that_is_given_up_leaves_what_its_sibling_uses() -> None:
     is_as_alone(lab, [second])
 
 
-def crowded_out() -> tuple[Lab, list[Node]]:
+def crowded_out(lower: LowerRoom = NO_ROOM) -> tuple[Lab, list[Node]]:
     """Two siblings that share, of which nothing is on the device any more."""
-    lab = lab_of(FIRST, SECOND, OTHER)
+    lab = lab_of(FIRST, SECOND, OTHER, lower=lower)
     _, (first, second, other) = grown(lab, slots=12 + LENGTH + 40)
     lab.grow([(other, 1)], Growth(3, SAMPLED, StopRule(Words(), BlockLimits((), 40, 8), ())))
     assert not first.span.resident.any() and not second.span.resident.any()
@@ -228,6 +244,49 @@ def test_siblings_that_come_back_together_are_computed_once() -> None:
     assert sum(event.shared for event in back) == COMMON
     assert second.span.slot[:COMMON].tolist() == first.span.slot[:COMMON].tolist()
     is_as_alone(lab, [first, second])
+
+
+@pytest.mark.parametrize("lower", [LowerRoom(99), LowerRoom(10, 99)], ids=["host", "both"])
+def test_a_block_that_is_given_up_leaves_its_records_to_a_sibling(lower: LowerRoom) -> None:
+    lab, siblings = crowded_out(lower)
+    holder = next(node for node in siblings if (node.span.record[:COMMON] != NO_RECORD).all())
+    (heir,) = (node for node in siblings if node is not holder)
+    records = holder.span.record[:COMMON].tolist()
+    assert (heir.span.record[:COMMON] == NO_RECORD).all()
+    holder.state = NodeState.PRUNED
+    lab.forget([holder])
+
+    assert heir.span.record[:COMMON].tolist() == records
+    (gone,) = events(lab, Discarded)
+    assert gone.nodes == ((holder.id, LENGTH),)  # type: ignore[union-attr]
+    assert gone.taken == ((heir.id, COMMON),)  # type: ignore[union-attr]
+    lab.extend(heir)
+    assert lab.rows() == 0, "nothing is computed again"
+    is_as_alone(lab, [heir])
+
+
+def test_records_go_to_no_sibling_that_is_given_up_too() -> None:
+    lab, siblings = crowded_out(LowerRoom(99))
+    for node in siblings:
+        node.state = NodeState.PRUNED
+    lab.forget(siblings)
+    (gone,) = events(lab, Discarded)
+    assert not gone.taken  # type: ignore[union-attr]
+    assert not any((node.span.record != NO_RECORD).any() for node in siblings)
+
+
+def test_a_sibling_takes_over_only_what_it_lacks() -> None:
+    lab, (first, second) = crowded_out(LowerRoom(99))
+    holder, heir = (first, second) if first.span.record[0] != NO_RECORD else (second, first)
+    memory = lab.memory
+    memory.evict(first.tree[3], np.arange(3))  # another block
+    slots = memory.place(heir, np.arange(3), exact=True, depth=2)
+    memory.commit()
+    holder.state = NodeState.PRUNED
+    lab.forget([holder])
+    assert heir.span.slot[:3].tolist() == slots.tolist()
+    held = heir.span.record[:COMMON] != NO_RECORD
+    assert held.tolist() == [False] * 3 + [True] * (COMMON - 3)
 
 
 def test_a_block_that_comes_back_takes_what_its_sibling_holds() -> None:

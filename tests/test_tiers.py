@@ -381,11 +381,11 @@ def test_check_finds_a_record_of_another_token(name: str) -> None:
 
 
 def test_sizes_are_bytes_or_tokens() -> None:
-    assert TierSizes.parse("1MiB", "20tok").tokens(1024) == (1024, 20)
-    assert TierSizes.parse(None, "0").tokens(1024) == (0, 0)
+    assert TierSizes.parse("1MiB", "20tok").tokens(1024, 4) == (1024, 20)
+    assert TierSizes.parse(None, "0").tokens(1024, 4) == (0, 0)
     assert not TierSizes.parse() and not TierSizes.parse(0, "0")
     assert TierSizes.parse(disk="1tok")
-    assert TierSizes.parse("1B").tokens(1024) == (0, 0)
+    assert TierSizes.parse("1B").tokens(1024, 4) == (0, 0)
     assert LowerRoom().stores(pool_of(1)) == []
 
 

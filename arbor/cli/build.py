@@ -76,6 +76,7 @@ def build_solver(
         mode=options.mode,
         rehydrate=options.rehydrate,
         host=options.host,
+        host_bits=options.host_bits,
         disk=options.disk,
         disk_dir=options.disk_dir,
         fetch=options.fetch,
@@ -153,6 +154,9 @@ def check_options(options: SolverOptions) -> None:
         options.disk,
         options.disk_dir,
         resolve_mode(options.mode, options.rehydrate)[1],
+        host_bits=options.host_bits,
+        mode=options.mode,
+        kv_dtype=options.kv_dtype,
     )
     check_kv_probe(options.kv_probe)
     if options.msve is not None:

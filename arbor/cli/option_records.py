@@ -60,6 +60,7 @@ class SolverOptions:
     step_format: str | None = None
     audit_verify: bool = False
     host: str | None = None
+    host_bits: int | None = None
     disk: str | None = None
     disk_dir: str | None = None
     fetch: str = "auto"

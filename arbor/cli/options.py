@@ -243,6 +243,13 @@ retention_options = option_group(
         help="Host memory for KV that left the device (8GiB, 20000tok): it is copied back.",
     ),
     option(
+        "--host-bits",
+        type=int,
+        metavar="BITS",
+        heading="KV budget",
+        help="Bits of a number in host memory (8, 4, 2); default: the model's. Lossy mode.",
+    ),
+    option(
         "--disk",
         metavar="SIZE",
         heading="KV budget",

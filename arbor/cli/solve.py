@@ -341,7 +341,9 @@ def _stored(plan: Plan) -> str:
 def _below(plan: Plan) -> str:
     """The sizes of the lower tiers, where there are some."""
     tiers = [("host", plan.host_tokens), ("disk", plan.disk_tokens)]
-    return "".join(f" · {name} {tokens:,} tokens" for name, tokens in tiers if tokens)
+    bits = f" in {plan.host_bits} bits, lossy" if plan.host_bits else ""
+    notes = {"host": bits, "disk": ""}
+    return "".join(f" · {name} {tokens:,} tokens{notes[name]}" for name, tokens in tiers if tokens)
 
 
 def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
@@ -466,12 +468,18 @@ def print_plan(output: Output, plan: Plan) -> None:
     rows.append(("smallest workable", plan.smallest_tokens, least))
     below = ("host", plan.host_tokens), ("disk", plan.disk_tokens)
     rows += [(name, tokens, "of what has left the device") for name, tokens in below if tokens]
+    sizes = {"host": plan.host_token_bytes or plan.bytes_per_token}
     for name, tokens, note in rows:
-        size = human_bytes(tokens * plan.bytes_per_token)
+        size = human_bytes(tokens * sizes.get(name, plan.bytes_per_token))
         output.print(f"{name:<18}{tokens:>10,} tokens {size:>9}  {note}".rstrip())
     if plan.kv_dtype != "auto":
         size = human_bytes(plan.bytes_per_token)
         output.print(f"{'KV':<18}{plan.kv_dtype}, lossy: {size} per token, scales included")
+    if plan.host_bits:
+        size = human_bytes(plan.host_token_bytes)
+        output.print(
+            f"{'KV on the host':<18}{plan.host_bits} bits, lossy: {size} per token, with scales"
+        )
     if plan.expected_tokens is None:
         output.print(f"{'expected peak':<18}not measured yet: a ratio is a part of the worst case")
     asked = f"{plan.question_tokens:,} question"

@@ -12,7 +12,7 @@ from arbor.memory.last_tokens import LastTokens
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import ForwardPlan, SegmentTable, plan_table
 from arbor.model.sharing import SharedPrefix, Sharing
-from arbor.tree import NO_SLOT, ThoughtTree
+from arbor.tree import NO_SLOT, Certainty, ThoughtTree
 
 
 class DecodeBatch:
@@ -43,7 +43,9 @@ class DecodeBatch:
         self._nodes = [row.node for row in rows]
         self._contexts = [row.context for row in rows]
         self._context_lengths = np.array([row.context_length for row in rows], np.int64)
-        self._exact = np.array([row.exact for row in rows], np.bool_)
+        certainty = np.array([row.certainty for row in rows], np.int8)
+        self._exact = certainty == Certainty.EXACT
+        self._rounded = certainty == Certainty.ROUNDED
         self._tail_from = np.array([row.tail_from for row in rows], np.int64)
         self._first_slots = np.array([row.first_slot for row in rows], np.int64)
         self._shared: SharedPrefix | None = None
@@ -69,7 +71,9 @@ class DecodeBatch:
         last = LastTokens.of(self._nodes)
         before = last.spans.slot[last.at - 1]
         near = np.where((last.length > 1) & (before != NO_SLOT), before + 1, self._first_slots)
-        slots = self._memory.append(last, near, exact=self._exact, depth=self._layers)
+        slots = self._memory.append(
+            last, near, exact=self._exact, rounded=self._rounded, depth=self._layers
+        )
         count = len(slots)
         tails = zip(
             (last.begin + self._tail_from).tolist(),

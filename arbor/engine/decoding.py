@@ -17,7 +17,7 @@ from arbor.engine.scheduler import Row, Scheduler
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled
-from arbor.tree import NO_SLOT, Node, NodeState, paths_of
+from arbor.tree import NO_SLOT, Certainty, Node, NodeState, paths_of
 
 T = TypeVar("T")
 
@@ -70,19 +70,21 @@ class Decoding:
         self.look_back([row for row in self._scheduler.rows if row.started] if anew else rows)
 
     def look_back(self, rows: Sequence[Row]) -> None:
-        """Set the context of each row, and whether what it reads is whole and exact.
+        """Set the context of each row, and how sure what is computed after it is.
 
         Called when a block joins, and when blocks of a path or the block itself have lost tokens;
         the last token of a block that has begun is still to be computed.
         """
         leaves = list(dict.fromkeys(row.leaf for row in rows))
         contexts = dict(zip(leaves, self._state.contexts(leaves), strict=True))
-        exact = dict(zip(leaves, self._state.are_exact_after(leaves), strict=True))
+        certainty = dict(zip(leaves, self._state.certainty_after(leaves), strict=True))
         for row in rows:
-            row.context, row.exact, row.tail_from = contexts[row.leaf], exact[row.leaf], 0
+            row.context, row.certainty, row.tail_from = contexts[row.leaf], certainty[row.leaf], 0
             span = row.node.span
-            if len(span.slot) and not span.exact[:-1].all():
-                row.exact = False
+            if span.rounded.any():
+                row.certainty = min(row.certainty, Certainty.ROUNDED)
+            if len(span.slot) and not span.settled[:-1].all():
+                row.certainty = Certainty.NONE
                 gone = np.flatnonzero(span.slot[:-1] == NO_SLOT)
                 if len(gone):
                     row.tail_from = int(gone[-1]) + 1

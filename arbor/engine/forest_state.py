@@ -14,11 +14,12 @@ from arbor.engine.pieces import contexts_of
 from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
 from arbor.memory import KVMemory
+from arbor.memory.lower_tiers import Moves
 from arbor.model.sharing import Context
 from arbor.retention.block_table import BlockTable
 from arbor.retention.policy import Protect
 from arbor.retention.token_statistics import TokenStatistics
-from arbor.tree import Node, ThoughtTree, paths_of
+from arbor.tree import Certainty, Node, ThoughtTree, paths_of
 
 
 class ForestState:
@@ -111,19 +112,21 @@ class ForestState:
             kept = [node for node in nodes if node in moves.stored]
             stored = tuple(sorted((node.id, moves.stored[node]) for node in kept))
             opened.emit(Evicted(cause=cause, nodes=gone, kv=opened.kv, stored=stored))
-        self._report_lost(moves.lost)
+        self._report_lost(moves)
 
     def report_discarded(self) -> None:
         """Report to each tree what lower tiers gave up since the last report."""
         moves = self.memory.lower.take_moves()
         assert not moves.stored, "what was stored was not reported as evicted"
-        self._report_lost(moves.lost)
+        self._report_lost(moves)
 
-    def _report_lost(self, counts: Mapping[Node, int]) -> None:
-        for tree, nodes in by_tree(counts).items():
+    def _report_lost(self, moves: Moves) -> None:
+        heirs = by_tree(moves.taken)
+        for tree, nodes in by_tree(moves.lost).items():
             opened = self.trees[tree]
-            lost = tuple(sorted((node.id, counts[node]) for node in nodes))
-            opened.emit(Discarded(nodes=lost, kv=opened.kv))
+            lost = tuple(sorted((node.id, moves.lost[node]) for node in nodes))
+            taken = tuple(sorted((node.id, moves.taken[node]) for node in heirs.get(tree, ())))
+            opened.emit(Discarded(nodes=lost, kv=opened.kv, taken=taken))
 
     def sharing_changed(self) -> None:
         """Record that blocks may share other tokens than before."""
@@ -183,8 +186,9 @@ class ForestState:
         return contexts_of(nodes, self.hidden)
 
     def missing(self, node: Node) -> NDArray[np.int64]:
-        """Offsets of the tokens that are not as full retention would hold them, increasing."""
-        held = node.span.exact if self.sees_all(node) else node.span.resident
+        """Offsets of the tokens that are not as full retention would hold them, up to the rounding
+        of packed records, increasing."""
+        held = node.span.settled if self.sees_all(node) else node.span.resident
         return np.flatnonzero(~held)
 
     def sees_all(self, node: Node) -> bool:
@@ -193,14 +197,17 @@ class ForestState:
             return True
         return not any(above.row in self.hidden for above in node.path[:-1])
 
-    def are_exact_after(self, nodes: Sequence[Node]) -> list[bool]:
-        """Whether a token after each of these blocks is exact: every token before it is, and it
-        attends to all of them."""
-        known: dict[int, bool] = {}
+    def certainty_after(self, nodes: Sequence[Node]) -> list[Certainty]:
+        """What a token after each of these blocks is, if it attends to all of them: exact where
+        every token before it is, rounded where some of these are."""
+        known: dict[int, Certainty] = {}
         for each in paths_of(nodes):
-            above = each.parent is None or known[each.parent.row]
-            own = above and each.row not in self.hidden
-            known[each.row] = own and bool(each.span.exact.all())
+            above = Certainty.EXACT if each.parent is None else known[each.parent.row]
+            if each.row in self.hidden or not each.span.settled.all():
+                above = Certainty.NONE
+            elif each.span.rounded.any():
+                above = min(above, Certainty.ROUNDED)
+            known[each.row] = above
         return [known[node.row] for node in nodes]
 
     @contextmanager

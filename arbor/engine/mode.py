@@ -210,7 +210,7 @@ class Lossy:
     def is_outdated(self, leaf: Node) -> bool:
         """If the block was computed over a gap, or is not all there, and what is missing can come
         back."""
-        return self._rehydrate != "off" and not leaf.span.exact.all()
+        return self._rehydrate != "off" and not leaf.span.settled.all()
 
     def pieces(self, root: Node, room: int) -> list[range]:
         """Pieces of at most a quarter of the budget, of a prompt that is longer than the room there
@@ -258,8 +258,8 @@ class Lossy:
 
 
 def _incomplete(state: ForestState, path: Sequence[Node], rehydrate: Rehydrate) -> Holes:
-    """What is missing or inexact; all tokens of a computed block that lacks one, where whole
-    spans come back."""
+    """What is missing or was computed over a gap; all tokens of a computed block that lacks one,
+    where whole spans come back."""
     holes = {node.row: state.missing(node) for node in path}
     if rehydrate == "span":
         for node in path:

@@ -136,6 +136,7 @@ class OpenTree:
         return KV(
             device=memory.used_by(self.tree),
             host=memory.lower.used_by(Tier.HOST, self.tree.number),
+            compressed=memory.lower.used_by(Tier.COMPRESSED, self.tree.number),
             disk=memory.lower.used_by(Tier.DISK, self.tree.number),
             pool=memory.used if several else 0,
             shared=memory.shared_within(self.tree),

@@ -152,22 +152,29 @@ class Rehydration:
         repeated: dict[ThoughtTree, int] = {}
         shared: dict[ThoughtTree, int] = {}
         clean: dict[int, bool] = {}
+        rough: dict[int, bool] = {}  # whether a token up to the end of a block is rounded
         for node in path:
             here, hole = absent[node.row], holes[node.row]
             stale = np.setdiff1d(hole, here, assume_unique=True)
             above = node.parent is None or clean[node.parent.row]
             taken = [follower.offsets for follower in followers.get(node.row, ())]
             sure = above and self._state.sees_all(node)
-            exact = sure and _is_whole(node, hole, *taken, later=node.row in later)
+            whole = sure and _is_whole(node, hole, *taken, later=node.row in later)
+            rough[node.row] = bool(node.span.rounded.any()) or (
+                node.parent is not None and rough[node.parent.row]
+            )
+            exact, rounded = whole and not rough[node.row], whole and rough[node.row]
             for follower in followers.get(node.row, ()):
                 self._sharing.follow(follower)
                 self._announced[node] = self._announced.get(node, 0) + len(follower.offsets)
             if len(stale):
-                self._memory.rewrite(node, stale, exact=exact, depth=self._layers)
+                self._memory.rewrite(node, stale, exact=exact, rounded=rounded, depth=self._layers)
             if len(here):
                 first = int(node.span.slot[here[0] - 1]) + 1 if here[0] else NO_SLOT
-                self._memory.place(node, here, exact=exact, depth=self._layers, first=first)
-            clean[node.row] = exact and node.row not in later
+                self._memory.place(
+                    node, here, exact=exact, rounded=rounded, depth=self._layers, first=first
+                )
+            clean[node.row] = whole and node.row not in later
             # what a prompt takes from another one has been reported
             more = sum(map(len, taken)) if node.parent is not None else 0
             if (len(hole) or more) and node.row in self._state.computed:
@@ -257,7 +264,7 @@ class Rehydration:
     def _prefill_piece(self, root: Node, begin: int, end: int) -> Tensor:
         """The tokens of a prompt from `begin` to `end`; logits [1, V] after the last one of all."""
         self._residency.fit(end - begin, [root], "transition")
-        exact = bool(root.span.exact[:begin].all())
+        exact = bool(root.span.exact[:begin].all())  # nothing of it comes back meanwhile
         offsets = np.arange(begin, end)
         context = tuple(head(root, begin))
         slots = self._memory.place(root, offsets, exact=exact, depth=self._layers)
@@ -274,11 +281,11 @@ class Rehydration:
 
 
 def _is_whole(node: Node, *computed: NDArray[np.int64], later: bool) -> bool:
-    """Whether every token of a block is exact once these are computed; up to the last of them, if
+    """Whether every token of a block is settled once these are computed; up to the last of them, if
     others are computed later."""
-    exact = node.span.exact.copy()
-    end = 0 if later else len(exact)
+    settled = node.span.settled.copy()
+    end = 0 if later else len(settled)
     for offsets in computed:
-        exact[offsets] = True
+        settled[offsets] = True
         end = max(end, int(offsets.max(initial=-1)) + 1)
-    return bool(exact[:end].all())
+    return bool(settled[:end].all())

@@ -15,7 +15,7 @@ from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
 from arbor.memory import KVMemory
 from arbor.model.sharing import Context
-from arbor.tree import NO_SLOT, Node
+from arbor.tree import NO_SLOT, Certainty, Node
 
 if TYPE_CHECKING:
     from arbor.engine.early_exit import Exiting
@@ -48,7 +48,7 @@ class Row:
             are on the device belong to the context.
         context: resident tokens of the path before `tail_from`.
         context_length: how many these are.
-        exact: whether the path and the block's own tokens so far are whole and exact.
+        certainty: of what is computed after the path and the block's own tokens so far.
         stop: why it ends with its last token; None while it goes on.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
@@ -67,7 +67,7 @@ class Row:
     tail_from: int = 0
     context: Context = ()
     context_length: int = 0
-    exact: bool = True
+    certainty: Certainty = Certainty.EXACT
     stop: StopReason | None = None
     logprob: float = 0.0
     top1: float = 0.0

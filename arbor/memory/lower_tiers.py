@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbor.forest import Forest
 from arbor.memory.pool import KVPool
-from arbor.memory.records import Records, RecordTable, Tokens
+from arbor.memory.records import GroupedRecords, Records, RecordTable, Tokens
 from arbor.memory.stores import Store
 from arbor.tree import NO_RECORD, Node, Tier
 
@@ -27,11 +27,13 @@ class Moves:
 
     Attributes:
         stored: tokens that left the device and were stored.
-        lost: tokens whose records were given up.
+        lost: tokens whose records were given up, or handed over.
+        taken: tokens whose records were handed over, by the block that has them now.
     """
 
     stored: dict[Node, int] = field(default_factory=dict)
     lost: dict[Node, int] = field(default_factory=dict)
+    taken: dict[Node, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,35 @@ class Shelf:
     table: RecordTable
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Tokens that were copied to slots.
+
+    Attributes:
+        intact: bool [n]; where it is not, the KV is lost.
+        exact: bool [n], bit for bit what was stored.
+        origin: int32 [n], the record that is kept, or `NO_RECORD`.
+        depth: int16 [n], layers that hold it.
+    """
+
+    intact: NDArray[np.bool_]
+    exact: NDArray[np.bool_]
+    origin: NDArray[np.int32]
+    depth: NDArray[np.int16]
+
+
+def _table_of(store: Store) -> RecordTable:
+    if store.group == 1:
+        return RecordTable(store.records)
+    return GroupedRecords(store.records, store.group)
+
+
 class LowerTiers:
     """Stores in the order in which KV goes down: what the first has no room for goes to the second.
 
-    A token's KV is in exactly one place: what comes back to the device gives up its record. Only
-    exact KV is stored (`Spans.exact`), so that whatever comes back is exact.
+    A token's KV is in exactly one place: what comes back to the device gives up its record. A store
+    that quantises (`Store.keeps`) keeps the record as the token's `origin` instead, to which the
+    token returns when it leaves the device, so that nothing is quantised twice.
 
     Args:
         stores: at most one of each tier.
@@ -68,7 +94,7 @@ class LowerTiers:
         return iter(self._shelves.values())
 
     def used(self, tier: Tier) -> int:
-        """Records in use of a tier."""
+        """Records in use of a tier, those kept for tokens on the device included."""
         return self._shelves[tier].table.used if tier in self._shelves else 0
 
     def used_by(self, tier: Tier, number: int) -> int:
@@ -83,9 +109,7 @@ class LowerTiers:
 
     def clear(self) -> None:
         """Forget every record: nothing names one any more."""
-        self._shelves = {
-            store.tier: Shelf(store, RecordTable(store.records)) for store in self._stores
-        }
+        self._shelves = {store.tier: Shelf(store, _table_of(store)) for store in self._stores}
         self._moves = Moves()
         self._held: dict[Tier, NDArray[np.int64]] = {}  # by number of tree
         self._spared: dict[Tier, Records] = {}
@@ -116,6 +140,33 @@ class LowerTiers:
         done = np.concatenate([places for _, _, places in stored]) if stored else _NONE
         _count(self._moves.stored, self._forest, tokens.row[done])
 
+    def put_back(self, at: NDArray[np.int64]) -> None:
+        """Let tokens that are about to leave the device return to the records they came from.
+
+        Args:
+            at: int64 [n], their places in the forest's spans, each with an origin.
+        """
+        spans = self._forest.spans
+        for shelf in self._keeping():
+            records = spans.origin[at]
+            shelf.table.lent[records] = False
+            rows = shelf.table.row[records]
+            self._hold(shelf, rows, +1)
+            spans.lower(at, shelf.store.tier, records)
+            _count(self._moves.stored, self._forest, rows)
+
+    def forget_origins(self, at: NDArray[np.int64]) -> None:
+        """Give up the records that are kept for tokens on the device, where there are some."""
+        spans = self._forest.spans
+        for shelf in self._keeping():
+            mine = at[spans.origin[at] != NO_RECORD]
+            shelf.table.release(spans.origin[mine])
+            spans.origin[mine] = NO_RECORD
+
+    def _keeping(self) -> list[Shelf]:
+        """The store that keeps what it gave, if there is one."""
+        return [shelf for shelf in self if shelf.store.keeps]
+
     def _down(
         self, level: int, rows: Tensor, tokens: Tokens
     ) -> list[tuple[Shelf, Records, NDArray[np.int64]]]:
@@ -130,7 +181,11 @@ class LowerTiers:
             self._make_room(at, len(left))
             some = left[: shelf.table.free]
             records = shelf.table.take(tokens.of(some))
-            written = shelf.store.write(records, rows[some])
+            try:
+                written = shelf.store.write(records, rows[some])
+            except BaseException:
+                shelf.table.release(records)
+                raise
             shelf.table.release(records[~written])
             if written.any():
                 mine = some[written]
@@ -176,22 +231,23 @@ class LowerTiers:
         spans = self._forest.spans
         self._spared = {tier: spans.record[at[spans.tier[at] == tier]] for tier in self._shelves}
 
-    def load(
-        self, pool: KVPool, slots: NDArray[np.int32], at: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.int16]]:
-        """Copy KV to slots, and give up its records; the caller writes the spans.
+    def load(self, pool: KVPool, slots: NDArray[np.int32], at: NDArray[np.int64]) -> Loaded:
+        """Copy KV to slots, and give up its records unless they are kept; the caller writes the
+        spans.
 
         Args:
             pool: of the slots.
             slots: int32 [n].
             at: int64 [n], places in the forest's spans of tokens that have records.
-
-        Returns:
-            bool [n], whether each was intact; int16 [n], layers that hold it.
         """
         spans = self._forest.spans
-        intact = np.zeros(len(at), np.bool_)
-        depth = np.zeros(len(at), np.int16)
+        count = len(at)
+        loaded = Loaded(
+            np.zeros(count, np.bool_),
+            np.zeros(count, np.bool_),
+            np.full(count, NO_RECORD, np.int32),
+            np.zeros(count, np.int16),
+        )
         read: list[tuple[Shelf, Records, NDArray[np.bool_]]] = []
         for tier, shelf in self._shelves.items():
             mine = np.flatnonzero(spans.tier[at] == tier)
@@ -201,12 +257,18 @@ class LowerTiers:
             rows, whole = shelf.store.read(records, pool.device)
             good = np.flatnonzero(whole)
             pool.scatter(slots[mine[good]], rows if whole.all() else rows[good])
-            intact[mine], depth[mine] = whole, shelf.table.depth[records]
+            loaded.intact[mine], loaded.depth[mine] = whole, shelf.table.depth[records]
+            loaded.exact[mine] = whole & shelf.store.exact
+            if shelf.store.keeps:
+                loaded.origin[mine[good]] = records[good]
             read.append((shelf, records, whole))
         for shelf, records, whole in read:  # once nothing can fail any more
             _count(self._moves.lost, self._forest, shelf.table.row[records[~whole]])
-            self._give_up(shelf, records)
-        return intact, depth
+            kept = records[whole] if shelf.store.keeps else _NONE
+            shelf.table.lent[kept] = True
+            self._hold(shelf, shelf.table.row[kept], -1)
+            self._give_up(shelf, records[~whole] if shelf.store.keeps else records)
+        return loaded
 
     def forget(self, at: NDArray[np.int64]) -> None:
         """Give up the records of tokens, where they have some; their spans are dropped."""
@@ -219,6 +281,26 @@ class LowerTiers:
                 _count(self._moves.lost, self._forest, shelf.table.row[records])
                 self._give_up(shelf, records)
                 spans.drop(mine)
+
+    def hand_over(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
+        """Let the records of a block's tokens be those of a sibling's equal ones.
+
+        Args:
+            source: the block.
+            target: the sibling.
+            offsets: int64 [n], equal tokens of which the source has records and the target has no
+                KV.
+        """
+        spans = self._forest.spans
+        before, after = source.span.begin + offsets, target.span.begin + offsets
+        for tier, shelf in self._shelves.items():
+            mine = spans.tier[before] == tier
+            records = spans.record[before[mine]]
+            shelf.table.row[records] = target.row
+            spans.lower(after[mine], tier, records)
+        spans.drop(before)
+        self._moves.lost[source] = self._moves.lost.get(source, 0) + len(offsets)
+        self._moves.taken[target] = self._moves.taken.get(target, 0) + len(offsets)
 
     # The account
 
@@ -243,6 +325,7 @@ class LowerTiers:
             tier: np.zeros(shelf.store.records, np.int64) for tier, shelf in self._shelves.items()
         }
         by_tree: dict[tuple[Tier, int], int] = {}
+        lent: dict[Tier, int] = {}
         for node in self._forest:
             span = node.span
             for tier, shelf in self._shelves.items():
@@ -253,6 +336,14 @@ class LowerTiers:
                 named[tier][records] += 1
                 key = tier, node.tree.number
                 by_tree[key] = by_tree.get(key, 0) + len(offsets)
+                if shelf.store.keeps:
+                    kept = np.flatnonzero(span.origin != NO_RECORD)
+                    origins = span.origin[kept]
+                    assert (shelf.table.row[origins] == node.row).all(), "an origin of another"
+                    assert (shelf.table.offset[origins] == kept).all(), "an origin of another"
+                    assert shelf.table.lent[origins].all(), "an origin that is not lent"
+                    named[tier][origins] += 1
+                    lent[tier] = lent.get(tier, 0) + len(kept)
             lower = np.isin(span.tier, [int(tier) for tier in self._shelves])
             assert ((span.record != NO_RECORD) == lower).all(), (
                 f"block {node.id}: a record without its tier"
@@ -260,6 +351,7 @@ class LowerTiers:
         for tier, shelf in self._shelves.items():
             assert (named[tier] == shelf.table.in_use).all(), "records and spans do not add up"
             assert shelf.table.used == int(shelf.table.in_use.sum()), "used records do not add up"
+            assert lent.get(tier, 0) == int(shelf.table.lent.sum()), "lent records do not add up"
         for tree in self._forest.trees:
             for tier in self._shelves:
                 held = by_tree.get((tier, tree.number), 0)

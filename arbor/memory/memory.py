@@ -17,7 +17,7 @@ from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
 from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
 from arbor.memory.stores import NO_ROOM, LowerRoom
-from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
+from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 _NOTHING = np.empty(0, np.int64)
 _NO_SLOTS = np.empty(0, np.int32)
@@ -38,7 +38,7 @@ class KVMemory:
         slots: the budget.
         dtype, device: of the pool.
         weight_bytes: see `KVPool`.
-        lower: room for exact KV that leaves the device; see `LowerTiers`.
+        lower: room for KV that leaves the device; see `LowerTiers`.
         debug: poison freed slots with NaN and check every invariant after every change.
     """
 
@@ -59,9 +59,9 @@ class KVMemory:
         self.forest = Forest()
         self.lower = LowerTiers(lower.stores(self.pool), self.forest)
         self.prefixes = PrefixCache()
-        # tokens whose K/V the next forward writes, and whether they will be exact
-        self._placed: list[tuple[Node, NDArray[np.int64], bool]] = []
-        self._appended: tuple[LastTokens, NDArray[np.bool_]] | None = None
+        # tokens whose K/V the next forward writes, and whether they will be exact, or rounded
+        self._placed: list[tuple[Node, NDArray[np.int64], bool, bool]] = []
+        self._appended: tuple[LastTokens, NDArray[np.bool_], NDArray[np.bool_] | bool] | None = None
 
     # The account
 
@@ -138,15 +138,38 @@ class KVMemory:
         return self.forest.drop(tree)
 
     def release(self, nodes: Sequence[Node]) -> int:
-        """Drop everything the blocks hold, in lower tiers too; returns how many slots became
-        free."""
+        """Drop everything the blocks hold; returns how many slots became free.
+
+        Records in lower tiers go to siblings that lack the KV of equal tokens, else are given up.
+        """
         held = [np.flatnonzero(node.span.resident) for node in nodes]
         counts = np.array([len(offsets) for offsets in held], np.int64)
         freed = self.evict_from(nodes, np.concatenate([_NOTHING, *held]), counts, stored=False)
         if self.lower:
+            self._bequeath(nodes)
             ranges = [node.span.begin + np.arange(len(node.span)) for node in nodes]
             self.lower.forget(np.concatenate([_NOTHING, *ranges]))
         return freed
+
+    def _bequeath(self, nodes: Sequence[Node]) -> None:
+        """Hand the records of blocks that are given up over to siblings, the first to close first.
+
+        Siblings are found where they share KV (`Forest.close`); one that holds the token already,
+        on the device or below it, gets no second record.
+        """
+        going = {node.row for node in nodes}
+        for node in nodes:
+            if node.parent is None or not (node.span.record != NO_RECORD).any():
+                continue
+            for other, common in self.forest.alike(node):
+                if other.row in going or other.state is NodeState.PRUNED:
+                    continue
+                wanted = (other.span.slot[:common] == NO_SLOT) & (
+                    other.span.record[:common] == NO_RECORD
+                )
+                offsets = np.flatnonzero(wanted & (node.span.record[:common] != NO_RECORD))
+                if len(offsets):
+                    self.lower.hand_over(node, other, offsets)
 
     def slots_of(self, nodes: Sequence[Node]) -> int:
         """Slots that blocks hold, each counted once."""
@@ -180,6 +203,7 @@ class KVMemory:
         *,
         exact: bool,
         depth: int,
+        rounded: bool = False,
         first: int = NO_SLOT,
     ) -> NDArray[np.int32]:
         """Give tokens of a block slots to be written in the next forward.
@@ -190,6 +214,7 @@ class KVMemory:
             exact: whether they are exact once they are written: every earlier token of the path is
                 resident and exact, or will be after the same forward.
             depth: layers that will be written.
+            rounded: whether they are rounded instead: of the earlier tokens some are.
             first: preferred first slot.
 
         Returns:
@@ -201,7 +226,7 @@ class KVMemory:
         )
         self._forget(node, offsets)
         slots = self.table.take(len(offsets), first, tree=node.tree.number)
-        self._placed.append((node, offsets, exact))
+        self._placed.append((node, offsets, exact, rounded))
         self._assign(node, offsets, slots, depth)
         self._changed()
         return slots
@@ -254,6 +279,7 @@ class KVMemory:
         near: NDArray[np.int64],
         *,
         exact: NDArray[np.bool_],
+        rounded: NDArray[np.bool_] | bool = False,
         depth: int,
     ) -> NDArray[np.int32]:
         """`place` for the last tokens of many blocks, the one call a decode step makes.
@@ -262,6 +288,7 @@ class KVMemory:
             last: the tokens; none of them is resident.
             near: int64 [n], preferred slots, see `SlotTable.take_each`.
             exact: bool [n], whether each is exact once it is written.
+            rounded: bool [n], whether each is rounded then.
             depth: layers that will be written.
 
         Returns:
@@ -270,7 +297,7 @@ class KVMemory:
         assert self._appended is None, "the last step was neither committed nor rolled back"
         table, spans, at = self.table, last.spans, last.at
         slots = table.take_each(near, self.forest.numbers_of(last.row))
-        self._appended = (last, exact)
+        self._appended = (last, exact, rounded)
         table.owner[slots] = last.row
         table.token[slots] = last.token
         table.position[slots] = last.position
@@ -281,14 +308,21 @@ class KVMemory:
         return slots
 
     def rewrite(
-        self, node: Node, offsets: NDArray[np.int64], *, exact: bool, depth: int
+        self,
+        node: Node,
+        offsets: NDArray[np.int64],
+        *,
+        exact: bool,
+        depth: int,
+        rounded: bool = False,
     ) -> NDArray[np.int32]:
         """Resident tokens whose K/V the next forward computes anew, in place; returns their slots,
         int32 [m]."""
         slots = node.span.slot[offsets]
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
-        self._placed.append((node, offsets, exact))
-        node.span.exact[offsets] = False
+        self._placed.append((node, offsets, exact, rounded))
+        self._disown(node, offsets)
+        node.span.exact[offsets] = node.span.rounded[offsets] = False
         node.span.depth[offsets] = depth
         return slots.copy()
 
@@ -299,19 +333,21 @@ class KVMemory:
 
     def _pending(self) -> list[tuple[Node, NDArray[np.int64]]]:
         """Blocks and the offsets of their pending tokens."""
-        pending = [(node, offsets) for node, offsets, _ in self._placed]
+        pending = [(node, offsets) for node, offsets, *_ in self._placed]
         if self._appended is not None:
-            last, _ = self._appended
+            last, *_ = self._appended
             pending += zip(last.nodes, (last.length - 1).reshape(-1, 1), strict=True)
         return pending
 
     def commit(self) -> None:
         """Mark all pending tokens as written by a forward."""
-        for node, offsets, exact in self._placed:
+        for node, offsets, exact, rounded in self._placed:
             node.span.exact[offsets] = exact
+            node.span.rounded[offsets] = rounded
         if self._appended is not None:
-            last, sure = self._appended
+            last, sure, nearly = self._appended
             last.spans.exact[last.at] = sure
+            last.spans.rounded[last.at] = nearly
         self._placed, self._appended = [], None
         if self.debug:
             self._changed()
@@ -367,13 +403,17 @@ class KVMemory:
         assert (slots != NO_SLOT).all(), "an absent token was evicted"
         rows = np.array([node.row for node in nodes])
         if stored and self.lower:
-            last = np.flatnonzero(spans.exact[at] & self._is_last_use(slots))
+            known = spans.origin[at] != NO_RECORD
+            settled = spans.exact[at] | spans.rounded[at]
+            last = np.flatnonzero(settled & ~known & self._is_last_use(slots))
+            self.lower.put_back(at[known])
             if len(last):
                 row = np.repeat(rows, counts)[last]
                 tokens = Tokens(row, offsets[last], spans.depth[at[last]])
                 self.lower.save(self.pool, slots[last], tokens, at[last])
             spans.drop(at[spans.slot[at] != NO_SLOT])
         else:
+            self.lower.forget_origins(at)
             spans.drop(at)
         numbers = np.repeat(self.forest.numbers_of(rows), counts)
         freed = self._release(slots, numbers)
@@ -400,8 +440,8 @@ class KVMemory:
     def fetch(self, tokens: Mapping[Node, NDArray[np.int64]]) -> dict[Node, int]:
         """Copy tokens back to the device that lower tiers hold; the caller has made room.
 
-        They are exact, and bit for bit what left. What a tier has lost (a damaged record) is
-        dropped.
+        They are exact, and bit for bit what left, or rounded where the tier is packed. What a tier
+        has lost (a damaged record) is dropped.
 
         Args:
             tokens: int64 offsets of each block's tokens that have records, increasing.
@@ -413,7 +453,7 @@ class KVMemory:
         places = [node.span.begin + offsets for node, offsets in tokens.items()]
         at, slots = np.concatenate([_NOTHING, *places]), np.concatenate([_NO_SLOTS, *taken])
         try:
-            intact, depth = self.lower.load(self.pool, slots, at)
+            loaded = self.lower.load(self.pool, slots, at)
         except BaseException:
             self._release(slots)
             raise
@@ -422,13 +462,15 @@ class KVMemory:
         back: dict[Node, int] = {}
         for (node, offsets), end in zip(tokens.items(), ends.tolist(), strict=True):
             mine = np.arange(end - len(offsets), end)
-            good = mine[intact[mine]]
-            here = offsets[intact[mine]]
+            good = mine[loaded.intact[mine]]
+            here = offsets[loaded.intact[mine]]
             if len(here):
-                self._assign(node, here, slots[good], depth[good])
-                node.span.exact[here] = True
+                self._assign(node, here, slots[good], loaded.depth[good])
+                node.span.exact[here] = loaded.exact[good]
+                node.span.rounded[here] = ~loaded.exact[good]
+                node.span.origin[here] = loaded.origin[good]
                 back[node] = len(here)
-        self._release(slots[~intact])
+        self._release(slots[~loaded.intact])
         self._changed()
         return back
 
@@ -436,6 +478,11 @@ class KVMemory:
         """Give up the records of tokens that are about to be on the device."""
         if self.lower:
             self.lower.forget(node.span.begin + offsets)
+
+    def _disown(self, node: Node, offsets: NDArray[np.int64]) -> None:
+        """Give up the records kept for tokens on the device, whose KV is about to be another."""
+        if self.lower:
+            self.lower.forget_origins(node.span.begin + offsets)
 
     # Shared tokens
 
@@ -460,7 +507,7 @@ class KVMemory:
         assert (target.span.slot[offsets] == NO_SLOT).all()
         self._take_over(source, target, offsets)
         if pending:
-            self._placed.append((target, offsets, True))
+            self._placed.append((target, offsets, True, False))
         self._changed()
 
     def merge(self, source: Node, target: Node, offsets: NDArray[np.int64]) -> None:
@@ -507,7 +554,8 @@ class KVMemory:
 
     def doubt(self, node: Node, begin: int) -> None:
         """Mark a block's tokens from `begin` on as not exact: they are another text's."""
-        node.span.exact[begin:] = False
+        self._disown(node, np.arange(begin, len(node.span)))
+        node.span.exact[begin:] = node.span.rounded[begin:] = False
         self._changed()
 
     def let_go(self, needed: int) -> None:
@@ -620,6 +668,12 @@ class KVMemory:
             assert not (span.exact & ~resident).any(), (
                 f"block {node.id}: exact but not on the device"
             )
+            assert not (span.rounded & (span.exact | ~resident)).any(), (
+                f"block {node.id}: rounded and exact, or not on the device"
+            )
+            assert span.rounded[span.origin != NO_RECORD].all(), (
+                f"block {node.id}: a record is kept for a token that is not rounded"
+            )
             assert (span.record[resident] == NO_RECORD).all(), (
                 f"block {node.id}: a token on the device has a record too"
             )
@@ -636,7 +690,9 @@ class KVMemory:
             )
         for node, offsets in self._pending():
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
-            assert not node.span.exact[offsets].any(), f"block {node.id}: exact before its forward"
+            assert not node.span.settled[offsets].any(), (
+                f"block {node.id}: exact before its forward"
+            )
         self.lower.check()
         references += self.prefixes.references(table.slots)
         temporary = self._temporary()

@@ -45,6 +45,7 @@ class RecordTable:
         offset: int32 [records], which of its tokens.
         depth: int16 [records], layers that hold the token's K/V.
         in_use: bool [records].
+        lent: bool [records], in use while the token is on the device.
     """
 
     def __init__(self, records: int) -> None:
@@ -54,6 +55,7 @@ class RecordTable:
         self.offset = np.zeros(records, np.int32)
         self.depth = np.zeros(records, np.int16)
         self.in_use = np.zeros(records, np.bool_)
+        self.lent = np.zeros(records, np.bool_)
         self._written = np.zeros(records, np.int64)  # when, by a clock that counts writes
         self._clock = 0
         self._fresh = 0  # records from here on were never used
@@ -73,13 +75,17 @@ class RecordTable:
         taken.extend(range(self._fresh, self._fresh + count - again))
         self._fresh += count - again
         records = np.array(taken, np.int32)
+        self._note(records, tokens)
+        return records
+
+    def _note(self, records: Records, tokens: Tokens) -> None:
+        """Records that are in use from now on."""
         self.row[records], self.offset[records] = tokens.row, tokens.offset
         self.depth[records] = tokens.depth
         self.in_use[records] = True
         self._clock += 1
         self._written[records] = self._clock
-        self.used += count
-        return records
+        self.used += len(records)
 
     def tokens(self, records: Records) -> Tokens:
         """The tokens of records."""
@@ -87,10 +93,13 @@ class RecordTable:
 
     def release(self, records: Records) -> None:
         """Make distinct records in use free."""
-        assert self.in_use[records].all(), "a record was released twice"
-        self.in_use[records] = False
-        self.used -= len(records)
+        self._unuse(records)
         self._free.extend(records.tolist())
+
+    def _unuse(self, records: Records) -> None:
+        assert self.in_use[records].all(), "a record was released twice"
+        self.in_use[records] = self.lent[records] = False
+        self.used -= len(records)
 
     def oldest(self, count: int, spared: Records) -> Records:
         """Up to `count` records in use, those written first; of one write the last tokens first,
@@ -112,3 +121,73 @@ class RecordTable:
             candidates = candidates[written <= last]
         order = np.lexsort((-self.offset[candidates], self._written[candidates]))
         return candidates[order[:count]].astype(np.int32)
+
+
+class GroupedRecords(RecordTable):
+    """Records that are used in order, group by group, and are free only as a whole group.
+
+    Args:
+        records: how many there are.
+        group: records of a group; the last one may have fewer.
+    """
+
+    def __init__(self, records: int, group: int) -> None:
+        super().__init__(records)
+        self.group = group
+        groups = -(-records // group)
+        self._count = np.zeros(groups, np.int64)  # records in use
+        self._empty = list(range(groups - 1, -1, -1))  # groups, as a stack
+        self._next = self._end = 0  # what the open group has left
+
+    @property
+    def free(self) -> int:
+        """Records that can be taken."""
+        return self._end - self._next + sum(map(self._size, self._empty))
+
+    def _size(self, group: int) -> int:
+        return min(self.group, self.records - group * self.group)
+
+    def take(self, tokens: Tokens) -> Records:
+        """See `RecordTable`; a group is full before the next one begins."""
+        assert len(tokens) <= self.free, f"{len(tokens)} records wanted, {self.free} free"
+        taken: list[int] = []
+        while len(taken) < len(tokens):
+            if self._next == self._end:
+                first = self._empty.pop()
+                self._next = first * self.group
+                self._end = self._next + self._size(first)
+            stop = min(self._end, self._next + len(tokens) - len(taken))
+            taken.extend(range(self._next, stop))
+            self._next = stop
+        records = np.array(taken, np.int32)
+        np.add.at(self._count, records // self.group, 1)
+        self._note(records, tokens)
+        return records
+
+    def release(self, records: Records) -> None:
+        """Let go of distinct records in use; a group none of which is in use is free."""
+        self._unuse(records)
+        np.subtract.at(self._count, records // self.group, 1)
+        for group in np.unique(records // self.group).tolist():
+            if self._count[group]:
+                continue
+            if self._next < self._end and self._next // self.group == group:
+                self._next = group * self.group
+            else:
+                self._empty.append(group)
+
+    def oldest(self, count: int, spared: Records) -> Records:
+        """The records in use of groups that make `count` of them free, or of as many as can: those
+        written last longest ago, without groups of which a record is spared or lent."""
+        groups = len(self._count)
+        of = np.arange(self.records) // self.group
+        stays = self._count == 0
+        stays[np.unique(of[np.flatnonzero(self.lent)])] = True
+        stays[np.unique(spared // self.group)] = True
+        last = np.zeros(groups, np.int64)
+        np.maximum.at(last, of, np.where(self.in_use, self._written, 0))
+        candidates = np.flatnonzero(~stays)
+        candidates = candidates[np.argsort(last[candidates], kind="stable")]
+        sizes = np.array([self._size(group) for group in candidates.tolist()], np.int64)
+        gone = candidates[: int(np.searchsorted(np.cumsum(sizes), count)) + 1]
+        return np.flatnonzero(self.in_use & np.isin(of, gone)).astype(np.int32)

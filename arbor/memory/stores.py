@@ -19,6 +19,7 @@ from torch import Tensor
 
 from arbor.errors import UsageError
 from arbor.memory.out_of_memory import is_out_of_memory
+from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool
 from arbor.memory.records import Records
 from arbor.support.units import human_bytes
@@ -33,10 +34,16 @@ class Store(Protocol):
     Attributes:
         tier: which it is.
         records: how many it can hold.
+        exact: what is read is what was written, bit for bit.
+        keeps: a record that is read stays, and its token returns to it when it leaves the device.
+        group: records that are free only together.
     """
 
     tier: Tier
     records: int
+    exact: bool
+    keeps: bool
+    group: int
 
     def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
         """Store KV.
@@ -51,7 +58,7 @@ class Store(Protocol):
         ...
 
     def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
-        """KV as it was written, bit for bit.
+        """KV as it was written, bit for bit where the store is `exact`.
 
         Args:
             records: int32 [n], written before.
@@ -83,6 +90,9 @@ class HostStore:
     """
 
     tier = Tier.HOST
+    exact = True
+    keeps = False
+    group = 1
 
     def __init__(self, records: int, numbers: int, dtype: torch.dtype) -> None:
         self.records = records
@@ -130,6 +140,9 @@ class DiskStore:
     """
 
     tier = Tier.DISK
+    exact = True
+    keeps = False
+    group = 1
 
     def __init__(
         self, records: int, numbers: int, dtype: torch.dtype, *, folder: Path | None = None
@@ -200,11 +213,13 @@ class LowerRoom:
     Attributes:
         host, disk: tokens that each tier may hold; 0: no such tier.
         folder: of the file on disk; None: the system's for temporary files.
+        host_bits: of a number in host memory, see `PackedStore`; None: those of the pool.
     """
 
     host: int = 0
     disk: int = 0
     folder: Path | None = None
+    host_bits: int | None = None
 
     def stores(self, pool: KVPool) -> list[Store]:
         """The stores below a pool, the first one first.
@@ -213,7 +228,10 @@ class LowerRoom:
             UsageError: the machine has less memory than that, or the folder cannot be written.
         """
         stores: list[Store] = []
-        if self.host:
+        if self.host and self.host_bits is not None:
+            keys = sum(part[0].numel() for part in pool.k)
+            stores.append(PackedStore(self.host, keys, pool.numbers, pool.dtype, self.host_bits))
+        elif self.host:
             stores.append(HostStore(self.host, pool.numbers, pool.dtype))
         if self.disk:
             stores.append(DiskStore(self.disk, pool.numbers, pool.dtype, folder=self.folder))

@@ -20,7 +20,7 @@ class Run:
     Attributes:
         tokens: how many.
         context: tokens before them on the path.
-        tier: name of the tier that holds them: ``host`` or ``disk``.
+        tier: name of the tier that holds them: ``host``, ``compressed`` or ``disk``.
     """
 
     tokens: int
@@ -123,7 +123,7 @@ class FetchCosts:
         numbers = [self.key, *(time for _, time in self.forward)]
         numbers += [number for _, *costs in self.tiers for number in costs]
         rows = [rows for rows, _ in self.forward]
-        known = {name for name, *_ in self.tiers} <= {"host", "disk"}
+        known = {name for name, *_ in self.tiers} <= {"host", "compressed", "disk"}
         rising = rows == sorted(set(rows)) and min(rows) > 0
         return known and rising and all(0 <= number < math.inf for number in numbers)
 

@@ -52,7 +52,9 @@ def measure(runner: ModelRunner, room: LowerRoom) -> FetchCosts:
     key = max(0.0, longer) / max(1, count * context)
     tiers = []
     small = replace(room, host=room.host and MANY, disk=room.disk and MANY)
+    whole = np.arange(MANY, dtype=np.int32)
     for store in small.stores(pool):
+        store.write(whole, pool.gather(whole))
         few, many = (_fetch(store, pool, tokens) for tokens in (FEW, MANY))
         token = max(0.0, many - few) / (MANY - FEW)
         tiers.append((store.tier.name.lower(), max(0.0, few - token * FEW), token))
@@ -70,11 +72,9 @@ def _plan(context: int, rows: int) -> ForwardPlan:
 
 
 def _fetch(store: Store, pool: KVPool, tokens: int) -> float:
-    """Microseconds to fetch so many tokens."""
+    """Microseconds to fetch the first tokens of a store."""
     slots = np.arange(tokens, dtype=np.int32)
-    records = np.arange(tokens, dtype=np.int32)
-    store.write(records, pool.gather(slots))
-    return _least(lambda: pool.scatter(slots, store.read(records, pool.device)[0]), pool.device)
+    return _least(lambda: pool.scatter(slots, store.read(slots, pool.device)[0]), pool.device)
 
 
 def _least(work: Callable[[], object], device: torch.device) -> float:
@@ -108,6 +108,7 @@ def costs_for(runner: ModelRunner, room: LowerRoom, model: str, backend: str) ->
         backend: what computes attention.
     """
     tiers = [name for name in ("host", "disk") if getattr(room, name)]
+    tiers += [f"{room.host_bits} bits"] if room.host_bits else []
     identity = identity_of(runner, model, backend) | {"tiers": tiers, "folder": str(room.folder)}
     kept = read_measurement(fetch_costs_file, SCHEMA, identity)
     if kept is not None:

@@ -6,7 +6,8 @@ import re
 
 from arbor.errors import UsageError
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # of a number
+DTYPES = tuple(BYTES_OF)
 INT8 = "int8"  # K and V in 8 bits
 KV_DTYPES = ("auto", INT8)
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")

@@ -66,12 +66,27 @@ def check_rehydration(mode: str, rehydrate: str | None) -> None:
         )
 
 
-def check_tiers(given: bool, rehydrate: str) -> None:
-    """Refuses lower tiers where nothing comes back from them.
+def check_tiers(
+    given: bool, rehydrate: str, *, host_bits: int | None, mode: str, kv_dtype: str
+) -> None:
+    """Refuse lower tiers where nothing comes back from them, and packed ones where they would break
+    a promise.
 
     Raises:
         UsageError: these settings contradict each other.
     """
+    if host_bits is not None and mode == "lossless":
+        raise UsageError(
+            "host-bits",
+            f"--host-bits {host_bits} rounds KV, and lossless mode promises exact KV.",
+            "Leave it out, or take --mode lossy --rehydrate selective.",
+        )
+    if host_bits is not None and kv_dtype != "auto":
+        raise UsageError(
+            "host-bits",
+            f"--host-bits {host_bits} quantises KV in full precision, and it is {kv_dtype}.",
+            "Leave out --host-bits, or --kv-dtype.",
+        )
     if given and rehydrate == "off":
         raise UsageError(
             "tier-unused",

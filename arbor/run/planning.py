@@ -8,6 +8,7 @@ from typing import Any
 from arbor.budget import Budget, Footprint, Plan
 from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
+from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
 from arbor.run.limits import check_count
 from arbor.run.plugin_answers import (
@@ -129,10 +130,15 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
             tokens=prompt_tokens,
             context=info.context,
         )
-    host, disk = setup.lower.tokens(info.kv_bytes_per_token)
+    number = info.kv_bytes_per_token, BYTES_OF[info.dtype]
+    host, disk = setup.lower.tokens(*number)
     if not setup.policy.keeps_all:
         plan = budget.plan(shape, info.kv_bytes_per_token)
-        return replace(plan, host_tokens=host, disk_tokens=disk, kv_dtype=info.kv_dtype)
+        plan = replace(plan, host_tokens=host, disk_tokens=disk, kv_dtype=info.kv_dtype)
+        bits = setup.lower.host_bits
+        if bits is None:
+            return plan
+        return replace(plan, host_bits=bits, host_token_bytes=setup.lower.host_token_bytes(*number))
     slots = budget.tokens(shape.full_tokens, info.kv_bytes_per_token, shape.expected_tokens)
     if slots < shape.full_tokens:
         raise BudgetInfeasible(

@@ -102,14 +102,18 @@ def resolve_tiers(
     disk: str | int | None,
     disk_dir: str | os.PathLike[str] | None,
     rehydrate: str,
+    *,
+    host_bits: int | None = None,
+    mode: str = "lossless",
+    kv_dtype: str = "auto",
 ) -> TierSizes:
-    """Sizes of the lower tiers, checked together with the rehydration.
+    """Sizes of the lower tiers, checked together with mode, rehydration and dtype of the KV.
 
     Raises:
-        UsageError: not a size, or nothing ever comes back.
+        UsageError: not a size, nothing ever comes back, or KV may not be packed.
     """
-    sizes = TierSizes.parse(host, disk, disk_dir)
-    check_tiers(bool(sizes), rehydrate)
+    sizes = TierSizes.parse(host, disk, disk_dir, host_bits)
+    check_tiers(bool(sizes), rehydrate, host_bits=host_bits, mode=mode, kv_dtype=kv_dtype)
     return sizes
 
 

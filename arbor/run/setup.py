@@ -100,8 +100,8 @@ class Setup:
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
-        default: `aggregate`, `host`, `disk`, `fetch`, `share`, `kv_probe`, `cuda_graphs`,
-        `kv_dtype`.
+        default: `aggregate`, `host`, `host_bits`, `disk`, `fetch`, `share`, `kv_probe`,
+        `cuda_graphs`, `kv_dtype`.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -129,6 +129,7 @@ class Setup:
             ),
             **({} if self.boundary.form is None else {"step_format": str(self.boundary.form)}),
             **({} if self.lower.host is None else {"host": str(self.lower.host)}),
+            **({} if self.lower.host_bits is None else {"host_bits": self.lower.host_bits}),
             **({} if self.lower.disk is None else {"disk": str(self.lower.disk)}),
             **({"fetch": self.fetch} if self.lower and self.fetch != "auto" else {}),
             **({} if self.share == "exact" else {"share": self.share}),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from arbor.budget import Budget
 from arbor.errors import UsageError
+from arbor.support.packed_size import BITS, GROUP, group_bytes, packed_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,13 @@ class TierSizes:
         host: host memory, in tokens or bytes; None: none.
         disk: likewise.
         disk_dir: the folder of the file on disk; None: the system's for temporary files.
+        host_bits: of a number in host memory; None: full precision.
     """
 
     host: Budget | None = None
     disk: Budget | None = None
     disk_dir: Path | None = None
+    host_bits: int | None = None
 
     def __bool__(self) -> bool:
         """Whether there is a lower tier."""
@@ -34,13 +37,16 @@ class TierSizes:
         host: str | int | Budget | None = None,
         disk: str | int | Budget | None = None,
         disk_dir: str | os.PathLike[str] | None = None,
+        host_bits: int | None = None,
     ) -> TierSizes:
         """Sizes as a user writes them: ``8GiB``, ``20000tok``; None, 0 or ``0`` for none.
 
         Raises:
-            UsageError: not a size, a folder that does not exist, or a folder without a size.
+            UsageError: not a size, a folder that does not exist, or a folder without a size; bits
+                that are not 8, 4 or 2, without host memory, or with a disk.
         """
-        sizes = cls(_size("host", host), _size("disk", disk))
+        sizes = cls(_size("host", host), _size("disk", disk), host_bits=host_bits)
+        sizes._check_bits()
         if disk_dir is None:
             return sizes
         folder = Path(disk_dir)
@@ -52,15 +58,46 @@ class TierSizes:
             raise UsageError(
                 "disk-store", f"--disk-dir {folder}: there is no such folder.", "Create it first."
             )
-        return cls(sizes.host, sizes.disk, folder)
+        return cls(sizes.host, sizes.disk, folder, host_bits)
 
-    def tokens(self, bytes_per_token: int) -> tuple[int, int]:
+    def _check_bits(self) -> None:
+        bits = self.host_bits
+        if bits is None:
+            return
+        if bits not in BITS:
+            raise UsageError(
+                "host-bits", f"--host-bits {bits}: KV is packed in 8, 4 or 2 bits.", "Take 8."
+            )
+        if self.host is None:
+            raise UsageError(
+                "host-bits", f"--host-bits {bits}: no KV goes to the host.", "Give --host 8GiB too."
+            )
+        if self.disk is not None:
+            raise UsageError(
+                "host-bits",
+                f"--host-bits {bits}: KV on disk is in full precision, and packed KV never is again.",
+                "Leave out --disk, or --host-bits.",
+            )
+
+    def tokens(self, bytes_per_token: int, itemsize: int) -> tuple[int, int]:
         """Tokens that host and disk may hold.
 
         Args:
             bytes_per_token: KV bytes of one token over all layers.
+            itemsize: bytes of a number.
         """
-        return _tokens(self.host, bytes_per_token), _tokens(self.disk, bytes_per_token)
+        host, disk = self.host, self.disk
+        if host is not None and host.unit == "bytes" and self.host_bits is not None:
+            numbers = bytes_per_token // itemsize
+            size = int(host.amount)
+            return packed_tokens(size, numbers, itemsize, self.host_bits), 0
+        return _tokens(host, bytes_per_token), _tokens(disk, bytes_per_token)
+
+    def host_token_bytes(self, bytes_per_token: int, itemsize: int) -> int:
+        """Bytes of a token in host memory, scales included; arguments as for `tokens`."""
+        if self.host_bits is None:
+            return bytes_per_token
+        return -(-group_bytes(bytes_per_token // itemsize, self.host_bits) // GROUP)
 
 
 def _size(name: str, given: str | int | Budget | None) -> Budget | None:

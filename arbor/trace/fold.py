@@ -193,6 +193,7 @@ class Replay:
                 self._move(event.nodes, -1)
                 self._store(event.stored, +1)
             case Discarded():
+                self._store(event.taken, +1)
                 self._store(event.nodes, -1)
             case Rehydrated():
                 self._move(event.nodes, +1)

@@ -78,9 +78,11 @@ def meter_lines(replay: Replay, metrics: Metrics, glyphs: Glyphs, width: int) ->
         (bar(part, cells, glyphs), "red" if part > 1 else "blue"),
         f" {held.device:,} of {budget:,} tokens, {size}, {100 * part:.0f} % of budget",
     )
+    plan = {} if replay.header is None else replay.header.kv
+    packed = int(plan.get("host_token_bytes", metrics.bytes_per_token))
     for name, tokens in (("host", held.host), ("packed", held.compressed), ("disk", held.disk)):
         if tokens:
-            size = human_bytes(tokens * metrics.bytes_per_token)
+            size = human_bytes(tokens * (packed if name == "packed" else metrics.bytes_per_token))
             yield Text(f"{name:<7}{tokens:,} tokens, {size}")
     yield Text(
         f"{metrics.blocks:,} blocks  {metrics.expansions:,} expansions  "

@@ -20,6 +20,7 @@ OF_SOLVER = (
     "mode",
     "rehydrate",
     "host",
+    "host_bits",
     "disk",
     "fetch",
     "max_depth",

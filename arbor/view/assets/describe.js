@@ -59,7 +59,7 @@ const SENTENCES = {
   evict: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} leave (${record.cause})${sum(pairs(record.stored)) ? `, ${count(sum(pairs(record.stored)))} of them to a lower tier` : ""}`,
   discard: (record) =>
-    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} given up by a lower tier`,
+    `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} given up by a lower tier${sum(pairs(record.taken)) ? `, ${count(sum(pairs(record.taken)))} of them go to ${some(ids(pairs(record.taken)))}` : ""}`,
   rehydrate: (record) =>
     `${plural(sum(pairs(record.nodes)), "token")} of ${some(ids(pairs(record.nodes)))} come back (${record.mode})${record.repeated ? `, ${count(record.repeated)} repeated` : ""}`,
   share: (record) =>

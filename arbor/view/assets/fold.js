@@ -292,6 +292,7 @@ class Run {
           move(list(record.stored), HOST, +1);
           break;
         case "discard":
+          move(list(record.taken), HOST, +1);
           move(record.nodes, HOST, -1);
           break;
         case "rehydrate":
@@ -568,7 +569,7 @@ const NAMED = {
   forward: [],
   sample: ["nodes"],
   evict: ["nodes"],
-  discard: ["nodes"],
+  discard: ["nodes", "taken"],
   rehydrate: ["nodes"],
   share: ["nodes"],
   merge: ["nodes"],

@@ -334,6 +334,8 @@ class BlockPanel {
     const row = pairs(record.nodes).find((each) => each[0] === id);
     if (record.e === "evict" && row) return `loses ${plural(row[1], "token")} (${record.cause})`;
     if (record.e === "discard" && row) return `loses ${plural(row[1], "token")} of a lower tier`;
+    const heir = pairs(record.taken).find((each) => each[0] === id);
+    if (record.e === "discard" && heir) return `takes over ${plural(heir[1], "token")} of a lower tier`;
     if (record.e === "rehydrate" && row) return `regains ${plural(row[1], "token")} (${record.mode})`;
     if (record.e === "verify")
       return `value ${fixed(list(record.values)[list(record.nodes).indexOf(id)], 3)}`;

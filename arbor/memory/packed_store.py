@@ -1,0 +1,172 @@
+"""PackedStore: KV in host memory in 8, 4 or 2 bits; lossy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from arbor.errors import UsageError
+from arbor.memory.out_of_memory import is_out_of_memory
+from arbor.memory.packing import Scales, pack, packed_width, unpack
+from arbor.memory.records import Records
+from arbor.support.packed_size import GROUP, packed_bytes
+from arbor.support.units import human_bytes
+from arbor.tree import Tier
+
+
+class PackedStore:
+    """KV in host memory as codes and scales, quantised once from full precision.
+
+    K has scales per channel, over `GROUP` tokens, and V per token, over `GROUP` channels (KIVI,
+    arXiv 2402.02750). Tokens wait in full precision until their group is complete, whatever blocks
+    they belong to. The group is then quantised, and never again: a record that is read stays, so
+    that its token can return to it (`keeps`). Records are free only as a whole group.
+
+    Args:
+        records: how many it can hold.
+        keys: numbers per token that are K, the first ones of a row.
+        numbers: numbers per token, `KVPool.numbers`.
+        dtype: of the pool, floating point.
+        bits: of a code, 8, 4 or 2.
+
+    Raises:
+        UsageError: the machine has less memory than that.
+    """
+
+    tier = Tier.COMPRESSED
+    exact = False
+    keeps = True
+    group = GROUP
+
+    def __init__(
+        self, records: int, keys: int, numbers: int, dtype: torch.dtype, bits: int
+    ) -> None:
+        self.records = records
+        self.bits = bits
+        self._keys = keys
+        self._values = numbers - keys
+        self._dtype = dtype
+        groups = -(-records // self.group)
+        half = torch.float16
+        value_groups = -(-self._values // GROUP)
+        self._packed = np.zeros(groups, np.bool_)
+        self._open = -1  # the group whose tokens wait
+        try:
+            with torch.inference_mode(False):
+                self._waiting = torch.empty(self.group, numbers, dtype=dtype)
+                self._codes = torch.empty(records, packed_width(numbers, bits), dtype=torch.uint8)
+                self._key_scales = torch.empty(2, groups, keys, dtype=half)
+                self._value_scales = torch.empty(2, records, value_groups, dtype=half)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            size = human_bytes(packed_bytes(records, numbers, dtype.itemsize, bits))
+            raise UsageError(
+                "host-memory", f"the host has no {size} for KV.", "Lower --host."
+            ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: codes, scales, and the tokens that wait."""
+        parts = (self._waiting, self._codes, self._key_scales, self._value_scales)
+        return sum(part.nbytes for part in parts)
+
+    def write(self, records: Records, rows: Tensor) -> NDArray[np.bool_]:
+        """See `Store`; without memory to work in, the tokens of a group are not stored.
+
+        Args:
+            records: those of a group in increasing order, over all calls until it is free again.
+            rows: as in `Store`.
+        """
+        rows = rows.to("cpu")
+        stored = np.ones(len(records), np.bool_)
+        cuts = np.flatnonzero(np.diff(records // self.group)) + 1
+        for places in np.split(np.arange(len(records)), cuts):
+            if not len(places):
+                continue
+            try:
+                self._add(records[places], rows[places])
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                stored[places] = False
+        return stored
+
+    def _add(self, records: Records, rows: Tensor) -> None:
+        """Records of one group: it is quantised once its last one is there."""
+        group = int(records[0]) // self.group
+        self._packed[group], self._open = False, group
+        self._waiting[torch.from_numpy(records % self.group)] = rows
+        first = group * self.group
+        end = min(self.records, first + self.group)
+        if int(records[-1]) + 1 == end:
+            self._quantise(group, first, end)
+
+    def _quantise(self, group: int, first: int, end: int) -> None:
+        rows = self._waiting[: end - first]
+        keys, values = rows[:, : self._keys], self._grouped(rows[:, self._keys :])
+        by_channel, by_token = self._scales(keys, values)
+        codes = by_token.encode(values).flatten(1)[:, : self._values]
+        self._codes[first:end] = pack(torch.cat([by_channel.encode(keys), codes], 1), self.bits)
+        for place, scales in enumerate((by_channel.low, by_channel.step)):
+            self._key_scales[place, group] = scales[0]
+        for place, scales in enumerate((by_token.low, by_token.step)):
+            self._value_scales[place, first:end] = scales.squeeze(2)
+        self._packed[group] = True
+
+    def _scales(self, keys: Tensor, values: Tensor) -> tuple[Scales, Scales]:
+        """The grids of a group of tokens.
+
+        Args:
+            keys: [n, keys].
+            values: [n, groups, GROUP].
+
+        Returns:
+            of K, [1, keys], and of V, [n, groups, 1].
+        """
+        return Scales.of(keys, 0, self.bits), Scales.of(values, 2, self.bits)
+
+    def _grouped(self, values: Tensor) -> Tensor:
+        """Numbers of V by their groups, [n, groups, GROUP]; the last number fills the last one."""
+        short = -self._values % GROUP
+        if short:
+            values = torch.cat([values, values[:, -1:].expand(-1, short)], 1)
+        return values.unflatten(1, (-1, GROUP))
+
+    def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
+        """See `Store`; the numbers are those of the codes.
+
+        Not intact are tokens of a group that could not be quantised.
+        """
+        rows = torch.zeros(len(records), self._keys + self._values, dtype=self._dtype)
+        groups = records // self.group
+        packed = self._packed[groups]
+        waiting = ~packed & (groups == self._open)
+        if waiting.any():
+            rows[torch.from_numpy(waiting)] = self._waiting[
+                torch.from_numpy(records[waiting] % self.group)
+            ]
+        if packed.any():
+            index = torch.from_numpy(records[packed].astype(np.int64))
+            rows[torch.from_numpy(packed)] = self._decoded(index).to(self._dtype)
+        return rows.to(device), packed | waiting
+
+    def _decoded(self, index: Tensor) -> Tensor:
+        """The numbers of packed records, float32."""
+        codes = unpack(self._codes[index], self._keys + self._values, self.bits)
+        groups = index // self.group
+        by_channel = Scales(self._key_scales[0, groups], self._key_scales[1, groups])
+        by_token = Scales(
+            self._value_scales[0, index].unsqueeze(2), self._value_scales[1, index].unsqueeze(2)
+        )
+        values = F.pad(codes[:, self._keys :], (0, -self._values % GROUP)).unflatten(1, (-1, GROUP))
+        decoded = by_token.decode(values).flatten(1)[:, : self._values]
+        return torch.cat([by_channel.decode(codes[:, : self._keys]), decoded], 1)
+
+    def close(self) -> None:
+        """See `Store`."""
+        self._codes, self._waiting = self._codes[:0], self._waiting[:0]
+        self._key_scales, self._value_scales = self._key_scales[:0], self._value_scales[:0]
