@@ -561,6 +561,7 @@ const NAMED = {
   header: [],
   node: ["node"],
   boundary: ["node"],
+  stop: ["branches"],
   terminal: ["node"],
   select: ["leaves"],
   transition: ["leaves"],
