@@ -13,7 +13,7 @@
 
 `gates` and `layers` solve problems with full verification (Tree of Thoughts, verifier `self`) and
 compare each verification with what a gate or an earlier layer would have decided: a disagreement
-prefers a candidate whose full value is lower. Thresholds come from problems of the training split,
+prefers a candidate whose full value is lower, a clear one by more than 0.05. Thresholds come from problems of the training split,
 figures from the test split. Bounds are Clopper and Pearson's, one-sided, at 95 %.
 
 `share` compares a prompt of `chains` with a second one: its facts in another order (the same
@@ -75,6 +75,7 @@ from arbor.tree import Node, ThoughtTree
 from arbor.verifiers.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
 
 Row = dict[str, Any]
+CLEAR = 0.05  # values that differ by more are of candidates that a search would tell apart
 RISK = 0.005  # of the paper's goal: 6 of 1,616 verifications, 0.37 %
 STEPS = 20  # thresholds of a curve
 THRESHOLDS = (0.70, 0.80, 0.82, 0.90, 0.95, 0.98)  # of similarity; the paper's sweep, and more
@@ -116,7 +117,8 @@ def gates(args: argparse.Namespace) -> Iterator[Row]:
     first = np.array([each.confidence for each in found])
     relative = np.array([each.gap for each in found], float)
     absolute = np.round(first * relative, 4)
-    wrong = np.array([each.values[each.confident] < max(each.values) for each in found])
+    lost = np.array([max(each.values) - each.values[each.confident] for each in found])
+    wrong = lost > 0
 
     def row(gate: str, setting: str, skipped: np.ndarray) -> Row:
         decided, bad = int(skipped.sum()), int((skipped & wrong).sum())
@@ -129,6 +131,7 @@ def gates(args: argparse.Namespace) -> Iterator[Row]:
             "disagree_percent": round(100 * bad / len(found), 3),
             "bound_percent": round(100 * upper(bad, len(found)), 3),
             "of_skipped_percent": round(100 * bad / decided, 1) if decided else "",
+            "clear_disagreements": int((skipped & (lost > CLEAR)).sum()),
             "n": len(found),
             "n_of": f"verifications of {args.n} problems",
         }
@@ -178,10 +181,7 @@ def layers(args: argparse.Namespace) -> Iterator[Row]:
         found = collected(args, "test", args.n, norm)
         depth = len(found[0].by_layer) + 1
         for layer in range(1, depth):
-            wrong = sum(
-                each.values[preferred(each.by_layer[layer - 1])] < max(each.values)
-                for each in found
-            )
+            lost = [_lost(each, [layer] * len(each.uncertainties)) for each in found]
             unsure = [u[layer - 1] for each in found for u in each.uncertainties]
             yield {
                 "norm": norm,
@@ -190,14 +190,10 @@ def layers(args: argparse.Namespace) -> Iterator[Row]:
                 "layers": depth,
                 "uncertainty_mean": round(float(np.mean(unsure)), 4),
                 "saved_percent": round(100 * (1 - layer / depth), 1),
-                **_share(wrong, len(found), args.n),
+                **_share(lost, args.n),
             }
         rule = calibrate_exit(held, norm=norm).paper.exit_rule
         ends = [each.leaves_at(rule) for each in found]
-        wrong = sum(
-            each.values[preferred(each.valued(end))] < max(each.values)
-            for each, end in zip(found, ends, strict=True)
-        )
         flat = [end for each in ends for end in each]
         yield {
             "norm": norm,
@@ -206,15 +202,23 @@ def layers(args: argparse.Namespace) -> Iterator[Row]:
             "layers": depth,
             "uncertainty_mean": "",
             "saved_percent": round(100 * (1 - float(np.mean(flat)) / depth), 1),
-            **_share(wrong, len(found), args.n),
+            **_share([_lost(each, end) for each, end in zip(found, ends, strict=True)], args.n),
         }
 
 
-def _share(wrong: int, n: int, problems: int) -> Row:
+def _lost(each: Verification, ends: Sequence[int]) -> float:
+    """How much less than the best candidate the one is worth, in full, that is preferred if
+    questions leave after these layers."""
+    return max(each.values) - each.values[preferred(each.valued(ends))]
+
+
+def _share(lost: Sequence[float], problems: int) -> Row:
+    wrong, n = sum(each > 0 for each in lost), len(lost)
     return {
         "disagreements": wrong,
         "disagree_percent": round(100 * wrong / n, 2),
         "bound_percent": round(100 * upper(wrong, n), 2),
+        "clear_disagreements": sum(each > CLEAR for each in lost),
         "n": n,
         "n_of": f"verifications of {problems} problems",
     }
