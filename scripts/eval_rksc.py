@@ -13,8 +13,9 @@
 
 `gates` and `layers` solve problems with full verification (Tree of Thoughts, verifier `self`) and
 compare each verification with what a gate or an earlier layer would have decided: a disagreement
-prefers a candidate whose full value is lower, a clear one by more than 0.05. Thresholds come from problems of the training split,
-figures from the test split. Bounds are Clopper and Pearson's, one-sided, at 95 %.
+prefers a candidate whose full value is lower, a clear one by more than 0.05. Thresholds come from
+problems of the training split, figures from the test split. Bounds are Clopper and Pearson's,
+one-sided, at 95 %.
 
 `share` compares a prompt of `chains` with a second one: its facts in another order (the same
 answer), one number of the chain changed (another answer), or another problem. A second prompt that
