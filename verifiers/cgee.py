@@ -210,7 +210,8 @@ class CGEE:
             values.append(min(max(value, 0.0), CERTAIN))
         if audited is None:
             return Verdict(tuple(values), 0, gate=gate)
-        return Verdict(tuple(values), audited.asked, gate=replace(gate, audited=audited.values))
+        gate = replace(gate, audited=audited.values, audit_asked=audited.asked)
+        return Verdict(tuple(values), audited.asked, gate=gate)
 
     def _judged(self, candidates: Sequence[Node], gate: Gate, found: Verdict) -> Verdict:
         """The verifier's verdict; under an audit of a skipped verification that of the gate."""
