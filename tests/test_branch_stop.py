@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Words, build
 from support.run_cli import in_process
-from support.trees import SAMPLED, Lab, own_logits
+from support.trees import PROMPT, SAMPLED, Lab, own_logits
 from test_replay import counters
+from test_scheduler import operation, row
 
 from arbor import Solver
 from arbor.engine.branch_stop import BranchStop
+from arbor.engine.branches import Branches
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import UsageError
@@ -191,6 +193,23 @@ def test_branches_of_one_leaf_alone_are_compared(model: Any) -> None:
     lab.grow([(first, 1), (second, 1)], growth(rule))
 
     assert not gated(lab.events), "an only child has no competitor"
+
+
+def test_a_token_that_waits_to_be_computed_tells_texts_apart() -> None:
+    tree = ThoughtTree(PROMPT)
+    work = operation(tree, 100)
+    rows = [row(work, tree.root, length=2) for _ in range(3)]
+    for each, token, top1 in zip(rows, (5, 5, 6), (0.9, 0.8, 0.3), strict=True):
+        each.pending, each.node.top1, each.top1 = token, 2 * top1, top1
+    branches = Branches(BranchStop("others", 0.5, 0.5, least=3), rows)
+
+    stopped = branches.compare()
+
+    assert stopped is not None
+    assert stopped.confidences == (0.9, 0.8, 0.3)
+    assert stopped.stopped == (rows[2].node.id,), "equal texts go on with the confident one"
+    assert [each.stop for each in rows] == [None, None, "gate"]
+    assert branches.compare() is None, "once for each token"
 
 
 def test_the_setting_reads_as_it_is_written() -> None:
