@@ -108,6 +108,8 @@ class Boundary:
     """A block closed (ArborKV's Boundary).
 
     Attributes:
+        stop: why: the text that ends a thought, the end of the sequence, the longest length, a
+            limit of the run, or the confidence of branches (`stop` event).
         given: how many of its first tokens were given rather than sampled: those of a question
             that asks for several thoughts, or all those of a thought that was proposed. Written
             only where there are any.
@@ -117,11 +119,32 @@ class Boundary:
     node: int
     ids: tuple[int, ...]
     text: str
-    stop: Literal["step", "eos", "length", "limit"]
+    stop: Literal["step", "eos", "length", "limit", "gate"]
     logprob: float
     confidence: float
     top1: float
     given: int = field(default=0, metadata=ONLY_IF_SET)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchesStopped:
+    """One branch of an expansion was decisively more confident than the others while they decoded,
+    which ended branches early (RKSC's decode-time gate, `--branch-stop`).
+
+    Attributes:
+        leaf: the block that the branches grow from.
+        tokens: of each branch that had not ended, when they were compared.
+        branches: all of them.
+        confidences: the mean top-1 probability of each so far.
+        stopped: those that end here.
+    """
+
+    name: ClassVar[str] = "stop"
+    leaf: int
+    tokens: int
+    branches: tuple[int, ...]
+    confidences: tuple[float, ...]
+    stopped: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -501,6 +524,7 @@ Event = (
     Header
     | Opened
     | Boundary
+    | BranchesStopped
     | Selected
     | Transition
     | Pressure
@@ -534,6 +558,7 @@ EVENTS: tuple[type[Event], ...] = (
     Header,
     Opened,
     Boundary,
+    BranchesStopped,
     Selected,
     Transition,
     Pressure,

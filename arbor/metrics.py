@@ -60,6 +60,7 @@ class Metrics:
         tokens_generated: tokens of all closed blocks that were sampled.
         tokens_given: tokens of closed blocks that were given: questions that ask for several
             thoughts, and the thoughts proposed.
+        branches_stopped: blocks that ended early since another branch was confident.
         tokens_recomputed: tokens whose KV was computed again after it had been dropped.
         tokens_stored: evicted tokens whose KV a lower tier took.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
@@ -119,6 +120,7 @@ class Metrics:
     audits_differ: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_generated: int = 0
     tokens_given: int = field(default=0, metadata=ONLY_IF_SET)
+    branches_stopped: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_recomputed: int = 0
     tokens_stored: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_fetched: int = 0
@@ -314,6 +316,8 @@ class MetricsFold:
                 self._add(tokens_generated=len(event.ids) - event.given)
                 if event.given:
                     self._add(tokens_given=event.given)
+                if event.stop == "gate":
+                    self._add(branches_stopped=1)
             case Selected():
                 self._add(rounds=1, expansions=len(event.leaves))
             case Transition():

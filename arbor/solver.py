@@ -26,6 +26,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
+from arbor.engine.branch_stop import BranchStop
 from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
@@ -56,6 +57,7 @@ from arbor.run.settings import (
     check_plain_types,
     refuse_unknown,
     resolve_boundary,
+    resolve_branch_stop,
     resolve_mode,
     resolve_msve,
     resolve_sampling,
@@ -154,6 +156,8 @@ class Solver:
         max_expansions: leaves grown in all.
         step_format: what every thought has to match: ``regex:PATTERN``, ``json:SCHEMA``,
             ``json:FILE`` or a JSON schema as a mapping; needs ``arbor-search[structured]``.
+        branch_stop: a `BranchStop` or its text, by which blocks of one expansion end early where
+            one of them is confident (docs/early-exit.md); None: never.
         dtype, device: ``auto`` is the dtype of the weights, and CUDA where there is a GPU; a ready
             model keeps its own.
         kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
@@ -213,6 +217,7 @@ class Solver:
         step_tokens: int | None = None,
         max_expansions: int | None = None,
         step_format: str | Mapping[str, Any] | None = None,
+        branch_stop: BranchStop | str | None = None,
         dtype: str = "auto",
         device: str = "auto",
         kv_dtype: str = "auto",
@@ -253,6 +258,7 @@ class Solver:
             check_boundary(self.task), max_depth, step_tokens, step_format
         )
         check_proposals(self.task, self.controller, self.boundary)
+        self.branch_stop = resolve_branch_stop(branch_stop, self.mode)
         self.max_expansions = check_count("max_expansions", max_expansions)
         self.threads = check_count("threads", threads)
         self.seed = check_seed(seed)
@@ -752,6 +758,7 @@ class Solver:
             controller=self.controller,
             verifier=self.verifier,
             aggregate=self.aggregate,
+            branch_stop=self.branch_stop,
             policy=self.policy,
             budget=self.budget,
             mode=self.mode,

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 
 from arbor import Sampling, Solver
+from arbor.engine.early_exit import LayerExit
 from arbor.measure.statistics import clopper_pearson, paired
 from arbor.tasks.base import Problem
 from arbor.tasks.game24 import Game24
+from arbor.verifiers.cgee import CGEE
 
 ARMS: dict[str, dict[str, Any]] = {
     "greedy chain": {
@@ -43,6 +45,17 @@ ARMS: dict[str, dict[str, Any]] = {
         "sampling": Sampling(1.0, 1.0, arithmetic=False),
     },
 }
+# Gates around the model's own judge, with thresholds by RKSC's percentiles
+# (docs/experiments/layer_exit.md) and those of its released code; only where they are named.
+GATED: dict[str, dict[str, Any]] = {
+    name: {"controller": "tot", "verifier": verifier, "sampling": Sampling(1.0, 1.0)}
+    for name, verifier in {
+        "tot cgee skip": CGEE(confidence=0.9962, gap=0.0006),
+        "tot cgee release": CGEE(rule="release"),
+        "tot cgee exit": CGEE(levels="exit", exit_rule=LayerExit(threshold=0.198, patience=1)),
+    }.items()
+}
+ARMS |= GATED
 
 
 def run_arm(name: str, problems: list[Problem], model: str, seed: int) -> dict[str, list[float]]:
@@ -89,7 +102,12 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="problems of the split left out first")
     parser.add_argument("--n", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=[name for name in ARMS if name not in GATED],
+        choices=list(ARMS),
+    )
     parser.add_argument("--json", type=Path, help="outcomes per problem")
     parser.add_argument("--merge", nargs="+", type=Path, help="only summarise these outcomes")
     args = parser.parse_args()

@@ -20,7 +20,7 @@ from arbor.measure.replay import replay
 from arbor.tasks.base import Problem, Task
 from arbor.trace.read import read_trace
 from arbor.tree import Node, NodeState, ThoughtTree
-from arbor.verifiers.base import Asker, Inquires, Verdict
+from arbor.verifiers.base import Asker, Exits, Gate, Inquires, Verdict
 from arbor.verifiers.cgee import CGEE, DECIMALS
 from arbor.verifiers.combined import Combined
 from arbor.verifiers.exact import Exact
@@ -313,6 +313,45 @@ def test_a_replay_skips_what_the_run_skipped(controller: str, audit: bool, tmp_p
     for name in ("nodes", "skipped_verifications", "asked", "rounds"):
         assert getattr(again, name) == getattr(run, name)
     assert run.skipped_verifications > 0
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_the_gate_of_a_part_is_reported(audit: bool, tmp_path: Path) -> None:
+    gate = CGEE(confidence=0.9, gap=0.01, audit=audit)
+    both = Combined(parts=(Exact(), gate))
+    with Solver(controller=CONTROLLERS[0], verifier=both, max_depth=4) as solver:
+        path = tmp_path / "run.arbor.jsonl"
+        run = solver.solve("4 5 6 10", trace=path).metrics
+        again = replay(read_trace(path), solver.tokenizer, slots=4096, policy="lru")
+    shown = [each for each in read_trace(path).events if isinstance(each, Verified)]
+
+    assert 0 < run.skipped_verifications < run.verifications == len(shown)
+    assert run.audited_verifications == audit * run.skipped_verifications
+    for each in shown:
+        if each.skipped:  # half of the values are exact ones
+            exact = [2 * v - p for v, p in zip(each.values, each.confidences, strict=True)]
+            assert all(value == pytest.approx(round(value)) for value in exact)
+    for name in ("nodes", "verifications", "skipped_verifications", "asked"):
+        assert getattr(again, name) == getattr(run, name)
+
+
+def test_an_audit_of_a_part_compares_the_combined_values() -> None:
+    rule = Combined(parts=(Exact(), SelfEval()), weights=(1, 3))
+    plain = Verdict((1.0, 0.0), 0)
+
+    gate = Gate(True, (0.6, 0.8), audited=(0.2, 0.4), audit_asked=2)
+    found = rule.combined([plain, Verdict((0.6, 0.8), 2, gate=gate)])
+    assert found.values == pytest.approx((0.7, 0.6))
+    assert found.gate is not None and found.gate.audited == pytest.approx((0.4, 0.3))
+    assert (found.gate.confidences, found.gate.audit_asked) == ((0.6, 0.8), 2)
+
+    exits = Exits((1, 2), 6, (), audited=(0.2, 0.4))
+    found = rule.combined([plain, Verdict((0.6, 0.8), 2, gate=Gate(False, ()), exits=exits)])
+    assert found.exits is not None and found.exits.audited == pytest.approx((0.4, 0.3))
+    assert found.exits.exit_layer == (1, 2)
+
+    found = rule.combined([plain, Verdict((0.6, 0.8), 2, gate=Gate(True, (0.6, 0.8)))])
+    assert found.gate is not None and not found.gate.audited, "there was no audit"
 
 
 def test_a_configuration_repeats_the_gate(

@@ -57,6 +57,13 @@ SLOW: dict[str, tuple[str, ...]] = {
         "share --n 1 --blocks 174 --policies reentry --json FOLDER/out.json",
     ),
     "eval_sapling": ("--n 2 --tree 1 --words 1 --steps 2 --json FOLDER/out.json",),
+    "eval_rksc": (
+        "gates --n 8 --calibration 8 --csv FOLDER/gates.csv --json FOLDER/out.json",
+        "layers --n 8 --calibration 8 --json FOLDER/out.json",
+        "share --n 2 --json FOLDER/out.json",
+        "pipeline --size 5m --prefix 40 --rounds 2 --json FOLDER/out.json",
+        "searches --n 1 --rounds 1 --searches beam --json FOLDER/out.json",
+    ),
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
     "picture": ("--check",),

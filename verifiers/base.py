@@ -28,11 +28,13 @@ class Gate:
         confidences: of each candidate, in [0, 1], as the gate compared them.
         audited: values of the verification that was computed although it is skipped; empty without
             an audit.
+        audit_asked: questions of that verification.
     """
 
     skipped: bool
     confidences: tuple[float, ...]
     audited: tuple[float, ...] = ()
+    audit_asked: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from arbor.engine import confidence_gap
+from arbor.engine.confidence_gap import DECIMALS, relative_gap
 from arbor.engine.early_exit import LayerExit
 from arbor.errors import UsageError
 from arbor.tasks.base import BlockLimits, Problem, Task
@@ -35,8 +37,6 @@ Levels = Literal["skip", "exit", "both"]
 CONFIDENCE, GAP = 0.70, 0.08
 # the released gate: (confidence, absolute gap) or (confidence, relative gap)
 RELEASE_ABSOLUTE, RELEASE_RELATIVE = (0.70, 0.06), (0.63, 0.08)
-# decimals in which confidences are compared: their last bits depend on the batch
-DECIMALS = 4
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,8 @@ class CGEE:
             values.append(min(max(value, 0.0), CERTAIN))
         if audited is None:
             return Verdict(tuple(values), 0, gate=gate)
-        return Verdict(tuple(values), audited.asked, gate=replace(gate, audited=audited.values))
+        gate = replace(gate, audited=audited.values, audit_asked=audited.asked)
+        return Verdict(tuple(values), audited.asked, gate=gate)
 
     def _judged(self, candidates: Sequence[Node], gate: Gate, found: Verdict) -> Verdict:
         """The verifier's verdict; under an audit of a skipped verification that of the gate."""
@@ -226,16 +227,7 @@ def confidences_of(candidates: Sequence[Node]) -> tuple[float, ...]:
 
 def leading_two(candidates: Sequence[Node], confidences: Sequence[float]) -> tuple[float, ...]:
     """The two largest p of different states; of one state one."""
-    best: dict[tuple[str, ...], float] = {}
-    for node, confidence in zip(candidates, confidences, strict=True):
-        state = tuple(node.thoughts)
-        best[state] = max(best.get(state, 0.0), confidence)
-    return tuple(sorted(best.values(), reverse=True)[:2])
-
-
-def relative_gap(first: float, second: float) -> float:
-    """(p1 - p2) / p1, to `DECIMALS` decimals: 0.9 - 0.72 over 0.9 is not 0.2 in binary."""
-    return round((first - second) / first, DECIMALS) if first else 0.0
+    return confidence_gap.leading_two([tuple(node.thoughts) for node in candidates], confidences)
 
 
 def _inherited(node: Node) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from arbor import components
@@ -33,7 +33,9 @@ class Combined:
         weights: one for each part, at least 0 and not all of them 0; empty: all 1. The minimum has
             none.
 
-    Each part judges all candidates of a call together. A sum is a proof (1) where each part with a
+    Each part judges all candidates of a call together. The gate and the early exits of the first
+    part that has such are reported, and an audit compares the combined values with what they would
+    be by the audited ones. A sum is a proof (1) where each part with a
     weight gives one, a minimum where all do. Where a part keeps the scores of single steps, those
     of the blocks are combined likewise.
     """
@@ -76,20 +78,26 @@ class Combined:
 
     def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
         """One verdict from those of the parts."""
-        values = [verdict.values for verdict in verdicts]
         steps = any(verdict.scores for verdict in verdicts)
+        gate = next((verdict.gate for verdict in verdicts if verdict.gate), None)
+        exits = next((verdict.exits for verdict in verdicts if verdict.exits), None)
+        if any(map(_audited, verdicts)):
+            audited = self._all([_audited(each) or each.values for each in verdicts])
+            if gate is not None and gate.skipped:
+                gate = replace(gate, audited=audited)
+            elif exits is not None:
+                exits = replace(exits, audited=audited)
         return Verdict(
-            tuple(map(self._value, zip(*values, strict=True))),
+            self._all([verdict.values for verdict in verdicts]),
             sum(verdict.asked for verdict in verdicts),
-            scores=tuple(
-                map(
-                    self._value,
-                    zip(*(each.scores or each.values for each in verdicts), strict=True),
-                )
-            )
-            if steps
-            else (),
+            scores=self._all([each.scores or each.values for each in verdicts]) if steps else (),
+            gate=gate,
+            exits=exits,
         )
+
+    def _all(self, values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """The values of all candidates from those of the parts."""
+        return tuple(map(self._value, zip(*values, strict=True)))
 
     def _value(self, values: Sequence[float]) -> float:
         """The value of one candidate from those of the parts."""
@@ -107,3 +115,11 @@ class Combined:
                 )
             return math.prod(value**weight for weight, value in pairs)
         return math.fsum(weight * value for weight, value in pairs) / math.fsum(weights)
+
+
+def _audited(verdict: Verdict) -> tuple[float, ...]:
+    """What an audit found; empty without one."""
+    for part in (verdict.gate, verdict.exits):
+        if part is not None and part.audited:
+            return part.audited
+    return ()

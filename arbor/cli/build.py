@@ -90,6 +90,7 @@ def build_solver(
         max_depth=options.max_depth,
         step_tokens=options.step_tokens,
         step_format=options.step_format,
+        branch_stop=options.branch_stop,
         max_expansions=options.max_expansions,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,

@@ -58,6 +58,7 @@ class SolverOptions:
     threads: int | None = None
     aggregate: str = "best"
     step_format: str | None = None
+    branch_stop: str | None = None
     audit_verify: bool = False
     host: str | None = None
     host_bits: int | None = None

@@ -192,6 +192,12 @@ judging_options = option_group(
         help="Format of every thought: regex:PATTERN, json:SCHEMA or json:FILE.",
     ),
     option(
+        "--branch-stop",
+        metavar="WHICH",
+        heading="Search",
+        help="End branches early where one is confident: all, or the others.",
+    ),
+    option(
         "--set",
         multiple=True,
         metavar="KEY=VALUE",

@@ -384,6 +384,8 @@ def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> 
             f"{metrics.rehydrations:,} rehydrations "
             f"({metrics.tokens_recomputed:,} tokens recomputed{fetched})"
         )
+    if metrics.branches_stopped:
+        parts.append(f"{metrics.branches_stopped:,} branches stopped early")
     if metrics.verified:
         parts.append(f"model judged {metrics.asked:,} of {metrics.verified:,} thoughts")
     if metrics.verifications:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arbor.engine.branches import Branches
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.pieces import head
@@ -122,6 +123,38 @@ class Decoding:
                 ]
                 if chosen:
                     opened.emit(Sampled(*zip(*chosen, strict=True)))
+
+    def compare(self, rows: Sequence[Row]) -> bool:
+        """Compare branches that were given a token, and end those that a rule ends (`BranchStop`).
+
+        A row that is ahead of its siblings leaves the batch until they have caught up.
+
+        Returns:
+            whether rows have left the batch.
+        """
+        left = False
+        for branches in dict.fromkeys(row.branches for row in rows):
+            if branches is None or branches.operation.error is not None:
+                continue
+            for row in branches.ahead():
+                if row.started:
+                    self._scheduler.leave([row])
+                    self.suspend(row)
+                    branches.operation.held.append(row)
+                    left = True
+            stopped = branches.compare()
+            if stopped is not None:
+                self._state.of(branches.leaf).emit(stopped)
+            self._release(branches)
+        return left
+
+    def _release(self, branches: Branches) -> None:
+        """Let rows go on that wait for no sibling any more."""
+        growing = branches.operation
+        ahead = branches.ahead()
+        mine = [row for row in growing.held if row.branches is branches and row not in ahead]
+        growing.held = [row for row in growing.held if row not in mine]
+        self._scheduler.resume(mine)
 
     def _tokens(self, rows: Sequence[Row], logits: Tensor) -> list[int | None]:
         """A token for each row; None where the source fails for the row's operation."""

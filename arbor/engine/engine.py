@@ -13,6 +13,8 @@ from torch import Tensor
 
 from arbor.engine.beam_hypotheses import BeamSettings, Hypothesis
 from arbor.engine.beam_search import BeamSearch
+from arbor.engine.branch_stop import BranchStop
+from arbor.engine.branches import Branches
 from arbor.engine.decoding import Decoding
 from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
@@ -499,11 +501,27 @@ class Engine:
                 row.pending = child.tokens[-1]
                 child.tree.take_back(child)
             operation.waiting.append(row)
+        self._compare(operation)
         self.state.changed(children)
         if counts:
             operation.opened.begin_operation()
         self._begin(operation)
         return operation
+
+    def _compare(self, operation: Growing) -> None:
+        """Compare sampled blocks of one leaf while they decode, where their growth has a rule."""
+        of_leaf: dict[tuple[Node, BranchStop], list[Row]] = {}
+        for row in operation.waiting:
+            assert isinstance(row, Row)
+            rule = row.growth.branch_stop
+            if rule is not None and row.pending is None:
+                assert self.mode == "lossless", "what is compared would depend on the budget"
+                of_leaf.setdefault((row.leaf, rule), []).append(row)
+        for (_, rule), rows in of_leaf.items():
+            if len(rows) > 1:
+                branches = Branches(rule, rows)
+                for row in rows:
+                    row.branches = branches
 
     def ask(self, nodes: Sequence[Node], questions: Sequence[Sequence[int]]) -> Tensor:
         """The model's next-token logits after `path + question`, for each pair; leaves the tree as

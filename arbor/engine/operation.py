@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arbor.engine.early_exit import Answers, Exiting
 from arbor.engine.open_tree import OpenTree
-from arbor.engine.scheduler import Question, Work
+from arbor.engine.scheduler import Question, Row, Work
 from arbor.engine.token_source import Growth
 from arbor.tree import Node
 
@@ -98,11 +98,15 @@ class Growing(Operation):
     Args:
         opened: the tree.
         children: open blocks, in the order asked for.
+
+    Attributes:
+        held: rows that wait for their siblings, to be compared with them; see `BranchStop`.
     """
 
     def __init__(self, opened: OpenTree, children: Sequence[Node]) -> None:
         super().__init__(opened)
         self.children = list(children)
+        self.held: list[Row] = []
 
     def result(self) -> list[Node]:
         """The blocks: closed ones, and those that an interruption gave up.

@@ -18,6 +18,7 @@ from arbor.model.sharing import Context
 from arbor.tree import NO_SLOT, Certainty, Node
 
 if TYPE_CHECKING:
+    from arbor.engine.branches import Branches
     from arbor.engine.early_exit import Exiting
     from arbor.engine.operation import Operation
     from arbor.engine.token_source import Growth
@@ -50,6 +51,7 @@ class Row:
         context_length: how many these are.
         certainty: of what is computed after the path and the block's own tokens so far.
         stop: why it ends with its last token; None while it goes on.
+        branches: the rows that it is compared with; None: it ends by itself.
         logprob, top1: the log probability of its last token, and the highest probability there was;
             0 if the token was given.
     """
@@ -69,6 +71,7 @@ class Row:
     context_length: int = 0
     certainty: Certainty = Certainty.EXACT
     stop: StopReason | None = None
+    branches: Branches | None = None
     logprob: float = 0.0
     top1: float = 0.0
 
@@ -274,9 +277,13 @@ class Scheduler:
 
     def wait_again(self, work: Iterable[Work]) -> None:
         """Put work back, first in the queue of its operation."""
-        again = sorted(work, key=lambda each: each.place)
+        again = list(work)
         self.leave(again)
-        for each in reversed(again):
+        self.resume(again)
+
+    def resume(self, work: Iterable[Work]) -> None:
+        """Let work that has left wait, first in the queue of its operation."""
+        for each in sorted(work, key=lambda each: each.place, reverse=True):
             each.operation.waiting.appendleft(each)
 
     def preempt(self) -> Row:

@@ -19,7 +19,7 @@ from arbor.model.runner import ModelRunner
 from arbor.model.similarity import similarity
 from arbor.tree import ThoughtTree
 
-PROBED = 0.25  # part of the layers that a comparison runs, two at least
+PROBED = 0.25  # part of the layers that a comparison runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,19 @@ class SimilarPrompts:
     Args:
         runner: the model.
         threshold: the least similarity.
+        probed: part of the layers that a comparison runs, two layers at least; the paper's is 1.
     """
 
-    def __init__(self, runner: ModelRunner, threshold: float = SHARE_THRESHOLD) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        threshold: float = SHARE_THRESHOLD,
+        probed: float = PROBED,
+    ) -> None:
         self._runner = runner
         self._threshold = threshold
         count = runner.layer_count
-        self._layers = min(count, max(2, math.ceil(PROBED * count)))
+        self._layers = min(count, max(2, math.ceil(probed * count)))
 
     def compare(self, state: ForestState, tree: ThoughtTree) -> Comparison | None:
         """Compare the prompt of a tree, of which nothing is on the device, with the kept one that

@@ -178,6 +178,7 @@ class Stepper:
             self._changed = True
             self._decoding.start(rows)
             self._decoding.choose(fresh, [self._known[row.leaf] for row in fresh])
+            self._decoding.compare(fresh)
 
     def _upcoming(self, operation: Operation) -> list[list[Node]]:
         """Blocks at whose end the waiting work begins, as much at a time as fits."""
@@ -369,18 +370,22 @@ class Stepper:
             if opened.run.detail != "events":
                 self._forwards.report_steps(opened)
         for operation in list(self._scheduler.operations):
-            going_on = isinstance(operation, Growing) and operation.left
-            if going_on and operation.opened.run.interrupted():
+            if not isinstance(operation, Growing) or not operation.left:
+                continue
+            if operation.opened.run.interrupted():
                 self._interrupt(operation)
         some = [i for i in going if rows[i].operation.left and rows[i].operation.error is None]
         if some:
-            chosen = logits if len(some) == len(rows) else logits[some]
-            self._decoding.choose([rows[i] for i in some], chosen)
+            some_logits = logits if len(some) == len(rows) else logits[some]
+            chosen = [rows[i] for i in some]
+            self._decoding.choose(chosen, some_logits)
+            if self._decoding.compare(chosen):
+                self._changed = True
 
-    def _interrupt(self, operation: Operation) -> None:
+    def _interrupt(self, operation: Growing) -> None:
         """Give up the unfinished blocks of an operation."""
         rows = [row for row in self._scheduler.rows if row.operation is operation]
-        waiting = [work.node for work in operation.waiting]
+        waiting = [work.node for work in (*operation.waiting, *operation.held)]
         self._leave(operation)
         self._decoding.cut([*(row.node for row in rows), *waiting])
 
@@ -390,6 +395,8 @@ class Stepper:
         self._changed = self._changed or bool(rows)
         self._scheduler.leave(rows)
         operation.waiting.clear()
+        if isinstance(operation, Growing):
+            operation.held.clear()
         operation.left = 0
 
     def _finish(self, operation: Operation) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from arbor.engine.text import BROKEN, LOOK_BACK, MOST_HELD, added
 from arbor.tasks.base import BlockLimits
 
-StopReason = Literal["step", "eos", "length", "limit"]
+StopReason = Literal["step", "eos", "length", "limit", "gate"]
 
 
 class StopRule:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args
 
 from torch import Tensor
 
+from arbor.engine.branch_stop import BranchStop
 from arbor.engine.grammar import Grammar
 from arbor.engine.sampling import confidence, sample
 from arbor.engine.scheduler import Row
@@ -22,13 +23,14 @@ from arbor.tree import Node
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends, and what
-    it has to match; None: anything."""
+    """How blocks are decoded: the random seed, how tokens are chosen, where a block ends, what it
+    has to match (None: anything), and when branches end early (None: never)."""
 
     seed: int
     sampling: Sampling
     stop: StopRule
     grammar: Grammar | None = None
+    branch_stop: BranchStop | None = None
 
 
 class TokenSource(Protocol):

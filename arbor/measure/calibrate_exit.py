@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from arbor.engine.confidence_gap import relative_gap
 from arbor.engine.early_exit import Exiting, LayerExit, Measure
 from arbor.errors import UsageError
 from arbor.events import preferred
@@ -19,7 +20,7 @@ from arbor.measure.statistics import clopper_pearson
 from arbor.tasks.base import Problem, Task
 from arbor.tree import Node
 from arbor.verifiers.base import Asker, ChecksQuestions, Encoder, Inquires, Verdict
-from arbor.verifiers.cgee import confidences_of, leading_two, relative_gap
+from arbor.verifiers.cgee import confidences_of, leading_two
 from arbor.verifiers.exit_thresholds import ExitThresholds
 from arbor.verifiers.self_eval import SelfEval
 

@@ -46,7 +46,7 @@ from arbor.trace.fold import Replay
 from arbor.trace.read import Trace
 from arbor.trace.records import NO_TOKEN
 from arbor.tree import Node, NodeState
-from arbor.verifiers.base import Asker, Combines, Verdict, Verifier, parts_of
+from arbor.verifiers.base import Asker, Verdict, Verifier, parts_of
 
 MOST_VOCABULARY = 1 << 24  # the logits of a replay have a place for every token id
 
@@ -299,7 +299,7 @@ class _Judge:
             if part.needs_model
         ]
         values = tuple(self.values[node.id] for node in candidates)
-        gate = None if isinstance(self.verifier, Combines) or not found else found[0].gate
+        gate = next((each.gate for each in found if each.gate), None)
         if gate is not None:
             gate = dataclasses.replace(gate, audited=())
         return Verdict(values, sum(each.asked for each in found), gate=gate)

@@ -263,6 +263,7 @@ class Run:
                     setup.sampling,
                     StopRule(words, boundary, eos),
                     None if form is None else Grammar(form, boundary.stop, words, eos),
+                    setup.branch_stop,
                 ),
                 Limits(
                     boundary.max_depth,
@@ -335,8 +336,7 @@ class Run:
         sizes."""
         whole = outcome.status in ("solved", "exhausted")
         cut = outcome.limit == "max_expansions"
-        usual = self.setup.boundary.form is None  # a format changes the lengths
-        if self.setup.mode == "lossless" and usual and (whole or cut):
+        if self.setup.mode == "lossless" and self.setup.is_usual and (whole or cut):
             # questions for proposals are blocks, so the peak has them
             asked = 0 if self.plan.proposals else self.plan.question_tokens
             self.setup.sizes.learn(self.setup.kind, full.peak + asked)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from arbor import components
+from arbor.engine.branch_stop import BranchStop
 from arbor.engine.mode_names import Mode, Rehydrate, Share
 from arbor.errors import UsageError, unknown_setting
 from arbor.model.fetch_costs import FetchCosts
@@ -36,6 +37,7 @@ TEXTS = (
     "disk_dir",
     "keep_kv",
     "kv_probe",
+    "branch_stop",
     "msve",
     "dtype",
     "kv_dtype",
@@ -130,6 +132,24 @@ def resolve_share(share: str, threshold: float, mode: str, rehydrate: str | None
             "share", f"share_threshold is {threshold!r}.", "It is a cosine, between -1 and 1."
         )
     return cast(Share, share)
+
+
+def resolve_branch_stop(rule: BranchStop | str | None, mode: str) -> BranchStop | None:
+    """A rule by which branches end early, checked together with the mode.
+
+    Raises:
+        UsageError: an invalid rule, or lossy mode.
+    """
+    if rule is None:
+        return None
+    if mode == "lossy":
+        raise UsageError(
+            "branch-stop",
+            "branches are compared at the same length, and in lossy mode not all of them decode "
+            "together.",
+            "Use --branch-stop in lossless mode.",
+        )
+    return BranchStop.parse(rule)
 
 
 def check_kv_probe(setting: str) -> str:

@@ -12,6 +12,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.aggregate.best import Best
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
+from arbor.engine.branch_stop import BranchStop
 from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share
 from arbor.events import Listener
 from arbor.model.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ class Setup:
         listeners: called with every event of every run.
         record_bytes: as in `Solver`.
         sizes: measured sizes of the model's searches.
+        branch_stop: when branches end early; None: never.
         verifier_models: of the verifiers that have their own.
     """
 
@@ -66,6 +68,7 @@ class Setup:
     record_bytes: int
     sizes: SearchSizes
     aggregate: Aggregate
+    branch_stop: BranchStop | None = None
     verifier_models: Mapping[Verifier, VerifierModel] = field(default_factory=dict)
 
     @property
@@ -85,7 +88,12 @@ class Setup:
     @property
     def size(self) -> SearchSize | None:
         """The measured size of such a search; None: not measured, as with a step format."""
-        return None if self.boundary.form is not None else self.sizes.expected(self.kind)
+        return self.sizes.expected(self.kind) if self.is_usual else None
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing changes the lengths of blocks but the model and the kind of search."""
+        return self.boundary.form is None and self.branch_stop is None
 
     def resolved(self, budget: Budget) -> Budget:
         """A budget that means the same whatever is measured later; see `Budget.resolved`."""
@@ -101,7 +109,7 @@ class Setup:
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
         default: `aggregate`, `host`, `host_bits`, `disk`, `fetch`, `share`, `kv_probe`,
-        `cuda_graphs`, `kv_dtype`.
+        `cuda_graphs`, `kv_dtype`, `step_format`, `branch_stop`.
         """
         return {
             "model": self.checkpoint.source.name,
@@ -128,6 +136,7 @@ class Setup:
                 else {"aggregate": components.spec_of(self.aggregate)}
             ),
             **({} if self.boundary.form is None else {"step_format": str(self.boundary.form)}),
+            **({} if self.branch_stop is None else {"branch_stop": str(self.branch_stop)}),
             **({} if self.lower.host is None else {"host": str(self.lower.host)}),
             **({} if self.lower.host_bits is None else {"host_bits": self.lower.host_bits}),
             **({} if self.lower.disk is None else {"disk": str(self.lower.disk)}),

@@ -99,7 +99,7 @@ class Verification:
                 entropy=exits.entropy,
             )
         )
-        return bool(verdict.asked) and not gate.skipped
+        return verdict.asked > gate.audit_asked
 
     def _verdict(
         self, verifier: Verifier, children: Sequence[Node], counts: bool = True

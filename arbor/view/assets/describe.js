@@ -47,6 +47,8 @@ const SENTENCES = {
       : `#${record.node} opens below #${record.parent}`,
   boundary: (record) =>
     `#${record.node} closes (${record.stop}), ${plural(record.tokens, "token")}: ${line(record.text)}`,
+  stop: (record) =>
+    `below #${record.leaf} one branch is confident after ${plural(record.tokens, "token")}: ${some(list(record.stopped))} end early`,
   select: (record) =>
     `grow ${pairs(record.leaves)
       .map(([id, width]) => `#${id} ×${width}`)

@@ -562,6 +562,7 @@ const NAMED = {
   header: [],
   node: ["node"],
   boundary: ["node"],
+  stop: ["branches"],
   terminal: ["node"],
   select: ["leaves"],
   transition: ["leaves"],

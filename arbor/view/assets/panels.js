@@ -435,6 +435,7 @@ const METRICS = [
   ["tokens_fetched", "tokens fetched", count],
   ["pressure_events", "pressure", count],
   ["transitions", "transitions", count],
+  ["branches_stopped", "branches stopped early", count],
   ["asked", "thoughts judged by the model", count],
   ["skipped_verifications", "verifications skipped", count],
   ["left_early", "thoughts judged before the last layer", count],

@@ -1,0 +1,565 @@
+"""What RKSC (arXiv 2606.09937) claims, measured: gates, layers, similar prompts, its pipeline.
+
+    # risk and coverage of the gates that skip a verification
+    python scripts/eval_rksc.py gates --n 350 --calibration 120 --csv rows.csv
+    # decisions by the layer that questions leave after, with and without the final norm
+    python scripts/eval_rksc.py layers --n 350 --csv rows.csv
+    # paraphrases, and prompts that differ in one number, by threshold
+    python scripts/eval_rksc.py share --n 500 --csv rows.csv
+    # 8 branches over 1,024 tokens, step by step from no sharing to the whole pipeline
+    python scripts/eval_rksc.py pipeline --size 100m --rounds 7 --csv rows.csv
+    # the same steps in tree searches of the built-in model
+    python scripts/eval_rksc.py searches --n 20 --rounds 3 --csv rows.csv
+
+`gates` and `layers` solve problems with full verification (Tree of Thoughts, verifier `self`) and
+compare each verification with what a gate or an earlier layer would have decided: a disagreement
+prefers a candidate whose full value is lower, a clear one by more than 0.05. Thresholds come from
+problems of the training split, figures from the test split. Bounds are Clopper and Pearson's,
+one-sided, at 95 %.
+
+`share` compares a prompt of `chains` with a second one: its facts in another order (the same
+answer), one number of the chain changed (another answer), or another problem. A second prompt that
+shares is answered from the first one's text, which is wrong where the answers differ.
+
+`pipeline` runs each stage alone, in turn within each round; its times are thread CPU time.
+Baselines do the same work in each stage: no hidden states, no unembedding beyond that of the
+answers. Weights are random, so whether a verification is skipped is set, not decided; questions
+leave after two thirds of the layers, looked at by the margin of two verdicts after every layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_decode import interval
+from bench_exit import FixedExit
+from experiment_table import ExperimentTable, add_options
+from random_llama import SIZES, NoText, fixed_length, prefix, random_llama
+
+from arbor import Solver
+from arbor.engine.early_exit import LayerExit
+from arbor.engine.engine import Engine
+from arbor.engine.operation import GivenBlock, Operation
+from arbor.engine.similar_prompts import Comparison, SimilarPrompts, differing
+from arbor.engine.token_source import Growth
+from arbor.events import preferred
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.measure.calibrate_exit import (
+    Recorder,
+    Verification,
+    calibrate_exit,
+    collect_verifications,
+)
+from arbor.measure.statistics import clopper_pearson
+from arbor.measure.timing import interleaved
+from arbor.memory.pool import KVPool
+from arbor.model.plan import Segment, plan_forward
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
+from arbor.model.similarity import similarity
+from arbor.retention.policy import POLICIES
+from arbor.tasks.base import Problem
+from arbor.tasks.chains import Chains, Fact, chain_to
+from arbor.tree import Node, ThoughtTree
+from arbor.verifiers.cgee import CGEE, RELEASE_ABSOLUTE, RELEASE_RELATIVE
+
+Row = dict[str, Any]
+CLEAR = 0.05  # values that differ by more are of candidates that a search would tell apart
+RISK = 0.005  # of the paper's goal: 6 of 1,616 verifications, 0.37 %
+STEPS = 20  # thresholds of a curve
+THRESHOLDS = (0.70, 0.80, 0.82, 0.90, 0.95, 0.98)  # of similarity; the paper's sweep, and more
+LARGEST_START = 20  # of a number that a problem of `chains` gives
+BRANCHES, SUFFIX, DECODED, QUESTION = 8, 16, 8, 16  # of the paper's setting
+LEAST_DECODED = 3  # tokens after which the released code may stop all branches
+VERDICTS = (5, 6)  # token ids of the random model
+SEARCHES: dict[str, dict[str, Any]] = {
+    "tot": {"controller": "tot"},
+    "beam": {"controller": {"name": "beam", "beam_size": 5, "width": 4}},
+    "dpts": {"controller": {"name": "dpts", "max_visited": 60}},
+}
+# of the calibration in docs/experiments/layer_exit.md, by the paper's percentiles
+PAPER_GATE = CGEE(confidence=0.9962, gap=0.0006)
+PAPER_EXIT = LayerExit(threshold=0.198, patience=1)
+
+
+def upper(wrong: int, n: int) -> float:
+    """The one-sided 95 % upper bound of a share."""
+    return clopper_pearson(wrong, n, 0.90)[1]
+
+
+def collected(
+    args: argparse.Namespace, split: str, n: int, norm: bool = True
+) -> list[Verification]:
+    """The verifications of the first n problems of a split."""
+    recorder = Recorder(norm=norm)
+    with Solver(args.model, task="game24", controller="tot", verifier=recorder) as solver:
+        return collect_verifications(solver, itertools.islice(solver.task.problems(split), n))
+
+
+# Gates
+
+
+def gates(args: argparse.Namespace) -> Iterator[Row]:
+    """Every gate's coverage and disagreement: curves, and the settings in use."""
+    held = collected(args, "train", args.calibration)
+    found = [each for each in collected(args, "test", args.n) if each.gap is not None]
+    first = np.array([each.confidence for each in found])
+    relative = np.array([each.gap for each in found], float)
+    absolute = np.round(first * relative, 4)
+    lost = np.array([max(each.values) - each.values[each.confident] for each in found])
+    wrong = lost > 0
+
+    def row(gate: str, setting: str, skipped: np.ndarray) -> Row:
+        decided, bad = int(skipped.sum()), int((skipped & wrong).sum())
+        return {
+            "gate": gate,
+            "setting": setting,
+            "coverage_percent": round(100 * decided / len(found), 2),
+            "decided": decided,
+            "disagreements": bad,
+            "disagree_percent": round(100 * bad / len(found), 3),
+            "bound_percent": round(100 * upper(bad, len(found)), 3),
+            "of_skipped_percent": round(100 * bad / decided, 1) if decided else "",
+            "clear_disagreements": int((skipped & (lost > CLEAR)).sum()),
+            "n": len(found),
+            "n_of": f"verifications of {args.n} problems",
+        }
+
+    for step in range(STEPS + 1):
+        share = 1 - step / STEPS
+        c, r, a = (float(np.quantile(each, share)) for each in (first, relative, absolute))
+        yield row("confidence alone", f"p1 >= {c:.4f}", first >= c)
+        yield row("relative gap alone", f"gap >= {r:.4f}", relative >= r)
+        yield row("absolute gap alone", f"p1 - p2 >= {a:.4f}", absolute >= a)
+        both, either = (first >= c) & (relative >= r), (first >= c) | (relative >= r)
+        yield row("and, equal quantiles", f"p1 >= {c:.4f} and gap >= {r:.4f}", both)
+        yield row("or, equal quantiles", f"p1 >= {c:.4f} or gap >= {r:.4f}", either)
+    (one, apart), (other, share) = RELEASE_ABSOLUTE, RELEASE_RELATIVE
+    released = ((first >= one) & (absolute >= apart)) | ((first >= other) & (relative >= share))
+    yield row("released code (or)", "as printed there", released)
+    chosen = calibrate_exit(held, risk=RISK)
+    paper = chosen.paper
+    taken = (first >= paper.confidence) & (relative >= paper.gap)
+    yield row("paper's percentiles", f"{paper.confidence:.4f}, {paper.gap:.4f}", taken)
+    for risk in (RISK, 0.02, 0.05):
+        safe = calibrate_exit(held, risk=risk).risk
+        taken = (first >= safe.confidence) & (relative >= safe.gap)
+        setting = f"{safe.confidence:.4f}, {safe.gap:.4f}"
+        yield row(f"risk-controlled, {risk:.1%}", setting, taken)
+
+
+def best_coverage(rows: Sequence[Row], column: str) -> Iterator[str]:
+    """For each gate the largest coverage whose disagreement is at most `RISK` of all
+    verifications, by the share itself or by its bound."""
+    for gate in dict.fromkeys(row["gate"] for row in rows):
+        safe = [
+            row["coverage_percent"]
+            for row in rows
+            if row["gate"] == gate and row[column] <= 100 * RISK
+        ]
+        yield f"{gate}: {max(safe, default=0)} % at {column} <= {100 * RISK:g}"
+
+
+# Layers
+
+
+def layers(args: argparse.Namespace) -> Iterator[Row]:
+    """Decisions had all questions left after a layer, and under the paper's rule."""
+    for norm in (True, False):
+        held = collected(args, "train", args.calibration, norm)
+        found = collected(args, "test", args.n, norm)
+        depth = len(found[0].by_layer) + 1
+        for layer in range(1, depth):
+            lost = [_lost(each, [layer] * len(each.uncertainties)) for each in found]
+            unsure = [u[layer - 1] for each in found for u in each.uncertainties]
+            yield {
+                "norm": norm,
+                "rule": "all leave",
+                "layer": layer,
+                "layers": depth,
+                "uncertainty_mean": round(float(np.mean(unsure)), 4),
+                "saved_percent": round(100 * (1 - layer / depth), 1),
+                **_share(lost, args.n),
+            }
+        rule = calibrate_exit(held, norm=norm).paper.exit_rule
+        ends = [each.leaves_at(rule) for each in found]
+        flat = [end for each in ends for end in each]
+        yield {
+            "norm": norm,
+            "rule": f"paper's median, threshold {rule.threshold:g}",
+            "layer": "",
+            "layers": depth,
+            "uncertainty_mean": "",
+            "saved_percent": round(100 * (1 - float(np.mean(flat)) / depth), 1),
+            **_share([_lost(each, end) for each, end in zip(found, ends, strict=True)], args.n),
+        }
+
+
+def _lost(each: Verification, ends: Sequence[int]) -> float:
+    """How much less than the best candidate the one is worth, in full, that is preferred if
+    questions leave after these layers."""
+    return max(each.values) - each.values[preferred(each.valued(ends))]
+
+
+def _share(lost: Sequence[float], problems: int) -> Row:
+    wrong, n = sum(each > 0 for each in lost), len(lost)
+    return {
+        "disagreements": wrong,
+        "disagree_percent": round(100 * wrong / n, 2),
+        "bound_percent": round(100 * upper(wrong, n), 2),
+        "clear_disagreements": sum(each > CLEAR for each in lost),
+        "n": n,
+        "n_of": f"verifications of {problems} problems",
+    }
+
+
+# Similar prompts
+
+
+def pairs(task: Chains, n: int) -> Iterator[dict[str, tuple[Problem, Problem]]]:
+    """A problem with its facts in another order, with one number changed, and another problem."""
+    rng = random.Random(0)
+    problems = itertools.islice(task.problems("test"), n + 1)
+    for problem, following in itertools.pairwise(problems):
+        facts, asked = task.facts(problem), problem.data["asked"]
+        order = list(facts)
+        while order == facts:
+            rng.shuffle(order)
+        start = next(fact for fact in chain_to(facts, asked) if fact.kind == "is")
+        given = [k for k in range(1, LARGEST_START + 1) if k != start.amount]
+        changed = Fact(start.who, "is", rng.choice(given), ())
+        edited = task.make([changed if fact is start else fact for fact in facts], asked)
+        assert edited.expected != problem.expected, "every later quantity grows with the first"
+        yield {
+            "another order": (problem, task.make(order, asked)),
+            "one number changed": (problem, edited),
+            "another problem": (problem, following),
+        }
+
+
+def compared(
+    engine: Engine, similar: SimilarPrompts, prompts: Sequence[list[int]], slots: int
+) -> Comparison | None:
+    """Two prompts compared as a search would; a pool of another size holds nothing else."""
+    one, other = (ThoughtTree(ids) for ids in prompts)
+    engine.open(one, slots)
+    engine.extend(one.root)
+    engine.finish(one)
+    engine.open(other, slots)
+    found = similar.compare(engine.state, other)
+    engine.close(other)
+    return found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two prompts under one reading of the similarity.
+
+    Attributes:
+        similarity: sigma.
+        same: whether both have the same answer.
+        saved: tokens of the second prompt that sharing would not run, beyond the common beginning.
+        spent: tokens that the comparison runs, in tokens through all layers.
+        length: tokens of the second prompt.
+    """
+
+    similarity: float
+    same: bool
+    saved: int
+    spent: float
+    length: int
+
+
+def hidden_states(runner: ModelRunner, pool: KVPool, ids: list[int]) -> torch.Tensor:
+    """The states of a prompt after each layer, [layers, tokens, d] float32."""
+    slots = np.arange(len(ids), dtype=np.int32)
+    segment = Segment((), ids, np.arange(len(ids)), slots, slots, logits=1)
+    every = list(range(runner.layer_count))
+    found = runner.forward(plan_forward([segment]), pool, hidden=every).hidden
+    return torch.stack([found[layer].float() for layer in every])
+
+
+def share(args: argparse.Namespace) -> Iterator[Row]:
+    """The part of pairs that share at each threshold, and of these the wrong ones."""
+    task = Chains(fewest=4, most=8)  # prompts of more than the 32 tokens from which they are kept
+    found: dict[tuple[str, str], list[Pair]] = {}
+    with Solver(
+        args.model, task=task, mode="lossy", share="similar", budget="900tok", policy="streaming"
+    ) as solver:
+        solver.load()
+        engine, runner = solver.engine, solver.engine.runner
+        pool = KVPool(runner.layer_kv, 900, runner.dtype, runner.device)
+        probes = {
+            "differing tokens, first quarter of the layers": SimilarPrompts(runner),
+            "differing tokens, all layers": SimilarPrompts(runner, probed=1.0),
+        }
+        serial = itertools.count()
+        for each in pairs(task, args.n):
+            for kind, two in each.items():
+                same = two[0].expected == two[1].expected
+                ids = [engine.encode(task.prompt(problem)) for problem in two]
+                length, begin = len(ids[1]), differing(*map(np.array, ids))[0]
+                for reading, probe in probes.items():
+                    c = compared(engine, probe, ids, 900 + next(serial) % 2)
+                    if c is not None:
+                        spent = c.rows * c.layers / runner.layer_count
+                        pair = Pair(c.similarity, same, length - begin, spent, length)
+                        found.setdefault((reading, kind), []).append(pair)
+                one, other = (hidden_states(runner, pool, every) for every in ids)
+                for reading, sigma in {
+                    "mean of all tokens, all layers": similarity(one.mean(1), other.mean(1)),
+                    "last token, all layers": similarity(one[:, -1], other[:, -1]),
+                }.items():  # the second prompt has been run by then, and nothing is saved
+                    pair = Pair(sigma, same, length - begin, length, length)
+                    found.setdefault((reading, kind), []).append(pair)
+    for ((reading, kind), several), threshold in itertools.product(found.items(), THRESHOLDS):
+        shared = [pair for pair in several if pair.similarity >= threshold]
+        wrong = sum(not pair.same for pair in shared)
+        low, high = clopper_pearson(len(shared), len(several))
+        yield {
+            "similarity_of": reading,
+            "second_prompt": kind,
+            "threshold": threshold,
+            "similarity_mean": round(float(np.mean([p.similarity for p in several])), 4),
+            "shared_percent": round(100 * len(shared) / len(several), 1),
+            "shared_low": round(100 * low, 1),
+            "shared_high": round(100 * high, 1),
+            "wrong_of_shared_percent": round(100 * wrong / len(shared), 1) if shared else "",
+            "saved_tokens": round(sum(pair.saved for pair in shared) / len(several), 2),
+            "spent_tokens": round(sum(pair.spent for pair in several) / len(several), 2),
+            "prompt_tokens": round(float(np.mean([pair.length for pair in several])), 1),
+            "n": len(several),
+            "n_of": "pairs of prompts",
+        }
+
+
+# The pipeline
+
+
+class Pipeline:
+    """The stages of the paper's pipeline, on one model.
+
+    Args:
+        size: of the random model.
+        n: tokens of the prefix.
+    """
+
+    def __init__(self, size: str, n: int) -> None:
+        model = random_llama(size, torch.float32)
+        self.runner = ModelRunner(model, TorchCascade())
+        pack_linears(model)
+        self.layers = self.runner.layer_count
+        vocabulary = model.config.vocab_size
+        self.prompt = prefix(n, vocabulary)
+        self.suffixes = [
+            [(7 * branch + 3 * at + 5) % vocabulary for at in range(SUFFIX)]
+            for branch in range(BRANCHES)
+        ]
+        self.question = prefix(QUESTION, vocabulary)
+        self.slots = BRANCHES * (n + SUFFIX + DECODED + QUESTION)
+        lru = POLICIES["lru"]
+        self.engine = Engine(self.runner, NoText(), policy=lru, share="off")
+        self.leaves: list[Node] = []
+
+    def generate(self, shared: bool, decoded: int = DECODED) -> None:
+        """Prefix, suffixes and decoding: one prefix for all branches, or one for each."""
+        engine = self.engine
+        trees = [ThoughtTree(self.prompt) for _ in range(1 if shared else BRANCHES)]
+        growth = Growth(0, Sampling(temperature=0), fixed_length(SUFFIX + decoded))
+        for tree in trees:
+            engine.open(tree, self.slots, pool=self.slots)
+        self._run([engine.begin_extend(tree.root) for tree in trees])
+        per_tree = BRANCHES // len(trees)
+        blocks = [
+            GivenBlock(tree.root, suffix, growth)
+            for tree, suffix in zip(
+                (tree for tree in trees for _ in range(per_tree)), self.suffixes, strict=True
+            )
+        ]
+        begun = [
+            engine.begin_given([block for block in blocks if block.leaf.tree is tree])
+            for tree in trees
+        ]
+        self._run(begun)
+        self.leaves = [node for each in begun for node in each.result()]
+
+    def verify(self, rule: LayerExit | None = None) -> None:
+        """One question for each branch, on its KV."""
+        engine, leaves = self.engine, self.leaves
+        asked = []
+        for tree in dict.fromkeys(leaf.tree for leaf in leaves):
+            mine = [leaf for leaf in leaves if leaf.tree is tree]
+            several = [self.question] * len(mine)
+            if rule is None:
+                asked.append(engine.begin_ask(mine, several))
+            else:
+                asked.append(engine.begin_ask(mine, several, rule, [VERDICTS] * len(mine)))
+        self._run(asked)
+
+    def end(self) -> None:
+        """Free the KV of all branches."""
+        for tree in list(self.engine.state.trees):
+            self.engine.close(tree)
+
+    def _run(self, operations: Sequence[Operation]) -> None:
+        while not all(each.done for each in operations):
+            self.engine.step()
+        for each in operations:
+            each.check()
+
+
+def pipeline(args: argparse.Namespace) -> Iterator[Row]:
+    """The time of each stage, and of their sums against the two baselines."""
+    runs = Pipeline(args.size, args.prefix)
+    rule = FixedExit(1, measure="margin", leaves_after=2 * runs.layers // 3)
+    laps: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        began = time.thread_time()
+        call()
+        laps.setdefault(name, []).append(time.thread_time() - began)
+
+    def once(shared: bool) -> None:
+        who = "shared" if shared else "unshared"
+        timed(f"generate, {who}", partial(runs.generate, shared))
+        timed(f"verify, {who}", runs.verify)
+        if shared:
+            timed("verify, layer exit", partial(runs.verify, rule))
+            runs.end()
+            timed("generate, stopped", partial(runs.generate, shared, LEAST_DECODED))
+        runs.end()
+
+    contestants = {"unshared": partial(once, False), "shared": partial(once, True)}
+    for _ in interleaved(contestants, 1, args.rounds, cpu=time.thread_time):
+        pass
+    seconds = {name: np.array(times[1:]) for name, times in laps.items()}  # the first warms up
+    base = seconds["generate, unshared"] + seconds["verify, unshared"]
+    exact = seconds["generate, shared"] + seconds["verify, shared"]
+    arms = {
+        "no sharing, full verification": base,
+        "token-exact sharing, full verification": exact,
+        "+ layer exit": seconds["generate, shared"] + seconds["verify, layer exit"],
+        "+ verification skipped": seconds["generate, shared"],
+        "+ decoding stopped after 3 of 8": seconds["generate, stopped"],
+    }
+    for name, times in {**seconds, **arms}.items():
+        over, low, high = interval(base / times)
+        more, more_low, more_high = interval(exact / times)
+        yield {
+            "model": args.size,
+            "prefix": args.prefix,
+            "what": name,
+            "kind": "stage" if name in seconds else "pipeline",
+            "median_ms": round(1e3 * float(np.median(times)), 1),
+            "over_unshared_ratio": round(over, 3),
+            "over_unshared_low": round(low, 3),
+            "over_unshared_high": round(high, 3),
+            "over_exact_ratio": round(more, 3),
+            "over_exact_low": round(more_low, 3),
+            "over_exact_high": round(more_high, 3),
+            "n": args.rounds,
+            "n_of": "rounds",
+        }
+
+
+def searches(args: argparse.Namespace) -> Iterator[Row]:
+    """The time of searches of the built-in model, with each part on."""
+    parts: dict[str, dict[str, Any]] = {
+        "forks share": {"share": "off", "verifier": "self"},
+        "exact sharing": {"verifier": "self"},
+        "+ skip (paper's percentiles)": {"verifier": PAPER_GATE},
+        "+ layer exit (paper's median)": {"verifier": CGEE(levels="exit", exit_rule=PAPER_EXIT)},
+        "+ both": {"verifier": replace(PAPER_GATE, levels="both", exit_rule=PAPER_EXIT)},
+    }
+    for search in args.searches:
+        solvers = {
+            name: Solver(args.model, task="game24", **SEARCHES[search], **part)
+            for name, part in parts.items()
+        }
+        some = next(iter(solvers.values()))
+        problems = list(itertools.islice(some.task.problems("test"), args.n))
+        spent: dict[str, list[list[float]]] = {name: [] for name in parts}
+        right: dict[str, int] = dict.fromkeys(parts, 0)
+
+        def solve(name: str) -> list[tuple[float, bool]]:
+            taken = []
+            for problem in problems:  # noqa: B023
+                began = time.thread_time()
+                solution = solvers[name].solve(problem)  # noqa: B023
+                taken.append((time.thread_time() - began, bool(solution.correct)))
+            return taken
+
+        contestants = {name: partial(solve, name) for name in parts}
+        for lap in interleaved(contestants, 1, args.rounds, cpu=time.thread_time):
+            taken: Any = lap.result
+            spent[lap.name].append([seconds for seconds, _ in taken])
+            right[lap.name] = sum(correct for _, correct in taken)
+        for each in solvers.values():
+            each.close()
+        totals = {name: np.array(several).sum(axis=1) for name, several in spent.items()}
+        for name, times in totals.items():
+            ratio, low, high = interval(totals["exact sharing"] / times)
+            yield {
+                "search": search,
+                "what": name,
+                "problem_ms": round(1e3 * float(np.median(times)) / len(problems), 1),
+                "over_exact_ratio": round(ratio, 3),
+                "over_exact_low": round(low, 3),
+                "over_exact_high": round(high, 3),
+                "solved": right[name],
+                "problems": len(problems),
+                "n": args.rounds,
+                "n_of": "rounds",
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("gates", "layers", "share", "pipeline", "searches"))
+    parser.add_argument("--model", default="builtin:sapling")
+    parser.add_argument("--n", type=int, default=350, help="problems, or pairs of prompts")
+    parser.add_argument("--calibration", type=int, default=120, help="problems for thresholds")
+    parser.add_argument("--size", choices=sorted(SIZES), default="100m", help="pipeline: model")
+    parser.add_argument("--prefix", type=int, default=1024, help="pipeline: tokens")
+    parser.add_argument("--rounds", type=int, default=7, help="pipeline, searches")
+    parser.add_argument("--searches", nargs="+", choices=tuple(SEARCHES), default=tuple(SEARCHES))
+    add_options(parser)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    table = ExperimentTable(args)
+    rows: list[Row] = []
+    what = {
+        "gates": gates,
+        "layers": layers,
+        "share": share,
+        "pipeline": pipeline,
+        "searches": searches,
+    }[args.what]
+    for row in what(args):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        table.add(row)
+    if args.what == "gates":
+        for column in ("disagree_percent", "bound_percent"):
+            print(*best_coverage(rows, column), sep="\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
