@@ -34,9 +34,11 @@ from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.native import native_library, native_state, without_native
 from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.rotary import rotary_ops
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 from arbor.model.fuse import fuse
+from arbor.model.fuse_attention import fuse_attention
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
@@ -59,10 +61,20 @@ def generated(shape: str) -> int:
 
 
 class Arbor:
-    """The engine, on a tree with a filled root."""
+    """The engine, on a tree with a filled root.
+
+    Args:
+        layers: whether attention layers are fused where they can be.
+    """
 
     def __init__(
-        self, model: Any, shape: str, vocabulary: int, backend: AttentionBackend | None = None
+        self,
+        model: Any,
+        shape: str,
+        vocabulary: int,
+        backend: AttentionBackend | None = None,
+        *,
+        layers: bool = True,
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
         if backend is None:
@@ -74,6 +86,9 @@ class Arbor:
             ops = fused_ops(runner.device)
             if ops is not None:
                 fuse(model, ops)
+            rotary = rotary_ops(runner.device)
+            if layers and rotary is not None:
+                fuse_attention(model, rotary)
         self.slots = PREFIX + generated(shape)
         self.prompt = prefix(PREFIX, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))
@@ -193,6 +208,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deepcopy", action="store_true", help="also one deep copy per branch")
     parser.add_argument("--torch", action="store_true", help="also arbor without native kernels")
+    parser.add_argument(
+        "--layers", action="store_true", help="also arbor with the model's own attention layers"
+    )
     parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -209,6 +227,9 @@ def main() -> None:
             with without_native():
                 plain = random_llama(args.size, dtype)
                 contestants["torch"] = Arbor(plain, shape, vocabulary)
+        if args.layers:
+            plain = random_llama(args.size, dtype)
+            contestants["layers"] = Arbor(plain, shape, vocabulary, layers=False)
         if args.deepcopy:
             contestants["deepcopied"] = DeepCopied(theirs, shape, vocabulary)
         for contestant in contestants.values():
