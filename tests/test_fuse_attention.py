@@ -56,6 +56,8 @@ FORMS: dict[str, tuple[list[str], list[str]]] = {
     "helium": (["glm"], ["glm"]),
     "ernie4_5": (["glm"], ["ernie4_5"]),
 }
+# Architectures whose projections are one matrix already, or of sizes that are not joined.
+APART = {"phi3", "phi3_window", "llama_gqa4", "llama_gqa7"}
 
 
 def native_rotary() -> RotaryOps:
@@ -107,6 +109,7 @@ def test_a_fused_forward_has_the_bits_of_the_models_own(name: str, dtype: torch.
         named = FORMS.get(name, (["llama"], ["llama"]))[dtype == torch.bfloat16]
         found = [form.rotary.name if form.rotary else "none" for form in forms]
         assert sorted(set(found)) == sorted(named)
+        assert all((form.joint is None) == (name in APART) for form in forms)
     assert torch.equal(after.logits, before.logits)
     assert same(stored_after, stored)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, FusedOps
+from arbor.kernels.linear import JointLinear, joint_linear
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,12 @@ class _FusedSeparate(Fused):
     down_proj: nn.Module
 
     def _fused(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        joint: JointLinear | None = getattr(self, "_arbor_joint", None)
+        if joint is None or joint.hooked:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            both = joint(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            gate, up = both.chunk(2, dim=-1)
         found: Tensor = self.down_proj(self._arbor_ops.gated(gate, up, self._arbor_form))
         return found
 
@@ -287,6 +293,9 @@ def _compare(
     if chosen is None:
         return f"its results differ by {least:.2g} tolerances or more"
     install(module, kind, ops, chosen)
+    if kind is _FusedSeparate:
+        fused: Any = module
+        fused._arbor_joint = joint_linear((fused.gate_proj, fused.up_proj))
     return ""
 
 

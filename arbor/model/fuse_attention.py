@@ -1,8 +1,9 @@
 """Attention layers of a decoder in few kernels, where that gives the bits of the layer's forward.
 
-A fused layer hands its heads on before position embedding: the runner rotates them and writes K and
-V to their slots in one call. Layers are found by structure, and each is compared with its own
-forward on random rows and random tables of angles before it is changed.
+A fused layer multiplies q, k and v as one matrix where their weights are packed for that, and hands
+its heads on before position embedding: the runner rotates them and writes K and V to their slots in
+one call. Layers are found by structure, and each is compared with its own forward on random rows
+and random tables of angles before it is changed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from arbor.kernels.base import AttentionShape
+from arbor.kernels.linear import JointLinear, joint_linear
 from arbor.kernels.native import MOST_DIM
 from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, RotaryOps
 from arbor.model.attention import (
@@ -51,6 +53,7 @@ class AttentionForm:
         rotary: position embedding; None without.
         shape: of its attention, as it calls it.
         sinks: whether its attention has sinks.
+        joint: its projections as one product; None: one by one.
     """
 
     projections: tuple[str, ...]
@@ -60,6 +63,7 @@ class AttentionForm:
     rotary: RotaryForm | None
     shape: AttentionShape
     sinks: bool
+    joint: JointLinear | None = None
 
 
 class _FusedAttention(Fused):
@@ -90,10 +94,12 @@ class _FusedAttention(Fused):
 
     def _heads(self, rows: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of rows [T, d], normed: [T, H_q, D], [T, H_kv, D] each."""
-        shape = form.shape
+        shape, joint = form.shape, form.joint
         count, dim = len(rows), shape.head_dim_qk
         heads = (shape.num_qo_heads, shape.num_kv_heads, shape.num_kv_heads)
-        if len(form.projections) == 1:
+        if joint is not None and not joint.hooked:
+            q, k, v = joint(rows).view(count, -1, dim).split(heads, dim=1)
+        elif len(form.projections) == 1:
             q, k, v = getattr(self, form.projections[0])(rows).view(count, -1, dim).split(heads, 1)
         else:
             found = [getattr(self, name)(rows) for name in form.projections]
@@ -258,10 +264,12 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
 
 
 def _forms(module: nn.Module, call: AttentionCall) -> Iterator[AttentionForm]:
-    """The forms a layer may have."""
+    """The forms a layer may have, each projection packed with the others where that is possible."""
     parts = _parts(module)
     assert parts is not None, "of a known structure"
     projections, output, norms = parts
+    layers = [module.get_submodule(name) for name in projections]
+    joint = joint_linear(layers) if len(layers) > 1 else None
     for whole, rotary in product((False, True) if norms else (False,), (*ROTARY_FORMS, None)):
         sinks = call.sinks is not None
-        yield AttentionForm(projections, output, norms, whole, rotary, call.shape, sinks)
+        yield AttentionForm(projections, output, norms, whole, rotary, call.shape, sinks, joint)
