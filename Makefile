@@ -45,7 +45,7 @@ native:  ## compile the native kernels of this checkout; installing arbor does s
 sanitize:  ## the native kernels' tests under the address and undefined-behaviour sanitizers
 	$(PYTHON) kernels/csrc/build.py --sanitize --output $(SANITIZED)
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		ARBOR_NATIVE_FILE=$(abspath $(SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py tests/test_int8.py
+		ARBOR_NATIVE_FILE=$(abspath $(SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py tests/test_rotary.py tests/test_int8.py
 
 bench:  ## timings of this machine, one JSON per benchmark
 	@set -e; for script in scripts/bench_*.py; do echo "== $$script"; $(PYTHON) "$$script"; done

@@ -55,6 +55,7 @@ import ctypes
 import functools
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -195,6 +196,70 @@ class PackedLinear(nn.Module):
         if self._packed is None:
             return F.linear(rows, self.weight, self.bias)
         return _apply(rows, self._packed, self._ghost, self.bias, self.packing)
+
+
+class JointLinear:
+    """Packed linear layers of one input as one product.
+
+    Its weight holds those of the layers, which become parts of it: they compute alone as before,
+    no memory is added, and an output has the same bits either way.
+
+    Args:
+        layers: as `joint_linear` accepts them.
+
+    Example:
+        >>> from arbor.kernels.linear import PackedLinear, joint_linear, packing
+        >>> layers = [nn.Linear(8, 16), nn.Linear(8, 32)]
+        >>> kinds = {packing(each.weight, torch.float32) for each in layers}
+        >>> packed, x = [PackedLinear(each, "native") for each in layers], torch.ones(3, 8)
+        >>> joint = joint_linear(packed) if kinds == {"native"} else None
+        >>> joint is None or torch.equal(joint(x)[:, 16:], packed[1](x))
+        True
+    """
+
+    def __init__(self, layers: Sequence[PackedLinear]) -> None:
+        self.layers = tuple(layers)
+        self.out_features = sum(each.out_features for each in layers)
+        weights = [cast(Tensor, each._packed) for each in layers]
+        self._packed = _joined(weights)
+        for layer, part in zip(layers, self._packed.split([len(w) for w in weights]), strict=True):
+            layer._packed = part
+        biases = [each.bias for each in layers if each.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+        self._library = layers[0]._library
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a layer has hooks, which a joint product does not run."""
+        return any(each._forward_hooks or each._forward_pre_hooks for each in self.layers)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[M, in] -> [M, out of all layers], in the order of the layers."""
+        return _native(self._library, rows, self._packed, self.out_features, self._bias)
+
+
+def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
+    """Layers as one product; None unless all are packed for the native kernels, alike."""
+    if not all(isinstance(each, PackedLinear) and each.packing == "native" for each in layers):
+        return None
+    packed = cast(Sequence[PackedLinear], layers)
+    kinds = {(each.in_features, each.dtype, each.compute, each.bias is None) for each in packed}
+    whole = all(each.out_features % PANEL == 0 for each in packed)
+    if len(kinds) > 1 or not whole or packed[0].compute != packed[0].dtype:
+        return None
+    return JointLinear(packed)
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """Packed weights one after the other: a view where they lie so, else a copy."""
+    first = weights[0]
+    ends = [each.data_ptr() + each.nbytes for each in weights]
+    storages = {each.untyped_storage().data_ptr() for each in weights}
+    if len(storages) == 1 and ends[:-1] == [each.data_ptr() for each in weights[1:]]:
+        return first.as_strided((sum(map(len, weights)),), (1,))
+    joint = first.new_empty(sum(map(len, weights)))
+    on_huge_pages(joint.data_ptr(), joint.nbytes, filled=False)
+    return torch.cat(tuple(weights), out=joint)
 
 
 def _by_triton(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
-LAYOUT_VERSION = 2  # as in native.h
+LAYOUT_VERSION = 3  # as in native.h
 # Instruction sets of the kernels, from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 VARIABLE = "ARBOR_NATIVE"
@@ -157,6 +157,45 @@ class GatedJob(Structure):
     )
 
 
+class RotaryJob(Structure):
+    """`RotaryJob` of native.h."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_out", c_void_p),
+        ("k_out", c_void_p),
+        ("v_out", c_void_p),
+        ("slots", c_void_p),
+        ("q_row", c_int64),
+        ("q_head", c_int64),
+        ("k_row", c_int64),
+        ("k_head", c_int64),
+        ("v_row", c_int64),
+        ("v_head", c_int64),
+        ("cos_row", c_int64),
+        ("sin_row", c_int64),
+        ("k_out_slot", c_int64),
+        ("k_out_head", c_int64),
+        ("v_out_slot", c_int64),
+        ("v_out_head", c_int64),
+        ("rows", c_int32),
+        ("q_heads", c_int32),
+        ("kv_heads", c_int32),
+        ("dim_qk", c_int32),
+        ("dim_vo", c_int32),
+        ("rotated", c_int32),
+        ("interleaved", c_int32),
+        ("one_angle", c_int32),
+        ("rounds_products", c_int32),
+        ("number", c_int32),
+        ("table_number", c_int32),
+    )
+
+
 class Library:
     """The loaded library.
 
@@ -171,9 +210,10 @@ class Library:
         self.norm = loaded.arbor_native_norm
         self.gated = loaded.arbor_native_gated
         self.store = loaded.arbor_native_store
+        self.rotary = loaded.arbor_native_rotary
         for call in (self.attention, self.linear):
             call.argtypes, call.restype = (c_void_p, c_int32), None
-        for call in (self.norm, self.gated, self.store):
+        for call in (self.norm, self.gated, self.store, self.rotary):
             call.argtypes, call.restype = (c_void_p,), None
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -210,10 +250,10 @@ def without_native() -> Iterator[None]:
 
 def _layout() -> int:
     """The library's own number for these structures."""
-    layout = 0
-    for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob):
-        layout = layout * 512 + ctypes.sizeof(each)
-    return LAYOUT_VERSION << 54 | layout
+    layout = LAYOUT_VERSION
+    for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob):
+        layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
+    return layout
 
 
 @functools.cache

@@ -37,8 +37,10 @@ from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.native import native_library
 from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.rotary import rotary_ops
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.model.fuse import fuse
+from arbor.model.fuse_attention import fuse_attention
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
@@ -137,6 +139,8 @@ def engine_of(size: str) -> Engine:
     pack_linears(model)
     if (ops := fused_ops(runner.device)) is not None:
         fuse(model, ops)
+    if (rotary := rotary_ops(runner.device)) is not None:
+        fuse_attention(model, rotary)
     return engine
 
 

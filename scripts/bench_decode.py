@@ -18,8 +18,11 @@ import copy
 import json
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -34,9 +37,11 @@ from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
 from arbor.kernels.native import native_library, native_state, without_native
 from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.rotary import rotary_ops
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.measure.statistics import bootstrap
 from arbor.model.fuse import fuse
+from arbor.model.fuse_attention import fuse_attention
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES
@@ -58,11 +63,42 @@ def generated(shape: str) -> int:
     return int(sum(np.cumprod(fans))) * tokens
 
 
+@contextmanager
+def separate_projections() -> Iterator[None]:
+    """Within, `fuse` and `fuse_attention` leave projections of one input apart."""
+    with (
+        patch("arbor.model.fuse.joint_linear", return_value=None),
+        patch("arbor.model.fuse_attention.joint_linear", return_value=None),
+    ):
+        yield
+
+
+def _fuse(model: Any, layers: bool) -> None:
+    device = torch.device("cpu")
+    if (ops := fused_ops(device)) is not None:
+        fuse(model, ops)
+    if layers and (rotary := rotary_ops(device)) is not None:
+        fuse_attention(model, rotary)
+
+
 class Arbor:
-    """The engine, on a tree with a filled root."""
+    """The engine, on a tree with a filled root.
+
+    Args:
+        layers: whether attention layers are fused where they can be.
+        joint: whether projections of one input are one matrix where they can be.
+        joint: whether projections of one input are one matrix where they can be.
+    """
 
     def __init__(
-        self, model: Any, shape: str, vocabulary: int, backend: AttentionBackend | None = None
+        self,
+        model: Any,
+        shape: str,
+        vocabulary: int,
+        backend: AttentionBackend | None = None,
+        *,
+        layers: bool = True,
+        joint: bool = True,
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
         if backend is None:
@@ -71,9 +107,8 @@ class Arbor:
         self.engine = Engine(runner, NoText(), policy=POLICIES["lru"])
         if runner.device.type == "cpu":
             pack_linears(model)
-            ops = fused_ops(runner.device)
-            if ops is not None:
-                fuse(model, ops)
+            with nullcontext() if joint else separate_projections():
+                _fuse(model, layers)
         self.slots = PREFIX + generated(shape)
         self.prompt = prefix(PREFIX, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))
@@ -193,6 +228,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deepcopy", action="store_true", help="also one deep copy per branch")
     parser.add_argument("--torch", action="store_true", help="also arbor without native kernels")
+    parser.add_argument(
+        "--layers", action="store_true", help="also arbor with the model's own attention layers"
+    )
+    parser.add_argument(
+        "--separate", action="store_true", help="also arbor with one product per projection"
+    )
     parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -209,6 +250,12 @@ def main() -> None:
             with without_native():
                 plain = random_llama(args.size, dtype)
                 contestants["torch"] = Arbor(plain, shape, vocabulary)
+        if args.layers:
+            plain = random_llama(args.size, dtype)
+            contestants["layers"] = Arbor(plain, shape, vocabulary, layers=False)
+        if args.separate:
+            plain = random_llama(args.size, dtype)
+            contestants["separate"] = Arbor(plain, shape, vocabulary, joint=False)
         if args.deepcopy:
             contestants["deepcopied"] = DeepCopied(theirs, shape, vocabulary)
         for contestant in contestants.values():

@@ -53,6 +53,7 @@ TORCH = (
     "model.describe",
     "model.fetch_probe",
     "model.fuse",
+    "model.fuse_attention",
     "model.graphs",
     "model.kv_identity",
     "model.kv_probe",

@@ -20,9 +20,11 @@ from arbor.kernels.invariant import FUNCTIONS, by_padding, row_invariant
 from arbor.kernels.linear import batch_dependent, pack_linears
 from arbor.kernels.native import native_library, without_native
 from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.rotary import rotary_ops
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.memory.pool import KVPool
 from arbor.model.fuse import fuse
+from arbor.model.fuse_attention import fuse_attention
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
 
@@ -146,6 +148,9 @@ def deterministic_runner(
     ops = fused_ops(CPU)
     if ops is not None:
         fuse(model, ops)
+    rotary = rotary_ops(CPU)
+    if rotary is not None:
+        fuse_attention(model, rotary)
     return runner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,14 @@ from support.models import build
 from torch import Tensor, nn
 
 from arbor.kernels import linear
-from arbor.kernels.linear import PackedLinear, Packing, batch_dependent, pack_linears, weight_bytes
+from arbor.kernels.linear import (
+    PackedLinear,
+    Packing,
+    batch_dependent,
+    joint_linear,
+    pack_linears,
+    weight_bytes,
+)
 from arbor.kernels.native import native_library, without_native
 
 PACKINGS: tuple[Packing, ...] = ("native", "mkl", "onednn", "dense")
@@ -289,3 +297,97 @@ def test_the_linear_layers_of_gpt2_compute_the_same_and_row_by_row() -> None:
     assert len(layers) == 3 * 4 + 1 and batch_dependent(model) == {}
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+# Layers of one input
+
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
+
+
+def native_layers(
+    dtype: torch.dtype, bias: bool, outputs: tuple[int, ...] = (48, 16, 80)
+) -> list[PackedLinear]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(72, size, bias=bias).to(dtype) for size in outputs]
+    return [PackedLinear(each, "native") for each in layers]
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_joint_product_has_the_bits_of_its_layers_and_holds_their_weights_once(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    layers, model = native_layers(dtype, bias), nn.ModuleList()
+    model.extend(layers)
+    held, states = weight_bytes(model), list(model.state_dict())
+    xs = [torch.randn(rows, 72).to(dtype) for rows in (1, 7, 33)]
+    alone = [[layer(x) for layer in layers] for x in xs]
+
+    joint = joint_linear(layers)
+
+    assert joint is not None and joint.out_features == 48 + 16 + 80
+    for x, expected in zip(xs, alone, strict=True):
+        assert torch.equal(joint(x), torch.cat(expected, dim=1))
+        assert all(map(torch.equal, [layer(x) for layer in layers], expected))
+    storages = {layer._packed.untyped_storage().data_ptr() for layer in layers}  # type: ignore[union-attr]
+    assert storages == {joint._packed.untyped_storage().data_ptr()}
+    assert joint._packed.nbytes == joint._packed.untyped_storage().nbytes()
+    assert weight_bytes(model) == held and list(model.state_dict()) == states
+
+
+@needs_native
+def test_layers_are_joined_once_and_copied_as_one() -> None:
+    layers, x = native_layers(torch.float32, True), torch.randn(5, 72)
+    joint = joint_linear(layers)
+    again = joint_linear(layers)
+    assert joint is not None and again is not None
+    assert again._packed.data_ptr() == joint._packed.data_ptr()
+    assert torch.equal(again(x), joint(x))
+    other = joint_linear((layers[1], layers[0]))  # in another order: a copy
+    assert other is not None and other._packed.data_ptr() != joint._packed.data_ptr()
+    assert torch.equal(other(x), torch.cat((layers[1](x), layers[0](x)), dim=1))
+
+    twins, twin = copy.deepcopy((layers, again))
+
+    assert torch.equal(twin(x), again(x))
+    assert twins[2]._packed is not None and layers[2]._packed is not None
+    assert (
+        twins[2]._packed.untyped_storage().data_ptr() == twin._packed.untyped_storage().data_ptr()
+    )
+
+
+@needs_native
+def test_hooks_of_joined_layers_are_seen() -> None:
+    layers = native_layers(torch.float32, False)
+    joint = joint_linear(layers)
+    assert joint is not None and not joint.hooked
+
+    handle = layers[1].register_forward_hook(lambda *_: None)
+
+    assert joint.hooked
+    handle.remove()
+    assert not joint.hooked
+    layers[2].register_forward_pre_hook(lambda *_: None)
+    assert joint.hooked
+
+
+@needs_native
+def test_layers_that_differ_are_not_joined() -> None:
+    float32 = native_layers(torch.float32, False)
+    bfloat16 = native_layers(torch.bfloat16, False)
+    biased = native_layers(torch.float32, True)
+    ragged = native_layers(torch.float32, False, (48, 24))
+    other = PackedLinear(nn.Linear(64, 48, bias=False), "native")
+    dense = PackedLinear(nn.Linear(72, 48, bias=False), "dense")
+    plain = nn.Linear(72, 48, bias=False)
+
+    for pair in (
+        (float32[0], bfloat16[1]),
+        (float32[0], biased[1]),
+        ragged,
+        (float32[0], other),
+        (float32[0], dense),
+        (float32[0], plain),
+    ):
+        assert joint_linear(pair) is None

@@ -262,6 +262,7 @@ import sys
 sys.path.insert(0, "tests")
 import torch
 import test_native
+import test_rotary
 from arbor.kernels.native import native_state
 print(native_state())
 if native_state() == sys.argv[1]:
@@ -272,6 +273,8 @@ if native_state() == sys.argv[1]:
             test_native.test_products_agree_and_a_row_keeps_its_bits(size, dtype)
         test_native.test_gated_activations_agree_with_float64("silu", dtype)
         test_native.test_norms_agree_with_float64(250, test_native.NORM_FORMS[0], dtype)
+        for form in test_rotary.ROTARY_FORMS:
+            test_rotary.test_the_kernel_has_the_bits_of_torch(form, dtype, (80, 36))
     for dim in (32, 256):
         test_native.test_a_row_has_the_same_bits_in_every_batch_and_division_into_levels(
             dim, torch.bfloat16)

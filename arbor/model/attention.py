@@ -13,16 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from arbor.kernels.base import AttentionShape
+from arbor.kernels.rotary import RotaryForm, RotaryOps
 
 IMPLEMENTATION = "arbor_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The position embedding of a call's queries and keys.
+
+    cos, sin: tables of the rows, [T, numbers]; form: None where a layer has no position embedding;
+    ops: the kernel.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    form: RotaryForm | None
+    ops: RotaryOps
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """One layer's call, as the model makes it.
 
-    q: [T, H_q, D_k], k: [T, H_kv, D_k], v: [T, H_kv, D_v], position-encoded; sinks: [H_q] or None;
-    causal: the layer asks for causal attention and for no mask of its own.
+    q: [T, H_q, D_k], k: [T, H_kv, D_k], v: [T, H_kv, D_v]; sinks: [H_q] or None; causal: the layer
+    asks for causal attention and for no mask of its own; rotation: what position-encodes q and k;
+    None: the layer has done so.
     """
 
     layer: int
@@ -32,6 +48,7 @@ class AttentionCall:
     v: Tensor
     sinks: Tensor | None
     causal: bool
+    rotation: Rotation | None = None
 
 
 class Attend(Protocol):
@@ -54,6 +71,11 @@ def answered_by(attend: Attend) -> Iterator[None]:
         yield
     finally:
         _ATTEND.reset(token)
+
+
+def answering() -> Attend | None:
+    """What answers the attention calls of the forward in progress; None outside of any."""
+    return _ATTEND.get()
 
 
 def arbor_paged(

@@ -1,9 +1,9 @@
 """Fused norms and gated activations in a loaded model, where they compute what the model does.
 
 Modules are found by structure, whatever their class is named, and each is compared with its own
-forward on random rows before it is changed. Rotary embeddings stay as they are: transformers calls
-a function of the modelling file for them, which all models of that file in a process share.
-Residual sums stay too, as decoder layers compute them between their modules.
+forward on random rows before it is changed. Attention layers with their rotary embedding are the
+subject of `arbor.model.fuse_attention`. Residual sums stay as they are: decoder layers compute them
+between their modules.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, FusedOps
+from arbor.kernels.linear import JointLinear, joint_linear
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class FuseReport:
     kept: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Fused(nn.Module):
+class Fused(nn.Module):
     """A module with a fused forward, as a subclass of its own class; hooks and weights stay.
 
     The kernels have no derivatives: where torch records any, the module's own forward runs.
@@ -80,7 +81,7 @@ class _Fused(nn.Module):
         raise NotImplementedError
 
 
-class _FusedNorm(_Fused):
+class _FusedNorm(Fused):
     def _fused(self, x: Tensor) -> Tensor | None:
         weight: Any = self.weight
         if x.dtype != weight.dtype or x.shape[-1] != len(weight):
@@ -88,18 +89,23 @@ class _FusedNorm(_Fused):
         return self._arbor_ops.rms_norm(x, weight, _eps(self), self._arbor_form)
 
 
-class _FusedSeparate(_Fused):
+class _FusedSeparate(Fused):
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Module
 
     def _fused(self, x: Tensor) -> Tensor:
-        product = self._arbor_ops.gated(self.gate_proj(x), self.up_proj(x), self._arbor_form)
-        found: Tensor = self.down_proj(product)
+        joint: JointLinear | None = getattr(self, "_arbor_joint", None)
+        if joint is None or joint.hooked:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            both = joint(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            gate, up = both.chunk(2, dim=-1)
+        found: Tensor = self.down_proj(self._arbor_ops.gated(gate, up, self._arbor_form))
         return found
 
 
-class _FusedJoint(_Fused):
+class _FusedJoint(Fused):
     gate_up_proj: nn.Module
     down_proj: nn.Module
 
@@ -109,7 +115,7 @@ class _FusedJoint(_Fused):
         return found
 
 
-_SUBCLASSES: dict[tuple[type[_Fused], type[nn.Module]], type[_Fused]] = {}
+_SUBCLASSES: dict[tuple[type[Fused], type[nn.Module]], type[Fused]] = {}
 
 
 @torch.inference_mode()
@@ -161,8 +167,8 @@ def fuse(model: nn.Module, ops: FusedOps) -> FuseReport:
 def unfuse(model: nn.Module) -> None:
     """Give every module that `fuse` changed its own forward back."""
     for module in model.modules():
-        if isinstance(module, _Fused):
-            _remove(module)
+        if isinstance(module, Fused):
+            remove(module)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -232,19 +238,23 @@ def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:
 
 
 def _inputs(width: int, like: Tensor, sizes: Sequence[float]) -> list[Tensor]:
-    """Random rows [1, n, width], neighbours of different sizes, for each n of `ROWS`."""
+    """`random_rows` for each number of `ROWS`."""
     generator = torch.Generator(like.device).manual_seed(0)
-    found = []
-    for count in ROWS:
-        x = torch.randn(1, count, width, generator=generator, device=like.device)
-        scale = [sizes[row % len(sizes)] for row in range(count)]
-        found.append((x * torch.tensor(scale, device=like.device)[:, None]).to(like.dtype))
-    return found
+    return [random_rows(count, width, like, sizes, generator) for count in ROWS]
+
+
+def random_rows(
+    count: int, width: int, like: Tensor, sizes: Sequence[float], generator: torch.Generator
+) -> Tensor:
+    """Random rows [1, count, width], neighbours of different sizes, in the dtype of `like`."""
+    x = torch.randn(1, count, width, generator=generator, device=like.device)
+    scale = [sizes[row % len(sizes)] for row in range(count)]
+    return (x * torch.tensor(scale, device=like.device)[:, None]).to(like.dtype)
 
 
 def _compare(
     module: nn.Module,
-    kind: type[_Fused],
+    kind: type[Fused],
     ops: FusedOps,
     forms: Sequence[Any],
     inputs: Sequence[Tensor],
@@ -268,11 +278,11 @@ def _compare(
         own.append(result.float())
     least, chosen, sum_chosen = math.inf, None, math.inf
     for form in forms:
-        _install(module, kind, ops, form)
+        install(module, kind, ops, form)
         try:
             results = [module.forward(x).float() for x in inputs]
         finally:
-            _remove(module)
+            remove(module)
         found, bounds = zip(*map(errors, results, own), strict=True)
         worst = torch.stack([(e / b).max() for e, b in zip(found, bounds, strict=True)]).max()
         total = torch.stack([each.sum() for each in found]).sum()
@@ -282,22 +292,28 @@ def _compare(
         least = min(least, worst_error)
     if chosen is None:
         return f"its results differ by {least:.2g} tolerances or more"
-    _install(module, kind, ops, chosen)
+    install(module, kind, ops, chosen)
+    if kind is _FusedSeparate:
+        fused: Any = module
+        fused._arbor_joint = joint_linear((fused.gate_proj, fused.up_proj))
     return ""
 
 
-def _install(module: nn.Module, kind: type[_Fused], ops: FusedOps, form: Any) -> None:
+def install(module: nn.Module, kind: type[Fused], ops: Any, form: Any) -> None:
+    """Give a module the forward of a kind, with kernels and a form for it."""
     module.__class__ = _subclass(kind, type(module))
     fused: Any = module
     fused._arbor_ops, fused._arbor_form = ops, form
 
 
-def _remove(module: Any) -> None:
-    del module._arbor_ops, module._arbor_form
+def remove(module: Any) -> None:
+    """Give a fused module its own forward back."""
+    for name in [name for name in vars(module) if name.startswith("_arbor_")]:
+        delattr(module, name)
     module.__class__ = module._arbor_own
 
 
-def _subclass(kind: type[_Fused], own: type[nn.Module]) -> type[_Fused]:
+def _subclass(kind: type[Fused], own: type[nn.Module]) -> type[Fused]:
     if (kind, own) not in _SUBCLASSES:
         _SUBCLASSES[kind, own] = type(f"Fused{own.__name__}", (kind, own), {"_arbor_own": own})
     return _SUBCLASSES[kind, own]

@@ -296,7 +296,7 @@ class _Attention:
     def __call__(self, call: AttentionCall) -> Tensor:
         pool, layer = self._pool, call.layer
         self.deepest = max(self.deepest, layer)
-        pool.write(layer, self._write, call.k, call.v)
+        q = self._written(call)
         plan = self._plans.get(call.shape)
         if plan is None:
             layout = self._plan.layout(call.shape.window)
@@ -305,22 +305,36 @@ class _Attention:
             plan = self._plans[call.shape] = self._backend.plan(layout, call.shape)
         k, v = pool.k[layer], pool.v[layer]
         if layer not in self._mass_heads:
-            return self._backend.run(plan, call.q, k, v, call.sinks)[0]
+            return self._backend.run(plan, q, k, v, call.sinks)[0]
         heads, again = self._mass_heads[layer], self._again
         if again is not None and self._alive is not None:
             again = again[self._alive]
         if isinstance(self._backend, ObservingBackend):
             counted = None if again is None else ~again
-            out, _, added = self._backend.run_observed(
-                plan, call.q, k, v, call.sinks, counted, heads
-            )
+            out, _, added = self._backend.run_observed(plan, q, k, v, call.sinks, counted, heads)
         else:
-            out, lse = self._backend.run(plan, call.q, k, v, call.sinks)
+            out, lse = self._backend.run(plan, q, k, v, call.sinks)
             if again is not None:
                 lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(-inf) = 0
-            added = self._backend.mass(plan, call.q, k, lse, heads)
+            added = self._backend.mass(plan, q, k, lse, heads)
         self.mass = added if self.mass is None else self.mass + added
         return out
+
+    def _written(self, call: AttentionCall) -> Tensor:
+        """The queries of a call, position-encoded; its keys and values are in their slots."""
+        pool, rotation = self._pool, call.rotation
+        if rotation is None:
+            pool.write(call.layer, self._write, call.k, call.v)
+            return call.q
+        tables = (rotation.cos, rotation.sin, rotation.form)
+        if pool.dtype == call.k.dtype:
+            pools = pool.k[call.layer], pool.v[call.layer]
+            return rotation.ops.rotate_and_write(
+                call.q, call.k, call.v, *tables, pools, self._write
+            )
+        q, k = rotation.ops.rotate(call.q, call.k, *tables)
+        pool.write(call.layer, self._write, k, call.v)
+        return q
 
 
 def check_layer_types(config: Any) -> None:

@@ -13,12 +13,14 @@ from arbor.errors import ModelError, UsageError
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
+from arbor.kernels.rotary import rotary_ops
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.agreement import check_agreement, own_logits
 from arbor.model.describe import describe_attention
 from arbor.model.description_cache import keep_description
 from arbor.model.files import Files
 from arbor.model.fuse import fuse, unfuse
+from arbor.model.fuse_attention import fuse_attention
 from arbor.model.graphs import CudaRecorder
 from arbor.model.loading import (
     ModelLocation,
@@ -131,6 +133,9 @@ def load_weights(
         unfuse(model)  # a ready model that ran elsewhere
     else:
         fuse(model, ops)
+        rotary = rotary_ops(runner.device)
+        if rotary is not None:
+            fuse_attention(model, rotary)
     if own is not None:
         try:
             check_agreement(runner, own)

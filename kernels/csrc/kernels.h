@@ -5,7 +5,8 @@
 #include "fused.h"
 #include "int8.h"
 #include "linear.h"
+#include "rotary.h"
 
 #define ARBOR_KERNELS(name) \
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
-                                                  linear_parts, linear, norm, gated, store_int8}
+                                                  linear_parts, linear, norm, gated, store_int8, rotary}

@@ -192,12 +192,12 @@ int64_t products_of(const LinearJob& job) {
 
 // What the caller's structures must look like: a library of other sources is not used.
 EXPORT int64_t arbor_native_layout() {
-    int64_t layout = 0;
+    int64_t layout = LAYOUT_VERSION;
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
-                        sizeof(GatedJob), sizeof(StoreJob)}) {
-        layout = layout * 512 + static_cast<int64_t>(size);
+                        sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob)}) {
+        layout = (layout * 1009 + static_cast<int64_t>(size)) % (int64_t{1} << 40);
     }
-    return LAYOUT_VERSION << 54 | layout;
+    return layout;
 }
 
 // The best instruction set of this CPU, or the one named; its name, or null where it cannot run.
@@ -233,3 +233,5 @@ EXPORT void arbor_native_norm(const NormJob* job) { chosen->norm(*job); }
 EXPORT void arbor_native_gated(const GatedJob* job) { chosen->gated(*job); }
 
 EXPORT void arbor_native_store(const StoreJob* job) { chosen->store(*job); }
+
+EXPORT void arbor_native_rotary(const RotaryJob* job) { chosen->rotary(*job); }

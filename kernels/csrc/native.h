@@ -7,7 +7,7 @@
 namespace arbor {
 
 // Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
-constexpr int64_t LAYOUT_VERSION = 2;
+constexpr int64_t LAYOUT_VERSION = 3;
 
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32. Only
 // pools are INT8: codes and scales, see int8.h.
@@ -98,6 +98,32 @@ struct GatedJob {
     int32_t activation;     // 0: SiLU, 1: GELU (tanh)
 };
 
+// Rotary embedding of queries and keys, and the write of K and V, see rotary.h. Strides count numbers.
+struct RotaryJob {
+    const void* q;          // [rows, q_heads, dim_qk]
+    const void* k;          // [rows, kv_heads, dim_qk]
+    const void* v;          // [rows, kv_heads, dim_vo], or null: K alone is written
+    const void* cos;        // [rows, rotated], or half as wide where a pair has one angle
+    const void* sin;
+    void* q_out;            // [rows, q_heads, dim_qk], contiguous
+    void* k_out;            // [slots, kv_heads, dim_qk]
+    void* v_out;            // [slots, kv_heads, dim_vo]
+    const int64_t* slots;   // [rows]; null: row r is written to place r
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row;
+    int64_t k_out_slot, k_out_head, v_out_slot, v_out_head;
+    int32_t rows;
+    int32_t q_heads;
+    int32_t kv_heads;
+    int32_t dim_qk;         // at most 256
+    int32_t dim_vo;
+    int32_t rotated;        // numbers of a head that are rotated, the first ones; even, 0: none
+    int32_t interleaved;    // a pair is two neighbours, else number i of either half
+    int32_t one_angle;      // both numbers of pair i use number i of the tables, else their own
+    int32_t rounds_products;  // products are rounded to `number` before they are added
+    int32_t number;         // of q, k, v and the results
+    int32_t table_number;   // of cos and sin
+};
+
 // Memory of one thread that grows and stays; every call begins anew.
 struct Scratch {
     void* (*take)(Scratch*, int64_t bytes);   // aligned to 64 bytes, not cleared
@@ -114,6 +140,7 @@ struct Kernels {
     void (*norm)(const NormJob&);
     void (*gated)(const GatedJob&);
     void (*store)(const StoreJob&);
+    void (*rotary)(const RotaryJob&);
 };
 
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;

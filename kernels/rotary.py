@@ -1,0 +1,159 @@
+"""Rotary position embedding: its forms, in torch, and with the write of K and V to their slots.
+
+`arbor.model.fuse_attention` finds the form of a layer by comparing it with the layer's own forward,
+bit for bit. A CPU has a kernel (`arbor.kernels.native_rotary`) where the native library is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .native import native_library
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryForm:
+    """How the heads of queries and keys are rotated, by tables of cosines and sines per row.
+
+    The first R numbers of a head are R / 2 pairs (a, b), which become
+    (a cos - b sin, b cos + a sin); the others stay.
+
+    Attributes:
+        name: of a model family that computes so.
+        interleaved: whether a pair is two neighbours; else it is number i of either half.
+        one_angle: whether both numbers of pair i use number i of the tables; else each uses the
+            number at its own place.
+        half_table: whether the tables have R / 2 numbers a row; else R.
+        rounds_products: whether products are rounded to the dtype of the heads before they are
+            added; else only the sum is.
+    """
+
+    name: str
+    interleaved: bool = False
+    one_angle: bool = False
+    half_table: bool = False
+    rounds_products: bool = True
+
+    def rotated(self, tables: Tensor) -> int:
+        """R, for tables [..., numbers]."""
+        return int(tables.shape[-1]) * (2 if self.half_table else 1)
+
+
+ROTARY_FORMS = (
+    RotaryForm("llama"),
+    RotaryForm("olmo2", rounds_products=False),
+    RotaryForm("gpt_oss", one_angle=True, half_table=True),
+    RotaryForm("glm", interleaved=True, one_angle=True),
+    RotaryForm("ernie4_5", interleaved=True, one_angle=True, rounds_products=False),
+    RotaryForm("cohere", interleaved=True, rounds_products=False),
+)
+
+
+class RotaryOps(Protocol):
+    """The rotary kernel of a device. A row's bits do not depend on the other rows."""
+
+    def rotate(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, position-encoded.
+
+        Args:
+            q: [T, H_q, D] float32 or bfloat16; k: [T, H_kv, D], D at most 256.
+            cos, sin: [T, numbers], in the dtype of q or float32.
+            form: of the rotation; None: as they are.
+
+        Returns:
+            [T, H_q, D] and [T, H_kv, D], new tensors.
+        """
+        ...
+
+    def rotate_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        form: RotaryForm | None,
+        pools: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        """Queries, position-encoded; keys, likewise, and values are written to their slots.
+
+        Args:
+            q, k, cos, sin, form: as in `rotate`.
+            v: [T, H_kv, D_v].
+            pools: of K and of V, [slots, H_kv, D] and [slots, H_kv, D_v], in the dtype of q.
+            slots: int64 [T]; where several rows name one, the last one remains.
+
+        Returns:
+            [T, H_q, D], a new tensor.
+        """
+        ...
+
+
+def rotary_ops(device: torch.device) -> RotaryOps | None:
+    """The rotary kernel of a device; None without.
+
+    Example:
+        >>> rotary_ops(torch.device("meta")) is None
+        True
+    """
+    library = native_library() if device.type == "cpu" else None
+    if library is None:
+        return None
+    from .native_rotary import NativeRotary
+
+    return NativeRotary(library)
+
+
+def rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> Tensor:
+    """Heads, position-encoded in torch: the reference.
+
+    Args:
+        x: [T, H, D].
+        cos, sin: [T, numbers].
+        form: of the rotation.
+
+    Returns:
+        [T, H, D].
+
+    Example:
+        A quarter turn, of pairs of halves:
+
+        >>> x = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0]]])
+        >>> rotate_by_torch(x, torch.zeros(1, 4), torch.ones(1, 4), ROTARY_FORMS[0])
+        tensor([[[-3., -4.,  1.,  2.,  5.]]])
+    """
+    rotated = form.rotated(cos)
+    angles = [_by_pair(table.unsqueeze(1), rotated, form) for table in (cos, sin)]
+    (cos_a, cos_b), (sin_a, sin_b) = angles
+    a, b = _pairs(x[..., :rotated], form.interleaved)
+    if not form.rounds_products:
+        a, b = a.float(), b.float()
+    first = (a * cos_a - b * sin_a).to(x.dtype)
+    second = (b * cos_b + a * sin_b).to(x.dtype)
+    if form.interleaved:
+        turned = torch.stack((first, second), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((first, second), dim=-1)
+    return torch.cat((turned, x[..., rotated:]), dim=-1)
+
+
+def _by_pair(table: Tensor, rotated: int, form: RotaryForm) -> tuple[Tensor, Tensor]:
+    """What the first and the second numbers of pairs use of a table."""
+    if form.one_angle:
+        half = table[..., : rotated // 2]
+        return half, half
+    return _pairs(table, form.interleaved)
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second

@@ -1,0 +1,122 @@
+"""Rotary position embedding: the native kernel has torch's bits, and writes where it should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from arbor.kernels.native import native_library, without_native
+from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, RotaryOps, rotary_ops, rotate_by_torch
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+# of a head, and of its rotated part: all, some, none; ends within vectors
+SIZES = ((64, 64), (8, 4), (50, 50), (80, 32), (128, 100), (256, 256), (16, 0))
+
+needs_native = pytest.mark.skipif(native_library() is None, reason="the library is not built")
+
+
+def native_rotary() -> RotaryOps:
+    ops = rotary_ops(CPU)
+    assert ops is not None
+    return ops
+
+
+def tables(rows: int, rotated: int, form: RotaryForm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of any numbers, so that a number at a wrong place shows."""
+    cos, sin = torch.randn(2, rows, rotated // (2 if form.half_table else 1)).to(dtype)
+    return cos, sin
+
+
+@needs_native
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ROTARY_FORMS, ids=lambda form: form.name)
+def test_the_kernel_has_the_bits_of_torch(
+    form: RotaryForm, dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    dim, rotated = size
+    both = torch.randn(5, 7, dim).to(dtype)
+    q, k = both[:, :4], both[:, 4:]  # rows with a stride
+    for table_dtype in (dtype,) if form.rounds_products else DTYPES:
+        cos, sin = tables(5, rotated, form, table_dtype)
+
+        found_q, found_k = native_rotary().rotate(q, k, cos, sin, form)
+
+        assert torch.equal(found_q, rotate_by_torch(q, cos, sin, form))
+        assert torch.equal(found_k, rotate_by_torch(k, cos, sin, form))
+        alone = native_rotary().rotate(q[3:4], k[3:4], cos[3:4], sin[3:4], form)
+        assert torch.equal(alone[0], found_q[3:4]) and torch.equal(alone[1], found_k[3:4])
+
+
+@pytest.mark.parametrize("form", ROTARY_FORMS, ids=lambda form: form.name)
+def test_every_form_turns_its_pairs_by_the_angles(form: RotaryForm) -> None:
+    """Against rotations of complex numbers."""
+    torch.manual_seed(0)
+    x, angles = torch.randn(3, 2, 20, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    pairs = x[..., :16].unflatten(-1, (8, 2) if form.interleaved else (2, 8))
+    if not form.interleaved:
+        pairs = pairs.transpose(-1, -2)
+    turned = torch.view_as_real(
+        torch.view_as_complex(pairs.contiguous())
+        * torch.polar(torch.ones(3, 1, 8).double(), angles[:, None])
+    )
+    wanted = x.clone()
+    wanted[..., :16] = (turned if form.interleaved else turned.transpose(-1, -2)).flatten(-2)
+    table = angles
+    if not form.half_table:
+        repeats = form.interleaved and not form.one_angle
+        table = angles.repeat_interleave(2, -1) if repeats else torch.cat((angles, angles), -1)
+
+    found = rotate_by_torch(x.float(), table.cos().float(), table.sin().float(), form)
+
+    torch.testing.assert_close(found, wanted.float(), atol=1e-5, rtol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [ROTARY_FORMS[0], None], ids=["rotated", "as_they_are"])
+def test_keys_and_values_are_written_to_their_slots_alone(
+    form: RotaryForm | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(4, 3 + 2 + 2, 32).to(dtype)
+    q, k, v = qkv.split((3, 2, 2), dim=1)
+    cos, sin = tables(4, 32, ROTARY_FORMS[0], dtype)
+    store = torch.full((2, 10, 2, 40), torch.nan, dtype=dtype)
+    pools = store[0][..., :32], store[1][..., 4:36]  # slots with a stride
+    slots = torch.tensor([7, 9, 2, 9])  # the last row of a slot remains
+
+    found = native_rotary().rotate_and_write(q, k, v, cos, sin, form, pools, slots)
+
+    wanted_q, wanted_k = native_rotary().rotate(q, k, cos, sin, form)
+    assert torch.equal(found, wanted_q)
+    if form is None:
+        assert torch.equal(wanted_q, q) and torch.equal(wanted_k, k)
+    for row, slot in ((0, 7), (2, 2), (3, 9)):
+        assert torch.equal(pools[0][slot], wanted_k[row])
+        assert torch.equal(pools[1][slot], v[row])
+    others = [slot for slot in range(10) if slot not in (7, 9, 2)]
+    assert store[:, others].isnan().all()
+    assert store[0][..., 32:].isnan().all() and store[1][..., :4].isnan().all()
+    assert store[1][..., 36:].isnan().all()
+
+
+@needs_native
+def test_heads_and_tables_that_do_not_fit_are_refused() -> None:
+    q, k = torch.randn(2, 3, 2, 16)
+    cos, sin = tables(3, 18, ROTARY_FORMS[0], torch.float32)
+
+    with pytest.raises(AssertionError, match="fit"):
+        native_rotary().rotate(q, k, cos, sin, ROTARY_FORMS[0])
+    with pytest.raises(AssertionError, match="fit"):
+        wide = torch.randn(3, 2, 272)
+        native_rotary().rotate(wide, wide, cos, sin, ROTARY_FORMS[0])
+
+
+def test_other_devices_and_machines_without_the_library_have_no_kernel() -> None:
+    assert rotary_ops(torch.device("meta")) is None
+    with without_native():
+        assert rotary_ops(CPU) is None
