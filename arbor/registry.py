@@ -85,8 +85,10 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     "policy": {
         name: f"arbor.retention.policy:POLICIES.{name}"
         for name in (
+            "ams",
             "arborkv",
             "belady",
+            "chunkkv",
             "full",
             "h2o",
             "kkt",
@@ -96,13 +98,17 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "random",
             "reentry",
             "rsbcm",
+            "snapkv",
+            "strata",
             "streaming",
             "tova",
             "uniform",
         )
     },
     "allocator": {
+        "ams": "arbor.retention.allocators.ams:AMS",
         "belady": "arbor.retention.allocators.belady:Belady",
+        "chunks": "arbor.retention.allocators.chunks:Chunks",
         "full": "arbor.retention.allocators.full:Full",
         "kkt": "arbor.retention.allocators.kkt:KKT",
         "lru": "arbor.retention.allocators.lru:LRU",
@@ -110,6 +116,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "ratio": "arbor.retention.allocators.ratio:Ratio",
         "reentry": "arbor.retention.allocators.reentry:Reentry",
         "rsbcm": "arbor.retention.allocators.rsbcm:RSBCM",
+        "strata": "arbor.retention.allocators.strata:Strata",
         "uniform": "arbor.retention.allocators.uniform:Uniform",
     },
     "scorer": {
@@ -119,6 +126,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "random": "arbor.retention.scorers.random_tokens:RandomTokens",
         "recency": "arbor.retention.scorers.recency:Recency",
         "tova": "arbor.retention.scorers.tova:TOVA",
+        "window": "arbor.retention.scorers.window:Window",
     },
     "backend": {
         "reference": "arbor.kernels.reference:ReferenceAttention",

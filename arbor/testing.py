@@ -29,13 +29,8 @@ from arbor.retention.scorers.recency import Recency
 EXAMPLES = 200
 MOST_BLOCKS = 12
 MOST_TOKENS = 16
-ATTENTION = (
-    "mass",
-    "latest",
-    "queries",
-    "activated",
-    "recurrence",
-)  # of tokens; what a scorer observes
+# columns of tokens: what a scorer observes
+ATTENTION = ("mass", "latest", "queries", "activated", "recurrence", "lately")
 
 
 def check_policy(
@@ -108,6 +103,8 @@ def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
         queries=whole(count),
         activated=whole(count),
         recurrence=whole(count),
+        lately=part(count),
+        credit=part(count),
         key=draw.permutation(4 * count)[:count].astype(np.uint64),
         protected=protected,
     )

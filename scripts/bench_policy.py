@@ -153,7 +153,9 @@ class Search:
         place = np.arange(len(block)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         offset = (self.table.length[ids] - held)[block] + place
         nothing = np.zeros(len(block), np.int64)
-        seen = AttentionColumns(*[nothing.astype(float)] * 2, *[nothing] * 3)
+        seen = AttentionColumns(
+            *[nothing.astype(float)] * 2, *[nothing] * 3, *[nothing.astype(float)] * 2
+        )
         if policy.observes:
             seen = self.statistics.view(ids[block], offset)
         return Tokens(
@@ -165,6 +167,8 @@ class Search:
             queries=seen.queries,
             activated=seen.activated,
             recurrence=seen.recurrence,
+            lately=seen.lately,
+            credit=seen.credit,
             key=(ids[block] * 1_000_003 + offset).astype(np.uint64),
             protected=offset >= self.table.length[ids][block] - policy.protect.tail,
         )

@@ -255,7 +255,7 @@ def test_a_search_counts_what_it_stopped_and_replays_to_the_same_counters() -> N
     stopped = [node for event in gated(events) for node in event.stopped]
 
     assert metrics.branches_stopped == len(stopped) > 0
-    assert not metrics.verifications, "it is no verification"
+    assert not metrics.verifications, "it counts as none"
     record = Recording.of(events)
     slots, again = replay_smallest(record, tokenizer, policy="lru", slots=10)
     assert again.tokens_generated == metrics.tokens_generated

@@ -614,6 +614,8 @@ def test_of_tokens_equal_in_all_the_earlier_block_keeps_its_own() -> None:
         queries=none,
         activated=none,
         recurrence=none,
+        lately=none.astype(float),
+        credit=none.astype(float),
         key=every.astype(np.uint64),
         protected=np.zeros(30, np.bool_),
     )

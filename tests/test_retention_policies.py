@@ -23,6 +23,8 @@ from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.selection import best_tokens, select, select_all_but, select_by_count
 
+# allocators that choose within parts of a block
+DIVIDING = {"ams", "chunkkv", "strata"}
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
 
@@ -242,7 +244,8 @@ def test_what_an_allocator_of_tokens_gives_up_is_what_kept_sets_lack(
 
     assert (counts == policy.allocator.counts(blocks, room, policy.scorer)).all()
     again = select_by_count(blocks, counts, policy.scorer)
-    assert [each.tolist() for each in chosen] == [each.tolist() for each in again]
+    if policy.name not in DIVIDING:
+        assert [each.tolist() for each in chosen] == [each.tolist() for each in again]
     tokens = blocks.tokens
     for which in (chosen, again):
         gone = set(zip(*(column.tolist() for column in which.leaving()), strict=True))
@@ -502,7 +505,10 @@ def test_protection_is_given_up_from_the_floor_to_the_sinks() -> None:
 def test_policies_that_read_attention_say_so() -> None:
     reading = [name for name, policy in sorted(POLICIES.items()) if policy.observes]
 
-    assert reading == ["arborkv", "h2o", "kkt", "lazyeviction", "raas", "tova"]
+    assert reading == [
+        *("ams", "arborkv", "chunkkv", "h2o", "kkt", "lazyeviction", "raas", "snapkv", "strata"),
+        "tova",
+    ]
 
 
 def test_settings_of_a_policys_parts_go_by_their_own_names() -> None:

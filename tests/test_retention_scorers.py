@@ -22,6 +22,7 @@ from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import _PIECE, RandomTokens, _mixed
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
+from arbor.retention.scorers.window import Window
 from arbor.retention.token_statistics import TokenStatistics
 from arbor.tree import Node, ThoughtTree
 
@@ -33,6 +34,7 @@ SCORERS: tuple[Scorer, ...] = (
     RandomTokens(),
     RandomTokens(seed=3),
     RaaS(),
+    Window(),
     LazyEviction(),
     LazyEviction("paper"),
 )
@@ -242,9 +244,9 @@ def test_what_was_never_opened_was_never_seen() -> None:
     statistics.observe(np.array([0]), np.array([1]), np.ones(1, np.float32), np.ones(1, np.int64))
 
     seen = statistics.view(np.array([0, 0, 1, 99]), np.array([1, 2, 0, 0]))
-    assert seen.recurrence.tolist() == [0, 0, 0, 0]
-    for column in seen[:-1]:
-        assert column.tolist() == [1, 0, 0, 0]
+    for name, column in seen._asdict().items():
+        known = 0 if name in ("recurrence", "credit") else 1
+        assert column.tolist() == [known, 0, 0, 0], name
 
 
 @given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6), seed=SEEDS)
@@ -348,6 +350,7 @@ def test_a_scorer_that_observes_nothing_reads_no_attention(scorer: Scorer, seed:
         queries=zero.astype(int),
         activated=zero.astype(int),
         recurrence=zero.astype(int),
+        lately=zero,
     )
 
     same = (scorer.scores(blind) == scorer.scores(tokens)).all()
@@ -396,6 +399,20 @@ def test_random_tokens_are_uniform_and_their_own_for_every_seed() -> None:
         np.isfinite(RandomTokens(-1).scores(tokens)).all()
         and np.isfinite(RandomTokens(2**80).scores(tokens)).all()
     )
+
+
+@given(seed=SEEDS)
+def test_the_window_weighs_later_queries_more(seed: int) -> None:
+    history = History(seed)
+    names, tokens = history.view()
+
+    wanted = []
+    for name in names:
+        total = 0.0
+        for rows in history.of(name):
+            total = total * (31 / 32) ** len(rows) + sum(rows)
+        wanted.append(total)
+    assert Window().scores(tokens) == pytest.approx(wanted, abs=1e-5)
 
 
 def one(**columns: float) -> Tokens:

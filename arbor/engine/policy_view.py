@@ -237,6 +237,8 @@ class PolicyView:
             "queries": lambda _: np.zeros(len(offset), np.int64),
             "activated": lambda _: np.zeros(len(offset), np.int64),
             "recurrence": lambda _: np.zeros(len(offset), np.int64),
+            "lately": lambda _: np.zeros(len(offset)),
+            "credit": lambda _: np.zeros(len(offset)),
         }
         statistics = self._state.statistics
         observed = self._policy.observes

@@ -43,6 +43,10 @@ class Tokens(Columns):
             after the forward that wrote it.
         recurrence: int64 [T], most queries between two such times; 0 = the threshold was not
             reached since it was written.
+        lately: float64 [T], attention from the last queries that could see it: a sum in which each
+            weighs 31/32 of the one after it, so that it is of about 32 queries.
+        credit: float64 [T], what the allocator last credited it with (`CreditingAllocator`); 0 if
+            it never did.
         key: uint64 [T], identifies the token in every order of the search (for reproducible
             randomness).
         protected: bool [T], stays in any case (sinks, recent window, block tails).
@@ -56,6 +60,8 @@ class Tokens(Columns):
     queries: Ints
     activated: Ints
     recurrence: Ints
+    lately: Floats
+    credit: Floats
     key: NDArray[np.uint64]
     protected: Bools
 
@@ -165,7 +171,7 @@ class Scorer(Protocol):
     @property
     def observes(self) -> bool:
         """Whether it reads attention (`mass`, `latest`, `queries`, `activated`,
-        `recurrence`)."""
+        `recurrence`, `lately`)."""
         ...
 
     def scores(self, tokens: Tokens) -> Floats:
@@ -218,8 +224,23 @@ class TokenAllocator(Allocator, Protocol):
         """The tokens that leave.
 
         Returns:
-            int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them. Of
-            each block they are the ones that `arbor.retention.selection.select_by_count` leaves
-            out.
+            int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them.
+        """
+        ...
+
+
+@runtime_checkable
+class CreditingAllocator(TokenAllocator, Protocol):
+    """An allocator that remembers a figure of each token from one event to the next."""
+
+    def credit(self, blocks: Blocks, scorer: Scorer) -> tuple[Ints, Floats]:
+        """The figures to remember, which `Tokens.credit` shows at the next event.
+
+        Args:
+            blocks: the offer that was decided on.
+            scorer: of the policy.
+
+        Returns:
+            int64 [N], places in `blocks.tokens`, distinct, and float64 [N], finite.
         """
         ...

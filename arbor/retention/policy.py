@@ -8,7 +8,9 @@ from typing import ClassVar
 
 from arbor.components import NO_SETTING, ONLY_IF_SET
 from arbor.errors import UsageError
+from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.belady import Belady
+from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.full import Full
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
@@ -17,6 +19,7 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.rsbcm import RSBCM
+from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -25,6 +28,7 @@ from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.tova import TOVA
+from arbor.retention.scorers.window import Window
 from arbor.retention.trigger import Trigger
 
 
@@ -131,7 +135,7 @@ class Policy:
     @property
     def observes(self) -> bool:
         """Whether attention has to be observed."""
-        return self.scorer.observes
+        return self.scorer.observes or bool(getattr(self.allocator, "observes", False))
 
     @property
     def keeps_all(self) -> bool:
@@ -145,6 +149,13 @@ class Policy:
 
 
 _NAMED = {
+    "ams": Policy(
+        AMS(),
+        Window(),
+        trigger=Trigger(spare=32),
+        summary="Cuts the sequence into segments of equal attention mass and keeps the best tokens of "
+        "each (AMS).",
+    ),
     "arborkv": Policy(
         Ratio(),
         HeavyHitters(),
@@ -158,6 +169,11 @@ _NAMED = {
         spares_paths=True,
         summary="Keeps what a recorded run reads next (Belady 1966): the bound, up to the order of waves "
         "within an operation.",
+    ),
+    "chunkkv": Policy(
+        Chunks(),
+        Window(),
+        summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
     ),
     "full": Policy(
         Full(),
@@ -209,6 +225,16 @@ _NAMED = {
         RSBCM(),
         spares_paths=True,
         summary="Keeps blocks of high value and small depth, up to a capacity in blocks (RSBCM of RKSC).",
+    ),
+    "snapkv": Policy(
+        Pooled(),
+        Window(),
+        summary="Keeps the tokens that the last queries attended to (SnapKV's observation window).",
+    ),
+    "strata": Policy(
+        Strata(),
+        Window(),
+        summary="Keeps equally many tokens of every stretch of the sequence: the control for AMS.",
     ),
     "streaming": Policy(
         Pooled(),

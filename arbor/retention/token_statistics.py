@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from arbor.retention.base import Floats, Ints
 from arbor.support.growable import grown
 
+LATELY = 32  # queries that `lately` is about of
 _CLOSED = -1  # capacity of a block that was never opened
 
 
@@ -28,6 +29,9 @@ class AttentionColumns(NamedTuple):
             forward that wrote it; 0 = not written yet.
         recurrence: int64 [T], most queries between two such times (LazyEviction's MRI); 0 = the
             threshold was not reached since it was written.
+        lately: float64 [T], attention from the last queries that could see it: a sum in which each
+            weighs 1 - 1 / `LATELY` of the one after it; the rows of one forward weigh the same.
+        credit: float64 [T], what an allocator remembers of it; 0 at first.
     """
 
     mass: Floats
@@ -35,6 +39,8 @@ class AttentionColumns(NamedTuple):
     queries: Ints
     activated: Ints
     recurrence: Ints
+    lately: Floats
+    credit: Floats
 
 
 class TokenStatistics:
@@ -56,6 +62,8 @@ class TokenStatistics:
         self._queries = np.zeros(self._end, np.int64)
         self._activated = np.zeros(self._end, np.int64)
         self._recurrence = np.zeros(self._end, np.int64)
+        self._lately = np.zeros(self._end)
+        self._credit = np.zeros(self._end)
         # by row; the token of block i at position p lies at shift[i] + p, shift = base - start
         self._base = np.array([], np.int64)
         self._shift = np.array([], np.int64)
@@ -136,6 +144,7 @@ class TokenStatistics:
         total += queries
         self._queries[at] = total
         self._mass[at] += mass
+        self._lately[at] = self._lately[at] * np.power(1 - 1 / LATELY, queries) + mass
         latest = mass / queries
         self._latest[at] = latest
         active = (latest >= self.threshold) & ~written
@@ -149,6 +158,17 @@ class TokenStatistics:
         rows = np.zeros(len(self._readers), np.int64)
         np.maximum.at(rows, owner, queries)
         self._readers += rows
+
+    def remember(self, rows: Ints, offsets: Ints, credit: Floats) -> None:
+        """Set what an allocator remembers of tokens; unknown ones are left out.
+
+        Args:
+            rows: int64 [T], of their blocks.
+            offsets: int64 [T], places in these; the tokens are distinct.
+            credit: float64 [T].
+        """
+        at = self._places(rows, offsets)
+        self._credit[at[at > 0]] = credit[at > 0]
 
     def block_attention(self, rows: NDArray[np.integer]) -> Floats:
         """Mean attention mass a block received per query that could see it: a of ArborKV's MSVE.
@@ -188,6 +208,8 @@ class TokenStatistics:
             self._queries[at],
             self._activated[at],
             self._recurrence[at],
+            self._lately[at],
+            self._credit[at],
         )
 
     def makers(
@@ -216,12 +238,17 @@ class TokenStatistics:
             "queries": lambda _: self._queries.take(at()),
             "activated": lambda _: self._activated.take(at()),
             "recurrence": lambda _: self._recurrence.take(at()),
+            "lately": lambda _: self._lately.take(at()),
+            "credit": lambda _: self._credit.take(at()),
         }
 
     @property
     def _columns(self) -> tuple[NDArray[Any], ...]:
         """The arrays with one figure a token."""
-        return self._mass, self._latest, self._queries, self._activated, self._recurrence
+        return (
+            *(self._mass, self._latest, self._queries, self._activated),
+            *(self._recurrence, self._lately, self._credit),
+        )
 
     def _places(self, owner: Ints, offsets: Ints) -> Ints:
         """Indices of tokens in the arrays, [T]; 0 for unknown ones."""
@@ -249,6 +276,8 @@ class TokenStatistics:
         self._queries = grown(self._queries, self._end)
         self._activated = grown(self._activated, self._end)
         self._recurrence = grown(self._recurrence, self._end)
+        self._lately = grown(self._lately, self._end)
+        self._credit = grown(self._credit, self._end)
         self._base[row] = base
         self._shift[row] = base - start
         self._capacity[row] = self._room[row] = capacity

@@ -84,6 +84,8 @@ def offer(seed: int, size: int | None = None, *, ties: bool = True, longest: int
         queries=rng.integers(0, 6, total),
         activated=rng.integers(0, 6, total),
         recurrence=rng.integers(0, 9, total),
+        lately=heat() * 2,
+        credit=heat() / 9,
         key=rng.integers(0, 2**63, total).astype(np.uint64),
         protected=protected,
     )

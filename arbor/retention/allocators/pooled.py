@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
+from arbor.retention.allocators.segments import filled_floors
+from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import order
-from arbor.retention.selection import best_tokens, checked_scores, select_all_but
+from arbor.retention.selection import checked_scores, select_all_but
 
 _SAMPLE = 2048
 
@@ -37,27 +38,13 @@ class Pooled:
         scores = checked_scores(scorer, tokens)
         if floors == 0 and not tokens.protected.any():
             return _oldest_worst(tokens, scores, None, excess)
-        free = ~_in_floors(blocks, tokens, scores)
+        free = ~filled_floors(blocks, tokens, scores)
         plain = np.flatnonzero(free & ~tokens.protected)
         if len(plain) >= excess:
             return _oldest_worst(tokens, scores, plain, excess)
         guarded = np.flatnonzero(free & tokens.protected)
         more = _oldest_worst(tokens, scores, guarded, excess - len(plain))
         return np.concatenate([plain, more])
-
-
-def _in_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
-    """The tokens that fill the floors, bool [T]: the best ones of each block."""
-    protected = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
-    filled = tokens.protected.copy()
-    # where the protected tokens are the floor, nothing needs ranking
-    unfilled = protected != blocks.floor
-    ranked = np.flatnonzero(unfilled)
-    if len(ranked):
-        asked = np.flatnonzero(unfilled[tokens.block])
-        sizes, floor = blocks.resident[ranked], blocks.floor[ranked]
-        filled[asked] = best_tokens(tokens.protected[asked], scores[asked], sizes, floor)
-    return filled
 
 
 def _oldest_worst(tokens: Tokens, scores: Floats, asked: Ints | None, count: int) -> Ints:

@@ -1,0 +1,165 @@
+"""Segments by attention mass, and a quota for each: AMS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from arbor.errors import UsageError
+from arbor.retention.allocators.segments import TokenSequence, quotas_of
+from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
+from arbor.retention.selection import select_all_but
+
+_FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
+
+
+@dataclass(frozen=True)
+class AMS:
+    """Adaptive mass segmentation: segments that received equal attention, and a quota for each.
+
+        m = normalise(max(pool(u), 0) + eps)
+        c <- decay c + (1 - decay) m
+        m' = normalise(blend m + (1 - blend) normalise(c))
+
+    u is the attention of the last queries (`Tokens.lately`), pooled over `pool` neighbours. The
+    sequence is cut where the cumulated m' passes a multiple of `delta`; segments longer than
+    `longest` are split evenly, those shorter than `shortest` join the smaller neighbour, or
+    share evenly with it where both are more than `longest`. A segment keeps at least `least`
+    tokens, and the rest of the room goes by m'; within it the best tokens by the policy's scorer
+    stay.
+
+    Source: AMS (arXiv 2605.23200), section 4, Table 15's values. Differs, as its text and its
+    released code contradict each other: protected tokens are neither segmented nor given a quota
+    (the code cuts most finely in the window it keeps anyway); the minimum holds, since quotas are
+    of what may leave; more segments than room end with one token for the heaviest (the code never
+    ends); largest remainders, not round-robin from the first segment; merging never exceeds
+    `longest`; the credit c of a new token begins with its first m, not with 0. One set for all
+    heads and layers, and the sequence is the tree's: tokens of one position are neighbours.
+
+    Attributes:
+        delta: mass of a segment, in (0, 1].
+        shortest, longest: tokens of a segment.
+        least: tokens each segment keeps.
+        decay: of the credit, in [0, 1).
+        blend: part of the present attention in the mass, in [0, 1]; the rest is credit.
+        pool: neighbours, odd.
+    """
+
+    delta: float = 0.1
+    shortest: int = 16
+    longest: int = 256
+    least: int = 1
+    decay: float = 0.9
+    blend: float = 0.9
+    pool: int = 5
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "delta": (0 < self.delta <= 1, "above 0, at most 1"),
+            "shortest": (1 <= self.shortest <= self.longest, "from 1 to longest"),
+            "least": (self.least >= 0, "0 or more"),
+            "decay": (0 <= self.decay < 1, "from 0, below 1"),
+            "blend": (0 <= self.blend <= 1, "from 0 to 1"),
+            "pool": (self.pool >= 1 and self.pool % 2 == 1, "odd, such as 5"),
+        }
+        for name, (holds, needed) in ranges.items():
+            if not holds:
+                value = getattr(self, name)
+                raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
+
+    @property
+    def observes(self) -> bool:
+        """Attention, whatever the scorer reads."""
+        return True
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]
+
+    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """Places of the tokens that leave in `blocks.tokens`, int64, distinct."""
+        if int(blocks.resident.sum()) <= room:
+            return np.empty(0, np.int64)
+        sequence = TokenSequence(blocks, room, scorer)
+        present = self._present(sequence.tokens, sequence.at)
+        credit = self._credited(sequence.tokens.credit[sequence.at], present)
+        mass = _normalised(self.blend * present + (1 - self.blend) * _normalised(credit))
+        size = segments(mass, self.delta, self.shortest, self.longest)
+        segment = np.repeat(np.arange(len(size)), size)
+        weight = np.bincount(segment, mass).astype(np.float64)
+        quotas = quotas_of(weight, size, self.least, sequence.room)
+        return sequence.leaving(segment, quotas)
+
+    def credit(self, blocks: Blocks, scorer: Scorer) -> tuple[Ints, Floats]:
+        """What the tokens that may leave are credited with after this event.
+
+        Returns:
+            int64 [N], places in `blocks.tokens`, and float64 [N].
+        """
+        sequence = TokenSequence(blocks, int(blocks.resident.sum()), scorer)
+        present = self._present(sequence.tokens, sequence.at)
+        return sequence.at, self._credited(sequence.tokens.credit[sequence.at], present)
+
+    def _present(self, tokens: Tokens, at: Ints) -> Floats:
+        """m, float64 [N], in the order of the sequence."""
+        return _normalised(np.maximum(pooled(tokens.lately[at], self.pool), 0))
+
+    def _credited(self, before: Floats, present: Floats) -> Floats:
+        """c, float64 [N]."""
+        return np.where(before > 0, self.decay * before + (1 - self.decay) * present, present)
+
+
+def pooled(values: Floats, width: int) -> Floats:
+    """The mean of each value and its neighbours, `width` in all; fewer at the ends."""
+    if not len(values):
+        return values
+    half = width // 2
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    place = np.arange(len(values))
+    first, last = np.maximum(place - half, 0), np.minimum(place + half + 1, len(values))
+    mean: Floats = (total[last] - total[first]) / (last - first)
+    return mean
+
+
+def segments(mass: Floats, delta: float, shortest: int, longest: int) -> Ints:
+    """Sizes of segments of about equal mass, int64 [S]; they sum to the number of tokens.
+
+    Args:
+        mass: float64 [N], summing to 1.
+        delta: mass of a segment.
+        shortest, longest: tokens of a segment; a single one may be shorter, and one that shares
+            evenly with its neighbour where `longest` is less than twice `shortest`.
+    """
+    count = len(mass)
+    if not count:
+        return np.empty(0, np.int64)
+    before = np.cumsum(mass) - mass / 2  # a token belongs where its middle lies
+    _, size = np.unique(np.floor(before / delta), return_counts=True)
+    parts: list[int] = []
+    for each in size.tolist():  # too long ones, evenly
+        pieces = -(-each // longest)
+        parts += [each // pieces + (place < each % pieces) for place in range(pieces)]
+    at = 0
+    while at < len(parts):
+        if parts[at] >= shortest or len(parts) == 1:
+            at += 1
+            continue
+        sides = [side for side in (at - 1, at + 1) if 0 <= side < len(parts)]
+        side = min(sides, key=lambda side: parts[side])
+        first, both = min(at, side), parts[at] + parts[side]
+        if both <= longest:
+            parts[first : first + 2] = [both]
+            at = first
+        else:  # two of about the same size
+            parts[first : first + 2] = [both - both // 2, both // 2]
+            at += 1
+    return np.array(parts, np.int64)
+
+
+def _normalised(values: Floats) -> Floats:
+    """Values >= 0 that sum to 1; none of them 0."""
+    if not len(values):
+        return values
+    raised: Floats = values + max(float(values.max()), 1.0) * _FAINT
+    raised /= raised.sum()
+    return raised

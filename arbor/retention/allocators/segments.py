@@ -1,0 +1,102 @@
+"""Segments of a sequence: which tokens may leave, how many each segment keeps, and which ones."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from arbor.retention.allocators.waterfill import rounded, waterfill
+from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
+from arbor.retention.ordering import lowest, order
+from arbor.retention.selection import best_tokens, checked_scores
+
+_FAINT = 1e-12  # weight of a segment that received nothing, relative to the sum
+
+
+class TokenSequence:
+    """The tokens that may leave, of all blocks offered, in the order of their positions.
+
+    Branches of a tree lie one over the other: tokens of one position are neighbours.
+
+    Args:
+        blocks: the offer.
+        room: tokens that may stay, those that cannot leave included.
+        scorer: which tokens matter.
+
+    Attributes:
+        room: tokens of these that may stay.
+        at: int64 [N], their places in `blocks.tokens`.
+        positions: int64 [N], increasing.
+        scores: float64 [N].
+    """
+
+    def __init__(self, blocks: Blocks, room: int, scorer: Scorer) -> None:
+        self.tokens: Tokens = blocks.tokens
+        scores = checked_scores(scorer, self.tokens)
+        stays = filled_floors(blocks, self.tokens, scores)
+        free = np.flatnonzero(~stays)
+        self.at: Ints = free[order(self.tokens.position[free], self.tokens.block[free])]
+        self.positions: Ints = self.tokens.position[self.at]
+        self.scores: Floats = scores[self.at]
+        self.room = max(0, room - int(stays.sum()))
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def leaving(self, segment: Ints, quotas: Ints) -> Ints:
+        """The tokens beyond each segment's quota: the lowest scores, of equals the earlier ones.
+
+        Args:
+            segment: int64 [N], of each token; non-decreasing from 0.
+            quotas: int64 [S], tokens each segment keeps.
+
+        Returns:
+            int64, places in `blocks.tokens`.
+        """
+        preferred = order(segment, -self.scores, -self.positions)
+        sizes = np.bincount(segment, minlength=len(quotas))
+        rank = np.arange(len(self)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return self.at[preferred[rank >= quotas[segment[preferred]]]]
+
+
+def filled_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
+    """The tokens that fill the floors, bool [T]: protected ones, then the best of each block."""
+    protected = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
+    filled = tokens.protected.copy()
+    # where the protected tokens are the floor, nothing needs ranking
+    unfilled = protected != blocks.floor
+    ranked = np.flatnonzero(unfilled)
+    if len(ranked):
+        asked = np.flatnonzero(unfilled[tokens.block])
+        sizes, floor = blocks.resident[ranked], blocks.floor[ranked]
+        filled[asked] = best_tokens(tokens.protected[asked], scores[asked], sizes, floor)
+    return filled
+
+
+def quotas_of(weight: Floats, size: Ints, least: int, room: int) -> Ints:
+    """How many tokens each segment keeps: `least` of each, the rest in proportion to its weight.
+
+    No segment keeps more than it has; what one cannot take goes to the others in proportion.
+    Integers by largest remainder, ties by index. Where there is no room for `least` of each, every
+    segment keeps the same number, and where there is none for one of each, the heaviest keep one.
+
+    Args:
+        weight: float64 [S], >= 0.
+        size: int64 [S], tokens of each segment, >= 1.
+        least: of each segment, >= 0.
+        room: tokens all of them may keep.
+
+    Returns:
+        int64 [S], summing to min(room, sum(size)).
+    """
+    if not len(size):
+        return size
+    if len(size) > room:
+        quotas = np.zeros(len(size), np.int64)
+        quotas[lowest(-weight, room)] = 1
+        return quotas
+    floor = np.minimum(size, min(least, room // len(size)))
+    rest = room - int(floor.sum())
+    share = weight / weight.sum() if weight.sum() > 0 else np.ones(len(size))
+    none, cap = np.zeros(len(size), np.int64), size - floor
+    more = waterfill(np.log(np.maximum(share, _FAINT)), none, cap, min(rest, int(cap.sum())))
+    return floor + rounded(more, none, cap, rest)
