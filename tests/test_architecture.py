@@ -46,6 +46,7 @@ TORCH = (
     "kernels",
     "measure.calibrate",
     "measure.calibrate_exit",
+    "measure.calibrate_window",
     "measure.replay",
     "memory",
     "model.agreement",

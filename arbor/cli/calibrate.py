@@ -66,6 +66,7 @@ def calibrate() -> None:
       arbor calibrate msve --model ./model --out msve.json
       arbor solve "4 5 6 10" --policy arborkv --msve msve.json
       arbor calibrate exit --task game24 --n 200 --risk 0.02
+      arbor calibrate window --task chains
     """
 
 
@@ -295,6 +296,85 @@ def exit_thresholds(
         output.print(str(out))
         for level, choice in levels.items():
             output.say(f"{level.replace('_', ' ')}: {_described(choice)}")
+    return 0
+
+
+@calibrate.command(cls=Command)
+@fitted_to("chains")
+@option(
+    "--threshold",
+    type=Number(0, 1, min_open=True),
+    default=1e-4,
+    metavar="X",
+    heading="Search",
+    common=True,
+    help="Attention from which a token counts as read (alpha).",
+)
+@option(
+    "--percentile",
+    type=Number(0, 100, min_open=True),
+    default=80,
+    metavar="P",
+    heading="Search",
+    help="Percentile of the intervals that the window is.",
+)
+@output_options
+@click.pass_obj
+def window(
+    output: Output,
+    /,
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    task: str,
+    n: int,
+    threshold: float,
+    percentile: float,
+) -> int:
+    """Measure the window of LazyEviction: solve problems, see when tokens are read again.
+
+    Prints the policy with its settings, as --policy takes it.
+
+    \b
+      arbor calibrate window
+      arbor calibrate window --task chains --n 200 --threshold 0.001
+    """
+    from arbor.measure.calibrate_window import calibrate_window
+    from arbor.solver import Solver
+
+    with Solver(
+        model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        task=task,
+        controller="chain",
+        policy=f"lazyeviction,threshold={threshold}",
+    ) as solver:
+        problems = list(itertools.islice(solver.task.problems("train"), n))
+        output.say(f"solving {len(problems)} problems of {task}, with everything kept")
+        found = calibrate_window(solver, problems, percentile)
+    width = found.window
+    policy = f"lazyeviction,window={width},recent={width},spare={width},threshold={threshold}"
+    if output.json:
+        output.document(
+            {
+                "schema": "arbor.calibration/1",
+                "policy": policy,
+                "model": model,
+                "revision": revision,
+                "task": task,
+                "threshold": threshold,
+                **{name: getattr(found, name) for name in found.__dataclass_fields__},
+            }
+        )
+    else:
+        output.print(policy)
+        output.say(
+            f"{100 * found.recurring:.1f} % of {found.tokens:,} tokens of {found.problems} problems "
+            f"were read again; longest intervals: "
+            + ", ".join(f"{percent} % within {most}" for percent, most in found.intervals.items())
+            + f"; a fifth of the tokens receives {100 * found.heavy:.1f} % of the attention"
+        )
     return 0
 
 

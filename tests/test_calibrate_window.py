@@ -1,0 +1,92 @@
+"""The window of LazyEviction, measured on solved problems."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from support.run_cli import in_process
+
+from arbor import Solver
+from arbor.errors import UsageError
+from arbor.measure.calibrate_window import calibrate_window
+
+ALPHA = 0.02
+
+
+def solver(threshold: float = ALPHA) -> Solver:
+    return Solver(
+        task="chains", controller="chain", policy=f"lazyeviction,threshold={threshold}", seed=3
+    )
+
+
+@pytest.fixture(scope="module")
+def intervals() -> list[int]:
+    """The longest interval of each token of three problems, from the attention of every forward."""
+    longest: list[int] = []
+    with solver() as running:
+        for problem in itertools.islice(running.task.problems("train"), 3):
+            seen: dict[tuple[int, int], list[tuple[int, float]]] = {}
+            statistics = running.engine.state.statistics
+            right = statistics.observe
+
+            def observe(owner, position, mass, queries, *, seen=seen, right=right) -> None:  # type: ignore[no-untyped-def]
+                for row, at, received, count in zip(owner, position, mass, queries, strict=True):
+                    seen.setdefault((int(row), int(at)), []).append((int(count), received / count))
+                right(owner, position, mass, queries)
+
+            statistics.observe = observe  # type: ignore[method-assign]
+            try:
+                solution = running.solve(problem)
+            finally:
+                del statistics.observe  # type: ignore[method-assign]
+            for node_id in solution.path:
+                node = running.engine.tree[node_id]
+                for at in range(node.start, node.end):
+                    longest.append(brute_force(seen.get((node.row, at), [])))
+    return longest
+
+
+def brute_force(forwards: list[tuple[int, float]]) -> int:
+    """MRI of one token: the most queries between two forwards that gave it enough attention."""
+    clock = np.cumsum([count for count, _ in forwards])
+    times = [clock[0]] if len(clock) else []
+    times += [now for now, (_, mean) in zip(clock[1:], forwards[1:], strict=True) if mean >= ALPHA]
+    return int(max(np.diff(times), default=0))
+
+
+def test_intervals_are_those_of_the_attention_of_every_forward(intervals: list[int]) -> None:
+    with solver() as running:
+        found = calibrate_window(running, itertools.islice(running.task.problems("train"), 3), 80)
+
+    again = [each for each in intervals if each]
+    assert (found.problems, found.tokens) == (3, len(intervals))
+    assert found.recurring == pytest.approx(len(again) / len(intervals))
+    assert found.window == found.intervals[80] == np.percentile(again, 80, method="higher")
+    assert (
+        found.intervals[50]
+        <= found.intervals[80]
+        <= found.intervals[95]
+        == np.percentile(again, 95, method="higher")
+    )
+    assert 0.2 < found.heavy < 1
+
+
+def test_a_threshold_that_no_token_reaches_is_named() -> None:
+    with solver(1.0) as running, pytest.raises(UsageError, match="Lower --threshold"):
+        calibrate_window(running, itertools.islice(running.task.problems("train"), 1))
+
+
+def test_what_the_command_prints_is_a_policy_that_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = in_process(capsys)
+    result = run("calibrate", "window", "--n", "8", "--threshold", str(ALPHA), "--percentile", "50")
+    assert result.code == 0
+    policy = result.out.strip()
+    assert policy.startswith("lazyeviction,window=") and "tokens of 8 problems" in result.err
+
+    result = run("solve", "4 5 6 10", "--policy", policy, "--mode", "lossy", "--json")
+    assert json.loads(result.out.splitlines()[-1])["metrics"]["steps"] > 0
