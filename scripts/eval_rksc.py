@@ -551,6 +551,8 @@ def main() -> None:
         "searches": searches,
     }[args.what]
     for row in what(args):
+        if row in rows:  # two quantiles of one value
+            continue
         rows.append(row)
         print(json.dumps(row), flush=True)
         table.add(row)
