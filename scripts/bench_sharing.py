@@ -280,13 +280,13 @@ def measured(bench: Bench, shapes: Sequence[Shape], rounds: int, arms: Sequence[
                     "n": rounds,
                     "n_of": "rounds",
                     "kv_bytes": shape.slots(arm) * width,
-                    "same_tokens": tokens[arm] == tokens[arms[0]],
+                    "same_output": tokens[arm] == tokens[arms[0]],
                 }
             )
             print(
                 f"n {shape.n:5}  B {shape.branches:3}  {arm:9} {1e3 * median:9.2f} ms  "
                 f"{rows[-1]['kv_bytes'] / 2**20:8.2f} MiB  "
-                f"{taken_ratio(rows, shape):5.2f} x  {'' if rows[-1]['same_tokens'] else 'other tokens'}"
+                f"{taken_ratio(rows, shape):5.2f} x  {'' if rows[-1]['same_output'] else 'other tokens'}"
             )
     return rows
 

@@ -195,7 +195,7 @@ def test_branches_of_one_leaf_alone_are_compared(model: Any) -> None:
     assert not gated(lab.events), "an only child has no competitor"
 
 
-def test_a_token_that_waits_to_be_computed_tells_texts_apart() -> None:
+def test_a_token_that_waits_to_be_computed_belongs_to_the_text() -> None:
     tree = ThoughtTree(PROMPT)
     work = operation(tree, 100)
     rows = [row(work, tree.root, length=2) for _ in range(3)]
@@ -255,7 +255,7 @@ def test_a_search_counts_what_it_stopped_and_replays_to_the_same_counters() -> N
     stopped = [node for event in gated(events) for node in event.stopped]
 
     assert metrics.branches_stopped == len(stopped) > 0
-    assert not metrics.verifications, "it counts as none"
+    assert not metrics.verifications, "it is not a verification"
     record = Recording.of(events)
     slots, again = replay_smallest(record, tokenizer, policy="lru", slots=10)
     assert again.tokens_generated == metrics.tokens_generated

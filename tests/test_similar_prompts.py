@@ -367,5 +367,7 @@ def test_a_quarter_of_the_layers_is_probed() -> None:
 
     deep: Any = Layers()
     assert SimilarPrompts(deep)._layers == 6
+    assert SimilarPrompts(deep, probed=1.0)._layers == 24
+    assert SimilarPrompts(deep, probed=0.0)._layers == 2
     deep.layer_count = 1
     assert SimilarPrompts(deep)._layers == 1
