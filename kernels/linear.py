@@ -43,9 +43,9 @@ without them / native, rows 1 / 8 / 32 / 128 / 512:
 They are the rule where they are built, although MKL is up to a seventh faster from 128 rows on and
 oneDNN up to a third (2048 -> 768 at 512 rows): two packed copies would cost twice the memory,
 decoding has fewer rows, and a row that changed libraries with the size of its batch would change
-its bits. A row has the same bits for any number of rows. Else float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to
-oneDNN where the CPU has instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on
-AMD) only takes layers large enough. No timing at run time: what is chosen decides the last bits of
+its bits. Else float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to oneDNN where the
+CPU has instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on AMD) only takes
+layers large enough. No timing at run time: what is chosen decides the last bits of
 the logits and must not depend on the load of the machine. oneDNN's weights go on large pages
 (`on_huge_pages`; EXPERIMENTS.md has what that is worth).
 """
