@@ -1,5 +1,5 @@
 """Tree decode against Hugging Face (batched copies of the cache, or one deep copy per branch), and
-against arbor without its native kernels.
+against arbor without its native kernels or without one of the steps built on them.
 
     python scripts/bench_decode.py --size 100m --dtype float32 --shapes F8 F32 T4 --rounds 5 --json
     out.json
