@@ -8,12 +8,13 @@ CODE := arbor kernels controllers verifiers examples tests scripts
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help check format lint types architecture test slow fix native sanitize bench golden docs size
+.PHONY: help check format lint types architecture test slow fix native sanitize sanitize-threads bench golden docs size
 
 SANITIZED := build/libarbor_native_sanitized.so
+THREADS_SANITIZED := build/libarbor_native_threads.so
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 18
 
 check: format lint types architecture test  ## format, lint, types, architecture, tests
 
@@ -43,9 +44,15 @@ native:  ## compile the native kernels of this checkout; installing arbor does s
 	$(PYTHON) kernels/csrc/build.py
 
 sanitize:  ## the native kernels' tests under the address and undefined-behaviour sanitizers
-	$(PYTHON) kernels/csrc/build.py --sanitize --output $(SANITIZED)
+	$(PYTHON) kernels/csrc/build.py --sanitize memory --output $(SANITIZED)
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		ARBOR_NATIVE_FILE=$(abspath $(SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py tests/test_rotary.py tests/test_int8.py
+
+sanitize-threads:  ## the tests that use several threads under the thread sanitizer
+	$(PYTHON) kernels/csrc/build.py --sanitize threads --output $(THREADS_SANITIZED)
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libtsan.so)" \
+		TSAN_OPTIONS="ignore_noninstrumented_modules=1 exitcode=66" \
+		ARBOR_NATIVE_FILE=$(abspath $(THREADS_SANITIZED)) $(PYTHON) -m pytest -q tests/test_native.py -k threads
 
 bench:  ## timings of this machine, one JSON per benchmark
 	@set -e; for script in scripts/bench_*.py; do echo "== $$script"; $(PYTHON) "$$script"; done

@@ -172,8 +172,9 @@ class Solver:
             restored. By default one for models below 50 million parameters, whose threads would
             mostly wait, unless ``OMP_NUM_THREADS`` is set; torch's own number for a larger one.
         seed: of every random stream.
-        deterministic: results do not depend on the rest of the batch, to the last bit (slower; no
-            mixtures of experts; see docs/determinism.md).
+        deterministic: results do not depend on the rest of the batch, to the last bit, or the model
+            is refused (no mixtures of experts). The native kernels of a CPU need no request for
+            that; elsewhere it is slower; see docs/determinism.md.
         cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
             gives the same logits up to rounding.
         listeners: functions or `Callback`s, called with every event in order. An exception in one
@@ -480,7 +481,7 @@ class Solver:
 
     @property
     def deterministic(self) -> bool:
-        """Whether tokens are the same, bit for bit, whatever else is in the batch."""
+        """Whether it is required that tokens are the same, bit for bit, in every batch."""
         return self.checkpoint.deterministic
 
     # Planning

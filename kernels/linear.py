@@ -31,20 +31,21 @@ without them / native, rows 1 / 8 / 32 / 128 / 512:
 
     float32, against MKL
         768 -> 768     1.2  1.4  1.2  0.9  0.9
-        768 -> 2048    1.3  1.7  1.2  0.9  0.85
+        768 -> 2048    1.3  1.7  1.2  0.9  0.9
         768 -> 32000   1.2  1.6  1.1  0.8  0.9
-        256 -> 256     1.3  1.6  1.2  1.0  1.0
+        256 -> 256     1.3  1.6  1.2  0.9  0.9
     bfloat16, against oneDNN, which takes the large ones only; small ones against dense
-        768 -> 768     1.7  1.5  1.6  1.2  0.85
-        768 -> 2048    1.4  1.4  1.5  0.95 0.95
+        768 -> 768     1.7  1.5  1.6  1.2  0.9
+        768 -> 2048    1.4  1.4  1.5  1.0  0.7
         768 -> 32000   1.0  1.1  1.1  0.9  1.2
-        256 -> 256     3.2  2.9  2.7  1.7  1.3
+        256 -> 256     3.2  2.9  2.7  1.6  0.9
 
-They are the rule where they are built, although MKL is up to a fifth faster from 128 rows on: two
-packed copies would cost twice the memory, and decoding has fewer rows. A row has the same bits for
-any number of rows. Else float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to
-oneDNN where the CPU has instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on
-AMD) only takes layers large enough. No timing at run time: what is chosen decides the last bits of
+They are the rule where they are built, although MKL is up to a seventh faster from 128 rows on and
+oneDNN up to a third (2048 -> 768 at 512 rows): two packed copies would cost twice the memory,
+decoding has fewer rows, and a row that changed libraries with the size of its batch would change
+its bits. Else float32 goes to MKL on Intel and to oneDNN elsewhere, bfloat16 to oneDNN where the
+CPU has instructions for it, and oneDNN (which costs 30 us a call on Intel, 10 on AMD) only takes
+layers large enough. No timing at run time: what is chosen decides the last bits of
 the logits and must not depend on the load of the machine. oneDNN's weights go on large pages
 (`on_huge_pages`; EXPERIMENTS.md has what that is worth).
 """

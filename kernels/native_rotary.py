@@ -73,6 +73,7 @@ class NativeRotary:
         q_out, k_out, v_out = into
         rotated = 0 if form is None else form.rotated(cos)
         assert rotated <= dim <= MOST_DIM and rotated % 2 == 0, "heads and tables that fit"
+        assert q.dtype == k.dtype and cos.dtype == sin.dtype, "heads and tables of one dtype each"
         job = RotaryJob(
             q=q.data_ptr(),
             k=k.data_ptr(),

@@ -1,5 +1,5 @@
 """Tree decode against Hugging Face (batched copies of the cache, or one deep copy per branch), and
-against arbor without its native kernels.
+against arbor without its native kernels or without one of the steps built on them.
 
     python scripts/bench_decode.py --size 100m --dtype float32 --shapes F8 F32 T4 --rounds 5 --json
     out.json
@@ -87,7 +87,9 @@ class Arbor:
     Args:
         layers: whether attention layers are fused where they can be.
         joint: whether projections of one input are one matrix where they can be.
+        deterministic: as in `ModelRunner`; None: as `load_weights` has it.
         joint: whether projections of one input are one matrix where they can be.
+        deterministic: as in `ModelRunner`; None: as `load_weights` has it.
     """
 
     def __init__(
@@ -99,14 +101,17 @@ class Arbor:
         *,
         layers: bool = True,
         joint: bool = True,
+        deterministic: bool | None = None,
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
         if backend is None:
             backend = TorchCascade() if native_library() is None else NativeCascade()
-        runner = ModelRunner(model, backend)
+        if deterministic is None:
+            deterministic = isinstance(backend, NativeCascade)
+        runner = ModelRunner(model, backend, deterministic=deterministic)
         self.engine = Engine(runner, NoText(), policy=POLICIES["lru"])
         if runner.device.type == "cpu":
-            pack_linears(model)
+            pack_linears(model, deterministic=deterministic)
             with nullcontext() if joint else separate_projections():
                 _fuse(model, layers)
         self.slots = PREFIX + generated(shape)
@@ -234,6 +239,9 @@ def main() -> None:
     parser.add_argument(
         "--separate", action="store_true", help="also arbor with one product per projection"
     )
+    parser.add_argument(
+        "--loose", action="store_true", help="also arbor with bits that depend on the batch"
+    )
     parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -256,6 +264,9 @@ def main() -> None:
         if args.separate:
             plain = random_llama(args.size, dtype)
             contestants["separate"] = Arbor(plain, shape, vocabulary, joint=False)
+        if args.loose:
+            plain = random_llama(args.size, dtype)
+            contestants["loose"] = Arbor(plain, shape, vocabulary, deterministic=False)
         if args.deepcopy:
             contestants["deepcopied"] = DeepCopied(theirs, shape, vocabulary)
         for contestant in contestants.values():

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import ARCHITECTURES, build, config_of, random_model
+from support.models import ARCHITECTURES, Words, build, config_of, random_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from arbor import Solver
 from arbor.kernels import invariant
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.fused import fused_ops
@@ -188,6 +189,46 @@ NATIVE_SIZES = ((80, 100, 5), (144, 173, 3))
 def test_native_kernels_give_a_row_the_same_bits(name: str, dtype: torch.dtype) -> None:
     size = NATIVE_SIZES[0 if name in ("gemma2", "phi") else 1]
     check(name, size, dtype, (2, 7, ROWS), NativeCascade)
+
+
+def loaded(model: nn.Module, **settings: Any) -> ModelRunner:
+    """The runner of a solver that was not asked to be deterministic."""
+    return Solver(model, tokenizer=Words(), device="cpu", **settings).checkpoint.load().runner
+
+
+@pytest.mark.skipif(native_library() is None, reason="the library is not built")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "starcoder2"])  # the activation of one is torch's
+def test_on_a_cpu_the_native_kernels_are_deterministic_unasked(
+    name: str, dtype: torch.dtype
+) -> None:
+    runner = loaded(random_model(sized(name, *NATIVE_SIZES[1])).to(dtype))
+    rows = Rows(runner)
+
+    alone = [rows.leaves([row])[0] for row in range(ROWS)]
+
+    assert runner.deterministic
+    for count in (2, 7, ROWS):
+        assert same(rows.leaves(list(range(count))), alone[:count])
+    assert same(rows.path([ROWS]), rows.path([3, 1, 8, 5]))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings"),
+    [
+        ("llama", (144, 173, 3), {"backend": "torch"}),
+        ("mixtral", (80, 100, 5), {}),  # experts
+        ("llama", (50, 100, 5), {}),  # heads of 10
+        ("llama", (50, 100, 5), {"backend": "native"}),
+    ],
+)
+def test_what_other_kernels_compute_depends_on_the_batch_unless_asked(
+    name: str, size: tuple[int, int, int], settings: dict[str, Any]
+) -> None:
+    if settings.get("backend") == "native" and native_library() is None:
+        pytest.skip("the library is not built")
+
+    assert not loaded(random_model(sized(name, *size)), **settings).deterministic
 
 
 @pytest.mark.slow

@@ -39,7 +39,9 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_concurrency": (
         "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
     ),
-    "bench_decode": ("--size 5m --shapes F8 --rounds 1 --deepcopy --json FOLDER/out.json",),
+    "bench_decode": (
+        "--size 5m --shapes F8 --rounds 1 --deepcopy --layers --separate --loose --json FOLDER/out.json",
+    ),
     "bench_dpts": (
         "--n 1 --verifiers exact --width 3 --visited 3 --json FOLDER/out.json",
         "--n 1 --verifiers self --task chains --width 2 --visited 2 --json FOLDER/out.json",

@@ -373,7 +373,7 @@ deterministic_option = option(
     "--deterministic",
     is_flag=True,
     heading="Sampling",
-    help="Bitwise equal results for any batch (no mixture of experts; slower).",
+    help="Require bitwise equal results for any batch (no mixture of experts).",
 )
 
 threads_option = option(

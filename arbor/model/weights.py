@@ -12,7 +12,7 @@ from arbor import components
 from arbor.errors import ModelError, UsageError
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import pack_linears
+from arbor.kernels.linear import batch_dependent, pack_linears
 from arbor.kernels.rotary import rotary_ops
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 from arbor.model.agreement import check_agreement, own_logits
@@ -32,7 +32,13 @@ from arbor.model.loading import (
     load_tokenizer,
     sampling_defaults,
 )
-from arbor.model.placement import FLASHINFER, dtype_name, refuse_batch_dependent
+from arbor.model.placement import (
+    FLASHINFER,
+    NATIVE,
+    dtype_name,
+    refuse_batch_dependent,
+    runs_native,
+)
 from arbor.model.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -106,7 +112,8 @@ def load_weights(
         backend: name of the attention backend.
         required: whether FlashInfer is required where it is the backend; else torch replaces it if
             it cannot run.
-        deterministic, cuda_graphs: as in `Solver`.
+        deterministic: as in `Solver`; False: only where the native kernels compute the whole model.
+        cuda_graphs: as in `Solver`.
         int8_kv: whether searches keep KV in 8 bits; the check of the logits does not.
 
     Raises:
@@ -119,6 +126,8 @@ def load_weights(
     model = given or load_model(source, getattr(torch, info.dtype), device)
     if deterministic:
         refuse_batch_dependent(model, device)
+    elif name == NATIVE and runs_native(info, device):
+        deterministic = not batch_dependent(model)  # at no measurable cost, see docs/determinism.md
     own, attention = own_logits(model), model.config._attn_implementation
     graphs = cuda_graphs and device.type == "cuda" and not deterministic
     recorder = CudaRecorder(device) if graphs else None

@@ -1,6 +1,6 @@
 """Building the native kernels: one compiler call per instruction set, one shared library.
 
-    python kernels/csrc/build.py [--output FILE] [--sanitize]
+    python kernels/csrc/build.py [--output FILE] [--sanitize memory|threads]
 
 `setup.py` calls this when the package is installed; `make native` for a checkout.
 """
@@ -32,8 +32,11 @@ FLAGS = {
 # No -ffast-math: the order of every sum is part of what the kernels promise.
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off"]
 COMMON += ["-Wall", "-Wextra"]
-SANITIZE = ["-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
-SANITIZE += ["-fno-sanitize-recover=all"]
+CHECKED = ["-g", "-O1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+SANITIZE = {
+    "memory": [*CHECKED, "-fsanitize=address,undefined"],
+    "threads": [*CHECKED, "-fsanitize=thread"],
+}
 
 
 def compiler() -> str | None:
@@ -44,12 +47,12 @@ def compiler() -> str | None:
     return next((path for path in map(shutil.which, filter(None, names)) if path), None)
 
 
-def build(output: Path, *, sanitize: bool = False) -> None:
+def build(output: Path, *, sanitize: str | None = None) -> None:
     """Compile the library.
 
     Args:
         output: the file to write.
-        sanitize: with the address and undefined-behaviour sanitizers, and slow.
+        sanitize: with the sanitizers of this name in `SANITIZE`, and slow; None: without.
 
     Raises:
         RuntimeError: there is no compiler, or it fails; with its messages.
@@ -57,7 +60,7 @@ def build(output: Path, *, sanitize: bool = False) -> None:
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler was found, or this is not x86-64 Linux or macOS")
-    options = [*COMMON, *(SANITIZE if sanitize else ["-O3"])]
+    options = [*COMMON, *(["-O3"] if sanitize is None else SANITIZE[sanitize])]
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -86,7 +89,7 @@ def main() -> int:
     """Builds the library of a checkout."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=SOURCES.parent / LIBRARY)
-    parser.add_argument("--sanitize", action="store_true")
+    parser.add_argument("--sanitize", choices=list(SANITIZE))
     options = parser.parse_args()
     try:
         build(options.output, sanitize=options.sanitize)

@@ -3,8 +3,8 @@
 // A packed weight is a list of panels of 16 outputs: in float32 [panels][inputs][16], in bfloat16
 // [panels][pairs of inputs][16][2], padded with zeros to whole panels and to 32 inputs. The second
 // form is what the tiles of AMX and the pairs of AVX-512 BF16 read.
-// Every result is summed over its inputs in order, in blocks of `INPUTS`, whatever the number of
-// rows: a row's bits do not depend on the other rows or on the number of threads.
+// Every result is summed over its inputs in order, whatever the number of rows and wherever sums are
+// stored in between: a row's bits do not depend on the other rows or on the number of threads.
 #pragma once
 
 #include "amx.h"
@@ -20,6 +20,8 @@ constexpr int VECS = PANEL / Vec::WIDTH;     // vectors of a panel
 constexpr int INPUTS = 128;                  // inputs whose weights stay in the L1 cache
 constexpr int PANELS = Vec::WIDTH == 16 ? 4 : 1;  // of a group: one part of a job
 constexpr int LINEAR_ROWS = 6;
+// From so many rows on, storing and loading the sums of a block takes longer than weights from L2.
+constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // not measured with AVX2
 
 // float32: one input at a time.
 struct SingleDot {
@@ -166,8 +168,9 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
     for (int group = first_group; group < end_group; group++) {
         int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
         const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
-        // few rows keep their sums in registers from the first input to the last
-        int64_t block = job.rows <= LINEAR_ROWS ? steps : BLOCK;
+        // few and many rows keep their sums in registers from the first input to the last
+        bool whole = job.rows <= LINEAR_ROWS || job.rows >= MANY_ROWS;
+        int64_t block = whole ? steps : BLOCK;
         for (int64_t step = 0; step < steps; step += block) {
             int some = static_cast<int>(steps - step < block ? steps - step : block);
             for (int row = 0; row < job.rows; row += LINEAR_ROWS) {
@@ -195,25 +198,38 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
 
 #if defined(__AMX_BF16__)
 
-// Up to 32 rows of x by two panels.
-inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* weights,
-                          int64_t panel_bytes, bool two, int64_t steps, float* sums) {
+// Steps of a block whose weights for two panels (32 KiB) stay in the L1 cache, and the steps up to
+// which that is faster for more than MANY_TILE_ROWS rows: longer rows of x leave the L2 cache.
+constexpr int TILE_STEPS = 256, MOST_TILE_STEPS = 512;
+constexpr int MANY_TILE_ROWS = 64;
+
+// Up to 32 rows of x by two panels, over some steps; the sums begin at zero or go on.
+inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* first,
+                          const char* second, int64_t steps, bool begins, float* sums) {
     int64_t x_bytes = x_row * 2;
     bool lower = rows > 16;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    const char* second = two ? weights + panel_bytes : weights;
+    if (begins) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums, 128);
+        _tile_loadd(1, sums + 16, 128);
+        if (lower) {
+            _tile_loadd(2, sums + 16 * 32, 128);
+            _tile_loadd(3, sums + 16 * 32 + 16, 128);
+        }
+    }
     for (int64_t step = 0; step < steps; step += 16) {
-        const char* next = weights + step * 64 + 2048;
+        const char* next = first + step * 64 + 2048;
         const char* next_second = second + step * 64 + 2048;
         for (int i = 0; i < 1024; i += 64) {
             _mm_prefetch(next + i, _MM_HINT_T0);
             _mm_prefetch(next_second + i, _MM_HINT_T0);
         }
         _tile_loadd(4, x + step * 2, x_bytes);
-        _tile_loadd(6, weights + step * 64, 64);
+        _tile_loadd(6, first + step * 64, 64);
         _tile_loadd(7, second + step * 64, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -233,23 +249,30 @@ inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* we
 
 inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scratch) {
     int64_t steps = steps_of(job), panel_bytes = steps * 64, width = steps * 2;
-    char* memory = static_cast<char*>(scratch->take(scratch, 32 * 32 * 4 + job.rows * width * 2));
+    bool blocks = job.rows > MANY_TILE_ROWS && steps <= MOST_TILE_STEPS;
+    int64_t block = blocks ? TILE_STEPS : steps;
+    int64_t sums_bytes = static_cast<int64_t>(job.rows + 31) / 32 * 32 * 32 * 4;
+    char* memory = static_cast<char*>(scratch->take(scratch, sums_bytes + job.rows * width * 2));
     float* sums = reinterpret_cast<float*>(memory);
     int64_t x_row;
-    const bf16* x = padded_rows(job, width, reinterpret_cast<bf16*>(memory + 32 * 32 * 4), &x_row);
+    const bf16* x = padded_rows(job, width, reinterpret_cast<bf16*>(memory + sums_bytes), &x_row);
     int panels = (job.outputs + PANEL - 1) / PANEL, pairs = (panels + 1) / 2;
     int first = static_cast<int>(static_cast<int64_t>(pairs) * part / parts);
     int end = static_cast<int>(static_cast<int64_t>(pairs) * (part + 1) / parts);
     int shaped = 0;
     for (int pair = first; pair < end; pair++) {
         const char* weights = static_cast<const char*>(job.packed) + 2 * pair * panel_bytes;
-        for (int row = 0; row < job.rows; row += 32) {
-            int rows = job.rows - row < 32 ? job.rows - row : 32;
-            if (rows != shaped) shape_tiles(shaped = rows);
-            tile_products(x + row * x_row, x_row, rows, weights, panel_bytes,
-                          2 * pair + 1 < panels, steps, sums);
-            finish<bf16>(job, sums, 32, row, rows, 32 * pair);
+        const char* second = 2 * pair + 1 < panels ? weights + panel_bytes : weights;
+        for (int64_t step = 0; step < steps; step += block) {
+            int64_t some = steps - step < block ? steps - step : block;
+            for (int row = 0; row < job.rows; row += 32) {
+                int rows = job.rows - row < 32 ? job.rows - row : 32;
+                if (rows != shaped) shape_tiles(shaped = rows);
+                tile_products(x + row * x_row + step * 2, x_row, rows, weights + step * 64,
+                              second + step * 64, some, step == 0, sums + row * 32);
+            }
         }
+        finish<bf16>(job, sums, 32, 0, job.rows, 32 * pair);
     }
     _tile_release();
 }
