@@ -767,16 +767,23 @@ class TieredGrove(AlikeGrove):
     def stores(self) -> list[DiskStore]:
         return [s.store for s in self.lab.memory.lower if isinstance(s.store, DiskStore)]
 
-    @rule(full=st.booleans())
-    def fill_the_disk(self, full: bool) -> None:
+    @rule(most=st.sampled_from((None, 0, 1, 3)), readable=st.booleans())
+    def break_the_disk(self, most: int | None, readable: bool) -> None:
+        """From now on it takes so many tokens at once, or all, and can be read or not."""
         for store in self.stores():
-            refuse = partial(self.written, 0) if full else partial(DiskStore.write, store)
-            store.write = refuse  # type: ignore[method-assign]
+            store.write = partial(self.write_some, store, most)  # type: ignore[method-assign]
+            store.read = partial(self.read_if, store, readable)  # type: ignore[method-assign]
 
     @staticmethod
-    def written(count: int, records: Any, rows: Tensor) -> Any:
-        """What a store answers that took the first `count` rows."""
-        return np.arange(len(records)) < count
+    def write_some(store: DiskStore, most: int | None, records: Any, rows: Tensor) -> Any:
+        stored = np.zeros(len(records), np.bool_)
+        stored[:most] = DiskStore.write(store, records[:most], rows[:most])
+        return stored
+
+    @staticmethod
+    def read_if(store: DiskStore, readable: bool, records: Any, device: torch.device) -> Any:
+        rows, intact = DiskStore.read(store, records, device)
+        return rows, intact & readable
 
     @rule(place=st.integers(0, 10**6))
     def flip_a_bit(self, place: int) -> None:
@@ -843,9 +850,8 @@ class PackedGrove(LossyGrove):
 
     @rule(full=st.booleans())
     def run_out_of_memory(self, full: bool) -> None:
-        store = self.store()
-        work = refuse_memory if full else partial(PackedStore._quantise, store)
-        store._quantise = work  # type: ignore[method-assign]
+        store: Any = self.store()
+        store._quantise = refuse_memory if full else partial(PackedStore._quantise, store)
 
     @invariant()
     def what_has_an_origin_is_what_is_read_there(self) -> None:

@@ -345,6 +345,18 @@ def test_what_comes_back_is_rounded_and_returns_to_its_record() -> None:
 
 
 @pytest.mark.usefixtures("small_groups")
+def test_what_waits_comes_back_exact() -> None:
+    memory, tree = memory_of(8)
+    rows = place(memory, tree.root, 0, 1, 2, 3)
+    memory.evict(tree.root, np.arange(3))
+    memory.fetch({tree.root: np.array([1])})
+    assert tree.root.span.exact.tolist() == [False, True, False, True]
+    assert (tree.root.span.origin == NO_RECORD).all()
+    assert torch.equal(memory.pool.gather(tree.root.span.slot[[1]]), rows[[1]])
+    assert memory.lower.used(Tier.COMPRESSED) == 2
+
+
+@pytest.mark.usefixtures("small_groups")
 def test_what_is_computed_after_rounded_tokens_is_stored_too() -> None:
     memory, tree = memory_of(8)
     place(memory, tree.root, 0, 1)
@@ -470,7 +482,8 @@ def test_the_ledger_says_what_is_exact() -> None:
     assert not lab.memory.lower.used(Tier.HOST)
 
 
-def test_tokens_after_a_rounded_one_are_not_exact() -> None:
+def test_tokens_after_a_rounded_one_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedStore, "group", 1)
     lab = lab_of(8)
     tree = lab.plant(100)
     root = tree.root

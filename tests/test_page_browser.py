@@ -189,6 +189,12 @@ def test_its_state_is_that_of_the_python_fold_where_lower_tiers_take_tokens(
 ) -> None:
     golden = Path(__file__).parent / "golden" / "tot_tiers.arbor.jsonl"
     trace = Path(shutil.copy(golden, tmp_path))
+    handed = '"discard","i":{0},"t":9,"nodes":[[2,1]],"taken":[[3,1]],"kv":'
+    lines = trace.read_text(encoding="utf-8").splitlines()
+    place = next(at for at, line in enumerate(lines) if '"e":"discard"' in line)
+    kv = json.loads(lines[place])["kv"]
+    lines.insert(place + 1, '{"e":' + handed.format(place + 1) + json.dumps(kv) + "}")
+    trace.write_text("\n".join(lines) + "\n", encoding="utf-8")
     events = range(len(types(trace)))
     states = states_of(trace, list(events))
     assert any(block["stored"] for state in states.values() for block in state["blocks"])

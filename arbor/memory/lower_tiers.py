@@ -70,9 +70,9 @@ def _table_of(store: Store) -> RecordTable:
 class LowerTiers:
     """Stores in the order in which KV goes down: what the first has no room for goes to the second.
 
-    A token's KV is in exactly one place: what comes back to the device gives up its record. A store
-    that quantises (`Store.keeps`) keeps the record as the token's `origin` instead, to which the
-    token returns when it leaves the device, so that nothing is quantised twice.
+    A token's KV is in exactly one place: what comes back to the device gives up its record. A
+    rounded record is kept as the token's `origin` instead, to which the token returns when it
+    leaves the device, so that nothing is quantised twice.
 
     Args:
         stores: at most one of each tier.
@@ -164,7 +164,7 @@ class LowerTiers:
             spans.origin[mine] = NO_RECORD
 
     def _keeping(self) -> list[Shelf]:
-        """The store that keeps what it gave, if there is one."""
+        """The store that keeps rounded records, if there is one."""
         return [shelf for shelf in self if shelf.store.keeps]
 
     def _down(
@@ -248,7 +248,7 @@ class LowerTiers:
             np.full(count, NO_RECORD, np.int32),
             np.zeros(count, np.int16),
         )
-        read: list[tuple[Shelf, Records, NDArray[np.bool_]]] = []
+        read: list[tuple[Shelf, Records, NDArray[np.bool_], NDArray[np.bool_]]] = []
         for tier, shelf in self._shelves.items():
             mine = np.flatnonzero(spans.tier[at] == tier)
             if not len(mine):
@@ -258,16 +258,16 @@ class LowerTiers:
             good = np.flatnonzero(whole)
             pool.scatter(slots[mine[good]], rows if whole.all() else rows[good])
             loaded.intact[mine], loaded.depth[mine] = whole, shelf.table.depth[records]
-            loaded.exact[mine] = whole & shelf.store.exact
-            if shelf.store.keeps:
-                loaded.origin[mine[good]] = records[good]
-            read.append((shelf, records, whole))
-        for shelf, records, whole in read:  # once nothing can fail any more
+            rounded = shelf.store.rounded(records)
+            loaded.exact[mine] = whole & ~rounded
+            kept = whole & rounded & shelf.store.keeps
+            loaded.origin[mine[kept]] = records[kept]
+            read.append((shelf, records, whole, kept))
+        for shelf, records, whole, kept in read:  # once nothing can fail any more
             _count(self._moves.lost, self._forest, shelf.table.row[records[~whole]])
-            kept = records[whole] if shelf.store.keeps else _NONE
-            shelf.table.lent[kept] = True
-            self._hold(shelf, shelf.table.row[kept], -1)
-            self._give_up(shelf, records[~whole] if shelf.store.keeps else records)
+            shelf.table.lent[records[kept]] = True
+            self._hold(shelf, shelf.table.row[records[kept]], -1)
+            self._give_up(shelf, records[~kept])
         return loaded
 
     def forget(self, at: NDArray[np.int64]) -> None:

@@ -22,8 +22,9 @@ class PackedStore:
 
     K has scales per channel, over `GROUP` tokens, and V per token, over `GROUP` channels (KIVI,
     arXiv 2402.02750). Tokens wait in full precision until their group is complete, whatever blocks
-    they belong to. The group is then quantised, and never again: a record that is read stays, so
-    that its token can return to it (`keeps`). Records are free only as a whole group.
+    they belong to, and come back exact until then. The group is quantised once: a record that is
+    read afterwards stays, so that its token can return to it. Records are free only as a whole
+    group.
 
     Args:
         records: how many it can hold.
@@ -37,7 +38,6 @@ class PackedStore:
     """
 
     tier = Tier.COMPRESSED
-    exact = False
     keeps = True
     group = GROUP
 
@@ -165,6 +165,10 @@ class PackedStore:
         values = F.pad(codes[:, self._keys :], (0, -self._values % GROUP)).unflatten(1, (-1, GROUP))
         decoded = by_token.decode(values).flatten(1)[:, : self._values]
         return torch.cat([by_channel.decode(codes[:, : self._keys]), decoded], 1)
+
+    def rounded(self, records: Records) -> NDArray[np.bool_]:
+        """See `Store`; those of quantised groups."""
+        return self._packed[records // self.group]
 
     def close(self) -> None:
         """See `Store`."""

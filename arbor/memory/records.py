@@ -102,8 +102,8 @@ class RecordTable:
         self.used -= len(records)
 
     def oldest(self, count: int, spared: Records) -> Records:
-        """Up to `count` records in use, those written first; of one write the last tokens first,
-        since what comes after a missing token is computed again sooner or later.
+        """Up to `count` records in use and not lent, those written first; of one write the last
+        tokens first, since what comes after a missing token is computed again sooner or later.
 
         Args:
             count: how many.
@@ -112,7 +112,7 @@ class RecordTable:
         Returns:
             int32, the oldest first.
         """
-        offered = self.in_use.copy()
+        offered = self.in_use & ~self.lent
         offered[spared] = False
         candidates = np.flatnonzero(offered)
         if len(candidates) > count:

@@ -34,14 +34,13 @@ class Store(Protocol):
     Attributes:
         tier: which it is.
         records: how many it can hold.
-        exact: what is read is what was written, bit for bit.
-        keeps: a record that is read stays, and its token returns to it when it leaves the device.
+        keeps: a rounded record that is read stays, and its token returns to it when it leaves the
+            device.
         group: records that are free only together.
     """
 
     tier: Tier
     records: int
-    exact: bool
     keeps: bool
     group: int
 
@@ -58,7 +57,7 @@ class Store(Protocol):
         ...
 
     def read(self, records: Records, device: torch.device) -> tuple[Tensor, NDArray[np.bool_]]:
-        """KV as it was written, bit for bit where the store is `exact`.
+        """KV as it was written, bit for bit but for `rounded` records.
 
         Args:
             records: int32 [n], written before.
@@ -67,6 +66,10 @@ class Store(Protocol):
         Returns:
             [n, numbers], and bool [n], whether each is intact.
         """
+        ...
+
+    def rounded(self, records: Records) -> NDArray[np.bool_]:
+        """Which records have other numbers than were written, bool [n]."""
         ...
 
     def close(self) -> None:
@@ -90,7 +93,6 @@ class HostStore:
     """
 
     tier = Tier.HOST
-    exact = True
     keeps = False
     group = 1
 
@@ -117,6 +119,10 @@ class HostStore:
         rows = self._rows.index_select(0, _index(records))
         return rows.to(device), np.ones(len(records), np.bool_)
 
+    def rounded(self, records: Records) -> NDArray[np.bool_]:
+        """See `Store`; none."""
+        return np.zeros(len(records), np.bool_)
+
     def close(self) -> None:
         """See `Store`."""
         self._rows = self._rows[:0]
@@ -140,7 +146,6 @@ class DiskStore:
     """
 
     tier = Tier.DISK
-    exact = True
     keeps = False
     group = 1
 
@@ -194,6 +199,10 @@ class DiskStore:
             intact[place] = whole and zlib.crc32(data[place]) == self._checksums[record]
         rows = torch.from_numpy(data).view(self._dtype)
         return rows.to(device), intact
+
+    def rounded(self, records: Records) -> NDArray[np.bool_]:
+        """See `Store`; none."""
+        return np.zeros(len(records), np.bool_)
 
     def _report(self, error: OSError) -> None:
         """Log the first failure."""

@@ -64,7 +64,7 @@ class TierSizes:
         bits = self.host_bits
         if bits is None:
             return
-        if bits not in BITS:
+        if bits not in BITS or not isinstance(bits, int):
             raise UsageError(
                 "host-bits", f"--host-bits {bits}: KV is packed in 8, 4 or 2 bits.", "Take 8."
             )
