@@ -26,6 +26,7 @@ from support.run_cli import FAKE, Arbor, environment, in_process
 import arbor.cli.demo
 import arbor.measure.calibrate
 import arbor.measure.calibrate_exit
+import arbor.measure.calibrate_window
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
@@ -40,6 +41,7 @@ from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
 from arbor.measure.calibrate import Example
 from arbor.measure.calibrate_exit import Verification
+from arbor.measure.calibrate_window import Recurrence
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.run.presets import preset
@@ -621,6 +623,11 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
         "collect_verifications",
         lambda solver, problems: made_up_verifications(),
     )
+    monkeypatch.setattr(
+        arbor.measure.calibrate_window,
+        "calibrate_window",
+        lambda solver, problems, percentile: MADE_UP_WINDOW,
+    )
 
     program, *arguments = shlex.split(example)
     ran = command(*arguments)
@@ -628,6 +635,9 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     solved = solution.answer is not None or arguments[0] != "demo"
     assert (program, ran.code) == ("arbor", 0 if solved else 3), ran.err
     assert ran.out
+
+
+MADE_UP_WINDOW = Recurrence(25, 80, 8, 900, 0.98, {50: 9, 80: 25}, 0.5)
 
 
 def made_up_losses() -> list[Example]:

@@ -338,6 +338,7 @@ def window(
     \b
       arbor calibrate window
       arbor calibrate window --task chains --n 200 --threshold 0.001
+      arbor calibrate window --model ./model --percentile 90
     """
     from arbor.measure.calibrate_window import calibrate_window
     from arbor.solver import Solver
