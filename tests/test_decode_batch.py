@@ -21,7 +21,7 @@ from arbor.memory.pool import LayerKV
 from arbor.model.level_rule import LevelRule
 from arbor.model.plan import ForwardPlan, Segment, plan_forward, visibility
 from arbor.model.sampling_params import Sampling
-from arbor.tree import Node, NodeState, ThoughtTree
+from arbor.tree import Certainty, Node, NodeState, ThoughtTree
 
 SLOTS = 300
 WINDOWS = (None, 1, 3, 9)
@@ -99,7 +99,8 @@ class Decoding(RuleBasedStateMachine):
         for _ in range(count if len(self.rows) < 9 else 0):
             child = self.tree.fork(leaf)
             code = ArithmeticCode(0, child, Sampling())
-            row = row_of(child, leaf, code, first_slot=hint, exact=len(self.rows) % 2 == 0)
+            sure = Certainty.NONE if len(self.rows) % 2 else Certainty.EXACT
+            row = row_of(child, leaf, code, first_slot=hint, certainty=sure)
             self.rows.append(row)
         if len(self.rows) % 2:  # as in the order of the tree
             self.rows.sort(key=lambda row: row.node.key)
@@ -131,7 +132,7 @@ class Decoding(RuleBasedStateMachine):
             self.memory.commit()
             for row in self.rows:
                 assert row.node.span.resident.all()
-                assert row.node.span.exact.all() == row.exact
+                assert row.node.span.exact.all() == (row.certainty == Certainty.EXACT)
 
     def keys(self) -> list[int]:
         """Keys that each row reads."""
@@ -156,7 +157,7 @@ class Decoding(RuleBasedStateMachine):
         self.memory.release([row.node])
         if self.memory.free >= len(row.node.tokens) and row.node.tokens:
             self.place(row.node)
-            row.node.span.exact[:] = row.exact
+            row.node.span.exact[:] = row.certainty == Certainty.EXACT
             self.rows.insert(0, row)
         self.hold()
 

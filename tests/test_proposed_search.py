@@ -238,7 +238,8 @@ def recorded(**options: Any) -> tuple[Any, Metrics, list[Event]]:
         return solver.tokenizer, metrics, events
 
 
-@pytest.mark.parametrize("budget", [pytest.param("full", marks=pytest.mark.slow), "700tok"])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["full", "700tok"])
 def test_a_replay_has_the_counters_of_the_run(budget: str) -> None:
     tokenizer, metrics, events = recorded(budget=budget)
 

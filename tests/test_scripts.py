@@ -30,6 +30,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
     "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "bench_kv_int8": ("answers --n 2 --csv FOLDER/out.csv",),
+    "bench_store": ("--n 1 --searches beam --csv FOLDER/out.csv",),
+    "eval_packed": ("game24 --n 1 --bits 4 --csv FOLDER/out.csv",),
     "bench_fetch": ("--models sapling --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
     "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),
