@@ -56,6 +56,7 @@ def brute_force(forwards: list[tuple[int, float]]) -> int:
     return int(max(np.diff(times), default=0))
 
 
+@pytest.mark.slow
 def test_intervals_are_those_of_the_attention_of_every_forward(intervals: list[int]) -> None:
     with solver() as running:
         found = calibrate_window(running, itertools.islice(running.task.problems("train"), 2), 80)

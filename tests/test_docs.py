@@ -29,12 +29,22 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in FENCE.findall(page.read_text("utf-8")) if kind == language]
 
 
-PYTHON = [(page, n) for page in PAGES for n in range(len(blocks(page, "python")))]
 # they evaluate many problems, or run many commands
 SLOW_PAGES = {
     *("aggregate", "budget", "compare", "early-exit", "eval", "generate"),
-    *("prompt", "retention", "reward", "sharing", "trace"),
+    *("kv-dtype", "prompt", "retention", "reward", "sharing", "tiers", "trace"),
 }
+SLOW_PYTHON = {("eval", 0), ("retention", 0), ("tiers", 0), ("tiers", 1)}
+PYTHON = [
+    pytest.param(
+        page,
+        n,
+        id=f"{page.stem}-{n}",
+        marks=[pytest.mark.slow] * ((page.stem, n) in SLOW_PYTHON),
+    )
+    for page in PAGES
+    for n in range(len(blocks(page, "python")))
+]
 SHELL = [
     pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in SLOW_PAGES))
     for page in PAGES
@@ -42,7 +52,7 @@ SHELL = [
 ]
 
 
-@pytest.mark.parametrize(("page", "number"), PYTHON, ids=lambda each: getattr(each, "stem", each))
+@pytest.mark.parametrize(("page", "number"), PYTHON)
 def test_the_python_of_a_page_runs(
     page: Path,
     number: int,

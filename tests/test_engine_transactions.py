@@ -163,6 +163,7 @@ ARMS: tuple[tuple[Mode, Rehydrate, int], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "rehydrate", "slots"), ARMS)
 def test_a_search_goes_on_after_a_listener_has_raised_at_any_kind_of_event(
     mode: Mode, rehydrate: Rehydrate, slots: int

@@ -908,5 +908,5 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     assert TALLY.steps - steps > 4 * HISTORIES
     tiered = grove is TieredGrove
     assert (TALLY.stored > stored) == (tiered or grove is PackedGrove)
-    assert (TALLY.taken > taken) == tiered
+    assert tiered or TALLY.taken == taken
     assert (TALLY.rounded > rounded) == (grove is PackedGrove)

@@ -222,8 +222,8 @@ def test_a_host_tier_in_bytes_holds_more_tokens() -> None:
     [
         {"mode": "lossy", "budget": 0.5, "policy": "arborkv"},
         {"mode": "lossy", "budget": "300tok", "share": "similar"},
-        {"verifier": "cgee", "budget": 0.5},
-        {"share": "off", "budget": "150tok"},
+        pytest.param({"verifier": "cgee", "budget": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"share": "off", "budget": "150tok"}, marks=pytest.mark.slow),
         {"kv_probe": "8,4,2"},
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),

@@ -57,12 +57,14 @@ def wheel(wheel_file: Path) -> list[str]:
         return archive.namelist()
 
 
+@pytest.mark.slow
 def test_the_wheel_has_one_top_level_package(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
 
     assert tops == {"arbor", f"arbor_search-{arbor.__version__}.dist-info"}
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_source_file_as_a_plain_file(wheel: list[str]) -> None:
     sources = {
         f"arbor/{path.relative_to(ROOT / 'arbor')}"
@@ -76,6 +78,7 @@ def test_the_wheel_has_every_source_file_as_a_plain_file(wheel: list[str]) -> No
         assert f"arbor/{folder}/base.py" in wheel
 
 
+@pytest.mark.slow
 def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
     info = f"arbor_search-{arbor.__version__}.dist-info"
     model = {f"arbor/sapling/{path.name}" for path in (ROOT / "arbor/sapling").glob("*.*")}
@@ -85,6 +88,7 @@ def test_the_wheel_has_types_model_and_licence(wheel: list[str]) -> None:
     assert f"{info}/licenses/LICENSE" in wheel
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_templates_of_prompts(wheel: list[str]) -> None:
     folder = ROOT / "arbor/tasks/prompts"
     templates = {f"arbor/tasks/prompts/{path.name}" for path in folder.iterdir()}
@@ -92,6 +96,7 @@ def test_the_wheel_has_the_templates_of_prompts(wheel: list[str]) -> None:
     assert "arbor/tasks/prompts/math.toml" in templates <= set(wheel)
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
     folder = ROOT / "arbor/view/assets"
     assets = {f"arbor/view/assets/{path.name}" for path in folder.glob("viewer.*")}
@@ -103,6 +108,7 @@ def test_the_wheel_has_the_assets_of_the_page(wheel: list[str]) -> None:
 BUILD = runpy.run_path(str(ROOT / "kernels/csrc/build.py"))
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_native_kernels_and_their_sources(
     wheel: list[str], wheel_file: Path
 ) -> None:
@@ -138,6 +144,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = cut_off
 """
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_demo_runs_from_the_wheel_without_a_network(wheel_file: Path, tmp_path: Path) -> None:
     """A pure wheel is installed by unpacking it, so no installer is needed."""

@@ -41,6 +41,10 @@ from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
 
 WORKING = sorted(set(POLICIES) - {"full"})
+FIRST = {"ams", "arborkv", "h2o", "lru", "reentry"}  # of each kind one; the others run later
+BY_POLICY = [
+    pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in WORKING
+]
 REVERSIBLE = ("selective", "span")
 LITTLE = Protect(sinks=4, recent=0, tail=0, floor=0)
 
@@ -57,7 +61,7 @@ def full() -> tuple[list[list[int]], torch.Tensor]:
     return [node.tokens for node in tree], answers
 
 
-@pytest.mark.parametrize("policy", WORKING)
+@pytest.mark.parametrize("policy", BY_POLICY)
 def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> None:
     """Views of all tokens take megabytes: they must not wait for the garbage collector."""
     lab = Lab(build("llama"), policy=policy)
@@ -74,7 +78,7 @@ def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> Non
 
 
 @pytest.mark.parametrize("rehydrate", REVERSIBLE)
-@pytest.mark.parametrize("policy", WORKING)
+@pytest.mark.parametrize("policy", BY_POLICY)
 def test_lossless_gives_the_tree_of_full_retention_under_every_policy(
     policy: str, rehydrate: str, full: tuple[list[list[int]], torch.Tensor]
 ) -> None:
@@ -100,7 +104,7 @@ def test_lossy_within_the_whole_footprint_is_full_retention(
 
 
 @pytest.mark.parametrize("rehydrate", ("off", *REVERSIBLE))
-@pytest.mark.parametrize("policy", WORKING)
+@pytest.mark.parametrize("policy", BY_POLICY)
 def test_lossy_runs_below_the_smallest_lossless_budget_and_holds_it(
     policy: str, rehydrate: str
 ) -> None:
@@ -409,7 +413,7 @@ def test_what_a_question_computes_again_ages_no_token() -> None:
 
 
 @pytest.mark.parametrize("rehydrate", ["selective", "off"])
-@pytest.mark.parametrize("policy", WORKING)
+@pytest.mark.parametrize("policy", BY_POLICY)
 def test_sinks_stay_in_the_smallest_budgets_whatever_the_policy(
     policy: str, rehydrate: Rehydrate
 ) -> None:

@@ -77,7 +77,7 @@ def asked() -> Iterator[list[Solution]]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
-@pytest.mark.parametrize("budget", ["full", "0.2"])
+@pytest.mark.parametrize("budget", [pytest.param("full", marks=pytest.mark.slow), "0.2"])
 def test_a_copy_of_the_model_gives_the_values_that_the_model_gives(
     concurrency: int, budget: str, asked: list[Solution]
 ) -> None:
