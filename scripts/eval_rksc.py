@@ -81,7 +81,7 @@ RISK = 0.005  # of the paper's goal: 6 of 1,616 verifications, 0.37 %
 STEPS = 20  # thresholds of a curve
 THRESHOLDS = (0.70, 0.80, 0.82, 0.90, 0.95, 0.98)  # of similarity; the paper's sweep, and more
 LARGEST_START = 20  # of a number that a problem of `chains` gives
-BRANCHES, SUFFIX, DECODED, QUESTION = 8, 16, 8, 16  # of the paper's setting
+BRANCHES, SUFFIX, QUESTION = 8, 16, 16  # of the paper's setting
 LEAST_DECODED = 3  # tokens after which the released code may stop all branches
 VERDICTS = (5, 6)  # token ids of the random model
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -354,9 +354,10 @@ class Pipeline:
     Args:
         size: of the random model.
         n: tokens of the prefix.
+        decoded: tokens that each branch decodes, t.
     """
 
-    def __init__(self, size: str, n: int) -> None:
+    def __init__(self, size: str, n: int, decoded: int) -> None:
         model = random_llama(size, torch.float32)
         self.runner = ModelRunner(model, TorchCascade())
         pack_linears(model)
@@ -368,12 +369,12 @@ class Pipeline:
             for branch in range(BRANCHES)
         ]
         self.question = prefix(QUESTION, vocabulary)
-        self.slots = BRANCHES * (n + SUFFIX + DECODED + QUESTION)
+        self.slots = BRANCHES * (n + SUFFIX + decoded + QUESTION)
         lru = POLICIES["lru"]
         self.engine = Engine(self.runner, NoText(), policy=lru, share="off")
         self.leaves: list[Node] = []
 
-    def generate(self, shared: bool, decoded: int = DECODED) -> None:
+    def generate(self, shared: bool, decoded: int) -> None:
         """Prefix, suffixes and decoding: one prefix for all branches, or one for each."""
         engine = self.engine
         trees = [ThoughtTree(self.prompt) for _ in range(1 if shared else BRANCHES)]
@@ -422,7 +423,7 @@ class Pipeline:
 
 def pipeline(args: argparse.Namespace) -> Iterator[Row]:
     """The time of each stage, and of their sums against the two baselines."""
-    runs = Pipeline(args.size, args.prefix)
+    runs = Pipeline(args.size, args.prefix, args.decoded)
     rule = FixedExit(1, measure="margin", leaves_after=2 * runs.layers // 3)
     laps: dict[str, list[float]] = {}
 
@@ -433,7 +434,7 @@ def pipeline(args: argparse.Namespace) -> Iterator[Row]:
 
     def once(shared: bool) -> None:
         who = "shared" if shared else "unshared"
-        timed(f"generate, {who}", partial(runs.generate, shared))
+        timed(f"generate, {who}", partial(runs.generate, shared, args.decoded))
         timed(f"verify, {who}", runs.verify)
         if shared:
             timed("verify, layer exit", partial(runs.verify, rule))
@@ -452,7 +453,7 @@ def pipeline(args: argparse.Namespace) -> Iterator[Row]:
         "token-exact sharing, full verification": exact,
         "+ layer exit": seconds["generate, shared"] + seconds["verify, layer exit"],
         "+ verification skipped": seconds["generate, shared"],
-        "+ decoding stopped after 3 of 8": seconds["generate, stopped"],
+        f"+ decoding stopped after {LEAST_DECODED} of {args.decoded}": seconds["generate, stopped"],
     }
     for name, times in {**seconds, **arms}.items():
         over, low, high = interval(base / times)
@@ -460,6 +461,7 @@ def pipeline(args: argparse.Namespace) -> Iterator[Row]:
         yield {
             "model": args.size,
             "prefix": args.prefix,
+            "decoded": args.decoded,
             "what": name,
             "kind": "stage" if name in seconds else "pipeline",
             "median_ms": round(1e3 * float(np.median(times)), 1),
@@ -535,6 +537,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=120, help="problems for thresholds")
     parser.add_argument("--size", choices=sorted(SIZES), default="100m", help="pipeline: model")
     parser.add_argument("--prefix", type=int, default=1024, help="pipeline: tokens")
+    parser.add_argument("--decoded", type=int, default=8, help="pipeline: tokens of a branch")
     parser.add_argument("--rounds", type=int, default=7, help="pipeline, searches")
     parser.add_argument("--searches", nargs="+", choices=tuple(SEARCHES), default=tuple(SEARCHES))
     add_options(parser)
