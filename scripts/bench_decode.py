@@ -88,8 +88,7 @@ class Arbor:
         layers: whether attention layers are fused where they can be.
         joint: whether projections of one input are one matrix where they can be.
         deterministic: as in `ModelRunner`; None: as `load_weights` has it.
-        joint: whether projections of one input are one matrix where they can be.
-        deterministic: as in `ModelRunner`; None: as `load_weights` has it.
+        prompt: tokens of the root.
     """
 
     def __init__(
@@ -102,6 +101,7 @@ class Arbor:
         layers: bool = True,
         joint: bool = True,
         deterministic: bool | None = None,
+        prompt: int = PREFIX,
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
         if backend is None:
@@ -114,8 +114,8 @@ class Arbor:
             pack_linears(model, deterministic=deterministic)
             with nullcontext() if joint else separate_projections():
                 _fuse(model, layers)
-        self.slots = PREFIX + generated(shape)
-        self.prompt = prefix(PREFIX, vocabulary)
+        self.slots = prompt + generated(shape)
+        self.prompt = prefix(prompt, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))
 
     def prepare(self) -> None:
@@ -143,10 +143,10 @@ class Arbor:
 class Batched:
     """`generate` over a batch whose caches were copied, as transformers users write it."""
 
-    def __init__(self, model: Any, shape: str, vocabulary: int) -> None:
+    def __init__(self, model: Any, shape: str, vocabulary: int, *, prompt: int = PREFIX) -> None:
         self.model = model
         self.fans, self.tokens = SHAPES[shape]
-        self.prompt = torch.tensor([prefix(PREFIX, vocabulary)])
+        self.prompt = torch.tensor([prefix(prompt, vocabulary)])
         self.peak = 0
 
     def prepare(self) -> None:

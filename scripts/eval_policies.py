@@ -43,6 +43,7 @@ from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.lazy_eviction import LazyEviction
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 
@@ -66,7 +67,8 @@ LOSSLESS = (
 LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
 ARBORKV = dataclasses.replace(POLICIES["arborkv"], protect=PROTECT)
-VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # ArborKV with one of its parts changed
+LAZY = dataclasses.replace(POLICIES["lazyeviction"], protect=PROTECT)
+VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of their parts changed
     "arborkv-published": (POLICIES["arborkv"], None),  # with its own protection: tails, and a floor
     "arborkv-any-path": (dataclasses.replace(ARBORKV, spares_paths=False), MSVE()),
     "arborkv-any-path-no-eta": (
@@ -92,6 +94,8 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # ArborKV with one of its p
     "arborkv-tail-only": (dataclasses.replace(ARBORKV, scorer=Recency()), MSVE()),
     "arborkv-by-lot": (dataclasses.replace(ARBORKV, scorer=RandomTokens()), MSVE()),
     "arborkv-as-guessed": (ARBORKV, MSVE()),
+    "lazyeviction-paper": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="paper")), None),
+    "lazyeviction-off": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="off")), None),
 }
 RESAMPLES = 2000
 SIZES = {  # of the searches of `share`, by about how many blocks they have: beam, width, how many times fewer problems

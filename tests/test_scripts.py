@@ -48,6 +48,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "--n 1 --verifiers exact --width 3 --visited 3 --json FOLDER/out.json",
         "--n 1 --verifiers self --task chains --width 2 --visited 2 --json FOLDER/out.json",
     ),
+    "bench_peers": ("--peers generate --size 5m --shapes F8 --rounds 1 --csv FOLDER/out.csv",),
     "bench_engine": ("--rounds 1 --json FOLDER/out.json",),
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),

