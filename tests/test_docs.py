@@ -31,10 +31,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 # they evaluate many problems, or run many commands
 SLOW_PAGES = {
-    *("aggregate", "budget", "compare", "early-exit", "eval", "generate"),
+    *("aggregate", "budget", "compare", "early-exit", "eval", "exit-codes", "generate"),
     *("kv-dtype", "prompt", "retention", "reward", "sharing", "tiers", "trace"),
 }
-SLOW_PYTHON = {("eval", 0), ("retention", 0), ("tiers", 0), ("tiers", 1)}
+SLOW_PYTHON = {
+    *(("eval", 0), ("python", 3), ("retention", 0)),
+    *(("sharing", 0), ("sharing", 1), ("sharing", 2), ("tiers", 0), ("tiers", 1), ("tiers", 2)),
+}
 PYTHON = [
     pytest.param(
         page,

@@ -449,7 +449,7 @@ def test_a_search_reports_where_its_questions_left() -> None:
     assert solution.metrics.layers_skipped == skipped
 
 
-@pytest.mark.parametrize("measure", ["entropy", "margin"])
+@pytest.mark.parametrize("measure", ["entropy", pytest.param("margin", marks=pytest.mark.slow)])
 def test_an_audit_changes_no_value_and_a_small_budget_none_either(measure: Any) -> None:
     rule = LayerExit(first=2, threshold=0.9, settle=0.9, patience=1, measure=measure)
     gate = CGEE(levels="exit", exit_rule=rule)

@@ -276,6 +276,7 @@ def test_a_search_that_runs_out_of_room_reports_the_best_answer_until_then(
         }
 
 
+@pytest.mark.slow
 def test_a_search_cut_short_in_a_tight_budget_ends_with_its_best_answer() -> None:
     search: dict[str, Any] = {"controller": {"name": "tot", "beam": 3, "stop_value": None}}
     with Solver(budget="120tok", **search) as solver:

@@ -412,7 +412,7 @@ def test_what_a_question_computes_again_ages_no_token() -> None:
         assert came_back[1] == pytest.approx(kept[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("rehydrate", ["selective", "off"])
+@pytest.mark.parametrize("rehydrate", [pytest.param("selective", marks=pytest.mark.slow), "off"])
 @pytest.mark.parametrize("policy", BY_POLICY)
 def test_sinks_stay_in_the_smallest_budgets_whatever_the_policy(
     policy: str, rehydrate: Rehydrate
