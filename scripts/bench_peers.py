@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -56,28 +57,35 @@ def install(folder: Path, peers: Sequence[str]) -> None:
 
 
 def write_model(folder: Path, size: str, dtype: torch.dtype) -> Path:
-    """The random model in Hugging Face's format and, where gguf is installed, as GGUF."""
+    """The folder of the random model in Hugging Face's format."""
     name = str(dtype).removeprefix("torch.")
     target = folder / f"{size}-{name}"
-    if (target / "config.json").exists():
-        return target
-    model = random_llama(size, dtype)
-    model.save_pretrained(target)
-    config = json.loads((target / "config.json").read_text())
-    rotary: Any = model.config.rope_parameters
-    config |= {"rope_theta": rotary["rope_theta"], "torch_dtype": name}
-    (target / "config.json").write_text(json.dumps(config))
-    if python_of(folder, "llama.cpp").exists():
+    if not (target / "config.json").exists():
+        model = random_llama(size, dtype)
+        model.save_pretrained(target)
+        config = json.loads((target / "config.json").read_text())
+        rotary: Any = model.config.rope_parameters
+        config |= {"rope_theta": rotary["rope_theta"], "torch_dtype": name}
+        (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def write_gguf(folder: Path, size: str, dtype: torch.dtype) -> Path:
+    """The same model as a GGUF file, written in llama.cpp's environment."""
+    source = write_model(folder, size, dtype)
+    target = source / "model.gguf"
+    if not target.exists():
         weights = {
             key: value.float().numpy()
-            for key, value in model.state_dict().items()
+            for key, value in random_llama(size, dtype).state_dict().items()
             if key != "lm_head.weight"  # tied to the embeddings
         }
-        np.savez(target / "weights.npz", **weights)
-        files = [target / "weights.npz", target / "config.json", name, target / "model.gguf"]
-        command = [python_of(folder, "llama.cpp"), PEERS / "write_gguf.py", *files]
-        subprocess.run([str(part) for part in command], check=True)
-        (target / "weights.npz").unlink()
+        with tempfile.TemporaryDirectory() as scratch:
+            np.savez(Path(scratch, "weights.npz"), **weights)
+            name = str(dtype).removeprefix("torch.")
+            given = [Path(scratch, "weights.npz"), source / "config.json", name, target]
+            command = [python_of(folder, "llama.cpp"), PEERS / "write_gguf.py", *given]
+            subprocess.run([str(part) for part in command], check=True)
     return target
 
 
@@ -167,23 +175,19 @@ def contestants(args: argparse.Namespace, shape: str) -> Iterator[dict[str, Any]
     with ExitStack() as stack:
         for peer in args.peers:
             if peer == "generate":
-                model = random_llama(args.size, dtype)
-                found[peer] = Local(Batched(model, shape, vocabulary, prompt=args.prefix))
+                copied = random_llama(args.size, dtype)
+                found[peer] = Local(Batched(copied, shape, vocabulary, prompt=args.prefix))
                 continue
             python = python_of(args.folder, peer)
             if not python.exists():
                 raise SystemExit(f"{python} does not exist. First: --install {args.folder}")
-            model_folder = write_model(args.folder, args.size, dtype)
-            worker, model_path, room = {
-                "vllm": ("vllm_worker.py", model_folder, 4096),
-                "llama.cpp": (
-                    "llama_worker.py",
-                    model_folder / "model.gguf",
-                    -(-length // 256) * 256,
-                ),
-            }[peer]
-            command = [python, PEERS / worker, model_path, args.dtype, room]
-            found[peer] = Peer([str(part) for part in command])
+            if peer == "vllm":
+                model = write_model(args.folder, args.size, dtype)
+                given = [PEERS / "vllm_worker.py", model, args.dtype, 4096]
+            else:
+                model = write_gguf(args.folder, args.size, dtype)
+                given = [PEERS / "llama_worker.py", model, args.dtype, -(-length // 256) * 256]
+            found[peer] = Peer([str(part) for part in (python, *given)])
             stack.callback(found[peer].close)
         yield found
 
