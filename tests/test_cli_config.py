@@ -27,6 +27,7 @@ import arbor.cli.demo
 import arbor.measure.calibrate
 import arbor.measure.calibrate_exit
 import arbor.measure.calibrate_window
+import arbor.server.serving
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
@@ -596,6 +597,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc", encoding="utf-8")
     MSVE().save(folder / "msve.json")
+    (folder / "keys.txt").write_text("a-key-of-sixteen-characters\n", encoding="utf-8")
     with Solver(controller="beam", verifier="exact", max_expansions=2) as solver:
         return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")
 
@@ -614,6 +616,10 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr(webbrowser, "open", lambda address: True)
     # what takes long: searches, whose own tests run them
+    # a server answers until a signal ends it, and the usual port may be taken
+    bound = arbor.server.serving.bound_socket
+    monkeypatch.setattr(arbor.server.serving, "bound_socket", lambda host, port: bound(host, 0))
+    monkeypatch.setattr(arbor.server.serving.Server, "run", lambda server, sockets: server.ready())
     monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
     monkeypatch.setattr(
         arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()

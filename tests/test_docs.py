@@ -34,7 +34,7 @@ SLOW_PAGES = {
     *("aggregate", "budget", "compare", "early-exit", "eval", "generate"),
     *("kv-dtype", "prompt", "retention", "reward", "sharing", "tiers", "trace"),
 }
-SLOW_PYTHON = {("eval", 0), ("retention", 0), ("tiers", 0), ("tiers", 1)}
+SLOW_PYTHON = {("eval", 0), ("retention", 0), ("server", 0), ("tiers", 0), ("tiers", 1)}
 PYTHON = [
     pytest.param(
         page,
