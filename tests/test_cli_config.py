@@ -37,6 +37,7 @@ from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.option_records import SolverOptions
 from arbor.cli.options import COMPLETION
 from arbor.cli.prompt import PromptOptions
+from arbor.cli.serve import ServeOptions
 from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
@@ -291,6 +292,7 @@ RECORDS: dict[str, type[Any]] = {
     "eval": EvalOptions,
     "bench": BenchOptions,
     "demo": DemoOptions,
+    "serve": ServeOptions,
     "view": ViewOptions,
     "info": SolverOptions,
     "prompt": PromptOptions,
@@ -326,7 +328,7 @@ def found_command(name: str) -> click.Command:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_has_every_option_of_its_command(name: str) -> None:
     options = {each.name for each in found_command(name).params if each.expose_value}
-    own = {"bench": {"policies", "budgets"}}.get(name, set())
+    own = {"bench": {"policies", "budgets"}, "serve": {"budget"}}.get(name, set())
     of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
 
     fields = set(types_of(RECORDS[name])) - own
@@ -340,6 +342,7 @@ GIVEN = {
     "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
     "demo": ["-o", "page.html", "--seed", "2"],
     "view": ["a", "b", "--event", "3", "-o", "page.html"],
+    "serve": ["model", "--kv", "5tok", "--timeout", "3", "--api-keys", "keys.txt", "--set", "a=1"],
     "info": ["model", "--max-depth", "2", "--msve", "m"],
     "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
     "trace convert": ["a", "-o", "b"],
