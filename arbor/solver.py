@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 from arbor import components
 from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
-from arbor.config import read_config, refuse_trust
 from arbor.controllers.base import Controller
 from arbor.engine.branch_stop import BranchStop
 from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share
@@ -40,6 +39,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
 from arbor.run.batch import CONCURRENCY, Batch
 from arbor.run.component_checks import resolve_component
+from arbor.run.config import read_config, refuse_trust
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
@@ -66,6 +66,7 @@ from arbor.run.settings import (
     resolve_verifier,
 )
 from arbor.run.setup import Setup
+from arbor.run.shared_engine import SharedEngine
 from arbor.run.solution import Solution, failed_solution
 from arbor.run.worker import Worker
 from arbor.tasks.base import Problem, Task
@@ -739,6 +740,18 @@ class Solver:
         generation = Generation(self.checkpoint, prompt, settings, slots, chat=chat)
         with self._lend(generation) as engine:
             return generation.run(engine, self.eos)
+
+    def shared(self, at_once: int, tokens: int) -> SharedEngine:
+        """This solver's engine for searches with settings of their own, as they arrive.
+
+        `solve`, batches and streams of the solver wait while any is in progress.
+
+        Args:
+            at_once: most of them in progress at a time; one in lossy mode.
+            tokens: of KV, for all of them.
+        """
+        most = 1 if self.mode == "lossy" else at_once
+        return SharedEngine(self._setup, self._lend, self._next.locked, most, tokens)
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the search in progress, or all of them, after the current forward.

@@ -33,11 +33,11 @@ from arbor import (
     UsageError,
     read_trace,
 )
-from arbor.config import config_text
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible
 from arbor.events import EVENTS, Answered, Boundary, Ended, Event, Header, Selected, Terminal
 from arbor.model.loading import load_model, load_tokenizer
+from arbor.run.config import config_text
 from arbor.run.request import Options, Request
 from arbor.tasks.base import Problem
 from arbor.tasks.reasoning import Reasoning

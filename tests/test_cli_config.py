@@ -27,6 +27,7 @@ import arbor.cli.demo
 import arbor.measure.calibrate
 import arbor.measure.calibrate_exit
 import arbor.measure.calibrate_window
+import arbor.server.serving
 from arbor import Solution, Solver, registry
 from arbor.cli.app import COMMANDS, cli
 from arbor.cli.bench import BenchOptions
@@ -36,6 +37,7 @@ from arbor.cli.evaluation.eval_options import EvalOptions
 from arbor.cli.option_records import SolverOptions
 from arbor.cli.options import COMPLETION
 from arbor.cli.prompt import PromptOptions
+from arbor.cli.serve import ServeOptions
 from arbor.cli.solve import SolveOptions
 from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
@@ -290,6 +292,7 @@ RECORDS: dict[str, type[Any]] = {
     "eval": EvalOptions,
     "bench": BenchOptions,
     "demo": DemoOptions,
+    "serve": ServeOptions,
     "view": ViewOptions,
     "info": SolverOptions,
     "prompt": PromptOptions,
@@ -325,7 +328,7 @@ def found_command(name: str) -> click.Command:
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_record_has_every_option_of_its_command(name: str) -> None:
     options = {each.name for each in found_command(name).params if each.expose_value}
-    own = {"bench": {"policies", "budgets"}}.get(name, set())
+    own = {"bench": {"policies", "budgets"}, "serve": {"budget"}}.get(name, set())
     of_other_commands = {"temperature", "top_p", "top_k", "threads", "seed", "deterministic"}
 
     fields = set(types_of(RECORDS[name])) - own
@@ -339,6 +342,7 @@ GIVEN = {
     "bench": ["x", "--compare", "c", "--max-depth", "2", "--rehydrate", "span"],
     "demo": ["-o", "page.html", "--seed", "2"],
     "view": ["a", "b", "--event", "3", "-o", "page.html"],
+    "serve": ["model", "--kv", "5tok", "--timeout", "3", "--api-keys", "keys.txt", "--set", "a=1"],
     "info": ["model", "--max-depth", "2", "--msve", "m"],
     "prompt": ["math", "x", "--set", "shots=1", "--model", "m"],
     "trace convert": ["a", "-o", "b"],
@@ -596,6 +600,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc", encoding="utf-8")
     MSVE().save(folder / "msve.json")
+    (folder / "keys.txt").write_text("a-key-of-sixteen-characters\n", encoding="utf-8")
     with Solver(controller="beam", verifier="exact", max_expansions=2) as solver:
         return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")
 
@@ -614,6 +619,10 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr(webbrowser, "open", lambda address: True)
     # what takes long: searches, whose own tests run them
+    # a server answers until a signal ends it, and the usual port may be taken
+    bound = arbor.server.serving.bound_socket
+    monkeypatch.setattr(arbor.server.serving, "bound_socket", lambda host, port: bound(host, 0))
+    monkeypatch.setattr(arbor.server.serving.Server, "run", lambda server, sockets: server.ready())
     monkeypatch.setattr(arbor.cli.demo, "search", lambda output, folder, seed: solution)
     monkeypatch.setattr(
         arbor.measure.calibrate, "collect", lambda solver, problems: made_up_losses()

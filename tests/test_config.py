@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.config import config_text, read_config
 from arbor.errors import InputError, UsageError
+from arbor.run.config import config_text, read_config
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
 PLAIN = st.one_of(

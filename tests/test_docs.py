@@ -35,7 +35,7 @@ SLOW_PAGES = {
     *("kv-dtype", "prompt", "retention", "reward", "sharing", "tiers", "trace"),
 }
 SLOW_PYTHON = {
-    *(("eval", 0), ("python", 3), ("retention", 0)),
+    *(("eval", 0), ("python", 3), ("retention", 0), ("server", 0)),
     *(("sharing", 0), ("sharing", 1), ("sharing", 2), ("tiers", 0), ("tiers", 1), ("tiers", 2)),
 }
 PYTHON = [

@@ -13,10 +13,10 @@ from arbor.aggregate.argmax import Argmax
 from arbor.aggregate.base import AnswerVotes
 from arbor.aggregate.confidence import lead_probability
 from arbor.aggregate.majority import Majority
-from arbor.config import config_text
 from arbor.errors import UsageError
 from arbor.events import Boundary, Ended, Event, Terminal, Verified
 from arbor.run.answers import confidence
+from arbor.run.config import config_text
 from arbor.run.limits import Limits, check_confidence, check_first
 from arbor.run.solution import Solution
 from arbor.trace import read_trace

@@ -28,6 +28,7 @@ Exit codes (docs/exit-codes.md):
 GENERAL = "General"
 # read by the package itself
 OTHER_VARIABLES = (
+    "ARBOR_API_KEYS",
     "ARBOR_CACHE",
     "ARBOR_NATIVE",
     "ARBOR_NATIVE_FILE",

@@ -12,8 +12,8 @@ import click
 from arbor.cli.command import RENAMED
 from arbor.cli.component_settings import PARTS
 from arbor.components import split_spec
-from arbor.config import read_config, refuse_trust
 from arbor.errors import UsageError, unknown_setting
+from arbor.run.config import read_config, refuse_trust
 from arbor.run.presets import preset
 
 # versions of what wrote the file and of what it used

@@ -31,9 +31,9 @@ from arbor.cli.options import (
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_existing, refuse_overwriting, refuse_unwritable
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
-from arbor.config import config_text
 from arbor.errors import InputError, UsageError
 from arbor.metrics import Metrics
+from arbor.run.config import config_text
 from arbor.support.texts import clipped, one_line
 from arbor.support.units import human_bytes
 from arbor.trace.write import TraceWriter

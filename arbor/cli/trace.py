@@ -16,9 +16,9 @@ from arbor.cli.options import EXIT_GATE, TRACE_PATH, output_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import STDOUT, refuse_overwriting, refuse_unwritable
 from arbor.cli.solve import numbers_line
-from arbor.config import config_text
 from arbor.errors import TraceError, UsageError
 from arbor.events import EVENTS, Event
+from arbor.run.config import config_text
 from arbor.support.atomic_write import write_atomically
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace

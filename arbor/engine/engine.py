@@ -198,10 +198,9 @@ class Engine:
         Raises:
             OutOfMemory: the machine has less memory than that.
         """
-        if self._opened is not None:
-            for opened in list(self._opened.state.trees.values()):
-                if opened.finished or opened.tree is tree:
-                    self.close(opened.tree)
+        if self._opened is not None and tree in self._opened.state.trees:
+            self.close(tree)
+        self.close_finished()
         if self._opened is None or not self._opened.state.trees:
             self._opened = self._parts_for(slots if pool is None else pool)
         memory = self._opened.state.memory
@@ -282,6 +281,14 @@ class Engine:
         rows = self.state.close(opened)
         self.residency.view.forget(rows)
 
+    def close_finished(self) -> None:
+        """Let the trees of all finished runs go; their prompts stay while nothing needs the
+        slots."""
+        if self._opened is not None:
+            for opened in list(self._opened.state.trees.values()):
+                if opened.finished:
+                    self.close(opened.tree)
+
     def compare(self, tree: ThoughtTree) -> Comparison | None:
         """Compare the prompt of an open tree, of which nothing was computed, with an earlier one
         whose KV is still there; None where there is none, or where such sharing is off.
@@ -311,6 +318,11 @@ class Engine:
     @property
     def memory(self) -> KVMemory:
         return self.state.memory
+
+    @property
+    def held_tokens(self) -> int:
+        """Slots in use, kept prompts included; 0 before the first tree."""
+        return 0 if self._memory is None else self._memory.used
 
     @property
     def opened(self) -> OpenTree:

@@ -70,6 +70,32 @@ class Pool:
         return True
 
 
+class FixedPool(Pool):
+    """A budget that stays the same whatever is searched.
+
+    Args:
+        tokens: of KV.
+        at_once: most searches in progress at a time; the models of verifiers have room for as many
+            as the first.
+    """
+
+    def __init__(self, tokens: int, at_once: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self._at_once = at_once
+
+    def set(self, runs: Sequence[Run]) -> None:
+        """Nothing: it stays."""
+
+    def admits(self, run: Run, running: Iterable[Run], idle: bool) -> bool:
+        """Whether a search, which fits by itself, may begin."""
+        for verifier, plan in run.verifier_plans.items():
+            room = self.verifiers.setdefault(verifier, self._at_once * plan.budget_tokens)
+            if idle:
+                self.verifiers[verifier] = max(room, plan.smallest_tokens)
+        return super().admits(run, running, idle=False)
+
+
 class Batch:
     """Many problems, several of which are searched at a time in one budget.
 

@@ -28,12 +28,14 @@ class SearchJob:
     Attributes:
         events: those not read yet; None after the last.
         ended: the search is over.
+        abandoned: nobody waits for its solution any more; the worker gives it up.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.ended = False
+        self.abandoned = False
         self._right_to_begin = deque([None])  # whose `pop` succeeds once
         self._end = threading.Lock()  # held until the end
         self._end.acquire()
@@ -64,7 +66,10 @@ class SearchJob:
         _call_all(self._at_news)
 
     def end(self, solution: Solution | None, error: BaseException | None = None) -> None:
-        """End the job, once: with the search's solution or the error that ended it."""
+        """End the job, once: with the search's solution or the error that ended it; with neither
+        where it was given up."""
+        if solution is None and error is None and self._given_up is None:
+            self._given_up = "interrupted"
         self._solution, self._error = solution, error
         self.ended = True
         self.events.put(None)
@@ -81,6 +86,15 @@ class SearchJob:
             self.end(None)
         else:
             self.run.stop(status)
+
+    def abandon(self) -> None:
+        """Give the search up between two steps of the engine, and its KV with it; at once if it has
+        not begun. Its solution is that of a search that never began."""
+        if self.take():
+            self._given_up = "interrupted"
+            self.end(None)
+        else:
+            self.abandoned = True
 
     def at_news(self, call: Callable[[], object]) -> None:
         """Call once, in the worker's thread, at the next event or the end; now if there is one."""

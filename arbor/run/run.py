@@ -25,14 +25,14 @@ from arbor.run.callbacks import Broadcast
 from arbor.run.full_retention import FullRetention
 from arbor.run.limits import Limits, TokenLimit
 from arbor.run.planning import encode_prompt, parse_problem, plan_search, search_shape
-from arbor.run.plugin_answers import checked_task, is_guess
+from arbor.run.plugin_answers import checked_task, is_guess, unchecked
 from arbor.run.questions import PlannedQuestions
 from arbor.run.recording import Recording
 from arbor.run.request import Request
 from arbor.run.searches import Steps, completed
 from arbor.run.setup import Setup
 from arbor.run.solution import Candidate, Solution, Step
-from arbor.tasks.base import Problem
+from arbor.tasks.base import GivesTokens, Problem
 from arbor.trace.write import SCHEMA, TraceWriter
 from arbor.tree import Node
 from arbor.verifiers.base import SearchShape, Verifier, VerifierSearch
@@ -187,6 +187,9 @@ class Run:
     @cached_property
     def prompt(self) -> list[int]:
         """Token ids of the root."""
+        own = unchecked(self.task)
+        if isinstance(own, GivesTokens):
+            return list(own.prompt_tokens(self.problem))
         text = self.task.prompt(self.problem)
         return encode_prompt(self.setup.checkpoint.read().tokenizer, text, self.task)
 

@@ -259,6 +259,17 @@ class SearchSizes:
         return search_sizes_file(f"{folder.resolve().name[:40]}-{digest}", None)
 
 
+class GivenSizes(SearchSizes):
+    """Measured sizes that no search changes, and that are read anew for each."""
+
+    def expected(self, kind: SearchKind) -> SearchSize | None:
+        """The measured size of a kind of search; None: not measured."""
+        return self._shipped().get(kind) or self._learned().get(kind)
+
+    def learn(self, kind: SearchKind, tokens: int) -> None:
+        """Nothing: kinds of search that strangers choose would fill the file."""
+
+
 def _readable(path: Path) -> dict[SearchKind, SearchSize]:
     """The sizes in a file; none, with a warning, if it holds something else."""
     try:

@@ -59,7 +59,7 @@ class SearchStream:
             while True:
                 if job.events.empty():
                     self._refuse(True)
-                    await _called(job.at_news)
+                    await called(job.at_news)
                     continue
                 event = job.events.get()
                 if event is None:
@@ -90,7 +90,7 @@ class SearchStream:
         if not self._job.ended:
             self._refuse(True)
         try:
-            await _called(self._job.at_end)
+            await called(self._job.at_end)
         except BaseException:  # cancelled, or closed with its event loop
             self.stop()
             raise
@@ -121,7 +121,7 @@ class SearchStream:
         return self._job.solution()
 
 
-async def _called(notify: Callable[[Callable[[], object]], None]) -> None:
+async def called(notify: Callable[[Callable[[], object]], None]) -> None:
     """Wait in an event loop until a function given to `notify` is called in any thread."""
     loop = asyncio.get_running_loop()
     called = loop.create_future()

@@ -39,6 +39,8 @@ class Worker:
         at_once: most searches in progress at a time.
         lend: the engine, loaded, for as long as searches are in progress.
         contended: whether another thread waits for the engine; no job begins before it has had it.
+        pool: the budget of all; by default it is set as above. In one that is given, a search that
+            has ended holds nothing.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Worker:
         at_once: int,
         lend: Callable[[Worker], AbstractContextManager[Engine]],
         contended: Callable[[], bool],
+        pool: Pool | None = None,
     ) -> None:
         self._at_once = at_once
         self._lend = lend
@@ -54,7 +57,8 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._waiting: deque[SearchJob] = deque()
         self._going: list[tuple[Search[Solution], SearchJob]] = []
-        self._pool = Pool()
+        self._keeps_last = pool is None  # a lone search's tree, for its user
+        self._pool = Pool() if pool is None else pool
 
     def add(self, job: SearchJob) -> None:
         """Add a job, for the next `start`."""
@@ -81,6 +85,11 @@ class Worker:
     def running(self) -> list[Run]:
         """The searches in progress."""
         return [job.run for _, job in self._going]
+
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that have not begun."""
+        return sum(not job.taken for job in list(self._waiting))
 
     def stop(self, status: Status = "interrupted") -> None:
         """End the searches in progress after the current forward; those that wait never begin.
@@ -181,6 +190,8 @@ class Worker:
                 )
         finally:
             self._going = []
+            if not self._keeps_last:
+                engine.close_finished()
 
     def _begin(self, engine: Engine) -> None:
         """Begin the jobs that wait, in their order, as many as there are places and room for."""
@@ -202,7 +213,7 @@ class Worker:
         if idle:
             runs = self._next_runs()
             self._pool.set(runs)
-            alone = len(runs) == 1
+            alone = len(runs) == 1 and self._keeps_last
         if not self._pool.admits(job.run, self.running, idle):
             return False
         job.run.announce()
@@ -221,14 +232,22 @@ class Worker:
         return [job.run for job in islice(jobs, self._at_once)]
 
     def _resume(self) -> list[Callable[[], None]]:
-        """Resume every search whose operation is done; the ends of those that are over."""
+        """Resume every search whose operation is done; the ends of those that are over, and of
+        those that were abandoned, which are given up."""
         over: list[Callable[[], None]] = []
+        going: list[tuple[Search[Solution], SearchJob]] = []
         for search, job in self._going:
+            if job.abandoned:
+                _close(search)
+                over.append(_ending(job, None, None))
+                continue
             while not search.done and (search.awaited is None or search.awaited.done):
                 search.go_on()
             if search.done:
                 over.append(_ending(job, search.result, search.error))
-        self._going = [each for each in self._going if not each[0].done]
+            else:
+                going.append((search, job))
+        self._going = going
         return over
 
 

@@ -157,6 +157,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class GivesTokens(Protocol):
+    """The part of a task whose prompts are token ids already, such as those of a conversation."""
+
+    def prompt_tokens(self, problem: Problem) -> Sequence[int]:
+        """Token ids of the root, at least one; `Task.prompt` is their text, for readers."""
+        ...
+
+
+@runtime_checkable
 class BoundedQuestions(Protocol):
     """The part of a task whose questions grow with the thoughts: a bound that the plan counts.
 

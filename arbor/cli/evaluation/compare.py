@@ -34,10 +34,10 @@ from arbor.cli.option_records import read_options
 from arbor.cli.output import Output
 from arbor.cli.output_paths import refuse_unwritable
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
-from arbor.config import config_text
 from arbor.errors import ArborError, BudgetInfeasible, UsageError
 from arbor.measure.evaluation.compare import ArmRuns
 from arbor.measure.evaluation.folder import file_name
+from arbor.run.config import config_text
 from arbor.support.atomic_write import write_atomically
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ from arbor.cli.option_records import read_options
 from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
-from arbor.config import read_config
 from arbor.errors import ArborError, UsageError
 from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
 from arbor.measure.evaluation.rows import HUB
 from arbor.model.loading import locate_model
 from arbor.retention.msve import MSVE
+from arbor.run.config import read_config
 from arbor.tasks.base import Converses, Task, Versioned
 
 if TYPE_CHECKING:

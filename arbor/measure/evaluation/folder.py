@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from arbor.config import config_text, read_config
 from arbor.errors import InputError, UsageError
 from arbor.measure.evaluation.dataset import Sample
+from arbor.run.config import config_text, read_config
 from arbor.support.atomic_write import DISK_FULL, FREE_SPACE, write_atomically
 from arbor.trace.write import to_line
 

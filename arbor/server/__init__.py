@@ -1,0 +1,1 @@
+"""An HTTP server: requests in OpenAI's format, all of them in one engine."""

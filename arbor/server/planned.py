@@ -1,0 +1,305 @@
+"""Requests planned: what each prompt or problem of a request runs, checked before it waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arbor import components
+from arbor.aggregate.best import Best
+from arbor.controllers.chain import Chain
+from arbor.model.sampling_params import Sampling
+from arbor.run.request import Options
+from arbor.run.run import Run
+from arbor.run.shared_engine import SharedEngine
+from arbor.server.plain_text import PlainText, plain_problem
+from arbor.server.refusals import Refusal
+from arbor.server.schema import ChatRequest, CompletionRequest, Generating, Message, Search
+from arbor.server.search_changes import search_changes, search_options
+from arbor.server.settings import ServerSettings
+from arbor.support.texts import one_line
+from arbor.tasks.base import BlockLimits, Converses, Task
+from arbor.verifiers.exact import Exact
+
+COMPLETION_TOKENS = 16  # OpenAI's default
+_PLAIN = PlainText()
+_NO_JUDGE = Exact()
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a request runs.
+
+    Attributes:
+        runs: one for each prompt or problem.
+        choices: of each.
+        seed: of all.
+        timeout_s: from arrival to end.
+        stops: stop strings of plain decoding.
+        searched: whether they are searches.
+        with_logprobs: whether each token's log probability is wanted.
+    """
+
+    runs: tuple[Run, ...]
+    choices: int
+    seed: int
+    timeout_s: float
+    stops: tuple[str, ...]
+    searched: bool
+    with_logprobs: bool
+
+
+def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings) -> Planned:
+    """The run of a chat.
+
+    Raises:
+        Refusal, ArborError: it cannot be run.
+    """
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise Refusal(
+            400,
+            "invalid_request",
+            "max_tokens and max_completion_tokens are the same; give one.",
+            param="max_tokens",
+        )
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    planning = _Planning(body, engine, settings, bool(body.logprobs))
+    if body.search is not None:
+        system, problem = _problem_of(body.messages)
+        return planning.searches(body.search, [problem], most, system)
+    tokens = conversation_tokens(engine.setup.checkpoint.read().tokenizer, body.messages)
+    text = "\n\n".join(message.text for message in body.messages)
+    return planning.plain([(tokens, text)], most)
+
+
+def plan_completion(
+    body: CompletionRequest, engine: SharedEngine, settings: ServerSettings
+) -> Planned:
+    """The runs of a completion.
+
+    Raises:
+        Refusal, ArborError: it cannot be run.
+    """
+    planning = _Planning(body, engine, settings, body.logprobs is not None)
+    prompts = body.prompts
+    if body.search is not None:
+        texts = [each for each in prompts if isinstance(each, str)]
+        if len(texts) < len(prompts):
+            raise Refusal(400, "invalid_request", "A search needs text.", param="prompt")
+        return planning.searches(body.search, texts, body.max_tokens)
+    tokenizer = engine.setup.checkpoint.read().tokenizer
+    vocabulary = engine.setup.checkpoint.read().info.vocabulary
+    given: list[tuple[list[int], str]] = []
+    for each in prompts:
+        if isinstance(each, str):
+            given.append((list(tokenizer.encode(each)), each))
+        elif max(each) >= vocabulary:
+            raise Refusal(
+                400,
+                "invalid_token",
+                f"Token {max(each)} is not one of the model's {vocabulary:,}.",
+                param="prompt",
+            )
+        else:
+            given.append((each, tokenizer.decode(each)))
+    return planning.plain(given, body.max_tokens or COMPLETION_TOKENS)
+
+
+def conversation_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, up to the beginning of the next message.
+
+    Without a chat template it is the contents, separated by empty lines.
+
+    Raises:
+        Refusal: the chat template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer.encode("\n\n".join(message.text for message in messages)))
+    turns = [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.text,
+            **({} if message.name is None else {"name": message.name}),
+        }
+        for message in messages
+    ]
+    try:
+        encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # the template's own
+        raise Refusal(
+            400,
+            "chat_template",
+            f"The model's chat template refuses these messages: {one_line(str(error))[:200]}.",
+            param="messages",
+        ) from error
+    return list(encoded["input_ids"])
+
+
+def _problem_of(messages: Sequence[Message]) -> tuple[str, str]:
+    """System message and problem of a chat that is searched."""
+    system = "\n\n".join(each.text for each in messages if each.role in ("system", "developer"))
+    others = [each for each in messages if each.role not in ("system", "developer")]
+    if len(others) != 1 or others[0].role != "user":
+        raise Refusal(
+            400,
+            "invalid_request",
+            "A search solves one problem: one user message, perhaps after a system message.",
+            param="messages",
+        )
+    return system, others[0].text
+
+
+class _Planning:
+    """Plans the runs of one request."""
+
+    def __init__(
+        self,
+        body: Generating,
+        engine: SharedEngine,
+        settings: ServerSettings,
+        with_logprobs: bool,
+    ) -> None:
+        self._body = body
+        self._engine = engine
+        self._settings = settings
+        self._with_logprobs = with_logprobs
+        self._choices = body.n or 1
+        self._seed = secrets.randbits(32) if body.seed is None else body.seed % 2**64
+        self._check_stops()
+
+    def plain(self, prompts: Sequence[tuple[list[int], str]], max_tokens: int | None) -> Planned:
+        """Plain decoding.
+
+        Args:
+            prompts: token ids and text of each.
+            max_tokens: of each choice; None: as many as the server allows and the context holds.
+        """
+        self._check_count(len(prompts))
+        limit = self._settings.max_tokens
+        if max_tokens is not None and max_tokens > limit:
+            raise Refusal(
+                400,
+                "limit_exceeded",
+                f"max_tokens is {max_tokens:,}; the server allows {limit:,}.",
+                param="max_tokens",
+            )
+        runs = [self._plain_run(tokens, text, max_tokens) for tokens, text in prompts]
+        return self._planned(runs, searched=False)
+
+    def searches(
+        self, search: Search, problems: Sequence[str], max_tokens: int | None, system: str = ""
+    ) -> Planned:
+        """A search of each problem.
+
+        Args:
+            search: how.
+            problems: as a user types them.
+            max_tokens: that each generates.
+            system: the system message; empty for the task's.
+        """
+        self._check_count(len(problems))
+        if self._with_logprobs or self._body.stops:
+            name = "logprobs" if self._with_logprobs else "stop"
+            raise Refusal(400, "invalid_request", f"A search takes no {name}.", param=name)
+        setup = self._engine.setup
+        changes = search_changes(search, setup, self._settings)
+        changes["task"] = _with_system(changes["task"], system)
+        changes["given_sampling"] = self._sampling()
+        options = search_options(search, max_tokens, self._seed, self._settings)
+        runs = [self._engine.prepare(problem, options, **changes) for problem in problems]
+        return self._planned(runs, searched=True)
+
+    def _planned(self, runs: Sequence[Run], *, searched: bool) -> Planned:
+        asked = None if self._body.arbor is None else self._body.arbor.timeout
+        most = self._settings.timeout_s
+        return Planned(
+            tuple(runs),
+            self._choices,
+            self._seed,
+            most if asked is None else min(asked, most),
+            self._body.stops,
+            searched,
+            self._with_logprobs,
+        )
+
+    def _plain_run(self, tokens: list[int], text: str, max_tokens: int | None) -> Run:
+        if not tokens:
+            raise Refusal(400, "invalid_request", "The prompt is empty.")
+        context = self._engine.setup.checkpoint.read().info.context
+        left = context - len(tokens)
+        most = min(self._settings.max_tokens, left) if max_tokens is None else max_tokens
+        if most > left or most < 1:
+            more = "" if max_tokens is None else f" and max_tokens {max_tokens:,}"
+            raise Refusal(
+                400,
+                "context_length_exceeded",
+                f"The prompt has {len(tokens):,} tokens{more}; the model's context is {context:,}.",
+            )
+        options: Options = {"seed": self._seed}
+        if self._body.stream or self._with_logprobs:
+            options["trace_level"] = "tokens"
+        return self._engine.prepare(
+            plain_problem(tokens, text),
+            options,
+            task=_PLAIN,
+            controller=Chain(self._choices),
+            verifier=_NO_JUDGE,
+            aggregate=Best(),
+            boundary=BlockLimits(self._body.stops, most, 1),
+            given_sampling=self._sampling(),
+            max_expansions=None,
+            branch_stop=None,
+            verifier_models={},
+        )
+
+    def _sampling(self) -> Sampling:
+        """The server's sampling with what the request changes."""
+        asked = {name: getattr(self._body, name) for name in ("temperature", "top_p", "top_k")}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return dataclasses.replace(self._engine.setup.sampling, **given)
+
+    def _check_count(self, prompts: int) -> None:
+        most = self._settings.max_choices
+        if prompts * self._choices > most:
+            raise Refusal(
+                400,
+                "limit_exceeded",
+                f"{prompts:,} prompts with {self._choices:,} choices each; the server allows "
+                f"{most:,} choices in one request.",
+                param="n" if prompts == 1 else "prompt",
+            )
+
+    def _check_stops(self) -> None:
+        stops, settings = self._body.stops, self._settings
+        if len(stops) > settings.max_stops:
+            raise Refusal(
+                400,
+                "limit_exceeded",
+                f"{len(stops):,} stop strings; the server allows {settings.max_stops}.",
+                param="stop",
+            )
+        if any(not stop or len(stop) > settings.stop_length for stop in stops):
+            raise Refusal(
+                400,
+                "invalid_request",
+                f"A stop string has 1 to {settings.stop_length} characters.",
+                param="stop",
+            )
+
+
+def _with_system(task: Task, system: str) -> Task:
+    """A task with a system message of the request."""
+    if not system:
+        return task
+    if not isinstance(task, Converses) or "system" not in components.settings_of(task):
+        raise Refusal(
+            400,
+            "invalid_request",
+            f"The task '{task.name}' takes no system message.",
+            param="messages",
+        )
+    changed: Task = components.build("task", task, system=system)
+    return changed

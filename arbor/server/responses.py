@@ -1,0 +1,188 @@
+"""Responses in OpenAI's format, whole and as chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from arbor._version import __version__
+from arbor.server.answers import Cost, Delta
+from arbor.server.planned import Planned
+from arbor.server.service import Ended
+from arbor.server.text_stream import TextToken
+
+FINGERPRINT = f"arbor-{__version__}"
+DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": waiting\n\n"
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {text}\n\n".encode()
+
+
+@dataclass(slots=True)
+class _Choice:
+    texts: list[str] = field(default_factory=list)
+    tokens: list[TextToken] = field(default_factory=list)
+    finish: str | None = None
+    found: dict[str, Any] | None = None
+
+
+class Format:
+    """The responses to one request.
+
+    Args:
+        model: its name.
+        planned: the request.
+        kind: ``chat.completion`` or ``text_completion``.
+    """
+
+    def __init__(self, model: str, planned: Planned, kind: str) -> None:
+        self._planned = planned
+        self._chat = kind == "chat.completion"
+        self._kind = kind
+        self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._base = {
+            "id": self._id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+        self._offsets: dict[int, int] = {}
+
+    def index(self, run: int, choice: int) -> int:
+        """The number of a run's choice among all of the response."""
+        return run * self._planned.choices + choice
+
+    # Whole
+
+    def whole(
+        self, deltas: Iterable[tuple[int, Delta]], ended: Sequence[tuple[int, Ended]]
+    ) -> dict[str, Any]:
+        """The response, once all runs have ended."""
+        choices: dict[int, _Choice] = {}
+        for run, delta in deltas:
+            choice = choices.setdefault(self.index(run, delta.choice), _Choice())
+            choice.texts.append(delta.text)
+            choice.tokens += delta.tokens
+            choice.finish = delta.finish or choice.finish
+            choice.found = delta.found or choice.found
+        return {
+            **self._base,
+            "object": self._kind,
+            "choices": [self._choice(index, each) for index, each in sorted(choices.items())],
+            **self.closing(ended),
+        }
+
+    def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.texts)
+        content: dict[str, Any] = {"text": text}
+        if self._chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {
+            "index": index,
+            **content,
+            "finish_reason": choice.finish,
+            "logprobs": self._logprobs(choice.tokens),
+            **({} if choice.found is None else {"arbor": choice.found}),
+        }
+
+    def closing(self, ended: Sequence[tuple[int, Ended]]) -> dict[str, Any]:
+        """Usage, and how the runs ended, in their order."""
+        runs = [end for _, end in sorted(ended, key=lambda each: each[0])]
+        return {
+            "usage": usage([end.answers.cost for end in runs]),
+            "arbor": {
+                "seed": self._planned.seed,
+                "runs": [
+                    {
+                        "status": end.solution.finish_reason,
+                        "limit": end.solution.limit,
+                        **({"answer": end.solution.answer} if self._planned.searched else {}),
+                        **({"score": end.solution.score} if self._planned.searched else {}),
+                    }
+                    for end in runs
+                ],
+            },
+        }
+
+    # Chunks
+
+    def roles(self) -> list[bytes]:
+        """The first chunk of each choice of a chat."""
+        if not self._chat:
+            return []
+        delta = {"role": "assistant", "content": ""}
+        count = len(self._planned.runs) * (1 if self._planned.searched else self._planned.choices)
+        return [
+            self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])
+            for index in range(count)
+        ]
+
+    def chunk(self, run: int, delta: Delta) -> bytes:
+        """What a choice has grown by."""
+        index = self.index(run, delta.choice)
+        if self._chat:
+            content: dict[str, Any] = {"delta": {"content": delta.text} if delta.text else {}}
+        else:
+            content = {"text": delta.text}
+        choice = {
+            "index": index,
+            **content,
+            "finish_reason": delta.finish,
+            "logprobs": self._logprobs(delta.tokens),
+            **({} if delta.found is None else {"arbor": delta.found}),
+        }
+        return self._chunk([choice])
+
+    def last(self, ended: Sequence[tuple[int, Ended]]) -> bytes:
+        """The chunk without choices that has the usage."""
+        return self._chunk([], **self.closing(ended))
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        kind = "chat.completion.chunk" if self._chat else self._kind
+        return sse({**self._base, "object": kind, "choices": choices, **more})
+
+    def _logprobs(self, tokens: Sequence[TextToken]) -> dict[str, Any] | None:
+        if not self._planned.with_logprobs:
+            return None
+        if self._chat:
+            return {
+                "content": [
+                    {
+                        "token": token.text,
+                        "logprob": token.logprob,
+                        "bytes": list(token.text.encode()),
+                        "top_logprobs": [],
+                    }
+                    for token in tokens
+                ],
+                "refusal": None,
+            }
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": None,
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+def usage(costs: Sequence[Cost]) -> dict[str, Any]:
+    """OpenAI's usage, with what arbor counts in addition."""
+    prompt = sum(cost.prompt for cost in costs)
+    generated = sum(cost.generated for cost in costs)
+    names = ("tokens_generated", "tokens_shared", "tokens_recomputed", "tokens_fetched", "nodes")
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(cost.reused for cost in costs)},
+        "arbor": {name: sum(int(cost.counters.get(name, 0)) for cost in costs) for name in names},
+    }

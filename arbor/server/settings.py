@@ -1,0 +1,109 @@
+"""ServerSettings: the limits and secrets of a server."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arbor.errors import InputError, UsageError
+
+MOST_KV_BYTES = 4 * 2**30  # of the default budget
+LEAST_KEY = 16  # characters of an API key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The limits and secrets of a server.
+
+    Attributes:
+        name: of the model, as requests and `/v1/models` name it.
+        at_once: requests in progress at a time.
+        queue: requests that wait; a further one is refused (429).
+        max_tokens: most generated tokens of one choice, and the default of chats.
+        max_choices: most choices of one request (`n`, times its prompts).
+        max_search_tokens: most generated tokens of one search, and the default.
+        max_expansions: most leaves that one search grows, and the default.
+        max_blocks: most blocks that a search may open by its settings.
+        max_depth: most thoughts on one path.
+        max_stops: most stop strings.
+        stop_length: most characters of a stop string.
+        timeout_s: seconds from a request's arrival to its end, and the default.
+        body_bytes: most bytes of a request's body.
+        body_s: most seconds until it has arrived.
+        drain_s: seconds that requests in progress get at a shutdown.
+        api_keys: if there are any, a request under `/v1`, `/` or `/metrics` has to name one.
+        hosts: names by which clients may address the server (against DNS rebinding); empty: any.
+    """
+
+    name: str
+    at_once: int = 8
+    queue: int = 64
+    max_tokens: int = 1024
+    max_choices: int = 16
+    max_search_tokens: int = 16_384
+    max_expansions: int = 256
+    max_blocks: int = 4096
+    max_depth: int = 64
+    max_stops: int = 16
+    stop_length: int = 128
+    timeout_s: float = 600.0
+    body_bytes: int = 2**20
+    body_s: float = 30.0
+    drain_s: float = 10.0
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    hosts: tuple[str, ...] = ()
+
+
+def served_name(model: str) -> str:
+    """The name of a model without the folders that lead to it on this machine.
+
+    Args:
+        model: built-in name, directory or Hub id.
+    """
+    path = Path(model)
+    return path.resolve().name if path.is_dir() or path.is_absolute() else model
+
+
+def default_tokens(context: int, at_once: int, bytes_per_token: int) -> int:
+    """Tokens of KV by default: the model's context for every request in progress, at most
+    `MOST_KV_BYTES`.
+
+    Args:
+        context: the model's, in tokens.
+        at_once: requests in progress at a time.
+        bytes_per_token: of KV.
+    """
+    return max(context, min(context * at_once, MOST_KV_BYTES // bytes_per_token))
+
+
+def read_keys(path: Path | None, given: str | None) -> tuple[str, ...]:
+    """API keys of a file, one a line, and of the environment, separated by commas.
+
+    Args:
+        path: the file; lines that are empty or begin with ``#`` are ignored.
+        given: value of ``ARBOR_API_KEYS``.
+
+    Raises:
+        InputError: the file cannot be read.
+        UsageError: a key is too short or not plain text, or the file has none.
+    """
+    keys: list[str] = [] if given is None else given.split(",")
+    if path is not None:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else "not UTF-8"
+            raise InputError("api-keys", f"{path}: {reason}.", "One key a line.") from error
+        keys += [line for line in lines if line.strip() and not line.startswith("#")]
+    found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+    for place, key in enumerate(found, 1):
+        if len(key) < LEAST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(
+                "api-keys",
+                f"API key {place} of {len(found)} is short or not plain text.",
+                f"{LEAST_KEY} characters or more of ASCII, as of: openssl rand -hex 16",
+            )
+    if (path is not None or given is not None) and not found:
+        raise UsageError("api-keys", "there are no API keys where they are asked for.", "")
+    return found

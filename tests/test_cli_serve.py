@@ -1,0 +1,94 @@
+"""``arbor serve`` as a command: what it refuses, and how it begins and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
+from support.run_cli import Arbor
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--bind", "0.0.0.0"], 2, "has no API keys"),
+        (["--bind", "::"], 2, "has no API keys"),
+        (["--bind", "example.org"], 2, "has no API keys"),
+        (["--kv", "0.5"], 2, "is not a size"),
+        (["--kv", "full"], 2, "is not a size"),
+        (["--kv", "much"], 2, "budget"),
+        (["--api-keys", "none.txt"], 4, "No such file"),
+        (["--port", "70000"], 2, "65535"),
+        (["--controller", "nobody"], 2, "unknown controller"),
+        (["--bind", "203.0.113.1", "--api-keys", "keys.txt"], 2, "[address]"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    command: Arbor, tmp_path: Path, words: list[str], code: int, says: str
+) -> None:
+    (tmp_path / "keys.txt").write_text("a-key-of-sixteen-characters\n", encoding="utf-8")
+
+    done = command("serve", *words)
+
+    assert done.code == code and says in done.err, done
+
+
+def test_a_port_that_is_taken_is_named(command: Arbor) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = command("serve", "--port", port)
+
+    assert done.code == 2 and "[address]" in done.err and port in done.err
+
+
+def test_missing_packages_are_named(command: Arbor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arbor.cli.serve.PACKAGES", ("fastapi", "arbor_nothing"))
+
+    done = command("serve")
+
+    assert done.code == 2 and "needs arbor_nothing" in done.err
+    assert "arbor-search[server]" in done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_after_what_is_in_progress(number: int) -> None:
+    key = "a-key-of-sixteen-characters"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "arbor", "serve", "--port", "0", "--json", "--drain", "60"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "ARBOR_API_KEYS": key},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["schema"] == "arbor.serve/1" and ready["model"] == "builtin:sapling"
+
+        import openai
+
+        fields = {"model": ready["model"], "prompt": "4 5 6 10\n", "max_tokens": 300, "seed": 1}
+        with openai.OpenAI(base_url=f"{ready['url']}/v1", api_key=key, max_retries=0) as client:
+            whole = client.completions.create(**fields).choices[0].text
+            stream = client.completions.create(**fields, stream=True)
+            first = next(iter(stream))
+            process.send_signal(number)
+            rest = list(stream)
+
+        assert "".join(each.choices[0].text for each in [first, *rest] if each.choices) == whole
+        assert rest[-1].choices[0].finish_reason in ("stop", "length")
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""

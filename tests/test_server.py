@@ -1,0 +1,706 @@
+"""The server: OpenAI's own client against it, hostile requests, limits, cancellation."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+pytest.importorskip("openai", reason="the extra `test` is not installed")
+
+import openai
+from support.http import NAME, Gate, Running, serving, until
+
+from arbor import Solver
+from arbor.errors import InputError, UsageError
+from arbor.model.runner import ModelRunner
+from arbor.server.refusals import refusal_of, without_paths
+from arbor.server.settings import default_tokens, read_keys, served_name
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HANDS = ("4 5 6 10", "1 2 3 4", "3 3 8 8", "2 4 6 8")
+LONG = {"model": NAME, "prompt": "4 5 6 10\n", "max_tokens": 400, "seed": 1, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def solver() -> Iterator[Solver]:
+    """The built-in model, loaded once."""
+    with Solver() as made:
+        made.load()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def running(solver: Solver) -> Iterator[Running]:
+    with serving(solver) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Any:
+    with closing(running.client()) as found:
+        yield found
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "messages": [{"role": "user", "content": text}], **fields}
+
+
+# Plain decoding
+
+
+def test_greedy_text_is_that_of_the_engine(solver: Solver, client: Any) -> None:
+    expected = solver.generate("4 5 6 10\n", beams=1, max_tokens=24, chat=False)[0]
+
+    made = client.completions.create(
+        model=NAME, prompt="4 5 6 10\n", max_tokens=24, temperature=0, logprobs=0
+    )
+
+    choice = made.choices[0]
+    assert choice.text == expected.text
+    assert sum(choice.logprobs.token_logprobs) == pytest.approx(
+        expected.score * len(expected.tokens), abs=1e-3
+    )
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset[1] == len(choice.logprobs.tokens[0])
+    assert made.usage.completion_tokens == 24 and choice.finish_reason == "length"
+
+
+def test_token_ids_are_a_prompt(solver: Solver, client: Any) -> None:
+    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
+    ids = solver.tokenizer.encode("4 5 6 10\n")
+
+    by_text, by_ids = (
+        client.completions.create(prompt=prompt, **fields) for prompt in ("4 5 6 10\n", ids)
+    )
+    together = client.completions.create(prompt=["1 2 3 4\n", "4 5 6 10\n"], **fields)
+
+    assert by_ids.choices[0].text == by_text.choices[0].text == together.choices[1].text
+    assert [choice.index for choice in together.choices] == [0, 1]
+    assert together.usage.prompt_tokens > by_ids.usage.prompt_tokens == len(ids)
+
+
+def test_a_stream_is_the_whole_in_parts(client: Any) -> None:
+    fields = chat("4 5 6 10", max_tokens=40, n=3, seed=5, stop=[")\n", "= 9"], logprobs=True)
+    whole = client.chat.completions.create(**fields)
+    texts, finish, tokens = {}, {}, {}
+    usage = None
+
+    for chunk in client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            finish[choice.index] = choice.finish_reason or finish.get(choice.index)
+            read = choice.logprobs.content if choice.logprobs else []
+            tokens.setdefault(choice.index, []).extend(each.token for each in read)
+
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert finish == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert tokens == {
+        choice.index: [each.token for each in choice.logprobs.content] for choice in whole.choices
+    }
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert "stop" in finish.values()
+    assert not any(stop in text for text in texts.values() for stop in (")\n", "= 9"))
+
+
+def test_the_seed_decides_and_is_reported(client: Any) -> None:
+    fields = chat("4 5 6 10", max_tokens=24, temperature=1)
+
+    free = client.chat.completions.create(**fields)
+    again = client.chat.completions.create(**fields, seed=free.arbor["seed"])
+    other = client.chat.completions.create(**fields, seed=free.arbor["seed"] + 1)
+
+    assert again.choices[0].message.content == free.choices[0].message.content
+    assert other.choices[0].message.content != free.choices[0].message.content
+
+
+def test_a_prompt_that_was_read_before_is_reused(client: Any) -> None:
+    prompt = "7 8 9 10\n" * 20
+
+    first, second = (
+        client.completions.create(model=NAME, prompt=prompt, max_tokens=4) for _ in range(2)
+    )
+
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens == second.usage.prompt_tokens
+    assert cached >= second.usage.prompt_tokens - 1 > 32
+
+
+def test_roles_without_a_template_are_their_contents(client: Any) -> None:
+    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
+    parts = [{"type": "text", "text": "4 5 "}, {"type": "text", "text": "6 10"}]
+    messages = [{"role": "system", "content": "1 2"}, {"role": "user", "content": parts}]
+
+    talked = client.chat.completions.create(messages=messages, **fields)
+    written = client.completions.create(prompt="1 2\n\n4 5 6 10", **fields)
+
+    assert talked.choices[0].message.content == written.choices[0].text
+
+
+def test_the_model_is_listed(client: Any) -> None:
+    assert [each.id for each in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).owned_by == "arbor"
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.chat.completions.create(**chat("x") | {"model": "gpt-4o"})
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.models.retrieve("gpt-4o")
+
+
+# Searches
+
+
+def test_a_search_gives_what_the_solver_gives(solver: Solver, client: Any) -> None:
+    expected = solver.solve(HANDS[0], seed=3)
+
+    made = client.chat.completions.create(
+        **chat(HANDS[0], seed=3, n=2), extra_body={"arbor": {"task": "game24"}}
+    )
+
+    assert made.choices[0].message.content == expected.text
+    assert made.choices[0].arbor["answer"] == expected.answer == made.arbor["runs"][0]["answer"]
+    assert len(made.choices) == min(2, len(expected.candidates))
+    assert made.usage.completion_tokens == expected.metrics.tokens_generated
+
+
+def test_the_settings_of_a_search_are_used(client: Any) -> None:
+    search = {"controller": {"name": "chain", "samples": 3}, "verifier": "exact", "max_depth": 3}
+
+    made = client.chat.completions.create(**chat(HANDS[0], n=3), extra_body={"arbor": search})
+
+    assert made.usage.arbor["nodes"] <= 1 + 3 * 3
+    assert made.usage.prompt_tokens > 0
+
+
+def test_a_search_streams_its_answer_at_the_end(client: Any) -> None:
+    fields = chat(HANDS[0], seed=3)
+    search = {"arbor": {"controller": "tot,beam=2", "max_expansions": 20}}
+    whole = client.chat.completions.create(**fields, extra_body=search)
+
+    chunks = list(client.chat.completions.create(**fields, extra_body=search, stream=True))
+
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == (
+        whole.choices[0].message.content
+    )
+    assert chunks[-1].choices[0].arbor["answer"] == whole.choices[0].arbor["answer"]
+
+
+@pytest.mark.parametrize(
+    ("search", "code"),
+    [
+        ({"controller": "os.path:join"}, "unknown_controller"),
+        ({"controller": {"name": "support.http:Gate"}}, "unknown_controller"),
+        ({"task": "reasoning,template=/etc/passwd"}, "setting_not_allowed"),
+        ({"task": "reasoning,grader=eval"}, "setting_type"),
+        ({"verifier": "prm,model=/etc"}, "setting_not_allowed"),
+        ({"verifier": "combined,parts=self"}, "setting_not_allowed"),
+        ({"verifier": "cgee,verifier=os:system"}, "setting_not_allowed"),
+        ({"controller": {"name": "tot", "beam": 10**7}}, "limit_exceeded"),
+        ({"controller": {"name": "tot", "width": 999_999}}, "search_too_large"),
+        ({"controller": {"name": "best-of-n", "samples": 10**5}}, "search_too_large"),
+        ({"controller": {"samples": 2}}, "invalid_request"),
+        ({"controller": "tot,beem=2"}, "unknown_setting"),
+        ({"max_depth": 10**6}, "limit_exceeded"),
+        ({"step_tokens": 10**6}, "limit_exceeded"),
+        ({"max_expansions": 10**6}, "limit_exceeded"),
+        ({"budget": "1tok"}, "budget_infeasible"),
+        ({"budget": "much"}, "budget_range"),
+        ({"policy": "lru"}, "invalid_request"),
+        ({"first": "any"}, "invalid_request"),
+    ],
+)
+def test_a_search_beyond_what_requests_may_ask_for_is_refused(
+    running: Running, search: dict[str, Any], code: str
+) -> None:
+    status, _, document = running.send(CHAT, chat(HANDS[0], arbor=search))
+
+    assert status == 400, document
+    assert document["error"]["code"] == code, document
+    assert "/" not in document["error"]["message"].replace("and/or", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stop": ["x"], "arbor": {}}, "takes no stop"),
+        ({"logprobs": True, "arbor": {}}, "takes no logprobs"),
+        ({"messages": [{"role": "system", "content": "x"}], "arbor": {}}, "one user message"),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": HANDS[0]},
+                ],
+                "arbor": {},
+            },
+            "takes no system message",
+        ),
+        ({"messages": [{"role": "user", "content": "4 5 6"}], "arbor": {}}, "four"),
+    ],
+)
+def test_what_a_search_cannot_read_is_refused(
+    running: Running, fields: dict[str, Any], words: str
+) -> None:
+    status, _, document = running.send(CHAT, chat(HANDS[0]) | fields)
+
+    assert status == 400 and words in document["error"]["message"], document
+
+
+# Many at once
+
+
+def test_eight_at_once_give_the_texts_of_one_at_a_time(running: Running, client: Any) -> None:
+    fields = [
+        chat(HANDS[number % 4], seed=number, max_tokens=24, n=1 + number % 2)
+        | (
+            {"extra_body": {"arbor": {"max_expansions": 12}}, "max_tokens": 200}
+            if number % 4 == 3
+            else {}
+        )
+        for number in range(8)
+    ]
+
+    def texts(given: dict[str, Any]) -> list[str]:
+        made = client.chat.completions.create(**given)
+        return [choice.message.content for choice in made.choices]
+
+    alone = [texts(each) for each in fields]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(texts, fields))
+
+    assert together == alone
+    until(lambda: running.is_idle)
+
+
+def test_too_many_requests_are_refused_with_the_time_to_wait(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver, at_once=1, queue=1) as running, running.client() as client:
+        gate.close()
+        held = [running.begin(COMPLETIONS, LONG) for _ in range(2)]
+        until(lambda: running.service.admitted == 2)
+
+        status, headers, document = running.send(CHAT, chat("x"))
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(**chat("x"))
+
+        assert (status, document["error"]["code"]) == (429, "queue_full")
+        assert int(headers["retry-after"]) >= 1
+        gate.open()
+        for each in held:
+            each.close()
+        until(lambda: running.is_idle)
+        assert running.send(CHAT, chat("x", max_tokens=2))[0] == 200
+
+
+# Deadlines
+
+
+def test_a_deadline_in_the_middle_gives_what_there_is(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver) as running, running.client() as client:
+        stream = client.completions.create(**LONG, extra_body={"arbor": {"timeout": 0.5}})
+        first = next(iter(stream))
+        gate.close()
+        threading.Timer(0.6, gate.open).start()
+        rest = list(stream)
+
+    text = "".join(chunk.choices[0].text for chunk in [first, *rest] if chunk.choices)
+    assert rest[-1].choices[0].finish_reason == "length"
+    assert 0 < len(text) < 400
+
+
+def test_a_deadline_before_its_turn_is_an_error(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver, at_once=1) as running:
+        gate.close()
+        held = running.begin(COMPLETIONS, LONG)
+        until(lambda: running.service.engine.running)
+
+        status, headers, document = running.send(CHAT, chat("x", arbor={"timeout": 0.05}))
+
+        assert (status, document["error"]["code"]) == (503, "deadline")
+        assert int(headers["retry-after"]) >= 1
+        gate.open()
+        held.close()
+        until(lambda: running.is_idle)
+
+
+# Clients that go away
+
+
+@pytest.mark.parametrize("body", [LONG, {**LONG, "stream": False}], ids=["stream", "whole"])
+def test_a_client_that_goes_away_gives_its_slots_back(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver) as running:
+        before = running.service.metrics.cancelled._value.get()
+        connection = running.begin(COMPLETIONS, body)
+        until(lambda: solver.engine.held_tokens > 10)
+        gate.close()
+        connection.close()
+        until(lambda: not running.service.admitted)
+        gate.open()
+        until(lambda: running.is_idle)
+
+        assert running.service.metrics.cancelled._value.get() == before + 1
+        generated = running.service.metrics.tokens.labels("generated")._value.get()
+        assert generated == 0  # it never came to its end
+
+
+def test_a_client_that_goes_away_leaves_the_others_alone(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    fields = {"model": NAME, "prompt": "4 5 6 10\n", "max_tokens": 60, "temperature": 0}
+    with serving(solver) as running, running.client() as client:
+        alone = client.completions.create(**fields).choices[0].text
+        gate.close()
+        going = [running.begin(COMPLETIONS, LONG) for _ in range(3)]
+        until(lambda: running.service.admitted == 3)
+        with ThreadPoolExecutor(1) as pool:
+            staying = pool.submit(client.completions.create, **fields)
+            until(lambda: running.service.admitted == 4)
+            for each in going:
+                each.close()
+            until(lambda: running.service.admitted == 1)
+            gate.open()
+            assert staying.result().choices[0].text == alone
+        until(lambda: running.is_idle)
+
+
+def test_a_client_that_goes_away_in_the_queue_is_never_searched(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver, at_once=1) as running:
+        gate.close()
+        held = running.begin(COMPLETIONS, LONG)
+        until(lambda: running.service.engine.running)
+        waiting = running.begin(CHAT, chat("4 5 6 10"))
+        until(lambda: running.service.engine.waiting == 1)
+        waiting.close()
+        until(lambda: running.service.engine.waiting == 0)
+
+        assert running.service.engine.running == 1
+        held.close()
+        gate.open()
+        until(lambda: running.is_idle)
+
+
+# Faults
+
+
+def test_a_fault_of_the_engine_fails_its_request_only(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = ModelRunner.forward
+    faults = [RuntimeError("broken at /home/someone/kernel.py")]
+
+    def forward(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return right(self, *args, **kwargs)
+
+    with serving(solver) as running:
+        expected = running.send(CHAT, chat("4 5 6 10", temperature=0, max_tokens=8))[2]
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        status, _, document = running.send(CHAT, chat("4 5 6 10", temperature=0, max_tokens=8))
+        until(lambda: running.is_idle)
+        again = running.send(CHAT, chat("4 5 6 10", temperature=0, max_tokens=8))[2]
+
+        assert (status, document["error"]["type"]) == (500, "server_error")
+        assert "someone" not in json.dumps(document)
+        assert "broken at" in caplog.text
+        assert again["choices"] == expected["choices"]
+        until(lambda: running.is_idle)
+
+
+def test_a_fault_in_a_stream_is_its_last_event(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ModelRunner.forward
+    left = [20]
+
+    def forward(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("broken")
+        return right(self, *args, **kwargs)
+
+    with serving(solver) as running, running.client() as client:
+        monkeypatch.setattr(ModelRunner, "forward", forward)
+        stream = client.completions.create(**LONG)
+        with pytest.raises(openai.APIError, match="others go on"):
+            list(stream)
+        until(lambda: running.is_idle)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no file /home/me/models/x.json here", "no file (path) here"),
+        (r"no file C:\models\x", "no file (path)"),
+        ("see docs/errors.md, 4 / 2 and https://example.org/a/b", None),
+    ],
+)
+def test_messages_name_no_path_of_the_machine(text: str, shown: str | None) -> None:
+    assert without_paths(text) == (text if shown is None else shown)
+
+
+def test_an_unknown_error_says_nothing_of_its_cause() -> None:
+    refusal = refusal_of(OSError(2, "No such file", "/secret"))
+
+    assert refusal.status == 500 and "secret" not in refusal.message
+
+
+# Hostile requests
+
+DEEP = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"", 400, "invalid_json"),
+        (b"{", 400, "invalid_json"),
+        (b'{"prompt": "\xff\xfe"}', 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', 400, "invalid_json"),
+        (b'{"prompt": "x", "temperature": NaN}', 400, "invalid_request"),
+        (b'{"prompt": "x", "temperature": 1e999}', 400, "invalid_request"),
+        (DEEP, 400, "invalid_json"),
+        (b"[]", 400, "invalid_request"),
+        (b"null", 400, "invalid_request"),
+        (b'"text"', 400, "invalid_request"),
+        ({}, 400, "invalid_request"),
+        ({"prompt": 5}, 400, "invalid_request"),
+        ({"prompt": []}, 400, "invalid_request"),
+        ({"prompt": [[]]}, 400, "invalid_request"),
+        ({"prompt": ["x", 5]}, 400, "invalid_request"),
+        ({"prompt": [-1]}, 400, "invalid_request"),
+        ({"prompt": [10**6]}, 400, "invalid_token"),
+        ({"prompt": ["x"] * 100}, 400, "limit_exceeded"),
+        ({"prompt": "x", "n": 0}, 400, "invalid_request"),
+        ({"prompt": "x", "n": True}, 400, "invalid_request"),
+        ({"prompt": "x", "n": "2"}, 400, "invalid_request"),
+        ({"prompt": "x", "n": 10**4}, 400, "limit_exceeded"),
+        ({"prompt": "x", "n": 10**30}, 400, "invalid_request"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "invalid_request"),
+        ({"prompt": "x", "max_tokens": 10**6}, 400, "limit_exceeded"),
+        ({"prompt": "x" * 9000, "max_tokens": 1}, 400, "context_length_exceeded"),
+        ({"prompt": "x", "temperature": -1}, 400, "invalid_request"),
+        ({"prompt": "x", "temperature": 3}, 400, "invalid_request"),
+        ({"prompt": "x", "top_p": 0}, 400, "invalid_request"),
+        ({"prompt": "x", "seed": 10**40}, 400, "invalid_request"),
+        ({"prompt": "x", "stop": [f"s{i}" for i in range(10**5)]}, 400, "limit_exceeded"),
+        ({"prompt": "x", "stop": ""}, 400, "invalid_request"),
+        ({"prompt": "x", "stop": ["y" * 1000]}, 400, "invalid_request"),
+        ({"prompt": "x", "stream": "yes"}, 400, "invalid_request"),
+        ({"prompt": "x", "stream_options": {}}, 400, "invalid_request"),
+        ({"prompt": "x", "logprobs": 5}, 400, "invalid_request"),
+        ({"prompt": "x", "echo": True}, 400, "invalid_request"),
+        ({"prompt": "x", "best_of": 4}, 400, "invalid_request"),
+        ({"prompt": "x", "frequency_penalty": 1}, 400, "invalid_request"),
+        ({"prompt": "x", "logit_bias": {"5": 100}}, 400, "invalid_request"),
+        ({"prompt": "x", "beams": 4}, 400, "invalid_request"),
+        ({"prompt": "x", "__class__": {}}, 400, "invalid_request"),
+        ({"prompt": "x", "arbor": {"deadline": 5}}, 400, "invalid_request"),
+        ({"prompt": "x", "arbor": {"timeout": -5}}, 400, "invalid_request"),
+        ({"prompt": [1, 2], "arbor": {"task": "game24"}}, 400, "invalid_request"),
+        ({"prompt": "x", "user": "y" * 2**20}, 413, "body_too_large"),
+    ],
+    ids=lambda each: str(each)[:40] if not isinstance(each, int) else "",
+)
+def test_a_hostile_body_is_refused_with_a_reason(
+    running: Running, body: Any, status: int, code: str
+) -> None:
+    found, _, document = running.send(COMPLETIONS, body)
+
+    assert (found, document["error"]["code"]) == (status, code), document
+    error = document["error"]
+    assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) <= 600
+    assert running.is_idle
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "wizard", "content": "x"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "user", "content": "x"}] * 2000},
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_object"}},
+        {"top_logprobs": 3},
+        {"max_tokens": 3, "max_completion_tokens": 4},
+        {"modalities": ["audio"]},
+    ],
+    ids=lambda fields: str(fields)[:50],
+)
+def test_a_chat_that_is_not_supported_is_refused(running: Running, fields: dict[str, Any]) -> None:
+    status, _, document = running.send(CHAT, chat("x") | fields)
+
+    assert status == 400, document
+    assert document["error"]["type"] == "invalid_request_error"
+
+
+def test_fields_without_effect_are_accepted(running: Running) -> None:
+    fields = {"user": "me", "metadata": {"a": "b"}, "store": False, "presence_penalty": 0}
+    fields |= {"tools": [], "logit_bias": {}, "response_format": {"type": "text"}}
+
+    assert running.send(CHAT, chat("x", max_tokens=2, top_k=5, **fields))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "code"),
+    [
+        (COMPLETIONS, b'{"prompt":"x"}', {"content_type": "text/plain"}, 415, "content_type"),
+        (COMPLETIONS, None, {}, 405, "method_not_allowed"),
+        ("/v1/embeddings", {}, {}, 404, "unknown_url"),
+        ("/v1/models/..%2f..%2fetc%2fpasswd", None, {}, 404, "model_not_found"),
+        ("/docs", None, {}, 404, "unknown_url"),
+        ("/openapi.json", None, {}, 404, "unknown_url"),
+    ],
+)
+def test_other_requests_are_refused_in_the_same_form(
+    running: Running, path: str, body: Any, headers: dict[str, str], status: int, code: str
+) -> None:
+    found, _, document = running.send(path, body, **headers)
+
+    assert (found, document["error"]["code"]) == (status, code)
+
+
+def test_a_host_name_of_elsewhere_is_refused(running: Running) -> None:
+    assert running.send("/health", host="evil.example")[0] == 400
+
+
+def test_a_body_that_does_not_arrive_is_given_up(solver: Solver) -> None:
+    with serving(solver, body_s=0.05) as running:
+        where = running.url.removeprefix("http://")
+        host, port = where.split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(
+                f"POST {CHAT} HTTP/1.1\r\nhost: {where}\r\ncontent-type: application/json\r\n"
+                "content-length: 100\r\n\r\n{".encode()
+            )
+            answer = connection.recv(4096)
+
+    assert b" 408 " in answer.split(b"\r\n")[0]
+
+
+def test_a_body_without_a_length_is_counted(solver: Solver) -> None:
+    with serving(solver, body_bytes=1000) as running, closing(running.connect()) as connection:
+        connection.request(
+            "POST",
+            CHAT,
+            iter([b" " * 600] * 3),
+            {"content-type": "application/json", "transfer-encoding": "chunked"},
+            encode_chunked=True,
+        )
+        assert connection.getresponse().status == 413
+
+
+# Keys
+
+KEYS = ("a-key-of-sixteen-characters", "another-key-of-sixteen")
+
+
+def test_without_a_key_nothing_is_served(solver: Solver) -> None:
+    with serving(solver, api_keys=KEYS) as running:
+        for given in ("", "Bearer", f"Bearer {KEYS[0]}x", f"Basic {KEYS[0]}", "Bearer \xe9"):
+            for path, body in ((CHAT, {}), ("/v1/models", None), ("/metrics", None)):
+                status, headers, document = running.send(path, body, authorization=given)
+                assert (status, document["error"]["code"]) == (401, "invalid_api_key")
+                assert headers["www-authenticate"] == "Bearer"
+        assert running.send("/health")[0] == running.send("/ready")[0] == 200
+        for key in KEYS:
+            with running.client(key) as client:
+                assert client.chat.completions.create(**chat("x", max_tokens=2)).choices
+
+
+def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys.txt"
+    path.write_text(f"# of agents\n{KEYS[0]}\n\n{KEYS[0]}\n", encoding="utf-8")
+
+    assert read_keys(path, KEYS[1]) == (KEYS[1], KEYS[0])
+    assert read_keys(None, None) == ()
+    with pytest.raises(InputError, match="No such file"):
+        read_keys(tmp_path / "none", None)
+    for wrong in ("short", "a key with spaces in it", " , "):
+        with pytest.raises(UsageError, match="API key"):
+            read_keys(None, wrong)
+
+
+# The server itself
+
+
+def test_metrics_count_what_was_done(solver: Solver) -> None:
+    with serving(solver) as running:
+        running.send(CHAT, chat("4 5 6 10", max_tokens=6, temperature=0))
+        running.send(CHAT, {})
+        text = running.send("/metrics")[2]["text"]
+
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines[f'arbor_requests_total{{endpoint="{CHAT}",status="200"}}']) == 1
+    assert float(lines[f'arbor_requests_total{{endpoint="{CHAT}",status="400"}}']) == 1
+    assert float(lines['arbor_tokens_total{kind="generated"}']) == 6
+    assert float(lines["arbor_kv_slots"]) == 16_384
+    assert float(lines["arbor_searches_running"]) == 0
+    assert float(lines["arbor_time_to_first_token_seconds_count"]) == 1
+
+
+def test_a_server_that_ends_refuses_new_requests(
+    solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with serving(solver) as running:
+        assert running.send("/ready")[2] == {"status": "ready"}
+        gate.close()
+        stream = running.begin(COMPLETIONS, LONG)
+        until(lambda: running.service.engine.running)
+        running.service.drain()
+
+        assert running.send("/ready")[0] == 503
+        status, headers, document = running.send(CHAT, chat("x"))
+        assert (status, document["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in headers
+        running.service.close()
+        gate.open()
+        with stream, stream.makefile("rb") as file:
+            assert b"shutting_down" in file.read()
+        until(lambda: running.is_idle)
+
+
+def test_a_name_has_no_folders_of_the_machine(tmp_path: Path) -> None:
+    folder = tmp_path / "secret" / "my-model"
+    folder.mkdir(parents=True)
+
+    assert served_name(str(folder)) == "my-model"
+    assert served_name("Qwen/Qwen2.5-0.5B-Instruct") == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert served_name("builtin:sapling") == "builtin:sapling"
+
+
+def test_the_default_budget_has_a_context_for_each_up_to_four_gibibytes() -> None:
+    assert default_tokens(2048, 8, 12_288) == 16_384
+    assert default_tokens(131_072, 8, 131_072) == 131_072
+    assert default_tokens(131_072, 8, 16_384) == 2**18

@@ -1,0 +1,85 @@
+"""The text of a block token by token: joined it is the block's text, cut at a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
+from arbor.engine.text import added
+from arbor.server.text_stream import TextStream
+
+PIECES = [b"a", b"b", b"ab", b" ", "é".encode(), "é".encode()[:1], "é".encode()[1:]]
+PIECES += ["𝄞".encode()[i : i + 1] for i in range(4)] + [b"\xff", b"aba", b""]
+
+
+def decode(tokens: list[int]) -> str:
+    """A byte-level tokenizer."""
+    return b"".join(PIECES[token] for token in tokens).decode("utf-8", "replace")
+
+
+TOKENS = st.lists(st.integers(0, len(PIECES) - 1), max_size=24)
+
+
+@given(before=TOKENS, tokens=TOKENS, cuts=st.lists(st.integers(0, 24)))
+def test_the_parts_are_the_text(before: list[int], tokens: list[int], cuts: list[int]) -> None:
+    stream = TextStream(decode, before, ())
+    ends = sorted({cut for cut in cuts if cut < len(tokens)} | {len(tokens)})
+    parts = []
+    start = 0
+    for end in ends:
+        parts.append(stream.feed(tokens[start:end]).text)
+        start = end
+    parts.append(stream.end().text)
+
+    assert "".join(parts) == added(decode, before[-16:], tokens)
+
+
+@given(
+    tokens=TOKENS,
+    stops=st.lists(st.sampled_from(["a", "ab", "aba", "b ", "é", "aa"]), max_size=3, unique=True),
+)
+@example(tokens=[0, 1, 0, 1, 0], stops=["aba"])
+@example(tokens=[0, 0, 1], stops=["aab", "ab"])
+def test_a_stop_string_and_what_follows_it_are_cut(tokens: list[int], stops: list[str]) -> None:
+    whole = added(decode, (), tokens)
+    found = [at for stop in stops if (at := whole.find(stop)) >= 0]
+    stream = TextStream(decode, (), stops)
+    text = ""
+
+    for token in tokens:
+        text += stream.feed([token]).text
+        assert whole.startswith(text), "nothing is taken back"
+    text += stream.end().text
+
+    first_end = min((whole.find(stop) + len(stop) for stop in stops if stop in whole), default=0)
+    assert stream.stopped == bool(found)
+    if found:
+        assert text in {whole[:at] for at in found}
+        assert len(text) < first_end
+    else:
+        assert text == whole
+
+
+@given(
+    tokens=TOKENS,
+    stops=st.lists(st.sampled_from(["a", "ab", "aba", "b "]), max_size=2, unique=True),
+)
+def test_tokens_come_with_the_text_they_begin_in(tokens: list[int], stops: list[str]) -> None:
+    stream = TextStream(decode, (), stops)
+    text, seen = "", []
+
+    for number, token in enumerate(tokens):
+        piece = stream.feed([token], [-float(number)])
+        text += piece.text
+        seen += piece.tokens
+        assert all(each.offset < len(text) for each in seen)
+    piece = stream.end()
+    text += piece.text
+    seen += piece.tokens
+
+    assert [-each.logprob for each in seen] == list(range(len(seen)))
+    assert [each.offset for each in seen] == sorted(each.offset for each in seen)
+    assert "".join(each.text for each in seen).startswith(text)
