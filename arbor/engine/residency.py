@@ -16,7 +16,7 @@ from arbor.engine.policy_view import PolicyView
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import Forest, by_tree
-from arbor.retention.base import NEVER, Blocks, CappedAllocator, CreditingAllocator
+from arbor.retention.base import NEVER, Blocks, CappedAllocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, select
@@ -127,6 +127,8 @@ class Residency:
             self.keep(off_paths, Selection(off_paths, none), none, 0, cause, began)
             began = time.perf_counter()  # what came before has been reported
         self.keep(blocks, chosen, counts, room, cause, began)
+        index, offsets, credit = chosen.credited()
+        state.statistics.remember(blocks.ids[index], offsets, credit)
         assert memory.free >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
 
@@ -218,12 +220,6 @@ class Residency:
             slots, more = self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"
             raise BudgetInfeasible(slots + more, slots, what, error.hint) from error
-        allocator = self._policy.allocator
-        if isinstance(allocator, CreditingAllocator):
-            places, credit = allocator.credit(blocks, self._policy.scorer)
-            tokens = blocks.tokens
-            rows = blocks.ids[tokens.block[places]]
-            self._state.statistics.remember(rows, tokens.offset[places], credit)
         return blocks, counts, chosen
 
     def keep(

@@ -233,14 +233,11 @@ class TokenAllocator(Allocator, Protocol):
 class CreditingAllocator(TokenAllocator, Protocol):
     """An allocator that remembers a figure of each token from one event to the next."""
 
-    def credit(self, blocks: Blocks, scorer: Scorer) -> tuple[Ints, Floats]:
-        """The figures to remember, which `Tokens.credit` shows at the next event.
-
-        Args:
-            blocks: the offer that was decided on.
-            scorer: of the policy.
+    def credited(self, blocks: Blocks, room: int, scorer: Scorer) -> tuple[Ints, Floats]:
+        """What leaves, and what each token is credited with.
 
         Returns:
-            int64 [N], places in `blocks.tokens`, distinct, and float64 [N], finite.
+            what `leaving` gives, and float64 [T], finite, a figure of each of `blocks.tokens`.
+            `Tokens.credit` shows it at the next event, of the tokens that stay at this one.
         """
         ...
