@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.policy_view import PolicyView
+from arbor.engine.policy_view import PolicyView, ShowsKV
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import Forest, by_tree
@@ -37,12 +37,19 @@ class Residency:
         policy: what evictable blocks keep, and which tokens.
         msve: block values for the policies that read them.
         paths_lose: when running paths lose tokens.
+        token_kv: see `PolicyView`.
     """
 
     def __init__(
-        self, state: ForestState, policy: Policy, msve: MSVE, paths_lose: PathsLose = "never"
+        self,
+        state: ForestState,
+        policy: Policy,
+        msve: MSVE,
+        paths_lose: PathsLose = "never",
+        *,
+        token_kv: ShowsKV | None = None,
     ) -> None:
-        self.view = PolicyView(state, policy, msve)
+        self.view = PolicyView(state, policy, msve, token_kv)
         self._state = state
         self._memory = state.memory
         self._policy = policy

@@ -9,7 +9,7 @@ equal for all policies compared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.columns import Columns
+from arbor.retention.token_kv import NO_KV, TokenKV
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -50,6 +51,8 @@ class Tokens(Columns):
         key: uint64 [T], identifies the token in every order of the search (for reproducible
             randomness).
         protected: bool [T], stays in any case (sinks, recent window, block tails).
+        kv: of each token, where its key and value are; empty unless the policy's `Observation` asks
+            for them.
     """
 
     block: Ints
@@ -64,6 +67,8 @@ class Tokens(Columns):
     credit: Floats
     key: NDArray[np.uint64]
     protected: Bools
+    # not a default, which would be an attribute of the class and hide columns made later
+    kv: TokenKV = field(default_factory=lambda: NO_KV)
 
     def only(self, indices: Ints) -> Tokens:
         """The tokens of these blocks, given by index in `Blocks`, increasing."""
@@ -166,6 +171,8 @@ class Scorer(Protocol):
     """Which tokens matter: the higher score is kept, of equal ones the larger position.
 
     A token's score follows from its own figures, so it does not depend on the other tokens shown.
+    A scorer that reads keys, values or queries (`Tokens.kv`) has an attribute ``observation``, an
+    `Observation` of these.
     """
 
     @property
