@@ -25,6 +25,7 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
+from arbor.retention.token_kv import NO_KV, KVSequence, TokenKV
 
 EXAMPLES = 200
 MOST_BLOCKS = 12
@@ -58,20 +59,22 @@ def check_policy(
     for number in range(examples):
         draw = np.random.default_rng([seed, number])
         ties = number % 2 == 1
-        blocks = make_offer(draw, size=number % (MOST_BLOCKS + 1), ties=ties)
+        keys = whole.observation.keys
+        blocks = make_offer(draw, size=number % (MOST_BLOCKS + 1), ties=ties, keys=keys)
         least, most = int(blocks.floor.sum()), int(blocks.resident.sum())
         room = (least, most, int(draw.integers(least, most + 1)))[number % 3]
         _check_scorer(whole.scorer, blocks, draw)
         _check_allocator(whole, blocks, room, None if ties else draw.permutation(len(blocks)))
 
 
-def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
+def make_offer(draw: Generator, size: int, ties: bool, keys: bool = False) -> Blocks:
     """Random, partly resident blocks; read-only.
 
     Args:
         draw: source of the values.
         size: number of blocks.
         ties: many values are equal; otherwise no two are.
+        keys: the tokens have keys, values and queries over them.
     """
     length = draw.integers(1, MOST_TOKENS + 1, size)
     resident = draw.integers(0 if ties else 1, length + 1)
@@ -107,6 +110,7 @@ def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
         credit=part(count),
         key=draw.permutation(4 * count)[:count].astype(np.uint64),
         protected=protected,
+        kv=random_kv(int(draw.integers(1 << 32)), count) if keys else NO_KV,
     )
     blocks = Blocks(
         ids=np.sort(draw.permutation(4 * size)[:size]),
@@ -130,6 +134,34 @@ def make_offer(draw: Generator, size: int, ties: bool) -> Blocks:
     _freeze(tokens)
     _freeze(blocks)
     return blocks
+
+
+def random_kv(seed: int, count: int) -> TokenKV:
+    """Random keys, values and queries of so many tokens, in no order, and of a few more."""
+    import torch
+
+    draw = np.random.default_rng(seed)
+    tokens, queries, heads, group, dim = count + 3, 4, 2, 2, 4
+
+    def numbers(kind: int, layer: int, *shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed % (1 << 32) + 10 * layer + kind)
+        return torch.randn(*shape, generator=generator)
+
+    def logits(layer: int) -> torch.Tensor:
+        every = numbers(2, layer, queries, heads * group, tokens)
+        # the last query sees all, the first all but the newest tokens
+        unseen = torch.arange(tokens) > tokens - queries + torch.arange(queries)[:, None]
+        return every.masked_fill(unseen[:, None], -torch.inf)
+
+    sequence = KVSequence(
+        positions=np.arange(tokens),
+        layers=(1, 3),
+        keys=lambda layer: numbers(0, layer, tokens, heads, dim),
+        values=lambda layer: numbers(1, layer, tokens, heads, dim),
+        logits=logits,
+        recent=np.arange(tokens) > tokens - 3,
+    )
+    return TokenKV((sequence,), draw.permutation(tokens)[:count])
 
 
 def _freeze(view: Tokens | Blocks) -> None:

@@ -92,7 +92,7 @@ PACKAGES = {
     "solver": {"torch"},
     "support": {"networkx", "numpy"},
     "tasks": {"math_verify", "sympy"},
-    "testing": {"numpy"},
+    "testing": {"numpy", "torch"},
     "tree": {"numpy"},
     "verifiers": {"numpy", "torch"},
     "view": {"rich"},

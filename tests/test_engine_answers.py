@@ -61,6 +61,15 @@ class Leaving(Pooled):
 
 
 @dataclass(frozen=True)
+class Crediting(Pooled):
+    fault: Fault
+
+    def credited(self, blocks: Blocks, room: int, scorer: Scorer) -> Any:
+        right = super().leaving(blocks, room, scorer), blocks.tokens.mass
+        return self.fault(right, blocks)
+
+
+@dataclass(frozen=True)
 class Scoring:
     fault: Fault
     observes: bool = False
@@ -126,6 +135,14 @@ GONE: dict[str, Callable[[Any, Any], Any]] = {
     "a column": lambda right, blocks: right[:, None],
     "nothing": lambda right, blocks: None,
 }
+CREDIT: dict[str, Callable[[Any, Any], Any]] = {
+    "fractions": lambda right, blocks: (right[0] + 0.5, right[1]),
+    "no pair": lambda right, blocks: right[0],
+    "too little credit": lambda right, blocks: (right[0], right[1][:-1]),
+    "NaN": lambda right, blocks: (right[0], right[1] * np.nan),
+    "words": lambda right, blocks: (right[0], ["a"] * len(right[1])),
+    "nothing": lambda right, blocks: None,
+}
 SCORES: dict[str, Callable[[Any, Any], Any]] = {
     "no number": lambda right, tokens: right * np.nan,
     "NaN": lambda right, tokens: np.where(np.arange(len(right)), right, np.nan),
@@ -169,6 +186,7 @@ def policy_of(allocator: Allocator, scorer: Scorer | None = None) -> Policy:
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Fault], dict[str, Any]]]] = {
     "counts": (COUNTS, lambda fault: {"policy": policy_of(Counting(fault))}),
     "leaving": (GONE, lambda fault: {"policy": policy_of(Leaving(fault))}),
+    "credited": (CREDIT, lambda fault: {"policy": policy_of(Crediting(fault))}),
     "scores": (SCORES, lambda fault: {"policy": policy_of(Uniform(), Scoring(fault))}),
     "pooled scores": (SCORES, lambda fault: {"policy": policy_of(Pooled(), Scoring(fault))}),
     "tokens": (CHOSEN, lambda fault: {"source": Choosing(fault)}),

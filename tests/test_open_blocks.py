@@ -164,3 +164,27 @@ def test_a_policy_may_free_several_slots_at_once(spare: int) -> None:
     events = [event for event in lab.events if isinstance(event, Evicted)]
     lost = [sum(count for _, count in event.nodes) for event in events]
     assert max(lost) == max(spare, MARGIN)
+
+
+def free_after(policy: Policy, needed: int, paths: int) -> int:
+    """Free slots of 76 that were full, after so many were needed for so many running paths."""
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(76)
+    leaves = lab.sprout([(tree.root, 4)], GREEDY, 16)
+    assert lab.memory.free == 0
+    lab.residency.fit(needed, leaves[:paths], "pressure")
+    return lab.memory.free
+
+
+def test_what_a_policy_frees_at_once_is_for_each_running_path() -> None:
+    policy = dataclasses.replace(guarded("streaming"), trigger=Trigger(spare=6))
+    assert [free_after(policy, 3, paths) for paths in (1, 2, 3)] == [6, 12, 18]
+    assert free_after(policy, 14, 2) == 14
+
+
+def test_a_policy_frees_at_most_half_and_nothing_protected() -> None:
+    policy = dataclasses.replace(guarded("streaming"), trigger=Trigger(spare=1000))
+    assert free_after(policy, 4, 1) == 4 + 72 // 2
+    # the sinks and the last 16 tokens before the end of each path stay
+    careful = dataclasses.replace(policy, protect=Protect(sinks=2, recent=16))
+    assert free_after(careful, 4, 4) == 76 - (2 + 4 * 16)

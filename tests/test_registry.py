@@ -336,7 +336,7 @@ def test_an_unknown_name_says_which_plugins_there_are(
             resolve(kind, name)
         return str(caught.value)
 
-    assert said("policy", "lruu").endswith(", uniform (plugins loaded: none).")
+    assert said("policy", "lruu").endswith(", vatp (plugins loaded: none).")
     points = "[arbor.policies]\nmine = extra_g:Mine\nother = extra_g:Mine\n"
     install(tmp_path, "plug", points, {"extra_g": EXTRA})
     monkeypatch.syspath_prepend(tmp_path)

@@ -22,6 +22,7 @@ from arbor.retention.base import Blocks, TokenAllocator
 from arbor.retention.policy import POLICIES, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.window import Window
+from arbor.retention.selection import select
 
 ALLOCATORS: tuple[TokenAllocator, ...] = (
     Strata(4),
@@ -148,12 +149,38 @@ def test_ams_gives_segments_with_more_attention_more_tokens() -> None:
 
 def test_the_credit_of_ams_begins_with_the_first_mass_and_follows_it() -> None:
     allocator = AMS(decay=0.75, pool=1)
-    at, first = allocator.credit(flat([1.0, 3.0]), HeavyHitters())
-    assert at.tolist() == [0, 1]
+    _, first = allocator.credited(flat([1.0, 3.0]), 1, HeavyHitters())
     assert first == pytest.approx([0.25, 0.75])
 
-    _, then = allocator.credit(flat([3.0, 1.0], first.tolist()), HeavyHitters())
+    _, then = allocator.credited(flat([3.0, 1.0], first.tolist()), 1, HeavyHitters())
     assert then == pytest.approx([0.375, 0.625])
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_what_ams_credits_leaves_as_without_credit_and_skips_protected_tokens(
+    seed: int, share: float
+) -> None:
+    blocks = offer(seed)
+    room = room_for(blocks, share)
+    allocator = AMS(delta=0.2, shortest=2, longest=6)
+
+    gone, credit = allocator.credited(blocks, room, HeavyHitters())
+
+    assert sorted(gone) == sorted(allocator.leaving(blocks, room, HeavyHitters()))
+    guarded = blocks.tokens.protected
+    assert (credit[guarded] == blocks.tokens.credit[guarded]).all()
+    _, chosen = select(blocks, room, allocator, HeavyHitters())
+    block, offset, kept = chosen.credited()
+    stay = np.setdiff1d(np.arange(len(credit)), gone)
+    assert block.tolist() == blocks.tokens.block[stay].tolist()
+    assert offset.tolist() == blocks.tokens.offset[stay].tolist()
+    assert kept.tolist() == credit[stay].tolist()
+
+
+def test_an_allocator_without_credit_credits_nothing() -> None:
+    blocks = flat([1.0, 2.0, 3.0])
+    _, chosen = select(blocks, 2, Strata(4), HeavyHitters())
+    assert [len(column) for column in chosen.credited()] == [0, 0, 0]
 
 
 def test_credit_weighs_in_where_the_blend_says_so() -> None:
@@ -184,6 +211,19 @@ def test_the_engine_carries_credit_from_event_to_event() -> None:
     credit = lab.state.statistics.view(block.row, np.arange(60)).credit
     assert (credit[:20] > 0).any()
     assert not credit[-4:].any()  # protected at every event
+
+
+def test_choosing_what_comes_back_is_not_an_event_of_the_credit() -> None:
+    policy = dataclasses.replace(POLICIES["ams"], protect=Protect(sinks=2, recent=4))
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    tree = lab.plant(40)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, 60)
+    before = lab.state.statistics.view(block.row, np.arange(60)).credit.copy()
+
+    lab.residency.choose(block.path, [block], 20)
+
+    after = lab.state.statistics.view(block.row, np.arange(60)).credit
+    assert (after == before).all()
 
 
 def test_tokens_of_one_position_are_neighbours() -> None:

@@ -21,6 +21,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
 from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
+from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import (
     Asking,
@@ -233,13 +234,11 @@ class Engine:
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
         )
         rules = self._mode(state, self.policy, self.rehydrate)
-        residency = Residency(state, self.policy, self.msve, rules.paths_lose)
-        forwards = ForwardPasses(
-            state,
-            self.runner,
-            observes=self.policy.observes,
-            levels=self.levels,
+        observer = Observer(state, self.runner, self.policy.observation)
+        residency = Residency(
+            state, self.policy, self.msve, rules.paths_lose, token_kv=observer.token_kv
         )
+        forwards = ForwardPasses(state, self.runner, observer=observer, levels=self.levels)
         scheduler = rules.scheduler()
 
         def run_piece(root: Node, segment: Segment) -> Tensor:
@@ -274,12 +273,13 @@ class Engine:
 
     def close(self, tree: ThoughtTree) -> None:
         """Let a tree go: its operations are given up and its KV is freed; it stays readable."""
-        opened = self.state.trees[tree]
-        stepper = self._parts.stepper
+        opened, parts = self.state.trees[tree], self._parts
+        stepper = parts.stepper
         stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
         stepper.settle()
         rows = self.state.close(opened)
         self.residency.view.forget(rows)
+        parts.forwards.observer.forget(rows)
 
     def close_finished(self) -> None:
         """Let the trees of all finished runs go; their prompts stay while nothing needs the

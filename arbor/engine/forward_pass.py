@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from arbor.engine.early_exit import Exiting
 from arbor.engine.exit_watch import ExitWatch
 from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
+from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, Steps
 from arbor.engine.stopwatch import Stopwatch
 from arbor.errors import ArborError
@@ -29,13 +29,10 @@ from arbor.model.plan import (
     SegmentTable,
     joined,
     plan_table,
-    visibility,
 )
 from arbor.model.runner import ModelRunner
 from arbor.model.sharing import share
 from arbor.tree import NodeState, ThoughtTree
-
-OBSERVE_EVERY = 4  # attention is observed in every fourth layer, the last of each four
 
 
 @dataclass(slots=True)
@@ -61,17 +58,17 @@ class ForwardPasses:
     Args:
         state: of the open trees.
         runner: the model.
-        observes: whether attention is observed.
+        observer: collects what the policy wants.
         levels: which shared spans are read once for all rows.
     """
 
     def __init__(
-        self, state: ForestState, runner: ModelRunner, *, observes: bool, levels: LevelRule
+        self, state: ForestState, runner: ModelRunner, *, observer: Observer, levels: LevelRule
     ) -> None:
         self.runner = runner
         self._state = state
         self._memory = state.memory
-        self._observes = observes
+        self.observer = observer
         self.levels = levels
         self._stopwatch = Stopwatch(runner.device)  # of the steps whose time was not read yet
 
@@ -212,20 +209,10 @@ class ForwardPasses:
     def _forward(self, plan: ForwardPlan, watch: ExitWatch | None = None) -> Tensor:
         pool = self._memory.pool
         leave: dict[str, Any] = {} if watch is None else {"leave": watch}
-        if not self._observes or bool(plan.again.all()):
-            return self.runner.forward(plan, pool, **leave).logits
-        layers = range(self.runner.layer_count)
-        watched = [i for i in layers if i % OBSERVE_EVERY == OBSERVE_EVERY - 1] or [layers[-1]]
-        result = self.runner.forward(plan, pool, mass=dict.fromkeys(watched), **leave)
-        if result.mass is None:  # a replay knows of no attention
-            return result.logits
-        shapes = [self.runner.specs[i].shape for i in watched]
-        windows = [shape.window for shape in shapes if shape.window is not None]
-        window = max(windows) if len(windows) == len(shapes) else None
-        slots, queries = visibility(plan, self._memory.pool.trash, window)
-        heads = sum(shape.num_qo_heads for shape in shapes)
-        mass = result.mass[torch.from_numpy(slots).to(result.mass.device)] / heads
-        self._state.observe(slots, mass.cpu().numpy(), queries)
+        asked = self.observer.asked(plan)
+        result = self.runner.forward(plan, pool, **asked, **leave)
+        if asked:
+            self.observer.take(plan, result)
         return result.logits
 
     @contextmanager

@@ -13,10 +13,13 @@ from arbor.engine.forest_state import ForestState
 from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
+from arbor.retention.token_kv import NO_KV, TokenKV
 from arbor.support.growable import grown
 from arbor.tree import Node
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
+# rows of blocks and offsets of tokens, int64 [T] each, to their column `Tokens.kv`
+ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64]], TokenKV]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
 
@@ -27,13 +30,21 @@ class PolicyView:
         state: of the open trees.
         policy: whose protection applies.
         msve: block values for the policies that read them.
+        token_kv: where the keys and values of tokens are; for policies that ask for them.
     """
 
-    def __init__(self, state: ForestState, policy: Policy, msve: MSVE) -> None:
+    def __init__(
+        self,
+        state: ForestState,
+        policy: Policy,
+        msve: MSVE,
+        token_kv: ShowsKV | None = None,
+    ) -> None:
         self._state = state
         self._table = state.table
         self._policy = policy
         self._msve = msve
+        self._token_kv = token_kv if policy.observation.keys else None
         self._names = np.zeros(0, np.uint64)  # by row; 0 = not made yet
 
     def offered(
@@ -242,6 +253,11 @@ class PolicyView:
         }
         statistics = self._state.statistics
         observed = self._policy.observes
+
+        def kv(_: Tokens) -> TokenKV:
+            shows = self._token_kv
+            return NO_KV if shows is None else shows(np.repeat(nodes, sizes), offset)
+
         return Tokens.when_read(
             {
                 "block": lambda _: np.repeat(indices, sizes),
@@ -249,6 +265,7 @@ class PolicyView:
                 "key": key,
                 "protected": protected,
                 **(statistics.makers(nodes, sizes, offset) if observed else nothing),
+                "kv": kv,
             },
             offset=offset,
         )

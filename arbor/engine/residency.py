@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.policy_view import PolicyView
+from arbor.engine.policy_view import PolicyView, ShowsKV
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import Forest, by_tree
-from arbor.retention.base import NEVER, Blocks, CappedAllocator, CreditingAllocator
+from arbor.retention.base import NEVER, Blocks, CappedAllocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, select
@@ -37,12 +37,19 @@ class Residency:
         policy: what evictable blocks keep, and which tokens.
         msve: block values for the policies that read them.
         paths_lose: when running paths lose tokens.
+        token_kv: see `PolicyView`.
     """
 
     def __init__(
-        self, state: ForestState, policy: Policy, msve: MSVE, paths_lose: PathsLose = "never"
+        self,
+        state: ForestState,
+        policy: Policy,
+        msve: MSVE,
+        paths_lose: PathsLose = "never",
+        *,
+        token_kv: ShowsKV | None = None,
     ) -> None:
-        self.view = PolicyView(state, policy, msve)
+        self.view = PolicyView(state, policy, msve, token_kv)
         self._state = state
         self._memory = state.memory
         self._policy = policy
@@ -127,6 +134,8 @@ class Residency:
             self.keep(off_paths, Selection(off_paths, none), none, 0, cause, began)
             began = time.perf_counter()  # what came before has been reported
         self.keep(blocks, chosen, counts, room, cause, began)
+        index, offsets, credit = chosen.credited()
+        state.statistics.remember(blocks.ids[index], offsets, credit)
         assert memory.free >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
 
@@ -218,12 +227,6 @@ class Residency:
             slots, more = self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"
             raise BudgetInfeasible(slots + more, slots, what, error.hint) from error
-        allocator = self._policy.allocator
-        if isinstance(allocator, CreditingAllocator):
-            places, credit = allocator.credit(blocks, self._policy.scorer)
-            tokens = blocks.tokens
-            rows = blocks.ids[tokens.block[places]]
-            self._state.statistics.remember(rows, tokens.offset[places], credit)
         return blocks, counts, chosen
 
     def keep(

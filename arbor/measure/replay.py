@@ -240,8 +240,10 @@ class _NoModel:
     def __init__(self, vocabulary: int) -> None:
         self._nothing = torch.zeros(1, vocabulary)
 
-    def forward(self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None) -> ForwardResult:
-        """Logits of zero, which `_Recorded` ignores; attention is not recorded."""
+    def forward(
+        self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None, queries: Any = None
+    ) -> ForwardResult:
+        """Logits of zero, which `_Recorded` ignores; attention and queries are not recorded."""
         return ForwardResult(self._nothing.expand(len(plan.logit_rows), -1))
 
 

@@ -331,7 +331,8 @@ class KVMemory:
         """Whether tokens have slots that no forward has written yet."""
         return bool(self._placed) or self._appended is not None
 
-    def _pending(self) -> list[tuple[Node, NDArray[np.int64]]]:
+    @property
+    def pending_tokens(self) -> list[tuple[Node, NDArray[np.int64]]]:
         """Blocks and the offsets of their pending tokens."""
         pending = [(node, offsets) for node, offsets, *_ in self._placed]
         if self._appended is not None:
@@ -359,7 +360,7 @@ class KVMemory:
         Returns:
             how many pending tokens each block lost.
         """
-        pending = self._pending()
+        pending = self.pending_tokens
         lost: dict[Node, int] = {}
         for node, offsets in pending:
             here = offsets[node.span.slot[offsets] != NO_SLOT]
@@ -688,7 +689,7 @@ class KVMemory:
             assert (table.position[slots] == positions).all(), (
                 f"block {node.id}: a slot has another position"
             )
-        for node, offsets in self._pending():
+        for node, offsets in self.pending_tokens:
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
             assert not node.span.settled[offsets].any(), (
                 f"block {node.id}: exact before its forward"

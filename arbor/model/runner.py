@@ -52,12 +52,14 @@ class ForwardResult:
         exit_layer: int64 [T], the last layer each row went through; None when all ran to the end.
         mass: float32 [slots + 1], attention mass each slot received in the chosen layers, summed
             over rows, query heads and layers; None unless asked.
+        queries: layer -> [m, H_q, D_k], position-encoded queries of the rows asked for.
     """
 
     logits: Tensor
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
     exit_layer: Tensor | None = None
     mass: Tensor | None = None
+    queries: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -166,6 +168,7 @@ class ModelRunner:
         hidden: Sequence[int] = (),
         leave: Leave | None = None,
         mass: Mapping[int, Tensor | None] | None = None,
+        queries: Mapping[int, Tensor] | None = None,
     ) -> ForwardResult:
         """Run one ragged batch; every layer writes all new K/V before it attends.
 
@@ -178,16 +181,19 @@ class ModelRunner:
                 layers, and their logits come from the state they left with.
             mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all.
                 Rows that run again give none.
+            queries: layer -> rows (int64 [m], increasing) whose queries are returned; no row of a
+                layer that these leave before.
         """
         last = self.layer_count - 1 if stop_after is None else stop_after
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
-        plain = stop_after is None and not hidden and leave is None and not mass
+        observed = bool(mass or queries)
+        plain = stop_after is None and not hidden and leave is None and not observed
         with self._launches():
             if self.graphs is not None and plain:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
-            return self._forward(plan, pool, last, hidden, leave, mass)
+            return self._forward(plan, pool, last, hidden, leave, mass, queries)
 
     @torch.inference_mode()
     def unembed(
@@ -216,10 +222,11 @@ class ModelRunner:
         hidden: Sequence[int] = (),
         leave: Leave | None = None,
         mass: Mapping[int, Tensor | None] | None = None,
+        queries: Mapping[int, Tensor] | None = None,
     ) -> ForwardResult:
         """`forward` without a graph."""
         ids, positions, write, logit_rows = self._send(plan)
-        attend = _Attention(plan, pool, self.backend, write, mass or {})
+        attend = _Attention(plan, pool, self.backend, write, mass or {}, queries or {})
         tap = None
         if hidden or leave is not None:
             tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
@@ -237,6 +244,7 @@ class ModelRunner:
             hidden=tap.hidden if tap is not None else {},
             exit_layer=tap.exit_layer if leave is not None and tap is not None else None,
             mass=attend.mass,
+            queries=attend.queries,
         )
 
     def _send(self, plan: ForwardPlan) -> list[Tensor]:
@@ -275,6 +283,7 @@ class _Attention:
         backend: AttentionBackend,
         write: Tensor,
         mass: Mapping[int, Tensor | None],
+        queries: Mapping[int, Tensor],
     ) -> None:
         self._plan = plan
         self._pool = pool
@@ -283,9 +292,11 @@ class _Attention:
         self._alive: Tensor | None = None
         self._plans: dict[AttentionShape, Any] = {}
         self._mass_heads = mass
+        self._query_rows = queries
         self._again = plan.again if mass and bool(plan.again.any()) else None
         self.deepest = -1
         self.mass: Tensor | None = None
+        self.queries: dict[int, Tensor] = {}
 
     def keep_rows(self, alive: Tensor) -> None:
         """From the next layer on only these rows (int64 [T']) run."""
@@ -297,6 +308,10 @@ class _Attention:
         pool, layer = self._pool, call.layer
         self.deepest = max(self.deepest, layer)
         q = self._written(call)
+        if (rows := self._query_rows.get(layer)) is not None:
+            if self._alive is not None:
+                rows = torch.searchsorted(self._alive, rows)
+            self.queries[layer] = q[rows.to(q.device)]
         plan = self._plans.get(call.shape)
         if plan is None:
             layout = self._plan.layout(call.shape.window)

@@ -9,7 +9,7 @@ equal for all policies compared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.columns import Columns
+from arbor.retention.token_kv import NO_KV, TokenKV
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -50,6 +51,8 @@ class Tokens(Columns):
         key: uint64 [T], identifies the token in every order of the search (for reproducible
             randomness).
         protected: bool [T], stays in any case (sinks, recent window, block tails).
+        kv: of each token, where its key and value are; empty unless the policy's `Observation` asks
+            for them.
     """
 
     block: Ints
@@ -64,6 +67,8 @@ class Tokens(Columns):
     credit: Floats
     key: NDArray[np.uint64]
     protected: Bools
+    # not a default, which would be an attribute of the class and hide columns made later
+    kv: TokenKV = field(default_factory=lambda: NO_KV)
 
     def only(self, indices: Ints) -> Tokens:
         """The tokens of these blocks, given by index in `Blocks`, increasing."""
@@ -166,6 +171,8 @@ class Scorer(Protocol):
     """Which tokens matter: the higher score is kept, of equal ones the larger position.
 
     A token's score follows from its own figures, so it does not depend on the other tokens shown.
+    A scorer that reads keys, values or queries (`Tokens.kv`) has an attribute ``observation``, an
+    `Observation` of these.
     """
 
     @property
@@ -233,14 +240,11 @@ class TokenAllocator(Allocator, Protocol):
 class CreditingAllocator(TokenAllocator, Protocol):
     """An allocator that remembers a figure of each token from one event to the next."""
 
-    def credit(self, blocks: Blocks, scorer: Scorer) -> tuple[Ints, Floats]:
-        """The figures to remember, which `Tokens.credit` shows at the next event.
-
-        Args:
-            blocks: the offer that was decided on.
-            scorer: of the policy.
+    def credited(self, blocks: Blocks, room: int, scorer: Scorer) -> tuple[Ints, Floats]:
+        """What leaves, and what each token is credited with.
 
         Returns:
-            int64 [N], places in `blocks.tokens`, distinct, and float64 [N], finite.
+            what `leaving` gives, and float64 [T], finite, a figure of each of `blocks.tokens`.
+            `Tokens.credit` shows it at the next event, of the tokens that stay at this one.
         """
         ...

@@ -22,13 +22,18 @@ from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
+from arbor.retention.observation import Observation
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.keydiff import KeyDiff
 from arbor.retention.scorers.lazy_eviction import LazyEviction
 from arbor.retention.scorers.raas import RaaS
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers.rkv import RKV
 from arbor.retention.scorers.tova import TOVA
+from arbor.retention.scorers.vatp import VATP
 from arbor.retention.scorers.window import Window
+from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.trigger import Trigger
 
 
@@ -138,6 +143,12 @@ class Policy:
         return self.scorer.observes or bool(getattr(self.allocator, "observes", False))
 
     @property
+    def observation(self) -> Observation:
+        """What is collected for it while the model runs."""
+        wanted = getattr(self.scorer, "observation", Observation())
+        return replace(wanted, attention=self.observes)
+
+    @property
     def keeps_all(self) -> bool:
         """Whether nothing is ever evicted."""
         return isinstance(self.allocator, Full)
@@ -184,6 +195,11 @@ _NAMED = {
         HeavyHitters(),
         summary="Keeps the tokens of the whole tree that received the most attention (H2O).",
     ),
+    "keydiff": Policy(
+        Pooled(),
+        KeyDiff(),
+        summary="Keeps the tokens whose keys resemble the others least (KeyDiff).",
+    ),
     "kkt": Policy(
         KKT(),
         HeavyHitters(),
@@ -221,6 +237,17 @@ _NAMED = {
         summary="Keeps the blocks the search is most likely to read again: the optimum where nothing is "
         "lost.",
     ),
+    "rkv": Policy(
+        Pooled(),
+        RKV(),
+        summary="Keeps the tokens that the last queries attended to and no newer token resembles (R-KV).",
+    ),
+    "rpc": Policy(
+        Pooled(),
+        WindowAttention(window=32, pooled=7),
+        Protect(recent=32),
+        summary="Keeps the tokens, and their neighbours, that the last 32 queries attended to (RPC).",
+    ),
     "rsbcm": Policy(
         RSBCM(),
         spares_paths=True,
@@ -249,6 +276,12 @@ _NAMED = {
     "uniform": Policy(
         Uniform(),
         summary="Keeps the same part of every block: the control that sees no tree.",
+    ),
+    "vatp": Policy(
+        Pooled(),
+        VATP(),
+        Protect(sinks=20),
+        summary="Keeps the tokens with the most attention times the size of their values (VATP).",
     ),
 }
 POLICIES: Mapping[str, Policy] = {

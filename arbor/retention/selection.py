@@ -13,6 +13,7 @@ from arbor.retention.base import (
     Allocator,
     Blocks,
     Bools,
+    CreditingAllocator,
     Floats,
     Ints,
     Scorer,
@@ -31,6 +32,7 @@ class Selection(Sequence[Ints]):
             blocks.
         stays: bool [T], the tokens of these that stay.
         whole: whether these are the tokens of all blocks.
+        credit: float64 [T], what the allocator credits these tokens with; None: nothing.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class Selection(Sequence[Ints]):
         stays: Bools | None = None,
         *,
         whole: bool = False,
+        credit: Floats | None = None,
     ) -> None:
         self._blocks = blocks
         self._counts = counts
         self._tokens = tokens
         self._stays = stays
         self._whole = whole
+        self._credit = credit
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -68,6 +72,19 @@ class Selection(Sequence[Ints]):
         assert self._tokens is not None and self._stays is not None
         begin, end = np.searchsorted(self._tokens.block, [index, index + 1])
         return self._tokens.offset[begin:end][self._stays[begin:end]]
+
+    def credited(self) -> tuple[Ints, Ints, Floats]:
+        """What the allocator credits tokens that stay with.
+
+        Returns:
+            int64 [T'], index of each token's block, int64 [T'], its offset, and float64 [T'];
+            empty without credit.
+        """
+        if self._credit is None or self._tokens is None or self._stays is None:
+            none = np.empty(0, np.int64)
+            return none, none, np.empty(0)
+        stay = np.flatnonzero(self._stays)
+        return self._tokens.block[stay], self._tokens.offset[stay], self._credit[stay]
 
     def leaving(self) -> tuple[Ints, Ints]:
         """The tokens that leave.
@@ -124,11 +141,18 @@ def select(
         UsageError: an answer of the allocator or the scorer that breaks its protocol.
     """
     if isinstance(allocator, TokenAllocator):
-        leaving = _answer(allocator, "leaving", lambda: allocator.leaving(blocks, room, scorer))
-        gone = _whole_numbers(allocator, "leaving", leaving)
+        credit: Floats | None = None
+        if isinstance(allocator, CreditingAllocator):
+            method = "credited"
+            answer = _answer(allocator, method, lambda: allocator.credited(blocks, room, scorer))
+            leaving, credit = _pair(allocator, answer, len(blocks.tokens.block))
+        else:
+            method = "leaving"
+            leaving = _answer(allocator, method, lambda: allocator.leaving(blocks, room, scorer))
+        gone = _whole_numbers(allocator, method, leaving)
         if len(gone) and not (gone.min() >= 0 and gone.max() < len(blocks.tokens.block)):
             raise _refused(allocator, f"named a token outside 0 to {len(blocks.tokens.block) - 1}")
-        counts, chosen = select_all_but(blocks, gone)
+        counts, chosen = select_all_but(blocks, gone, credit)
     else:
         answer = _answer(allocator, "counts", lambda: allocator.counts(blocks, room, scorer))
         counts = _whole_numbers(allocator, "counts", answer)
@@ -142,6 +166,20 @@ def select(
     if int(counts.sum()) > room:
         raise _refused(allocator, f"keeps {counts.sum()} tokens where there is room for {room}")
     return counts, chosen
+
+
+def _pair(allocator: Allocator, answer: object, count: int) -> tuple[object, Floats]:
+    """The two parts of a crediting allocator's answer, the second checked."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise _refused(allocator, f"answered 'credited' with {_shown(answer)}, not a pair")
+    leaving, given = answer
+    try:
+        credit = np.asarray(given, np.float64)
+    except Exception as error:
+        raise _refused(allocator, f"gave {_shown(given)} for credit") from error
+    if credit.shape != (count,) or not np.isfinite(credit).all():
+        raise _refused(allocator, f"gave no finite credit for each of {count} tokens")
+    return leaving, credit
 
 
 def _whole_numbers(allocator: Allocator, method: str, answer: object) -> Ints:
@@ -187,14 +225,17 @@ def _refused(component: Allocator | Scorer, what: str) -> UsageError:
     )
 
 
-def select_all_but(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
+def select_all_but(
+    blocks: Blocks, gone: Ints, credit: Floats | None = None
+) -> tuple[Ints, Selection]:
     """How many tokens each block keeps, int64 [M], and which, when some leave.
 
     Args:
         blocks: the offer.
         gone: indices of the tokens that leave in `blocks.tokens`.
+        credit: float64 [T], of all of `blocks.tokens`; None: nothing is remembered of them.
     """
-    if len(gone) == 0:
+    if len(gone) == 0 and credit is None:
         counts = blocks.resident.copy()
         return counts, Selection(blocks, counts)
     tokens = blocks.tokens
@@ -205,7 +246,7 @@ def select_all_but(blocks: Blocks, gone: Ints) -> tuple[Ints, Selection]:
             "policy-answer", "an allocator named a token twice among those that leave."
         )
     counts = blocks.resident - np.bincount(tokens.block[gone], minlength=len(blocks))
-    return counts, Selection(blocks, counts, tokens, stays, whole=True)
+    return counts, Selection(blocks, counts, tokens, stays, whole=True, credit=credit)
 
 
 def checked_scores(scorer: Scorer, tokens: Tokens) -> Floats:
@@ -229,6 +270,20 @@ def checked_scores(scorer: Scorer, tokens: Tokens) -> Floats:
     if not np.isfinite(scores).all():
         raise _refused(scorer, "gave a score that is not finite")
     return scores
+
+
+def filled_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
+    """The tokens that fill the floors, bool [T]: protected ones, then the best of each block."""
+    protected = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
+    filled = tokens.protected.copy()
+    # where the protected tokens are the floor, nothing needs ranking
+    unfilled = protected != blocks.floor
+    ranked = np.flatnonzero(unfilled)
+    if len(ranked):
+        asked = np.flatnonzero(unfilled[tokens.block])
+        sizes, floor = blocks.resident[ranked], blocks.floor[ranked]
+        filled[asked] = best_tokens(tokens.protected[asked], scores[asked], sizes, floor)
+    return filled
 
 
 def best_tokens(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> Bools:

@@ -13,6 +13,7 @@ from arbor.retention.base import Floats, Ints
 from arbor.support.growable import grown
 
 LATELY = 32  # queries that `lately` is about of
+_FADING = 1 - 1 / LATELY
 _CLOSED = -1  # capacity of a block that was never opened
 
 
@@ -143,16 +144,26 @@ class TokenStatistics:
         written = total == 0
         total += queries
         self._queries[at] = total
-        self._mass[at] += mass
-        self._lately[at] = self._lately[at] * np.power(1 - 1 / LATELY, queries) + mass
-        latest = mass / queries
+        received = self._mass.take(at)
+        received += mass
+        self._mass[at] = received
+        single = bool((queries == 1).all())  # a decode step of one path
+        lately = self._lately.take(at)
+        lately *= _FADING if single else np.power(_FADING, queries)
+        lately += mass
+        self._lately[at] = lately
+        latest = mass if single else mass / queries
         self._latest[at] = latest
-        active = (latest >= self.threshold) & ~written
-        again = at[active]
-        since = total[active] - self._activated[again]
-        self._recurrence[again] = np.maximum(self._recurrence[again], since)
-        active |= written
-        self._activated[at[active]] = total[active]
+        # products with masks, since selections cost many times the arithmetic
+        active = latest >= self.threshold
+        activated = self._activated.take(at)
+        since = total - activated
+        longest = self._recurrence.take(at)
+        np.maximum(longest, since * (active & ~written), out=longest)
+        self._recurrence[at] = longest
+        since *= active | written
+        activated += since
+        self._activated[at] = activated
         # a row that sees a token of a block sees its earlier ones: the maximum counts the readers
         np.add.at(self._received, owner, mass)
         rows = np.zeros(len(self._readers), np.int64)

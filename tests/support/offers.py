@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.policy import POLICIES, Policy
+from arbor.testing import random_kv
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -88,6 +89,7 @@ def offer(seed: int, size: int | None = None, *, ties: bool = True, longest: int
         credit=heat() / 9,
         key=rng.integers(0, 2**63, total).astype(np.uint64),
         protected=protected,
+        kv=random_kv(seed, total),
     )
     return Blocks(
         ids=np.sort(rng.permutation(3 * count)[:count]),

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbor.errors import UsageError
-from arbor.retention.allocators.segments import TokenSequence, quotas_of
-from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
-from arbor.retention.selection import select_all_but
+from arbor.retention.allocators.segments import Segmented, TokenSequence, quotas_of
+from arbor.retention.base import Blocks, Floats, Ints, Scorer
 
 _FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
 
 
 @dataclass(frozen=True)
-class AMS:
+class AMS(Segmented):
     """Adaptive mass segmentation: segments that received equal attention, and a quota for each.
 
         m = normalise(max(pool(u), 0) + eps)
@@ -34,7 +33,8 @@ class AMS:
     (the code cuts most finely in the window it keeps anyway); the minimum holds, since quotas are
     of what may leave; more segments than room end with one token for the heaviest (the code never
     ends); largest remainders, not round-robin from the first segment; merging never exceeds
-    `longest`; the credit c of a new token begins with its first m, not with 0. One set for all
+    `longest`; the credit c of a new token begins with its first m, not with 0, and follows the
+    events at which slots run out, of which only tokens that stay take it along. One set for all
     heads and layers, and the sequence is the tree's: tokens of one position are neighbours.
 
     Attributes:
@@ -73,40 +73,38 @@ class AMS:
         """Attention, whatever the scorer reads."""
         return True
 
-    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]
+    def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
+        return self._divided(sequence, *self._mass(sequence))
 
-    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        """Places of the tokens that leave in `blocks.tokens`, int64, distinct."""
-        if int(blocks.resident.sum()) <= room:
-            return np.empty(0, np.int64)
+    def credited(self, blocks: Blocks, room: int, scorer: Scorer) -> tuple[Ints, Floats]:
+        """What leaves, as `leaving` says, and the credit c of each token after this event.
+
+        Returns:
+            int64, places in `blocks.tokens`, distinct, and float64 [T].
+        """
         sequence = TokenSequence(blocks, room, scorer)
-        present = self._present(sequence.tokens, sequence.at)
-        credit = self._credited(sequence.tokens.credit[sequence.at], present)
+        present, earned = self._mass(sequence)
+        credit = sequence.tokens.credit.copy()
+        credit[sequence.at] = earned
+        return sequence.leaving(*self._divided(sequence, present, earned)), credit
+
+    def _mass(self, sequence: TokenSequence) -> tuple[Floats, Floats]:
+        """m and c, float64 [N] each."""
+        received = pooled(sequence.tokens.lately[sequence.at], self.pool)
+        present = _normalised(np.maximum(received, 0))
+        before = sequence.tokens.credit[sequence.at]
+        followed = self.decay * before + (1 - self.decay) * present
+        return present, np.where(before > 0, followed, present)
+
+    def _divided(
+        self, sequence: TokenSequence, present: Floats, credit: Floats
+    ) -> tuple[Ints, Ints]:
+        """Segments of equal m', and their quotas."""
         mass = _normalised(self.blend * present + (1 - self.blend) * _normalised(credit))
         size = segments(mass, self.delta, self.shortest, self.longest)
         segment = np.repeat(np.arange(len(size)), size)
         weight = np.bincount(segment, mass).astype(np.float64)
-        quotas = quotas_of(weight, size, self.least, sequence.room)
-        return sequence.leaving(segment, quotas)
-
-    def credit(self, blocks: Blocks, scorer: Scorer) -> tuple[Ints, Floats]:
-        """What the tokens that may leave are credited with after this event.
-
-        Returns:
-            int64 [N], places in `blocks.tokens`, and float64 [N].
-        """
-        sequence = TokenSequence(blocks, int(blocks.resident.sum()), scorer)
-        present = self._present(sequence.tokens, sequence.at)
-        return sequence.at, self._credited(sequence.tokens.credit[sequence.at], present)
-
-    def _present(self, tokens: Tokens, at: Ints) -> Floats:
-        """m, float64 [N], in the order of the sequence."""
-        return _normalised(np.maximum(pooled(tokens.lately[at], self.pool), 0))
-
-    def _credited(self, before: Floats, present: Floats) -> Floats:
-        """c, float64 [N]."""
-        return np.where(before > 0, self.decay * before + (1 - self.decay) * present, present)
+        return segment, quotas_of(weight, size, self.least, sequence.room)
 
 
 def pooled(values: Floats, width: int) -> Floats:

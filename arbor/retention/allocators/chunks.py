@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbor.errors import UsageError
-from arbor.retention.allocators.segments import TokenSequence
-from arbor.retention.base import Blocks, Ints, Scorer
+from arbor.retention.allocators.segments import Segmented, TokenSequence
+from arbor.retention.base import Ints
 from arbor.retention.ordering import order
-from arbor.retention.selection import select_all_but
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Segmented):
     """Keep the chunks of `size` positions whose tokens score highest on average.
 
     Of equal chunks the later one stays. One chunk is kept in part, its best tokens, so that no slot
@@ -33,20 +32,11 @@ class Chunks:
         if self.size < 1:
             raise UsageError("setting-range", f"size={self.size}: it must be at least 1.")
 
-    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]
-
-    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
-        """Places of the tokens that leave in `blocks.tokens`, int64, distinct."""
-        if int(blocks.resident.sum()) <= room:
-            return np.empty(0, np.int64)
-        sequence = TokenSequence(blocks, room, scorer)
-        _, segment, size = np.unique(
-            sequence.positions // self.size, return_inverse=True, return_counts=True
-        )
+    def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
+        segment, size = sequence.stretches(self.size)
         mean = np.bincount(segment, sequence.scores) / size
         preferred = order(-mean, -np.arange(len(size)))
         before = np.cumsum(size[preferred]) - size[preferred]
         quotas = np.zeros(len(size), np.int64)
         quotas[preferred] = np.clip(sequence.room - before, 0, size[preferred])
-        return sequence.leaving(segment, quotas)
+        return segment, quotas

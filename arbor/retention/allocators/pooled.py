@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arbor.retention.allocators.segments import filled_floors
 from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import order
-from arbor.retention.selection import checked_scores, select_all_but
+from arbor.retention.selection import checked_scores, filled_floors, select_all_but
 
 _SAMPLE = 2048
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
 from arbor.retention.allocators.waterfill import rounded, waterfill
-from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
+from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import lowest, order
-from arbor.retention.selection import best_tokens, checked_scores
+from arbor.retention.selection import checked_scores, filled_floors, select_all_but
 
 _FAINT = 1e-12  # weight of a segment that received nothing, relative to the sum
 
@@ -42,6 +44,14 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.at)
 
+    def stretches(self, width: int) -> tuple[Ints, Ints]:
+        """Stretches of `width` positions that hold some: int64 [N], of each token, non-decreasing
+        from 0, and int64 [S], their tokens."""
+        _, stretch, sizes = np.unique(
+            self.positions // width, return_inverse=True, return_counts=True
+        )
+        return stretch, sizes
+
     def leaving(self, segment: Ints, quotas: Ints) -> Ints:
         """The tokens beyond each segment's quota: the lowest scores, of equals the earlier ones.
 
@@ -58,18 +68,30 @@ class TokenSequence:
         return self.at[preferred[rank >= quotas[segment[preferred]]]]
 
 
-def filled_floors(blocks: Blocks, tokens: Tokens, scores: Floats) -> Bools:
-    """The tokens that fill the floors, bool [T]: protected ones, then the best of each block."""
-    protected = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
-    filled = tokens.protected.copy()
-    # where the protected tokens are the floor, nothing needs ranking
-    unfilled = protected != blocks.floor
-    ranked = np.flatnonzero(unfilled)
-    if len(ranked):
-        asked = np.flatnonzero(unfilled[tokens.block])
-        sizes, floor = blocks.resident[ranked], blocks.floor[ranked]
-        filled[asked] = best_tokens(tokens.protected[asked], scores[asked], sizes, floor)
-    return filled
+class Segmented(ABC):
+    """An allocator that divides the sequence into segments and keeps the best tokens of each."""
+
+    @abstractmethod
+    def divide(self, sequence: TokenSequence) -> tuple[Ints, Ints]:
+        """The segments, and how many tokens each keeps.
+
+        Args:
+            sequence: the tokens that may leave, N of them; `TokenSequence.room` of these stay.
+
+        Returns:
+            int64 [N], each token's segment, non-decreasing from 0, and int64 [S], the quotas,
+            summing to at most that room.
+        """
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]
+
+    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """Places of the tokens that leave in `blocks.tokens`, int64, distinct."""
+        if int(blocks.resident.sum()) <= room:
+            return np.empty(0, np.int64)
+        sequence = TokenSequence(blocks, room, scorer)
+        return sequence.leaving(*self.divide(sequence))
 
 
 def quotas_of(weight: Floats, size: Ints, least: int, room: int) -> Ints:

@@ -1,0 +1,37 @@
+"""Tokens with much attention and large values win: VATP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from arbor.retention.base import Floats, Tokens
+from arbor.retention.token_kv import KVScorer, KVSequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VATP(KVScorer):
+    """A token scores the attention it has received, times the L1 norm of its value.
+
+        score_i = A_i |v_i|_1
+
+    Source: VATP (arXiv 2406.12335) over H2O's attention; it keeps the first 20 tokens, whose values
+    are small (`Protect.sinks` of the policy ``vatp``). Differs: the product of two means over the
+    heads of the observed layers, not the mean of a product per head, since one set is kept for
+    all.
+    """
+
+    @property
+    def observes(self) -> bool:
+        return True
+
+    def of(self, sequence: KVSequence, layer: int) -> Tensor:
+        return sequence.values(layer).abs().sum(-1).mean(-1)
+
+    def scores(self, tokens: Tokens) -> Floats:
+        # a token that is not on the device has a size below 0
+        size: Floats = super().scores(tokens).clip(0)
+        return tokens.mass * size

@@ -1,0 +1,144 @@
+"""Keys, values and last queries of tokens, for scorers that read them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.retention.observation import Observation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from arbor.retention.base import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class KVSequence:
+    """The tokens of one tree on the device in order of position, n in all, and w queries over them.
+
+    Where branches lie one over the other, tokens of one position are neighbours. Tensors are on the
+    pool's device and made at each call.
+
+    Attributes:
+        positions: int64 [n], on the path; non-decreasing.
+        layers: layers observed.
+        keys: of a layer, float32 [n, H_kv, D_k], position-encoded.
+        values: of a layer, float32 [n, H_kv, D_v].
+        logits: of a layer, float32 [w, H_q, n]: those of the last queries, the oldest first, each
+            encoded for its own position, as the layer computes them, attention sinks left out; -inf
+            where a query does not see a token, or where the token was seen by enough later ones.
+        recent: bool [n], the tokens these queries were computed for.
+    """
+
+    positions: NDArray[np.int64]
+    layers: tuple[int, ...]
+    keys: Callable[[int], Tensor]
+    values: Callable[[int], Tensor]
+    logits: Callable[[int], Tensor]
+    recent: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenKV:
+    """A column of tokens: where each is in the sequences that hold its key and value.
+
+    Attributes:
+        sequences: of the open trees.
+        place: int64 [T], the token's place in all of them, one after the other; -1: not on the
+            device. None: no tokens.
+    """
+
+    sequences: tuple[KVSequence, ...] = ()
+    place: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.place is None else len(self.place)
+
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> TokenKV:
+        """The column of some tokens."""
+        return self if self.place is None else TokenKV(self.sequences, self.place[at])
+
+    def scores(self, score: Callable[[KVSequence, int], Tensor]) -> NDArray[np.float64]:
+        """The mean score of each token over the layers observed, float64 [T].
+
+        A token that is not on the device scores 1 less than the lowest that is.
+
+        Args:
+            score: of the tokens of a sequence in a layer, [n].
+        """
+        assert self.place is not None, (
+            "no keys are observed: Scorer.observation has to ask for them"
+        )
+        known = [np.zeros(0)]
+        for sequence in self.sequences:
+            total = np.zeros(len(sequence))
+            for layer in sequence.layers if len(sequence) else ():
+                total += score(sequence, layer).double().cpu().numpy()
+            known.append(total / max(1, len(sequence.layers)))
+        every = np.concatenate(known)
+        if not len(every):
+            return np.zeros(len(self.place))
+        return np.where(self.place < 0, every.min() - 1, every[self.place])
+
+
+NO_KV = TokenKV()
+
+
+class KVScorer(ABC):
+    """A scorer of keys, values and queries.
+
+    A token's score depends on all tokens of its tree on the device, but not on which of them are
+    offered.
+    """
+
+    @property
+    def observes(self) -> bool:
+        return False
+
+    @property
+    def observation(self) -> Observation:
+        """Keys and values."""
+        return Observation(keys=True)
+
+    @abstractmethod
+    def of(self, sequence: KVSequence, layer: int) -> Tensor:
+        """The score of each token of a sequence in a layer, [n]; n >= 1."""
+
+    def scores(self, tokens: Tokens) -> NDArray[np.float64]:
+        return tokens.kv.scores(self.of)
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """Vectors [..., D] of length 1; zeros stay."""
+    length = (vectors * vectors).sum(-1, keepdim=True).sqrt()
+    return vectors / length.clamp_min(1e-12)
+
+
+def attention_of(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension, in which -inf is 0, also where all are."""
+    most = logits.amax(-1, keepdim=True).clamp_min(-1e30)
+    weight = (logits - most).exp()
+    return weight / weight.sum(-1, keepdim=True).clamp_min(1e-30)
+
+
+def neighbours(values: Tensor, width: int, outside: float) -> Tensor:
+    """Each number of the last dimension with its neighbours, [..., n, width].
+
+    Args:
+        values: [..., n].
+        width: odd.
+        outside: stands for neighbours beyond the ends.
+    """
+    count, half = values.shape[-1], width // 2
+    padded = values.new_full((*values.shape[:-1], count + 2 * half), outside)
+    padded[..., half : half + count] = values
+    return padded.unfold(-1, width, 1)
