@@ -49,6 +49,8 @@ class Footprint:
             peak, the prompt excluded; None: not measured.
         searches: number of measured searches behind `beyond_prompt`.
         proposals: most questions for proposals at a time; 0 where thoughts are sampled.
+        staging_tokens: slots through which attention reads KV in host memory; with such a buffer a
+            path may be longer than the budget. 0: none.
     """
 
     prompt_tokens: int
@@ -60,6 +62,7 @@ class Footprint:
     beyond_prompt: int | None = None
     searches: int = 0
     proposals: int = 0
+    staging_tokens: int = 0
 
     def __post_init__(self) -> None:
         assert self.prompt_tokens >= 0, f"prompt_tokens={self.prompt_tokens} is negative"
@@ -72,16 +75,18 @@ class Footprint:
     @property
     def full_tokens(self) -> int:
         """The worst case: most tokens of full retention, prompt + blocks x step + one question, or
-        all for proposals."""
+        all for proposals; and the staging buffer."""
         asked = max(1, self.proposals) * self.question_tokens
-        return self.prompt_tokens + self.blocks * self.step_tokens + asked
+        tree = self.prompt_tokens + self.blocks * self.step_tokens
+        return tree + asked + self.staging_tokens
 
     @property
     def expected_tokens(self) -> int | None:
         """Expected peak of full retention, at most the worst case; None: not measured."""
         if self.beyond_prompt is None:
             return None
-        return max(1, min(self.prompt_tokens + self.beyond_prompt, self.full_tokens))
+        most = self.prompt_tokens + self.beyond_prompt + self.staging_tokens
+        return max(1, min(most, self.full_tokens))
 
     @property
     def path_blocks(self) -> int:
@@ -101,11 +106,20 @@ class Footprint:
 
     @property
     def smallest_tokens(self) -> int:
-        """Slots of one path; in lossy mode, of its protected tokens and `decoded_tokens`."""
+        """Slots of one path; in lossy mode, of its protected tokens and `decoded_tokens`; with a
+        staging buffer, of that and the newest tokens."""
         whole = self.path_tokens
+        if self.staging_tokens:
+            return self.staging_tokens + min(whole, self.newest_tokens)
         if self.protected_tokens is None:
             return whole
         return min(whole, self.protected_tokens + self.decoded_tokens + self.question_tokens)
+
+    @property
+    def newest_tokens(self) -> int:
+        """Slots that a path needs with a staging buffer: its last tokens, and new ones or a
+        question after them."""
+        return DECODED + max(self.decoded_tokens, self.question_tokens)
 
     @property
     def decoded_tokens(self) -> int:
@@ -130,6 +144,7 @@ class Plan:
         kv_dtype: of the KV, as in `Solver`.
         host_bits: of a number of KV in host memory; 0: full precision.
         host_token_bytes: bytes of a token there, scales included; 0: `bytes_per_token`.
+        staging_tokens: as in `Footprint`.
     """
 
     budget_tokens: int
@@ -149,6 +164,7 @@ class Plan:
     proposals: int = 0
     host_bits: int = 0
     host_token_bytes: int = 0
+    staging_tokens: int = 0
 
     @property
     def reference_tokens(self) -> int:
@@ -190,7 +206,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived numbers, JSON-able; the expectation, lower tiers, proposals and
         another dtype of the KV only where there are such."""
-        counts = ("host_tokens", "host_bits", "host_token_bytes", "disk_tokens", "proposals")
+        tiers = ("host_tokens", "host_bits", "host_token_bytes", "staging_tokens", "disk_tokens")
+        counts = (*tiers, "proposals")
         optional = ("expected_tokens", "searches", "kv_dtype", *counts)
         numbers = {
             **{name: value for name, value in asdict(self).items() if name not in optional},
@@ -402,10 +419,13 @@ class Budget:
             expected_tokens=footprint.expected_tokens,
             searches=footprint.searches,
             proposals=footprint.proposals,
+            staging_tokens=footprint.staging_tokens,
         )
         if tokens >= footprint.smallest_tokens:
             return plan
-        if footprint.smallest_tokens == footprint.path_tokens:
+        if footprint.staging_tokens:
+            parts = f"{footprint.staging_tokens:,} staging + the newest tokens"
+        elif footprint.smallest_tokens == footprint.path_tokens:
             parts = f"{footprint.prompt_tokens:,} prompt + {footprint.path_blocks} x {footprint.step_tokens:,}"
         else:
             parts = f"{footprint.protected_tokens:,} protected + {footprint.decoded_tokens:,}"
@@ -431,7 +451,8 @@ class Budget:
         levers = []
         depth = (tokens - fixed) // footprint.step_tokens
         absolute = self.unit in ("tokens", "bytes")
-        if absolute and depth >= 1 and footprint.protected_tokens is None:
+        whole = footprint.protected_tokens is None and not footprint.staging_tokens
+        if absolute and depth >= 1 and whole:
             levers.append(f"--max-depth {depth}")
         steps = range(footprint.step_tokens - 1, (footprint.step_tokens - 1) // 2, -1)
         for step in () if self.unit == "ratio" and footprint.beyond_prompt is not None else steps:
@@ -443,6 +464,8 @@ class Budget:
             return f"Or: {', '.join(levers)}."
         if footprint.smallest_tokens < footprint.path_tokens and footprint.protected_tokens:
             return "Or: fewer protected tokens, as with --set recent=0."
+        if footprint.staging_tokens:
+            return "Or: a smaller --staging."
         return "Or: a shorter prompt, or a smaller --max-depth."
 
 

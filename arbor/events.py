@@ -29,14 +29,15 @@ Counts = tuple[tuple[int, int], ...]  # (node id, tokens) pairs, ordered by node
 
 # budget_tokens, full_tokens, smallest_tokens, bytes_per_token; expected_tokens where the budget is
 # a part of it; host_tokens and disk_tokens where there are such tiers, host_bits and
-# host_token_bytes where the host's is packed; kv_dtype where it is not the model's; numbers derived
-# from them
+# host_token_bytes where the host's is packed, staging_tokens where attention reads it; kv_dtype
+# where it is not the model's; numbers derived from them
 Slots = Annotated[
     dict[str, Any],
     Integers(
         (
             *("budget_tokens", "full_tokens", "smallest_tokens", "bytes_per_token"),
             *("expected_tokens", "host_tokens", "disk_tokens", "host_bits", "host_token_bytes"),
+            "staging_tokens",
         )
     ),
 ]
@@ -361,9 +362,12 @@ class Forwarded:
         read_tokens: keys read if every row read its whole path by itself.
         unique_read_tokens: keys the cascade reads: each shared span once.
         kv: slots after the last of them.
-        peak: most device slots allocated at any instant of the run so far.
+        peak: most device slots allocated at any instant of the run so far, those of the staging
+            buffer included.
         elapsed_s: seconds, sampling included.
         held: device slots, summed over the steps; 0 in traces older than this field.
+        streamed_bytes: KV that attention read in host memory, copied to the staging buffer; written
+            only where there was any.
     """
 
     name: ClassVar[str] = "forward"
@@ -376,6 +380,7 @@ class Forwarded:
     peak: int
     elapsed_s: float
     held: int = 0
+    streamed_bytes: int = field(default=0, metadata=ONLY_IF_SET)
 
 
 @dataclass(frozen=True, slots=True)

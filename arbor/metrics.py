@@ -65,6 +65,7 @@ class Metrics:
         tokens_stored: evicted tokens whose KV a lower tier took.
         tokens_fetched: tokens whose KV was copied back from a lower tier.
         tokens_discarded: tokens whose KV a lower tier gave up.
+        streamed_bytes: KV that attention read in host memory, copied for every step that read it.
         rows: rows run through the model, of every kind.
         steps: forward passes.
         read_tokens: keys read if every row read its whole path by itself.
@@ -76,7 +77,8 @@ class Metrics:
         full_tokens: slots of full retention for the whole search shape, from the plan.
         smallest_tokens: the smallest workable budget.
         bytes_per_token: bytes of one token's KV in all layers.
-        peak_tokens: most device slots allocated at any instant, temporary ones included.
+        peak_tokens: most device slots allocated at any instant, temporary ones and the staging
+            buffer included.
         peak_unshared_tokens: peak of full retention without prefix sharing: every leaf holds its
             whole path; questions excluded.
         mean_tokens: device slots held, averaged over forward passes.
@@ -125,6 +127,7 @@ class Metrics:
     tokens_stored: int = field(default=0, metadata=ONLY_IF_SET)
     tokens_fetched: int = 0
     tokens_discarded: int = field(default=0, metadata=ONLY_IF_SET)
+    streamed_bytes: int = field(default=0, metadata=ONLY_IF_SET)
     rows: int = 0
     steps: int = 0
     read_tokens: int = 0
@@ -373,6 +376,8 @@ class MetricsFold:
                     unique_read_tokens=event.unique_read_tokens,
                     **{f"{event.kind}_s": event.elapsed_s},
                 )
+                if event.streamed_bytes:
+                    self._add(streamed_bytes=event.streamed_bytes)
                 self._held += event.held or event.kv.device * event.steps
                 self._hold(event.kv)
                 self._most(peak_tokens=event.peak)

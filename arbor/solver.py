@@ -129,6 +129,10 @@ class Solver:
         host: host memory for KV that has left the device, ``8GiB`` or ``20000tok``: what comes back
             from there is copied, not computed again (docs/tiers.md). By default none.
         host_bits: of a number there, 8, 4 or 2; by default those of the model. Only in lossy mode.
+        staging: size of a buffer in the budget through which attention reads KV in host memory
+            where it is, ``64tok`` or ``1MiB``: a path may then be longer than the budget
+            (docs/tiers.md). Lossless mode; nothing is shared between prompts and siblings then. By
+            default none: KV is copied back before it is read.
         disk: room on disk for what the host has no room for, likewise.
         disk_dir: the folder of that file; by default the system's for temporary files. Never part
             of a configuration.
@@ -205,6 +209,7 @@ class Solver:
         rehydrate: Rehydrate | None = None,
         host: str | int | None = None,
         host_bits: int | None = None,
+        staging: str | int | None = None,
         disk: str | int | None = None,
         disk_dir: str | os.PathLike[str] | None = None,
         fetch: str = "auto",
@@ -245,12 +250,21 @@ class Solver:
             disk_dir,
             self.rehydrate,
             host_bits=host_bits,
+            staging=staging,
             mode=self.mode,
             kv_dtype=kv_dtype,
         )
         self.fetch = check_fetch(fetch)
         self.keep_kv = KeepKV.parse(keep_kv, keep_kv_size, self.mode)
         self.share = resolve_share(share, share_threshold, mode, rehydrate)
+        if self.lower.staging is not None:
+            self.share = "off"
+            if self.keep_kv is not None:
+                raise UsageError(
+                    "staging",
+                    "a prompt that is loaded from --keep-kv has to fit on the device as a whole.",
+                    "Leave out --staging, or --keep-kv.",
+                )
         self.share_threshold = float(share_threshold)
         self.kv_probe = check_kv_probe(kv_probe)
         if isinstance(sampling, Mapping):
@@ -394,6 +408,7 @@ class Solver:
         from arbor.engine.engine import Engine
         from arbor.memory.pool import bytes_per_token
         from arbor.memory.stores import LowerRoom
+        from arbor.model.runner import StagedBackend
 
         with self._loading:
             if self._engine is None:
@@ -403,7 +418,15 @@ class Solver:
                     prompts = self._prompt_files(runner)
                 kv_bytes = bytes_per_token(runner.layer_kv, runner.kv_dtype)
                 tokens = self.lower.tokens(kv_bytes, runner.kv_dtype.itemsize)
-                room = LowerRoom(*tokens, self.lower.disk_dir, self.lower.host_bits)
+                staging = self.lower.staging_tokens(kv_bytes)
+                if staging and isinstance(runner.backend, StagedBackend):
+                    raise UsageError(
+                        "staging",
+                        f"the backend '{self.checkpoint.load().backend}' plans a forward as a whole, "
+                        "and --staging computes it in chunks.",
+                        "Use --backend torch.",
+                    )
+                room = LowerRoom(*tokens, self.lower.disk_dir, self.lower.host_bits, staging)
                 self._engine = Engine(
                     runner,
                     self.tokenizer,

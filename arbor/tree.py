@@ -68,12 +68,15 @@ class Spans:
             it; else `NO_RECORD`.
         depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row
             left early).
+        records_from: where attention reads host memory too, the address of the first record there,
+            beyond all slots; else `NO_SLOT`.
     """
 
     _COLUMNS = ("tier", "slot", "record", "exact", "rounded", "origin", "depth")
-    __slots__ = (*_COLUMNS, "size", "unused")
+    __slots__ = (*_COLUMNS, "records_from", "size", "unused")
 
     def __init__(self) -> None:
+        self.records_from = NO_SLOT
         self._clear()
 
     def _clear(self) -> None:
@@ -188,6 +191,26 @@ class Span:
     @property
     def settled(self) -> NDArray[np.bool_]:
         return self.exact | self.rounded
+
+    @property
+    def attended(self) -> NDArray[np.bool_]:
+        """Tokens in host memory that attention reads there, bool [n]; their KV is exact."""
+        if self.spans.records_from == NO_SLOT:
+            return np.zeros(self._length, np.bool_)
+        return np.equal(self.tier, Tier.HOST)
+
+    @property
+    def ready(self) -> NDArray[np.bool_]:
+        """Tokens that need no computation before others attend to them, bool [n]."""
+        return self.settled | self.attended
+
+    @property
+    def address(self) -> NDArray[np.int32]:
+        """Where attention reads each token, int32 [n]: its slot, or `records_from` and its record;
+        `NO_SLOT` where it has neither."""
+        if self.spans.records_from == NO_SLOT:
+            return self.slot
+        return np.where(self.attended, self.spans.records_from + self.record, self.slot)
 
     @property
     def origin(self) -> NDArray[np.int32]:

@@ -65,6 +65,7 @@ TORCH = (
     "model.scoring",
     "model.sharing",
     "model.similarity",
+    "model.streaming",
     "model.threads",
     "model.unembedding",
     "model.weights",

@@ -77,6 +77,7 @@ def build_solver(
         rehydrate=options.rehydrate,
         host=options.host,
         host_bits=options.host_bits,
+        staging=options.staging,
         disk=options.disk,
         disk_dir=options.disk_dir,
         fetch=options.fetch,
@@ -156,6 +157,7 @@ def check_options(options: SolverOptions) -> None:
         options.disk_dir,
         resolve_mode(options.mode, options.rehydrate)[1],
         host_bits=options.host_bits,
+        staging=options.staging,
         mode=options.mode,
         kv_dtype=options.kv_dtype,
     )

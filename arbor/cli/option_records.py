@@ -62,6 +62,7 @@ class SolverOptions:
     audit_verify: bool = False
     host: str | None = None
     host_bits: int | None = None
+    staging: str | None = None
     disk: str | None = None
     disk_dir: str | None = None
     fetch: str = "auto"

@@ -256,6 +256,12 @@ retention_options = option_group(
         help="Bits of a number in host memory (8, 4, 2); default: the model's. Lossy mode.",
     ),
     option(
+        "--staging",
+        metavar="SIZE",
+        heading="KV budget",
+        help="Read the host's KV where it is, through a buffer of this size (64tok).",
+    ),
+    option(
         "--disk",
         metavar="SIZE",
         heading="KV budget",

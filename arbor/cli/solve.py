@@ -343,7 +343,10 @@ def _below(plan: Plan) -> str:
     tiers = [("host", plan.host_tokens), ("disk", plan.disk_tokens)]
     bits = f" in {plan.host_bits} bits, lossy" if plan.host_bits else ""
     notes = {"host": bits, "disk": ""}
-    return "".join(f" · {name} {tokens:,} tokens{notes[name]}" for name, tokens in tiers if tokens)
+    sizes = [f" · {name} {tokens:,} tokens{notes[name]}" for name, tokens in tiers if tokens]
+    if plan.staging_tokens:
+        sizes.append(f", read through {plan.staging_tokens:,}")
+    return "".join(sizes)
 
 
 def numbers_line(reason: str, metrics: Metrics, correct: bool | None = None) -> str:
@@ -470,6 +473,8 @@ def print_plan(output: Output, plan: Plan) -> None:
     rows.append(("smallest workable", plan.smallest_tokens, least))
     below = ("host", plan.host_tokens), ("disk", plan.disk_tokens)
     rows += [(name, tokens, "of what has left the device") for name, tokens in below if tokens]
+    if plan.staging_tokens:
+        rows.append(("staging", plan.staging_tokens, "of the budget, for what is read there"))
     sizes = {"host": plan.host_token_bytes or plan.bytes_per_token}
     for name, tokens, note in rows:
         size = human_bytes(tokens * sizes.get(name, plan.bytes_per_token))

@@ -85,7 +85,8 @@ class Decoding:
             if span.rounded.any():
                 row.certainty = min(row.certainty, Certainty.ROUNDED)
             if len(span.slot) and not span.settled[:-1].all():
-                row.certainty = Certainty.NONE
+                if not span.ready[:-1].all():
+                    row.certainty = Certainty.NONE
                 gone = np.flatnonzero(span.slot[:-1] == NO_SLOT)
                 if len(gone):
                     row.tail_from = int(gone[-1]) + 1

@@ -19,7 +19,7 @@ from arbor.engine.decoding import Decoding
 from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
-from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share
+from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share, Streamed
 from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
 from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
@@ -116,7 +116,9 @@ class Engine:
         msve: block values for policies that read them.
         source: where tokens come from; by default the model.
         levels: which shared spans are read once for all rows that share them.
-        lower: room for KV that has left the device; by default none.
+        lower: room for KV that has left the device; by default none. With a staging buffer
+            attention reads it there, and a path may be longer than the budget; lossless, nothing
+            shared.
         prompts: KV of prompts of earlier runs, in lossless mode; by default none.
         costs: of copying it back and of computing it again; None: it is copied back.
         debug: poison freed slots and check all invariants after every change.
@@ -211,7 +213,7 @@ class Engine:
         self._opened.state.open(self._latest)
 
     def _parts_for(self, slots: int) -> _Parts:
-        if self._memory is None or self._memory.slots != slots:
+        if self._memory is None or self._memory.budget != slots:
             # two pools at once may be too much
             if self._memory is not None:
                 self._memory.lower.close()
@@ -226,6 +228,8 @@ class Engine:
                 debug=self._debug,
             )
         lossless = self.mode == "lossless"
+        assert lossless or not self.lower.staging, "lossy mode reads no KV in host memory"
+        assert self.share == "off" or not self.lower.staging, "such KV is shared by no two blocks"
         state = ForestState(
             self._memory,
             self.policy.protect,
@@ -233,7 +237,8 @@ class Engine:
             shares_siblings=lossless and self.share == "exact",
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
         )
-        rules = self._mode(state, self.policy, self.rehydrate)
+        mode = Streamed if self.lower.staging else self._mode
+        rules = mode(state, self.policy, self.rehydrate)
         observer = Observer(state, self.runner, self.policy.observation)
         residency = Residency(
             state, self.policy, self.msve, rules.paths_lose, token_kv=observer.token_kv

@@ -166,15 +166,14 @@ class ForestState:
         """Attention of one forward.
 
         Args:
-            slots: int64 [S], distinct.
+            slots: int64 [S], distinct; or addresses of records in host memory.
             mass: float32 [S], attention each received, summed over rows (each row: mean over layers
                 and heads).
             queries: int64 [S], rows that could see it.
         """
-        owner = self.memory.table.owner[slots]
+        owner, position = self.memory.tokens_at(slots)
         mine = owner >= 0
-        owner = owner[mine]
-        position = self.memory.table.position[slots[mine]]
+        owner, position = owner[mine], position[mine]
         for node in self.forest.nodes(np.unique(owner).tolist()):
             self.statistics.open(node.row, node.start, len(node.tokens))
         self.statistics.observe(owner, position, mass[mine], queries[mine])
@@ -187,8 +186,8 @@ class ForestState:
 
     def missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are not as full retention would hold them, up to the rounding
-        of packed records, increasing."""
-        held = node.span.settled if self.sees_all(node) else node.span.resident
+        of packed records, increasing; those that attention reads in host memory are."""
+        held = node.span.ready if self.sees_all(node) else node.span.resident
         return np.flatnonzero(~held)
 
     def sees_all(self, node: Node) -> bool:
@@ -203,7 +202,7 @@ class ForestState:
         known: dict[int, Certainty] = {}
         for each in paths_of(nodes):
             above = Certainty.EXACT if each.parent is None else known[each.parent.row]
-            if each.row in self.hidden or not each.span.settled.all():
+            if each.row in self.hidden or not each.span.ready.all():
                 above = Certainty.NONE
             elif each.span.rounded.any():
                 above = min(above, Certainty.ROUNDED)

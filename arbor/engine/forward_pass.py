@@ -87,6 +87,7 @@ class ForwardPasses:
             self.report_steps(self._state.trees[part.tree])
         self._read_times()
         segments = [segment for part in parts for segment in part.segments]
+        before = self._streamed
         decoding = 0 if batch is None else len(batch)
         with self._stopwatch.running():
             tables = [SegmentTable.of(segments)] if segments else []
@@ -104,8 +105,9 @@ class ForwardPasses:
                 logits = self._forward(plan, self._watch(parts, table, decoding))
         self._memory.commit()
         elapsed_s = self._stopwatch.take() / plan.rows  # of each row
+        streamed = self._streamed - before
         if batch is not None:
-            self._count(plan, batch)
+            self._count(plan, batch, streamed * decoding // plan.rows)
             self._share_time(elapsed_s * decoding)
         first = decoding
         for part in parts:
@@ -120,6 +122,7 @@ class ForwardPasses:
                 unique=int(plan.unique_reads[mine].sum()),
                 held=self._held(opened),
                 elapsed_s=elapsed_s * rows,
+                streamed=streamed * rows // plan.rows,
             )
             self._report(opened, part.kind, once)
         return logits
@@ -131,10 +134,11 @@ class ForwardPasses:
     def step(self, batch: DecodeBatch) -> Tensor:
         """One decode step, reported together with those after it; logits [n, V] float32."""
         plan = batch.plan()
+        before = self._streamed
         with nvtx_range("decode"), self.explaining_out_of_memory("decode", plan.rows):
             logits = self._forward(plan)
         self._memory.commit()
-        self._count(plan, batch)
+        self._count(plan, batch, self._streamed - before)
         return logits
 
     def report_steps(self, opened: OpenTree) -> None:
@@ -144,8 +148,20 @@ class ForwardPasses:
             steps, opened.steps = opened.steps, Steps()
             self._report(opened, "decode", steps)
 
-    def _count(self, plan: ForwardPlan, batch: DecodeBatch) -> None:
-        """Count one step for each tree that has rows in it."""
+    @property
+    def _streamed(self) -> int:
+        """Bytes of KV in host memory that attention has read so far."""
+        staging = self._memory.staging
+        return 0 if staging is None else staging.moved_bytes
+
+    def _count(self, plan: ForwardPlan, batch: DecodeBatch, streamed: int) -> None:
+        """Count one step for each tree that has rows in it.
+
+        Args:
+            plan: of the forward.
+            batch: the rows.
+            streamed: bytes it has read in host memory, which are divided among the rows.
+        """
         count = len(batch)
         reads, unique = plan.reads[:count], plan.unique_reads[:count]
         whole = len(batch.trees) == 1
@@ -161,6 +177,13 @@ class ForwardPasses:
             steps.read += int(reads[mine].sum())
             steps.unique += int(unique[mine].sum())
             steps.held += self._held(opened)
+            steps.streamed += streamed * rows // count
+
+    @property
+    def _staged(self) -> int:
+        """Most tokens that the staging buffer ever held."""
+        staging = self._memory.staging
+        return 0 if staging is None else staging.peak
 
     def _held(self, opened: OpenTree) -> int:
         return self._memory.used_by(opened.tree)
@@ -186,9 +209,10 @@ class ForwardPasses:
                 read_tokens=what.read,
                 unique_read_tokens=what.unique,
                 kv=opened.kv,
-                peak=self._memory.peak_of(opened.tree),
+                peak=self._memory.peak_of(opened.tree) + self._staged,
                 elapsed_s=what.elapsed_s,
                 held=what.held,
+                streamed_bytes=what.streamed,
             )
         )
 
@@ -208,6 +232,10 @@ class ForwardPasses:
 
     def _forward(self, plan: ForwardPlan, watch: ExitWatch | None = None) -> Tensor:
         pool = self._memory.pool
+        if self._memory.debug:
+            pieces = (piece for context in plan.table.contexts for piece in context)
+            for piece in {id(each): each for each in pieces}.values():
+                self._memory.check_reads(piece.slots, piece.positions)
         leave: dict[str, Any] = {} if watch is None else {"leave": watch}
         asked = self.observer.asked(plan)
         result = self.runner.forward(plan, pool, **asked, **leave)

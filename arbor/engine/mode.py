@@ -15,7 +15,7 @@ from arbor.engine.mode_names import Rehydrate as Rehydrate
 from arbor.engine.mode_names import Share as Share
 from arbor.engine.open_tree import OpenTree
 from arbor.engine.residency import PathsLose, Residency
-from arbor.engine.scheduler import MOST_NEW, Scheduler, WaveScheduler
+from arbor.engine.scheduler import MOST_NEW, Scheduler, StreamedScheduler, WaveScheduler
 from arbor.engine.waves import fitting, halves
 from arbor.retention.policy import Policy
 from arbor.tree import NO_SLOT, Node, paths_of
@@ -31,10 +31,12 @@ class Rules(Protocol):
     Attributes:
         must_fit: what `required` counts, in words.
         paths_lose: when running paths lose tokens.
+        joining_loses: when they do as work joins.
     """
 
     must_fit: str
     paths_lose: PathsLose
+    joining_loses: PathsLose
 
     def required(self, node: Node) -> int:
         """Tokens of the path to a block that have to be on the device while it grows."""
@@ -68,6 +70,10 @@ class Rules(Protocol):
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """Slots of what stays while these blocks decode."""
+        ...
+
+    def is_crowded(self, nodes: Sequence[Node]) -> bool:
+        """Whether some of these blocks have to wait before each of them gets one more token."""
         ...
 
     def is_outdated(self, leaf: Node) -> bool:
@@ -111,6 +117,7 @@ class Lossless:
 
     must_fit = "the longest path"
     paths_lose: PathsLose = "never"
+    joining_loses: PathsLose = "never"
 
     def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
         assert rehydrate != "off", "lossless needs what it evicted back"
@@ -143,6 +150,10 @@ class Lossless:
         """Whole paths."""
         return self._memory.slots_of(paths_of(nodes))
 
+    def is_crowded(self, nodes: Sequence[Node]) -> bool:
+        """Where their paths and these tokens exceed the budget."""
+        return self.pinned(nodes) + len(nodes) > self._memory.slots
+
     def is_outdated(self, leaf: Node) -> bool:
         """Never: they were computed over a whole path."""
         return False
@@ -162,6 +173,61 @@ class Lossless:
         return _incomplete(self._state, path, self._rehydrate)
 
 
+class Streamed(Lossless):
+    """Every running path is complete and exact, and attention reads what of it is in host memory
+    there: the device holds the newest tokens, and of the others what the policy keeps.
+
+    A token of a running path that leaves the device is in host memory, where nothing displaces it
+    while the path runs: running paths have at most as many tokens together as that holds. A path
+    that fits is copied back.
+    """
+
+    must_fit = "what decodes of a path"
+    paths_lose: PathsLose = "last"
+    joining_loses: PathsLose = "last"
+
+    def required(self, node: Node) -> int:
+        """The newest tokens."""
+        return min(node.end, DECODED)
+
+    def decoded(self, tokens: int) -> int:
+        """The newest."""
+        return min(tokens, DECODED)
+
+    def room(self, opened: OpenTree, leaf_tokens: int, longest: int) -> int:
+        """What fits into host memory next to the longest path."""
+        return max(1, (self._memory.path_room - longest) // max(1, leaf_tokens))
+
+    def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
+        """The union of a wave's paths fits into host memory."""
+        return list(fitting(nodes, extra, self._memory.path_room))
+
+    def scheduler(self) -> Scheduler:
+        """A block joins as soon as its path fits into host memory, and new tokens on the device."""
+        return StreamedScheduler(self._memory)
+
+    def pinned(self, nodes: Sequence[Node]) -> int:
+        """The newest tokens of the open blocks."""
+        return sum(self.required(node) for node in nodes)
+
+    def is_crowded(self, nodes: Sequence[Node]) -> bool:
+        """Where their paths exceed host memory, or these tokens the device."""
+        paths = sum(len(node.tokens) for node in paths_of(nodes))
+        return super().is_crowded(nodes) or paths + len(nodes) > self._memory.path_room
+
+    def holes(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
+    ) -> Holes:
+        """Everything that is nowhere or inexact; of paths that fit, what is in host memory too."""
+        holes = super().holes(path, leaves, reserve, residency)
+        if sum(len(node.tokens) for node in path) + reserve <= self._memory.slots:
+            for node in path:
+                stored = np.flatnonzero(node.span.attended)
+                if len(stored):
+                    holes[node.row] = np.union1d(holes[node.row], stored)
+        return holes
+
+
 class Lossy:
     """Tokens of running paths may leave as well, as the policy says; what is computed then is
     computed over the gaps.
@@ -174,6 +240,7 @@ class Lossy:
 
     must_fit = "what is protected of a path"
     paths_lose: PathsLose
+    joining_loses: PathsLose = "never"
 
     def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
         self.paths_lose = "last" if policy.spares_paths else "equally"
@@ -206,6 +273,10 @@ class Lossy:
     def pinned(self, nodes: Sequence[Node]) -> int:
         """The newest tokens of the open blocks."""
         return sum(min(len(node.tokens), self._recent) for node in nodes)
+
+    def is_crowded(self, nodes: Sequence[Node]) -> bool:
+        """Where these and what is pinned exceed the budget."""
+        return self.pinned(nodes) + len(nodes) > self._memory.slots
 
     def is_outdated(self, leaf: Node) -> bool:
         """If the block was computed over a gap, or is not all there, and what is missing can come

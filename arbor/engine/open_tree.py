@@ -43,6 +43,7 @@ class Steps:
 
     Attributes:
         steps, rows, read, unique, held: as in `Forwarded`.
+        streamed: `Forwarded.streamed_bytes`.
         elapsed_s: of those whose time has been read.
         untimed_rows: rows whose time is still to be read.
     """
@@ -54,6 +55,7 @@ class Steps:
     held: int = 0
     elapsed_s: float = 0.0
     untimed_rows: int = 0
+    streamed: int = 0
 
 
 class OpenTree:

@@ -34,12 +34,13 @@ def contexts_of(
 
 
 def head(node: Node, end: int) -> list[Piece]:
-    """The resident ones of a block's first `end` tokens.
+    """The resident ones of a block's first `end` tokens, and those that attention reads in host
+    memory.
 
     They are one piece (or none); those of a prompt end where what it shares with other prompts
     ends, and the pieces of such prompts that name the same slots have equal keys.
     """
-    slots = node.span.slot[:end]
+    slots = node.span.address[:end]
     offsets = np.flatnonzero(slots >= 0)
     if len(offsets) == 0:
         return []

@@ -37,6 +37,7 @@ class Placed:
         wanted: blocks whose logits after the last token they give, in order.
         written: blocks of which they write tokens.
         again: trees of which some of these had been computed before.
+        moved: whether tokens that running rows read may lie elsewhere now.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Placed:
     wanted: list[Node] = field(default_factory=list)
     written: list[Node] = field(default_factory=list)
     again: set[ThoughtTree] = field(default_factory=set)
+    moved: bool = False
 
 
 class Rehydration:
@@ -141,13 +143,25 @@ class Rehydration:
             followers.setdefault(row, []).append(follower)
             holes[row] = np.setdiff1d(holes[row], follower.offsets, assume_unique=True)
         needed = sum(len(offsets) for offsets in absent.values()) + fetch.tokens + found.slots
-        self._residency.fit(needed + reserve, [*leaves, *running], "transition", paths_lose="never")
+        lose = self._rules.joining_loses
+        if lose != "never":  # any token of the paths may leave, what is computed in place too
+            needed = sum(len(offsets) for offsets in holes.values()) + len(wanted) + fetch.tokens
+        paths_lost = self._residency.fit(
+            needed + reserve, [*leaves, *running], "transition", paths_lose=lose
+        )
+        if paths_lost:
+            for leaf in want:
+                if leaf.row in wanted and leaf.span.slot[-1] == NO_SLOT:
+                    last = len(leaf.tokens) - 1
+                    holes[leaf.row] = np.union1d(holes[leaf.row], [last])
+            for row, hole in holes.items():
+                absent[row] = hole[self._state.forest[row].span.slot[hole] == NO_SLOT]
         for row, lost in self._fetching.carry_out(fetch).items():
             for missing in (absent, holes) if row in holes else ():
                 missing[row] = np.union1d(missing[row], lost)
         if self._warm is not None:
             self._warm.load(found, absent, holes, followers)
-        placed = Placed()
+        placed = Placed(moved=lose != "never")
         again: list[tuple[Node, int]] = []
         repeated: dict[ThoughtTree, int] = {}
         shared: dict[ThoughtTree, int] = {}
@@ -281,11 +295,11 @@ class Rehydration:
 
 
 def _is_whole(node: Node, *computed: NDArray[np.int64], later: bool) -> bool:
-    """Whether every token of a block is settled once these are computed; up to the last of them, if
+    """Whether every token of a block is ready once these are computed; up to the last of them, if
     others are computed later."""
-    settled = node.span.settled.copy()
-    end = 0 if later else len(settled)
+    ready = node.span.ready.copy()
+    end = 0 if later else len(ready)
     for offsets in computed:
-        settled[offsets] = True
+        ready[offsets] = True
         end = max(end, int(offsets.max(initial=-1)) + 1)
-    return bool(settled[:end].all())
+    return bool(ready[:end].all())

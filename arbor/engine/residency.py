@@ -108,6 +108,8 @@ class Residency:
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose
     ) -> bool:
         state, memory = self._state, self._memory
+        if memory.staging is not None:
+            memory.lower.pin(node.row for node in paths_of(leaves))
         for tree in by_tree(leaves) or state.trees:
             state.trees[tree].emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
         began = time.perf_counter()

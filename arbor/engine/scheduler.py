@@ -251,13 +251,14 @@ class Scheduler:
                 work = operation.waiting[0]
                 fresh = [node for node in work.leaf.path if node.row not in self._users]
                 new = self._missing + _missing(fresh)
-                full = joined and new + self._asked + _question(work) > MOST_NEW
+                full = joined and new + self._asked + _question(work) > self._most_new
                 if full or ((self.rows or joined) and not self._fits(work, joined, fresh, new)):
                     self._in_order(joined)
                     return joined
-                if new > MOST_NEW and self._chunks:
-                    part = Visit(operation, work.place, work.leaf, MOST_NEW)
-                    self._take(part, fresh)
+                if (part := self._part(work, new)) is not None:
+                    self._take(
+                        part, [each for each in part.leaf.path if each.row not in self._users]
+                    )
                     joined.add(part)
                     return joined
                 operation.waiting.popleft()
@@ -296,6 +297,22 @@ class Scheduler:
         """Rows that share a path next to each other, also those that joined again."""
         if joined.rows:
             self.rows.sort(key=lambda row: (row.operation.order, row.place))
+
+    @property
+    def _most_new(self) -> int:
+        """Tokens of prompts, rehydrations and questions that join one forward at most."""
+        return MOST_NEW
+
+    def _part(self, work: Work, new: int) -> Visit | None:
+        """The part of a path that is computed first, where it is long; else None.
+
+        Args:
+            work: needs the path.
+            new: tokens of paths that the next forward would compute.
+        """
+        if new <= MOST_NEW or not self._chunks:
+            return None
+        return Visit(work.operation, work.place, work.leaf, MOST_NEW)
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         """Whether work can be expected to fit with all that runs and joins.
@@ -351,6 +368,35 @@ class Scheduler:
         return 0 if self._overlap_of is None else self._overlap_of(nodes)
 
 
+class StreamedScheduler(Scheduler):
+    """Paths may be anywhere on the device and in host memory; what a forward computes is on the
+    device.
+
+    Args:
+        memory: the slots, and the room for running paths.
+    """
+
+    @property
+    def _most_new(self) -> int:
+        return max(1, min(MOST_NEW, self._memory.slots // 2))
+
+    def _part(self, work: Work, new: int) -> Visit | None:
+        most = self._most_new
+        begin = work.begin if isinstance(work, Row) else work.leaf
+        own = _missing([begin]) if begin is not work.leaf else 0
+        if new + own + _question(work) <= most or not new + own:
+            return None
+        return Visit(work.operation, work.place, begin, most)
+
+    def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
+        paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
+        asked = _question(work)
+        rows = [*self.rows, work] if isinstance(work, Row) else self.rows
+        on_device = new + self._asked + asked + len(rows) * 2 * MARGIN
+        whole = paths + asked + most_held(rows)
+        return whole <= self._memory.path_room and on_device <= self._memory.slots
+
+
 class WaveScheduler(Scheduler):
     """Work joins in waves, each of which takes at most half of the budget at its longest."""
 
@@ -382,7 +428,8 @@ def _question(work: Work) -> int:
 
 
 def _missing(nodes: Sequence[Node]) -> int:
-    return sum(len(node.tokens) - int(np.count_nonzero(node.span.resident)) for node in nodes)
+    held = (node.span.resident | node.span.attended for node in nodes)
+    return sum(len(each) - int(np.count_nonzero(each)) for each in held)
 
 
 def most_held(rows: Iterable[Row]) -> int:

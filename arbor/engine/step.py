@@ -156,6 +156,9 @@ class Stepper:
             running=[row.node for row in running if row not in joined.rows],
             most=next((visit.most for visit in joined.visits), None),
         )
+        if self._placed.moved:
+            self._decoding.look_back([row for row in running if row.started])
+            self._changed = True
         for question in joined.questions:
             question.slots = self._memory.borrow(question.tokens, question.node)
         self._state.used(paths_of(begins))
@@ -305,7 +308,7 @@ class Stepper:
         """
         scheduler, slots = self._scheduler, self._memory.slots
         preempted = False
-        while self._pinned() + len(scheduler.rows) > slots and len(scheduler.rows) > 1:
+        while len(scheduler.rows) > 1 and self._rules.is_crowded(scheduler.nodes):
             self._decoding.suspend(scheduler.preempt())
             preempted = True
         rows, nodes = scheduler.rows, scheduler.nodes

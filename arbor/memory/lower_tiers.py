@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,6 +113,7 @@ class LowerTiers:
         self._moves = Moves()
         self._held: dict[Tier, NDArray[np.int64]] = {}  # by number of tree
         self._spared: dict[Tier, Records] = {}
+        self._pinned: set[int] = set()
 
     def close(self) -> None:
         """Free what the stores hold."""
@@ -204,6 +205,9 @@ class LowerTiers:
         if short <= 0:
             return
         spared = self._spared.get(shelf.store.tier, _NONE)
+        if self._pinned:
+            pinned = table.in_use & np.isin(table.row, list(self._pinned))
+            spared = np.concatenate([spared, np.flatnonzero(pinned)])
         gone = table.oldest(max(short, table.records // ROOM), spared)
         if not len(gone):
             return
@@ -230,6 +234,11 @@ class LowerTiers:
         none after an empty call."""
         spans = self._forest.spans
         self._spared = {tier: spans.record[at[spans.tier[at] == tier]] for tier in self._shelves}
+
+    def pin(self, rows: Iterable[int]) -> None:
+        """Keep the records of these blocks, which attention reads where they are, when room is
+        needed; of none other."""
+        self._pinned = set(rows)
 
     def load(self, pool: KVPool, slots: NDArray[np.int32], at: NDArray[np.int64]) -> Loaded:
         """Copy KV to slots, and give up its records unless they are kept; the caller writes the

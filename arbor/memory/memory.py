@@ -16,7 +16,8 @@ from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
 from arbor.memory.slots import NO_OWNER, NO_TREE, SlotTable
-from arbor.memory.stores import NO_ROOM, LowerRoom
+from arbor.memory.staging_buffer import StagingBuffer
+from arbor.memory.stores import NO_ROOM, HostStore, LowerRoom
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 _NOTHING = np.empty(0, np.int64)
@@ -32,10 +33,12 @@ class KVMemory:
 
     Attributes:
         prefixes: prompts of trees that were dropped, kept while nothing needs their slots.
+        budget: tokens of KV on the device at any instant, the staging buffer included.
+        staging: the buffer through which attention reads KV in host memory; None: it reads none.
 
     Args:
         layers: what each layer stores per token.
-        slots: the budget.
+        slots: the budget, the staging buffer included.
         dtype, device: of the pool.
         weight_bytes: see `KVPool`.
         lower: room for KV that leaves the device; see `LowerTiers`.
@@ -53,11 +56,21 @@ class KVMemory:
         lower: LowerRoom = NO_ROOM,
         debug: bool = False,
     ) -> None:
-        self.pool = KVPool(layers, slots, dtype, device, weight_bytes=weight_bytes)
-        self.table = SlotTable(slots)
+        assert lower.staging < slots, "a staging buffer of the whole budget"
+        self.pool = KVPool(
+            layers, slots, dtype, device, weight_bytes=weight_bytes, staging=lower.staging
+        )
+        self.budget = slots
+        self.table = SlotTable(slots - lower.staging)
         self.debug = debug
         self.forest = Forest()
-        self.lower = LowerTiers(lower.stores(self.pool), self.forest)
+        stores = lower.stores(self.pool)
+        self.lower = LowerTiers(stores, self.forest)
+        self.staging: StagingBuffer | None = None
+        if lower.staging:
+            (host,) = stores
+            assert isinstance(host, HostStore), "checked by `LowerRoom`"
+            self.staging = self.pool.reader = StagingBuffer(self.pool, host)
         self.prefixes = PrefixCache()
         # tokens whose K/V the next forward writes, and whether they will be exact, or rounded
         self._placed: list[tuple[Node, NDArray[np.int64], bool, bool]] = []
@@ -67,7 +80,7 @@ class KVMemory:
 
     @property
     def slots(self) -> int:
-        """The budget in tokens."""
+        """The budget of blocks and questions in tokens: all of it but the staging buffer."""
         return self.table.slots
 
     @property
@@ -88,6 +101,21 @@ class KVMemory:
     def peak(self) -> int:
         """Most slots ever in use at one instant since the forest was empty."""
         return self.table.peak
+
+    @property
+    def device_peak(self) -> int:
+        """Most tokens of KV that the device ever held: in slots of blocks and questions, and in the
+        staging buffer."""
+        return self.peak + (0 if self.staging is None else self.staging.peak)
+
+    @property
+    def path_room(self) -> int:
+        """Tokens that running paths may have together: where attention reads the host's KV, any
+        part of them may be there."""
+        if self.staging is None:
+            return self.slots
+        (host,) = self.lower
+        return host.table.records
 
     def used_by(self, tree: ThoughtTree) -> int:
         """Slots a tree uses, temporary ones and those it shares included."""
@@ -113,6 +141,10 @@ class KVMemory:
             self.table = self.prefixes.moved_to(SlotTable(self.slots))
             self.lower.clear()
             self._placed, self._appended = [], None
+            if self.staging is not None:
+                self.staging.peak = 0
+        if self.staging is not None:
+            self.forest.spans.records_from = self.staging.records_from
         self.forest.adopt(tree)
         self.table.open(tree.number)
 
@@ -187,6 +219,34 @@ class KVMemory:
             slots: int32 [n]; anything where it is `NO_SLOT`.
         """
         return self.table.references[slots] > 1
+
+    def tokens_at(
+        self, addresses: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Whose tokens lie at slots, or in records of host memory that attention reads.
+
+        Args:
+            addresses: int64 [n], as in the key lists of a forward.
+
+        Returns:
+            the row of each token's block, or `NO_OWNER`, and its position; int32 [n].
+        """
+        table = self.table
+        if self.staging is None:
+            return table.owner[addresses], table.position[addresses]
+        owner = np.full(len(addresses), NO_OWNER, np.int32)
+        position = np.full(len(addresses), NO_SLOT, np.int32)
+        here = addresses < table.slots
+        owner[here] = table.owner[addresses[here]]
+        position[here] = table.position[addresses[here]]
+        stored = addresses >= self.staging.records_from
+        records = addresses[stored] - self.staging.records_from
+        (host,) = self.lower
+        owner[stored] = rows = host.table.row[records]
+        starts = {node.row: node.start for node in self.forest.nodes(np.unique(rows).tolist())}
+        begins = np.array([starts[row] for row in rows.tolist()], np.int32)
+        position[stored] = begins + host.table.offset[records]
+        return owner, position
 
     # Blocks
 
@@ -652,6 +712,11 @@ class KVMemory:
         if self.debug:
             self.check()
 
+    def check_reads(self, addresses: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
+        """Assert that tokens at these positions lie where a forward is about to read them."""
+        _, found = self.tokens_at(addresses.astype(np.int64))
+        assert (found == positions).all(), "a token that is about to be read lies elsewhere now"
+
     def check(self) -> None:
         """Assert every invariant: partition, ownership, references, what each slot says it holds,
         exactness."""
@@ -722,3 +787,4 @@ class KVMemory:
         assert table.used <= table.peak <= table.slots, (
             "the peak was not recorded, or the budget broken"
         )
+        assert self.device_peak <= self.budget, "blocks and staging exceed the budget"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from arbor.kernels.hugepages import on_huge_pages
 from arbor.memory.kv_format import kv_format
 from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
+
+if TYPE_CHECKING:
+    from arbor.memory.staging_buffer import StagingBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,14 @@ class KVPool:
     In 8-bit KV a head is as wide as its codes and scales, see `arbor.kernels.int8`.
     Slot `trash` is the last one; no key list ever names it.
 
+    Attributes:
+        reader: copies KV in host memory to the staging slots while attention runs; None: attention
+            reads slots only.
+
     Args:
         layers: what each layer stores per token.
         slots: without the trash slot.
+        staging: the last of them, which belong to no block: see `StagingBuffer`.
         dtype: of the tensors: the model's, or int8 for 8-bit KV.
         device: of the tensors.
         weight_bytes: of the model, which the error names; 0 = not known.
@@ -57,9 +66,12 @@ class KVPool:
         device: torch.device,
         *,
         weight_bytes: int = 0,
+        staging: int = 0,
     ) -> None:
         self.layers = tuple(layers)
         self.slots = slots
+        self.staging = staging
+        self.reader: StagingBuffer | None = None
         self.dtype = dtype
         self.device = device
         self._format = kv_format(dtype)
@@ -135,6 +147,13 @@ class KVPool:
         widths = [part[0].numel() for part in parts]
         for part, columns in zip(parts, rows.split(widths, dim=1), strict=True):
             part.index_copy_(0, index, columns.reshape(-1, *part.shape[1:]))
+
+    def columns(self, layer: int) -> tuple[slice, slice]:
+        """Where K and V of a layer lie in a row of `gather`."""
+        ends = np.cumsum([0, *(part[0].numel() for part in (*self.k, *self.v))]).tolist()
+        places = layer, len(self.k) + layer
+        first, second = (slice(ends[place], ends[place + 1]) for place in places)
+        return first, second
 
     @property
     def numbers(self) -> int:

@@ -119,6 +119,19 @@ class HostStore:
         rows = self._rows.index_select(0, _index(records))
         return rows.to(device), np.ones(len(records), np.bool_)
 
+    def layer(self, index: Tensor, columns: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
+        """K and V of one layer, a copy in host memory.
+
+        Args:
+            index: int64 [n], records written before.
+            columns: of the layer, see `KVPool.columns`.
+
+        Returns:
+            [n, numbers of K], [n, numbers of V].
+        """
+        k, v = (self._rows[:, each].index_select(0, index) for each in columns)
+        return k, v
+
     def rounded(self, records: Records) -> NDArray[np.bool_]:
         """See `Store`; none."""
         return np.zeros(len(records), np.bool_)
@@ -223,12 +236,20 @@ class LowerRoom:
         host, disk: tokens that each tier may hold; 0: no such tier.
         folder: of the file on disk; None: the system's for temporary files.
         host_bits: of a number in host memory, see `PackedStore`; None: those of the pool.
+        staging: slots of the budget through which attention reads the host's KV where it lies, see
+            `StagingBuffer`; 0: KV is copied back before it is read.
     """
 
     host: int = 0
     disk: int = 0
     folder: Path | None = None
     host_bits: int | None = None
+    staging: int = 0
+
+    def __post_init__(self) -> None:
+        assert not self.staging or (self.host and not self.disk and self.host_bits is None), (
+            "attention reads exact KV in host memory only"
+        )
 
     def stores(self, pool: KVPool) -> list[Store]:
         """The stores below a pool, the first one first.

@@ -251,7 +251,8 @@ def visibility(
         window: positions a row looks back, itself included; None: all.
 
     Returns:
-        slots int64 [S], distinct and increasing; rows int64 [S], >= 1.
+        slots int64 [S], distinct and increasing; rows int64 [S], >= 1. Records in host memory that
+        the batch reads are among them, by their addresses.
     """
     new = np.concatenate(([0], np.cumsum(~plan.again.numpy())))  # new rows before each row
     slots: list[Slots] = []
@@ -267,7 +268,7 @@ def visibility(
         slots.append(level.kv_indices.numpy())
         rows.append(seen)
     counts = np.bincount(np.concatenate(slots), np.concatenate(rows)).astype(np.int64)
-    counts[trash:] = 0
+    counts[trash : trash + 1] = 0
     found = np.flatnonzero(counts)
     return found, counts[found]
 

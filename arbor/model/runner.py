@@ -36,6 +36,7 @@ from arbor.model.attention import (
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install, note_form
 from arbor.model.plan import ForwardPlan, select_rows
+from arbor.model.streaming import StreamedAttention
 from arbor.model.unembedding import Unembedding
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -189,7 +190,7 @@ class ModelRunner:
         observed = bool(mass or queries)
         plain = stop_after is None and not hidden and leave is None and not observed
         with self._launches():
-            if self.graphs is not None and plain:
+            if self.graphs is not None and plain and pool.reader is None:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
@@ -290,6 +291,9 @@ class _Attention:
         self._backend = backend
         self._write = write
         self._alive: Tensor | None = None
+        self._streamed = None
+        if pool.reader is not None:
+            self._streamed = StreamedAttention(plan.table, pool.reader, backend)
         self._plans: dict[AttentionShape, Any] = {}
         self._mass_heads = mass
         self._query_rows = queries
@@ -303,6 +307,8 @@ class _Attention:
         self._alive = alive
         self._write = self._plan.write[alive].to(self._write.device)
         self._plans.clear()
+        if self._streamed is not None:
+            self._streamed.keep_rows(alive)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         pool, layer = self._pool, call.layer
@@ -312,6 +318,8 @@ class _Attention:
             if self._alive is not None:
                 rows = torch.searchsorted(self._alive, rows)
             self.queries[layer] = q[rows.to(q.device)]
+        if self._streamed is not None:
+            return self._answer(self._streamed, call, q)
         plan = self._plans.get(call.shape)
         if plan is None:
             layout = self._plan.layout(call.shape.window)
@@ -321,18 +329,32 @@ class _Attention:
         k, v = pool.k[layer], pool.v[layer]
         if layer not in self._mass_heads:
             return self._backend.run(plan, q, k, v, call.sinks)[0]
-        heads, again = self._mass_heads[layer], self._again
-        if again is not None and self._alive is not None:
-            again = again[self._alive]
+        heads, again = self._mass_heads[layer], self._repeated
         if isinstance(self._backend, ObservingBackend):
             counted = None if again is None else ~again
             out, _, added = self._backend.run_observed(plan, q, k, v, call.sinks, counted, heads)
         else:
             out, lse = self._backend.run(plan, q, k, v, call.sinks)
-            if again is not None:
-                lse = lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(-inf) = 0
-            added = self._backend.mass(plan, q, k, lse, heads)
+            added = self._backend.mass(plan, q, k, _counting(lse, again), heads)
         self.mass = added if self.mass is None else self.mass + added
+        return out
+
+    @property
+    def _repeated(self) -> Tensor | None:
+        """bool [T], rows whose attention does not count; None: all counts."""
+        if self._again is None or self._alive is None:
+            return self._again
+        return self._again[self._alive]
+
+    def _answer(self, streamed: StreamedAttention, call: AttentionCall, q: Tensor) -> Tensor:
+        """The output of a layer over KV on the device and in host memory."""
+        layer = call.layer
+        pools = self._pool.k[layer], self._pool.v[layer]
+        out, lse = streamed.run(layer, call.shape, q, pools, call.sinks)
+        if layer in self._mass_heads:
+            lse, heads = _counting(lse, self._repeated), self._mass_heads[layer]
+            added = streamed.mass(layer, call.shape, q, pools[0], lse, heads)
+            self.mass = added if self.mass is None else self.mass + added
         return out
 
     def _written(self, call: AttentionCall) -> Tensor:
@@ -350,6 +372,13 @@ class _Attention:
         q, k = rotation.ops.rotate(call.q, call.k, *tables)
         pool.write(call.layer, self._write, k, call.v)
         return q
+
+
+def _counting(lse: Tensor, again: Tensor | None) -> Tensor:
+    """The log-sum-exp of rows, with which those whose attention does not count give no mass."""
+    if again is None:
+        return lse
+    return lse.masked_fill(again.to(lse.device)[:, None], math.inf)  # exp(-inf) = 0
 
 
 def check_layer_types(config: Any) -> None:

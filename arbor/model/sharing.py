@@ -26,7 +26,8 @@ class Piece:
 
     Attributes:
         key: pieces with equal keys in one batch name the same slots; what is shared is found by it.
-        slots: int32 [c], in order of position.
+        slots: int32 [c], in order of position; addresses beyond the pool's slots are records in
+            host memory (`StagingBuffer`).
         positions: int32 [c], increasing; gaps where tokens are not resident.
     """
 

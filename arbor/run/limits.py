@@ -66,6 +66,20 @@ def check_rehydration(mode: str, rehydrate: str | None) -> None:
         )
 
 
+def check_staging(given: bool, mode: str, rehydrate: str) -> None:
+    """Refuse a staging buffer where attention cannot read KV in host memory.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if given and (mode != "lossless" or rehydrate != "selective"):
+        raise UsageError(
+            "staging",
+            "attention reads KV in host memory in lossless mode with selective rehydration only.",
+            "Leave out --staging, or --mode and --rehydrate.",
+        )
+
+
 def check_tiers(
     given: bool, rehydrate: str, *, host_bits: int | None, mode: str, kv_dtype: str
 ) -> None:

@@ -119,6 +119,7 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         None if size is None else size.expected,
         0 if size is None else size.n,
         proposals,
+        setup.lower.staging_tokens(info.kv_bytes_per_token),
     )
     if shape.path_tokens > info.context:
         levers = ["Shorten the problem", *shape.levers(info.context)]
@@ -132,6 +133,13 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         )
     number = info.kv_bytes_per_token, BYTES_OF[info.dtype]
     host, disk = setup.lower.tokens(*number)
+    if shape.staging_tokens and host < shape.path_tokens:
+        raise UsageError(
+            "staging",
+            f"--host has room for {host:,} tokens, and the longest path may have "
+            f"{shape.path_tokens:,}: with --staging all of it may be there.",
+            f"Give --host {shape.path_tokens}tok or more.",
+        )
     if not setup.policy.keeps_all:
         plan = budget.plan(shape, info.kv_bytes_per_token)
         plan = replace(plan, host_tokens=host, disk_tokens=disk, kv_dtype=info.kv_dtype)

@@ -17,7 +17,13 @@ from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
-from arbor.run.limits import check_count, check_rehydration, check_sharing, check_tiers
+from arbor.run.limits import (
+    check_count,
+    check_rehydration,
+    check_sharing,
+    check_staging,
+    check_tiers,
+)
 from arbor.run.tier_sizes import TierSizes
 from arbor.support.cache_dir import exit_file, msve_file
 from arbor.tasks.base import BlockLimits, Task
@@ -106,15 +112,18 @@ def resolve_tiers(
     rehydrate: str,
     *,
     host_bits: int | None = None,
+    staging: str | int | None = None,
     mode: str = "lossless",
     kv_dtype: str = "auto",
 ) -> TierSizes:
     """Sizes of the lower tiers, checked together with mode, rehydration and dtype of the KV.
 
     Raises:
-        UsageError: not a size, nothing ever comes back, or KV may not be packed.
+        UsageError: not a size, nothing ever comes back, or KV may be neither packed nor read in
+            host memory.
     """
-    sizes = TierSizes.parse(host, disk, disk_dir, host_bits)
+    sizes = TierSizes.parse(host, disk, disk_dir, host_bits, staging)
+    check_staging(sizes.staging is not None, mode, rehydrate)
     check_tiers(bool(sizes), rehydrate, host_bits=host_bits, mode=mode, kv_dtype=kv_dtype)
     return sizes
 

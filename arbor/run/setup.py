@@ -108,7 +108,8 @@ class Setup:
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
-        default: `aggregate`, `host`, `host_bits`, `disk`, `fetch`, `share`, `kv_probe`,
+        default: `aggregate`, `host`, `host_bits`, `staging`, `disk`, `fetch`, `share`,
+        `kv_probe`,
         `cuda_graphs`, `kv_dtype`, `step_format`, `branch_stop`.
         """
         return {
@@ -139,6 +140,7 @@ class Setup:
             **({} if self.branch_stop is None else {"branch_stop": str(self.branch_stop)}),
             **({} if self.lower.host is None else {"host": str(self.lower.host)}),
             **({} if self.lower.host_bits is None else {"host_bits": self.lower.host_bits}),
+            **({} if self.lower.staging is None else {"staging": str(self.lower.staging)}),
             **({} if self.lower.disk is None else {"disk": str(self.lower.disk)}),
             **({"fetch": self.fetch} if self.lower and self.fetch != "auto" else {}),
             **({} if self.share == "exact" else {"share": self.share}),

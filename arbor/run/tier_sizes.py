@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arbor.budget import Budget
@@ -20,12 +20,15 @@ class TierSizes:
         disk: likewise.
         disk_dir: the folder of the file on disk; None: the system's for temporary files.
         host_bits: of a number in host memory; None: full precision.
+        staging: slots of the budget through which attention reads KV in host memory, in tokens or
+            bytes; None: it reads none there.
     """
 
     host: Budget | None = None
     disk: Budget | None = None
     disk_dir: Path | None = None
     host_bits: int | None = None
+    staging: Budget | None = None
 
     def __bool__(self) -> bool:
         """Whether there is a lower tier."""
@@ -38,15 +41,23 @@ class TierSizes:
         disk: str | int | Budget | None = None,
         disk_dir: str | os.PathLike[str] | None = None,
         host_bits: int | None = None,
+        staging: str | int | Budget | None = None,
     ) -> TierSizes:
         """Sizes as a user writes them: ``8GiB``, ``20000tok``; None, 0 or ``0`` for none.
 
         Raises:
             UsageError: not a size, a folder that does not exist, or a folder without a size; bits
-                that are not 8, 4 or 2, without host memory, or with a disk.
+                that are not 8, 4 or 2, without host memory, or with a disk; a staging buffer
+                without host memory, for packed KV or with a disk.
         """
-        sizes = cls(_size("host", host), _size("disk", disk), host_bits=host_bits)
+        sizes = cls(
+            _size("host", host),
+            _size("disk", disk),
+            host_bits=host_bits,
+            staging=_size("staging", staging),
+        )
         sizes._check_bits()
+        sizes._check_staging()
         if disk_dir is None:
             return sizes
         folder = Path(disk_dir)
@@ -58,7 +69,7 @@ class TierSizes:
             raise UsageError(
                 "disk-store", f"--disk-dir {folder}: there is no such folder.", "Create it first."
             )
-        return cls(sizes.host, sizes.disk, folder, host_bits)
+        return replace(sizes, disk_dir=folder)
 
     def _check_bits(self) -> None:
         bits = self.host_bits
@@ -78,6 +89,25 @@ class TierSizes:
                 f"--host-bits {bits}: KV on disk is in full precision, and packed KV never is again.",
                 "Leave out --disk, or --host-bits.",
             )
+
+    def _check_staging(self) -> None:
+        if self.staging is None:
+            return
+        for wrong, reason, hint in (
+            (self.host is None, "no KV goes to the host", "Give --host 8GiB too"),
+            (self.host_bits is not None, "packed KV is rounded", "Leave out --host-bits"),
+            (self.disk is not None, "no KV is read from a disk", "Leave out --disk"),
+        ):
+            if wrong:
+                raise UsageError(
+                    "staging",
+                    f"--staging {self.staging}: attention reads exact KV in host memory; {reason}.",
+                    f"{hint}, or leave out --staging.",
+                )
+
+    def staging_tokens(self, bytes_per_token: int) -> int:
+        """Tokens of the staging buffer, at least 1 where there is one; argument as for `tokens`."""
+        return 0 if self.staging is None else max(1, _tokens(self.staging, bytes_per_token))
 
     def tokens(self, bytes_per_token: int, itemsize: int) -> tuple[int, int]:
         """Tokens that host and disk may hold.

@@ -21,6 +21,7 @@ OF_SOLVER = (
     "rehydrate",
     "host",
     "host_bits",
+    "staging",
     "disk",
     "fetch",
     "max_depth",
