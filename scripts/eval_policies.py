@@ -46,6 +46,7 @@ from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.lazy_eviction import LazyEviction
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
+from arbor.retention.trigger import Trigger
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
@@ -67,7 +68,7 @@ LOSSLESS = (
 LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arborkv", "kkt")
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
 ARBORKV = dataclasses.replace(POLICIES["arborkv"], protect=PROTECT)
-LAZY = dataclasses.replace(POLICIES["lazyeviction"], protect=PROTECT)
+LAZY = dataclasses.replace(POLICIES["lazyeviction"], protect=PROTECT, trigger=Trigger())
 VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of their parts changed
     "arborkv-published": (POLICIES["arborkv"], None),  # with its own protection: tails, and a floor
     "arborkv-any-path": (dataclasses.replace(ARBORKV, spares_paths=False), MSVE()),
@@ -94,8 +95,14 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of thei
     "arborkv-tail-only": (dataclasses.replace(ARBORKV, scorer=Recency()), MSVE()),
     "arborkv-by-lot": (dataclasses.replace(ARBORKV, scorer=RandomTokens()), MSVE()),
     "arborkv-as-guessed": (ARBORKV, MSVE()),
-    "lazyeviction-paper": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="paper")), None),
-    "lazyeviction-off": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="off")), None),
+    # a token at a time, as the policies they are compared with, not with slots to spare
+    "ams-each": (
+        dataclasses.replace(POLICIES["ams"], protect=PROTECT, trigger=Trigger()),
+        None,
+    ),
+    "lazyeviction-each": (LAZY, None),
+    "lazyeviction-paper-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="paper")), None),
+    "lazyeviction-off-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="off")), None),
 }
 RESAMPLES = 2000
 SIZES = {  # of the searches of `share`, by about how many blocks they have: beam, width, how many times fewer problems
