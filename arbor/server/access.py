@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import hmac
 from typing import TypeVar
 
@@ -19,7 +21,8 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 def check_key(request: Request, settings: ServerSettings) -> None:
     """Refuse a request without a valid API key, where the server has any.
 
-    Every key is compared, each in a time that does not depend on where they differ.
+    A browser sends the key as the password of any user. Every key is compared, each in a time that
+    does not depend on where they differ.
 
     Raises:
         Refusal: no key, or a wrong one.
@@ -27,7 +30,12 @@ def check_key(request: Request, settings: ServerSettings) -> None:
     if not settings.api_keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    token = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+    token = b""
+    if scheme.lower() == "bearer":
+        token = given.strip().encode("utf-8", "surrogateescape")
+    elif scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            token = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
     matches = [hmac.compare_digest(token, key.encode()) for key in settings.api_keys]
     if not any(matches):
         raise Refusal(

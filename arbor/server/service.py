@@ -17,6 +17,7 @@ from arbor.events import Event
 from arbor.run.job import SearchJob
 from arbor.run.solution import Solution
 from arbor.server.answers import Answers, Delta, PlainAnswers, SearchAnswers
+from arbor.server.live import LiveSearches
 from arbor.server.metrics import ServerMetrics
 from arbor.server.planned import Planned
 from arbor.server.refusals import Refusal, refusal_of
@@ -81,6 +82,8 @@ class Service:
             tokens,
             lambda: solver.engine.held_tokens,
         )
+        self.source = solver.checkpoint.source.name
+        self.live = LiveSearches(self.source, settings.name) if settings.live else None
         self.draining = False
         self._planning = 0  # requests
         self.admitted = 0  # searches that have not ended
@@ -170,6 +173,8 @@ class Admitted:
         self._service = service
         self._arrived_s = arrived_s
         self._closed = False
+        shows = service.live if planned.searched else None
+        self._shown = [shows.begin(run.problem.text) for run in planned.runs] if shows else []
         self._jobs = [service.engine.begin(run) for run in planned.runs]
         loop = asyncio.get_running_loop()
         left_s = max(0.0, arrived_s + planned.timeout_s - time.monotonic())
@@ -185,6 +190,8 @@ class Admitted:
         for job in self._jobs:
             if not job.ended:
                 job.abandon()
+        for search in self._shown:
+            search.end("given up")
         self._service.release(len(self._jobs), time.monotonic() - self._arrived_s)
 
     async def news(self, *, with_events: bool = False) -> AsyncIterator[News]:
@@ -230,12 +237,19 @@ class Admitted:
                     event = job.events.get()
                     if event is None:
                         del going[place]
-                        solution = self._solution(job)
+                        try:
+                            solution = self._solution(job)
+                        except Refusal as refusal:
+                            self._end_shown(place, refusal.code)
+                            raise
+                        self._end_shown(place, solution.finish_reason)
                         self._count(answers[place])
                         deltas += [(place, each) for each in answers[place].end(solution)]
                         ended.append((place, Ended(solution, answers[place])))
                         break
                     deltas += [(place, each) for each in answers[place].feed(event)]
+                    if self._shown:
+                        self._shown[place].feed(event)
                     if with_events:
                         events.append((place, event))
             if deltas or ended or events:
@@ -250,6 +264,11 @@ class Admitted:
                     await woken.wait()
             except TimeoutError:
                 yield News()
+
+    def _end_shown(self, place: int, status: str) -> None:
+        """The end of a search on the page."""
+        if self._shown:
+            self._shown[place].end(status)
 
     def _answers_of(self, job: SearchJob, planned: Planned) -> Answers:
         if planned.searched:

@@ -33,6 +33,7 @@ class ServerSettings:
         body_s: most seconds until it has arrived.
         drain_s: seconds that requests in progress get at a shutdown.
         api_keys: if there are any, a request under `/v1`, `/` or `/metrics` has to name one.
+        live: whether a page shows searches, with the words of all requests.
         hosts: names by which clients may address the server (against DNS rebinding); empty: any.
     """
 
@@ -52,6 +53,7 @@ class ServerSettings:
     body_s: float = 30.0
     drain_s: float = 10.0
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    live: bool = False
     hosts: tuple[str, ...] = ()
 
 
