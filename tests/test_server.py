@@ -29,10 +29,11 @@ from arbor import Solver
 from arbor.errors import InputError, UsageError
 from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
+from arbor.run.shared_engine import default_tokens
 from arbor.server.public import PublicRecords
 from arbor.server.refusals import refusal_of, without_paths
 from arbor.server.schema import ChatRequest, CompletionRequest, Search
-from arbor.server.settings import default_tokens, read_keys, served_name
+from arbor.server.settings import read_keys, served_name
 from arbor.trace import Replay, read_trace
 
 CHAT = "/v1/chat/completions"

@@ -286,7 +286,7 @@ def _size(kv: str | None) -> Budget | None:
 
 def _kv_tokens(size: Budget | None, concurrency: int, solver: Solver) -> int:
     """Tokens of KV for all requests."""
-    from arbor.server.settings import default_tokens
+    from arbor.run.shared_engine import default_tokens
 
     info = solver.describe()
     if size is None:

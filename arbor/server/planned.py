@@ -16,7 +16,6 @@ from arbor.model.sampling_params import Sampling
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.shared_engine import SharedEngine
-from arbor.server.plain_text import PlainText, plain_problem
 from arbor.server.refusals import Refusal
 from arbor.server.schema import (
     ChatRequest,
@@ -30,6 +29,7 @@ from arbor.server.search_changes import search_changes, search_options
 from arbor.server.settings import ServerSettings
 from arbor.support.texts import one_line
 from arbor.tasks.base import BlockLimits, Converses, Task
+from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.verifiers.exact import Exact
 
 COMPLETION_TOKENS = 16  # OpenAI's default

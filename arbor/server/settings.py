@@ -8,7 +8,6 @@ from pathlib import Path
 
 from arbor.errors import InputError, UsageError
 
-MOST_KV_BYTES = 4 * 2**30  # of the default budget
 LEAST_KEY = 16  # characters of an API key
 
 
@@ -65,18 +64,6 @@ def served_name(model: str) -> str:
     """
     path = Path(model)
     return path.resolve().name if path.is_dir() or path.is_absolute() else model
-
-
-def default_tokens(context: int, at_once: int, bytes_per_token: int) -> int:
-    """Tokens of KV by default: the model's context for every request in progress, at most
-    `MOST_KV_BYTES`.
-
-    Args:
-        context: the model's, in tokens.
-        at_once: requests in progress at a time.
-        bytes_per_token: of KV.
-    """
-    return max(context, min(context * at_once, MOST_KV_BYTES // bytes_per_token))
 
 
 def read_keys(path: Path | None, given: str | None) -> tuple[str, ...]:
