@@ -160,6 +160,31 @@ def test_roles_without_a_template_are_their_contents(client: Any) -> None:
     assert talked.choices[0].message.content == written.choices[0].text
 
 
+def test_a_chat_template_writes_the_prompt(
+    solver: Solver, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system at /x/y') }}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    monkeypatch.setattr(solver.tokenizer, "chat_template", template)
+    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
+    turns = [("user", "4 5"), ("assistant", "9"), ("user", "6 10")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+
+    talked = client.chat.completions.create(messages=messages, **fields)
+    ids = solver.tokenizer.encode(
+        "<user>4 5<assistant>9<user>6 10<assistant>", add_special_tokens=False
+    )
+    written = client.completions.create(prompt=ids, **fields)
+
+    assert talked.choices[0].message.content == written.choices[0].text
+    assert talked.usage.prompt_tokens == len(ids)
+    with pytest.raises(openai.BadRequestError, match=r"no system at \(path\)"):
+        client.chat.completions.create(messages=[{"role": "system", "content": "x"}], **fields)
+
+
 def test_the_model_is_listed(client: Any) -> None:
     assert [each.id for each in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "arbor"
@@ -658,6 +683,7 @@ DEEP = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ({"prompt": "x", "logit_bias": {"5": 100}}, 400, "invalid_request"),
         ({"prompt": "x", "beams": 4}, 400, "invalid_request"),
         ({"prompt": "x", "__class__": {}}, 400, "invalid_request"),
+        ({"prompt": "x", "y" * 10**5: {}}, 400, "invalid_request"),
         ({"prompt": "x", "arbor": {"deadline": 5}}, 400, "invalid_request"),
         ({"prompt": "x", "arbor": {"timeout": -5}}, 400, "invalid_request"),
         ({"prompt": [1, 2], "arbor": {"task": "game24"}}, 400, "invalid_request"),
@@ -673,6 +699,7 @@ def test_a_hostile_body_is_refused_with_a_reason(
     assert (found, document["error"]["code"]) == (status, code), document
     error = document["error"]
     assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) <= 600
+    assert len(error["param"] or "") <= 120
     assert running.is_idle
 
 
@@ -795,7 +822,7 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
 
 def test_metrics_count_what_was_done(solver: Solver) -> None:
     with serving(solver) as running:
-        running.send(CHAT, chat("4 5 6 10", max_tokens=6, temperature=0))
+        running.send(CHAT, chat("4 5 6 10", max_tokens=6, temperature=0, stream=True))
         running.send(CHAT, {})
         text = running.send("/metrics")[2]["text"]
 

@@ -293,7 +293,7 @@ async def _solution(admitted: Admitted, records: PublicRecords) -> dict[str, Any
 async def _events(admitted: Admitted, records: PublicRecords) -> AsyncIterator[bytes]:
     """The events of the only run as they come, and its solution; an error is the last event."""
     try:
-        async for news in admitted.news(with_events=True):
+        async for news in admitted.news(streaming=True, with_events=True):
             chunks = []
             for _, event in news.events:
                 chunks.append(sse(records.record(event), event.name))
@@ -309,7 +309,7 @@ async def _chunks(admitted: Admitted, form: Format, with_usage: bool) -> AsyncIt
         yield chunk
     ended: list[tuple[int, Ended]] = []
     try:
-        async for news in admitted.news():
+        async for news in admitted.news(streaming=True):
             ended += news.ended
             if not news.deltas and not news.ended:
                 yield HEARTBEAT

@@ -16,7 +16,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.shared_engine import SharedEngine
-from arbor.server.refusals import Refusal
+from arbor.server.refusals import Refusal, without_paths
 from arbor.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -152,7 +152,8 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int
         raise Refusal(
             400,
             "chat_template",
-            f"The model's chat template refuses these messages: {one_line(str(error))[:200]}.",
+            "The model's chat template refuses these messages: "
+            f"{without_paths(one_line(str(error))[:200])}.",
             param="messages",
         ) from error
     return list(encoded["input_ids"])

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0  # without news, after which a stream sends something
+TOGETHER_S = 0.01  # between two pieces of a stream at least; each wakes the event loop
 FIRST_GUESS_S = 1.0  # seconds of a request, before any has ended
 SMOOTHING = 0.2  # weight of the last request in the mean of these seconds
 
@@ -194,28 +195,31 @@ class Admitted:
             search.end("given up")
         self._service.release(len(self._jobs), time.monotonic() - self._arrived_s)
 
-    async def news(self, *, with_events: bool = False) -> AsyncIterator[News]:
-        """What happens, as it happens.
+    async def news(
+        self, *, streaming: bool = False, with_events: bool = False
+    ) -> AsyncIterator[News]:
+        """What happens.
 
         Args:
+            streaming: as it happens; else all of a run when it has ended, so that the loop does not
+                take the interpreter from the searches at every event.
             with_events: hand out the events as well.
 
         Raises:
             Refusal: the deadline has come before a search began, or a search has failed.
         """
         first = True
-        async for news in self._news(self._jobs, self.planned, with_events):
-            if first and news.deltas:
+        as_it_happens = streaming or bool(self._shown)
+        async for news in self._news(as_it_happens, with_events):
+            if streaming and first and news.deltas:
                 first = False
                 seconds = time.monotonic() - self._arrived_s
                 self._service.metrics.first_seconds.observe(seconds)
             yield news
 
-    async def _news(
-        self, jobs: list[SearchJob], planned: Planned, with_events: bool
-    ) -> AsyncIterator[News]:
-        answers = [self._answers_of(job, planned) for job in jobs]
-        going = dict(enumerate(jobs))
+    async def _news(self, as_it_happens: bool, with_events: bool) -> AsyncIterator[News]:
+        answers = [self._answers_of(job, self.planned) for job in self._jobs]
+        going = dict(enumerate(self._jobs))
         woken, armed = asyncio.Event(), set[int]()
         loop = asyncio.get_running_loop()
 
@@ -233,7 +237,7 @@ class Admitted:
             ended: list[tuple[int, Ended]] = []
             events: list[tuple[int, Event]] = []
             for place, job in list(going.items()):
-                while not job.events.empty():
+                while (as_it_happens or job.ended) and not job.events.empty():
                     event = job.events.get()
                     if event is None:
                         del going[place]
@@ -254,11 +258,14 @@ class Admitted:
                         events.append((place, event))
             if deltas or ended or events:
                 yield News(tuple(deltas), tuple(ended), tuple(events))
+                if going:
+                    await asyncio.sleep(TOGETHER_S)
                 continue
             for place, job in going.items():
                 if place not in armed:
                     armed.add(place)
-                    job.at_news(partial(call, place))
+                    notify = job.at_news if as_it_happens else job.at_end
+                    notify(partial(call, place))
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await woken.wait()
