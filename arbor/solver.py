@@ -49,6 +49,7 @@ from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
 from arbor.run.request import Options, Request
 from arbor.run.run import Run
+from arbor.run.scoring import Scoring
 from arbor.run.search_sizes import SearchSizes
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     import torch
 
     from arbor.engine.engine import Engine
+    from arbor.engine.likelihood import TokenScores
     from arbor.memory.prompt_files import PromptFiles
     from arbor.memory.stores import LowerRoom
     from arbor.model.runner import ModelRunner
@@ -311,9 +313,8 @@ class Solver:
         self._sizes = SearchSizes(source.path, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
-        self._run: Run | Batch | Worker | Generation | None = (
-            None  # the search in progress, or several
-        )
+        # the search in progress, or several
+        self._run: Run | Batch | Worker | Generation | Scoring | None = None
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
@@ -764,6 +765,26 @@ class Solver:
         with self._lend(generation) as engine:
             return generation.run(engine, self.eos)
 
+    def logprobs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[TokenScores]:
+        """The log probability of given tokens after given tokens; no search.
+
+            before, yes, no = map(solver.tokenizer.encode, ("2 + 2 = 4.", " yes", " no"))
+            scores = solver.logprobs([(before, yes), (before, no)])
+            print(scores[0].total, scores[1].total)
+
+        What texts begin with alike is computed once.
+
+        Args:
+            pairs: (token ids before, token ids to score), at least one of each.
+
+        Returns:
+            the scores of each, in their order; those so far after `stop`.
+
+        Raises:
+            InputError, UsageError, ModelError: before anything is computed.
+        """
+        return Scoring(self.checkpoint, pairs).run(self._lend)
+
     def shared(self, at_once: int, tokens: int) -> SharedEngine:
         """This solver's engine for searches with settings of their own, as they arrive.
 
@@ -817,7 +838,7 @@ class Solver:
         )
 
     @contextmanager
-    def _lend(self, run: Run | Batch | Worker | Generation) -> Iterator[Engine]:
+    def _lend(self, run: Run | Batch | Worker | Generation | Scoring) -> Iterator[Engine]:
         """The engine, loaded, for one run at a time, or for one batch of runs.
 
         Raises:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -51,9 +53,16 @@ class Answered:
 
 @dataclass(frozen=True)
 class Level:
-    """One measurement: a kind of request at a number of clients."""
+    """One measurement: a kind of request at a number of clients.
+
+    Attributes:
+        seconds: from the first request to the last answer.
+        cpu_seconds: of the server's process, all threads; 0 where the system does not show them.
+        answered: every request.
+    """
 
     seconds: float
+    cpu_seconds: float
     answered: tuple[Answered, ...]
 
     @property
@@ -78,15 +87,24 @@ def part(values: list[float], share: float) -> float:
     return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
+def cpu_seconds(process: int) -> float:
+    """CPU seconds of a process and its threads so far; 0 where the system does not show them."""
+    path = Path(f"/proc/{process}/stat")
+    if not path.is_file():
+        return 0.0
+    fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @contextmanager
-def server(most: int) -> Iterator[str]:
-    """The address of a server that takes so many requests at a time."""
+def server(most: int) -> Iterator[tuple[str, int]]:
+    """The address and the process of a server that takes so many requests at a time."""
     command = [sys.executable, "-m", "arbor", "serve", MODEL, "--port", "0", "--json"]
     command += ["--concurrency", str(most)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield str(json.loads(process.stdout.readline())["url"])
+            yield str(json.loads(process.stdout.readline())["url"]), process.pid
         finally:
             process.terminate()
 
@@ -125,7 +143,7 @@ def ask(client: Any, kind: str, hand: str, seed: int, tokens: int) -> Answered:
     return Answered(time.perf_counter() - began, first, used.completion_tokens if used else 0)
 
 
-def measure(url: str, kind: str, clients: int, given: argparse.Namespace) -> Level:
+def measure(url: str, process: int, kind: str, clients: int, given: argparse.Namespace) -> Level:
     """Send all requests of a level."""
     todo: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     for seed, problem in enumerate(Game24().problems("test", given.requests)):
@@ -151,12 +169,13 @@ def measure(url: str, kind: str, clients: int, given: argparse.Namespace) -> Lev
     for thread in threads:
         thread.start()
     start.wait()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), cpu_seconds(process)
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return Level(time.perf_counter() - began, tuple(answered))
+    seconds, used = time.perf_counter() - began, cpu_seconds(process) - used
+    return Level(seconds, used, tuple(answered))
 
 
 def main() -> None:
@@ -172,13 +191,13 @@ def main() -> None:
     given = parser.parse_args()
     table = ExperimentTable(given)
     levels: dict[tuple[str, int], list[Level]] = {}
-    with server(max(given.clients)) as url:
+    with server(max(given.clients)) as (url, process):
         for kind in given.kinds:
-            measure(url, kind, 1, argparse.Namespace(requests=2, tokens=given.tokens))
+            measure(url, process, kind, 1, argparse.Namespace(requests=2, tokens=given.tokens))
         for number in range(given.rounds):
             for kind in given.kinds:
                 for clients in given.clients:
-                    level = measure(url, kind, clients, given)
+                    level = measure(url, process, kind, clients, given)
                     levels.setdefault((kind, clients), []).append(level)
                     table.add(
                         {
@@ -187,6 +206,7 @@ def main() -> None:
                             "round": number,
                             "tokens": given.tokens,
                             "seconds": round(level.seconds, 4),
+                            "server_cpu_s": round(level.cpu_seconds, 2),
                             "tokens_per_s": round(level.tokens_per_s, 1),
                             "requests_per_s": round(len(level.answered) / level.seconds, 3),
                             "p50_s": round(part(level.latencies, 0.5), 4),
@@ -197,7 +217,7 @@ def main() -> None:
                             "n_of": "requests",
                         }
                     )
-    print("kind    clients  tok/s  times the first  requests/s  p50 s  p95 s  first p50 s")
+    print("kind    clients  tok/s  times the first  requests/s  p50 s  p95 s  first p50 s  CPU s")
     for (kind, clients), rounds in levels.items():
         speed = statistics.median(each.tokens_per_s for each in rounds)
         alone = statistics.median(each.tokens_per_s for each in levels[kind, given.clients[0]])
@@ -207,6 +227,7 @@ def main() -> None:
             f" {statistics.median(part(each.latencies, 0.5) for each in rounds):6.3f}"
             f" {statistics.median(part(each.latencies, 0.95) for each in rounds):6.3f}"
             f" {statistics.median(part(each.firsts, 0.5) for each in rounds):12.3f}"
+            f" {statistics.median(each.cpu_seconds for each in rounds):6.2f}"
         )
 
 

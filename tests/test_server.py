@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -21,9 +27,14 @@ from support.http import NAME, Gate, Running, serving, until
 
 from arbor import Solver
 from arbor.errors import InputError, UsageError
+from arbor.model.loading import BUILTIN
 from arbor.model.runner import ModelRunner
+from arbor.run.shared_engine import default_tokens
+from arbor.server.public import PublicRecords
 from arbor.server.refusals import refusal_of, without_paths
-from arbor.server.settings import default_tokens, read_keys, served_name
+from arbor.server.schema import ChatRequest, CompletionRequest, Search
+from arbor.server.settings import read_keys, served_name
+from arbor.trace import Replay, read_trace
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -149,6 +160,31 @@ def test_roles_without_a_template_are_their_contents(client: Any) -> None:
     assert talked.choices[0].message.content == written.choices[0].text
 
 
+def test_a_chat_template_writes_the_prompt(
+    solver: Solver, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system at /x/y') }}"
+        "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    monkeypatch.setattr(solver.tokenizer, "chat_template", template)
+    fields = {"model": NAME, "max_tokens": 8, "temperature": 0}
+    turns = [("user", "4 5"), ("assistant", "9"), ("user", "6 10")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+
+    talked = client.chat.completions.create(messages=messages, **fields)
+    ids = solver.tokenizer.encode(
+        "<user>4 5<assistant>9<user>6 10<assistant>", add_special_tokens=False
+    )
+    written = client.completions.create(prompt=ids, **fields)
+
+    assert talked.choices[0].message.content == written.choices[0].text
+    assert talked.usage.prompt_tokens == len(ids)
+    with pytest.raises(openai.BadRequestError, match=r"no system at \(path\)"):
+        client.chat.completions.create(messages=[{"role": "system", "content": "x"}], **fields)
+
+
 def test_the_model_is_listed(client: Any) -> None:
     assert [each.id for each in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "arbor"
@@ -255,6 +291,132 @@ def test_what_a_search_cannot_read_is_refused(
     status, _, document = running.send(CHAT, chat(HANDS[0]) | fields)
 
     assert status == 400 and words in document["error"]["message"], document
+
+
+# Problems, event by event
+
+SOLVE = "/v1/solve"
+
+
+def events_in(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, data) of server-sent events."""
+    found = []
+    for block in text.split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines() if line)
+        if "data" in lines:
+            found.append((lines.get("event", ""), json.loads(lines["data"])))
+    return found
+
+
+def test_a_problem_is_solved_event_by_event(
+    solver: Solver, running: Running, tmp_path: Path
+) -> None:
+    body = {"problem": HANDS[0], "seed": 3, "controller": "tot,beam=2", "max_expansions": 12}
+
+    status, headers, document = running.send(SOLVE, body)
+    whole = running.send(SOLVE, body | {"stream": False})[2]
+
+    *events, (last, solution) = events_in(document["text"])
+    assert (status, last) == (200, "solution")
+    assert headers["content-type"].startswith("text/event-stream")
+    assert [name for name, _ in events] == [data["e"] for _, data in events]
+    path = tmp_path / "run.arbor.jsonl"
+    path.write_text("".join(json.dumps(data) + "\n" for _, data in events), encoding="utf-8")
+    replay = Replay.of(read_trace(path))
+    assert replay.problems == [] and replay.ended
+    assert solution["answer"] == whole["answer"] and solution["schema"] == "arbor.solution/1"
+    assert solution["candidates"] == whole["candidates"] and solution["seed"] == 3
+
+
+def test_tokens_come_where_they_are_asked_for(running: Running) -> None:
+    body = {"problem": HANDS[0], "seed": 3, "max_expansions": 2, "trace_level": "tokens"}
+
+    names = [name for name, _ in events_in(running.send(SOLVE, body)[2]["text"])]
+
+    assert names.count("sample") > 10
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, "invalid_request"),
+        ({"problem": ""}, "invalid_request"),
+        ({"problem": "4 5 6"}, "problem_invalid"),
+        ({"problem": HANDS[0], "expected": "24"}, "invalid_request"),
+        ({"problem": HANDS[0], "controller": "os:system"}, "unknown_controller"),
+        ({"problem": HANDS[0], "trace": "/tmp/x"}, "invalid_request"),
+    ],
+)
+def test_a_problem_that_cannot_be_searched_is_refused(
+    running: Running, body: dict[str, Any], code: str
+) -> None:
+    status, _, document = running.send(SOLVE, body)
+
+    assert (status, document["error"]["code"]) == (400, code), document
+
+
+def test_events_name_no_path_of_the_machine(tmp_path: Path) -> None:
+    folder = tmp_path / "secret"
+    folder.symlink_to(BUILTIN["sapling"], target_is_directory=True)
+    body = {"problem": HANDS[0], "max_expansions": 1}
+    with Solver(folder) as solver, serving(solver) as running:
+        streamed = running.send(SOLVE, body)[2]["text"]
+        whole = running.send(SOLVE, body | {"stream": False})[2]
+
+    assert str(tmp_path) not in streamed + json.dumps(whole)
+    assert whole["config"]["model"] == NAME
+    records = PublicRecords("model", NAME)
+    assert records._public({"a": ["/x/y", "C:\\x", "a/b", 5]}) == {
+        "a": ["(path)", "(path)", "a/b", 5]
+    }
+
+
+def test_searches_are_shown_on_a_page(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    hand = "<b>4 5 6 10</b>"
+    with serving(solver, live=True) as running:
+        assert "0 in progress, 0 ended" in running.send("/")[2]["text"]
+        running.send(CHAT, chat(HANDS[0], arbor={"max_expansions": 2}))
+        running.send(COMPLETIONS, {"prompt": "not shown", "max_tokens": 1})
+        gate.close()
+        held = running.begin(SOLVE, {"problem": HANDS[1]})
+        until(lambda: running.service.engine.running)
+        until(lambda: "running" in running.send("/")[2]["text"])
+        index = running.send("/")[2]["text"]
+        assert "1 in progress, 1 ended" in index and "not shown" not in index
+        links = re.findall(r'href="(live/[^"]+)"', index)
+        for link, name in zip(links, (HANDS[1], HANDS[0]), strict=True):
+            status, headers, page = running.send(f"/{link}")
+            assert status == 200 and "viewer" in page["text"]
+            assert ("refresh" in headers) == (name == HANDS[1])
+            assert run_of(page["text"])["records"][0]["problem"] == name
+        held.close()
+        gate.open()
+        until(lambda: running.is_idle)
+        assert "given up" in running.send("/")[2]["text"]
+        assert running.send("/live/unknown")[0] == 404
+        live = running.service.live
+        assert live is not None
+        live.begin(hand)
+        assert hand not in live.index() and "&lt;b&gt;" in live.index()
+        for _ in range(40):
+            live.begin("x").end("solved")
+        assert len(live._searches) == 16
+
+
+def run_of(page: str) -> dict[str, Any]:
+    """The run that a page holds."""
+    packed = re.search(r'class="run">([^<]+)<', page)
+    assert packed is not None
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return found
+
+
+def test_without_the_option_no_page_shows_searches(running: Running) -> None:
+    running.send(CHAT, chat(HANDS[0], arbor={"max_expansions": 1}))
+
+    assert running.send("/")[2]["text"].startswith("arbor ")
+    assert HANDS[0] not in running.send("/")[2]["text"]
 
 
 # Many at once
@@ -521,6 +683,7 @@ DEEP = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
         ({"prompt": "x", "logit_bias": {"5": 100}}, 400, "invalid_request"),
         ({"prompt": "x", "beams": 4}, 400, "invalid_request"),
         ({"prompt": "x", "__class__": {}}, 400, "invalid_request"),
+        ({"prompt": "x", "y" * 10**5: {}}, 400, "invalid_request"),
         ({"prompt": "x", "arbor": {"deadline": 5}}, 400, "invalid_request"),
         ({"prompt": "x", "arbor": {"timeout": -5}}, 400, "invalid_request"),
         ({"prompt": [1, 2], "arbor": {"task": "game24"}}, 400, "invalid_request"),
@@ -536,6 +699,7 @@ def test_a_hostile_body_is_refused_with_a_reason(
     assert (found, document["error"]["code"]) == (status, code), document
     error = document["error"]
     assert error["type"] == "invalid_request_error" and 10 < len(error["message"]) <= 600
+    assert len(error["param"] or "") <= 120
     assert running.is_idle
 
 
@@ -631,8 +795,10 @@ def test_without_a_key_nothing_is_served(solver: Solver) -> None:
             for path, body in ((CHAT, {}), ("/v1/models", None), ("/metrics", None)):
                 status, headers, document = running.send(path, body, authorization=given)
                 assert (status, document["error"]["code"]) == (401, "invalid_api_key")
-                assert headers["www-authenticate"] == "Bearer"
+                assert headers["www-authenticate"].startswith("Bearer")
         assert running.send("/health")[0] == running.send("/ready")[0] == 200
+        basic = base64.b64encode(f"any:{KEYS[1]}".encode()).decode()
+        assert running.send("/v1/models", authorization=f"Basic {basic}")[0] == 200
         for key in KEYS:
             with running.client(key) as client:
                 assert client.chat.completions.create(**chat("x", max_tokens=2)).choices
@@ -656,7 +822,7 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
 
 def test_metrics_count_what_was_done(solver: Solver) -> None:
     with serving(solver) as running:
-        running.send(CHAT, chat("4 5 6 10", max_tokens=6, temperature=0))
+        running.send(CHAT, chat("4 5 6 10", max_tokens=6, temperature=0, stream=True))
         running.send(CHAT, {})
         text = running.send("/metrics")[2]["text"]
 
@@ -704,3 +870,87 @@ def test_the_default_budget_has_a_context_for_each_up_to_four_gibibytes() -> Non
     assert default_tokens(2048, 8, 12_288) == 16_384
     assert default_tokens(131_072, 8, 131_072) == 131_072
     assert default_tokens(131_072, 8, 16_384) == 2**18
+
+
+# Many requests of strangers
+
+
+def mutant(random: Random) -> bytes:
+    """A body that is almost right."""
+    values: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1e308, 10**20, "", "x", "4 5 6 10", [], {}]
+    values += [["x"], [1, 2], [[1]], {"name": "tot"}, "tot,beam=2", "\x00", "\u202e", "é" * 50]
+    body: dict[str, Any] = {"prompt": "4 5 6 10", "max_tokens": random.choice([1, 3])}
+    if random.random() < 0.5:
+        body["messages"] = [{"role": "user", "content": "4 5 6 10"}]
+        del body["prompt"]
+    fields = [*ChatRequest.model_fields, *CompletionRequest.model_fields, "unknown"]
+    for _ in range(random.randrange(3)):
+        body[random.choice(fields)] = random.choice(values)
+    if random.random() < 0.3:
+        search = {random.choice(list(Search.model_fields)): random.choice(values)}
+        body["arbor"] = {"max_expansions": 1, **search}
+    text = json.dumps(body).encode()
+    if random.random() < 0.2:
+        at = random.randrange(len(text))
+        text = text[:at] + bytes([random.randrange(256)]) + text[at + random.randrange(3) :]
+    return text
+
+
+@pytest.mark.slow
+def test_no_body_is_a_fault_and_none_leaves_anything_behind(solver: Solver) -> None:
+    random = Random(1)
+    statuses = Counter()
+    with serving(solver, max_tokens=64) as running:
+        for number in range(3000):
+            body = mutant(random)
+            path = (CHAT, COMPLETIONS)[b"prompt" in body]
+            if number % 10 == 9:  # a client that goes away at any moment
+                where = running.url.removeprefix("http://").split(":")
+                with socket.create_connection((where[0], int(where[1]))) as connection:
+                    head = f"POST {path} HTTP/1.1\r\nhost: {where[0]}\r\ncontent-type: application/json\r\n"
+                    whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+                    connection.sendall(whole[: random.randrange(1, len(whole) + 1)])
+                    time.sleep(random.random() * 0.02)
+                continue
+            status, _, document = running.send(path, body)
+            statuses[status] += 1
+            assert status == 200 or 400 <= status < 500, (status, body, document)
+            if status != 200:
+                assert document["error"]["message"], document
+        until(lambda: running.is_idle)
+        assert running.send(CHAT, chat("x", max_tokens=2))[0] == 200
+    assert statuses[200] > 100 and statuses[400] > 100
+
+
+@pytest.mark.slow
+def test_clients_that_come_and_go_leave_no_slot_behind(solver: Solver) -> None:
+    random = Random(2)
+    errors: list[BaseException] = []
+
+    with serving(solver, tokens=2048, at_once=6) as running:
+
+        def visit(seed: int) -> None:
+            own = Random(seed)
+            try:
+                with running.client() as client:
+                    for _ in range(12):
+                        fields = chat(own.choice(HANDS), seed=own.randrange(9), max_tokens=60)
+                        if own.random() < 0.3:
+                            fields["extra_body"] = {"arbor": {"max_expansions": 6}}
+                        stream = client.chat.completions.create(**fields, stream=True)
+                        leave = own.randrange(40) if own.random() < 0.6 else None
+                        for number, _ in enumerate(stream):
+                            if number == leave:
+                                break
+                        stream.close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=visit, args=(random.random(),)) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        until(lambda: running.is_idle)
+        solver.engine.memory.check()
+    assert errors == []

@@ -17,7 +17,7 @@ from arbor.errors import BudgetInfeasible, InputError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Sampled
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.job import SearchJob
-from arbor.server.plain_text import PlainText, plain_problem
+from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.tasks.base import BlockLimits
 from arbor.verifiers.exact import Exact
 

@@ -134,6 +134,13 @@ _options = option_group(
         heading="Server",
         help="Seconds that requests in progress get after Ctrl-C or SIGTERM.",
     ),
+    option(
+        "--live",
+        is_flag=True,
+        heading="Server",
+        common=True,
+        help="Show searches on a page, with the words of all requests.",
+    ),
     search_shape_options,
     max_expansions_option,
     sampling_options,
@@ -162,6 +169,7 @@ class ServeOptions:
     timeout: float
     body_bytes: int
     drain: float
+    live: bool
 
 
 @click.command(cls=Command)
@@ -208,6 +216,7 @@ def serve(ctx: click.Context, /, **values: Any) -> int:
         body_bytes=options.body_bytes,
         drain_s=options.drain,
         api_keys=keys,
+        live=options.live,
         hosts=LOCAL_HOSTS if local else (),
         **({} if (most := options.solver.max_expansions) is None else {"max_expansions": most}),
     )
@@ -277,7 +286,7 @@ def _size(kv: str | None) -> Budget | None:
 
 def _kv_tokens(size: Budget | None, concurrency: int, solver: Solver) -> int:
     """Tokens of KV for all requests."""
-    from arbor.server.settings import default_tokens
+    from arbor.run.shared_engine import default_tokens
 
     info = solver.describe()
     if size is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 from arbor.events import Event
 
@@ -65,10 +66,9 @@ class Recording:
         self._clock = None
 
     def __iter__(self) -> Iterator[tuple[float, Event]]:
-        """(seconds since the first event, event) of each event, in order."""
-        for pack in self._packs:
-            yield from pickle.loads(zlib.decompress(pack))
-        yield from self._waiting
+        """(seconds since the first event, event) of each event so far, in order; may be read in
+        another thread while more events come."""
+        return chain(_unpacked(tuple(self._packs)), tuple(self._waiting))
 
     def _pack(self) -> None:
         pack = zlib.compress(pickle.dumps(self._waiting, pickle.HIGHEST_PROTOCOL), LEVEL)
@@ -78,3 +78,8 @@ class Recording:
         if self._bytes > self.most_bytes:
             self.whole = False
             self._packs, self._bytes = [], 0
+
+
+def _unpacked(packs: Iterable[bytes]) -> Iterator[tuple[float, Event]]:
+    for pack in packs:
+        yield from pickle.loads(zlib.decompress(pack))

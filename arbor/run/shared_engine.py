@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from arbor.engine.engine import Engine
     from arbor.run.session import Status
 
+MOST_KV_BYTES = 4 * 2**30  # of the default budget
+
 
 class SharedEngine:
     """Searches with settings of their own that join one engine as they arrive.
@@ -105,3 +107,15 @@ class SharedEngine:
     def stop(self, status: Status = "interrupted") -> None:
         """End all searches after the current forward; those that wait never begin."""
         self._worker.stop(status)
+
+
+def default_tokens(context: int, at_once: int, bytes_per_token: int) -> int:
+    """Tokens of KV by default: the model's context for every request in progress, at most
+    `MOST_KV_BYTES`.
+
+    Args:
+        context: the model's, in tokens.
+        at_once: requests in progress at a time.
+        bytes_per_token: of KV.
+    """
+    return max(context, min(context * at_once, MOST_KV_BYTES // bytes_per_token))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
+import hashlib
 import hmac
 from typing import TypeVar
 
@@ -19,7 +22,8 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 def check_key(request: Request, settings: ServerSettings) -> None:
     """Refuse a request without a valid API key, where the server has any.
 
-    Every key is compared, each in a time that does not depend on where they differ.
+    A browser sends the key as the password of any user. Digests are compared, with every key, in a
+    time that depends neither on where keys differ nor on their lengths.
 
     Raises:
         Refusal: no key, or a wrong one.
@@ -27,8 +31,15 @@ def check_key(request: Request, settings: ServerSettings) -> None:
     if not settings.api_keys:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    token = given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
-    matches = [hmac.compare_digest(token, key.encode()) for key in settings.api_keys]
+    token = b""
+    if scheme.lower() == "bearer":
+        token = given.strip().encode("utf-8", "surrogateescape")
+    elif scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            token = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    given_digest = hashlib.sha256(token).digest()
+    digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+    matches = [hmac.compare_digest(given_digest, each) for each in digests]
     if not any(matches):
         raise Refusal(
             401, "invalid_api_key", "This server needs an API key: Authorization: Bearer KEY."

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
@@ -18,15 +19,18 @@ from starlette.types import Receive, Scope, Send
 from arbor._version import __version__
 from arbor.server.access import check_key, parsed_body
 from arbor.server.answers import Delta
-from arbor.server.planned import Planned, plan_chat, plan_completion
+from arbor.server.planned import Planned, plan_chat, plan_completion, plan_solve
+from arbor.server.public import PublicRecords
 from arbor.server.refusals import Refusal, refusal_of
 from arbor.server.responses import DONE, HEARTBEAT, Format, sse
-from arbor.server.schema import ChatRequest, CompletionRequest, Generating
+from arbor.server.schema import ChatRequest, CompletionRequest, Generating, SolveRequest
 from arbor.server.service import Admitted, Ended, Service
 
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nginx's status for it; nobody reads it
+VIEW_REFRESH_S = 5  # of the viewer while its search goes on
+PAGE_HEADERS = {"Cache-Control": "no-store", "X-Frame-Options": "DENY"}
 SSE_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -93,16 +97,27 @@ def make_app(service: Service) -> FastAPI:
     ) -> Response:
         """The response to a chat or a completion."""
         arrived_s = time.monotonic()
-        if body.model is not None and body.model != settings.name:
+        check_model(body.model)
+        admitted = await service.admit(plan, arrived_s)
+        form = Format(settings.name, admitted.planned, kind)
+        over = ending(admitted, request.url.path, arrived_s)
+        if body.stream:
+            options = body.stream_options
+            with_usage = bool(options and options.include_usage)
+            return EventStream(_chunks(admitted, form, with_usage), over)
+        return await whole(request, _whole(admitted, form), over)
+
+    def check_model(name: str | None) -> None:
+        if name is not None and name != settings.name:
             raise Refusal(
                 404,
                 "model_not_found",
-                f"The model '{body.model}' is not served here; this is '{settings.name}'.",
+                f"The model '{name}' is not served here; this is '{settings.name}'.",
                 param="model",
             )
-        admitted = await service.admit(plan, arrived_s)
-        form = Format(settings.name, admitted.planned, kind)
-        path = request.url.path
+
+    def ending(admitted: Admitted, path: str, arrived_s: float) -> Callable[[int], None]:
+        """What is called with the status at the end of a request that was admitted."""
 
         def over(status: int) -> None:
             admitted.close()
@@ -111,13 +126,15 @@ def make_app(service: Service) -> FastAPI:
             if status == CLIENT_GONE:
                 metrics.cancelled.inc()
 
-        if body.stream:
-            options = body.stream_options
-            with_usage = bool(options and options.include_usage)
-            return EventStream(_chunks(admitted, form, with_usage), over)
+        return over
+
+    async def whole(
+        request: Request, work: Awaitable[dict[str, Any]], over: Callable[[int], None]
+    ) -> Response:
+        """The response once some work is done."""
         status = CLIENT_GONE
         try:
-            document = await unless_gone(request, _whole(admitted, form))
+            document = await unless_gone(request, work)
             status = 200
         except Refusal as refusal:
             status = refusal.status
@@ -140,7 +157,36 @@ def make_app(service: Service) -> FastAPI:
         plan = lambda: plan_completion(body, service.engine, settings)  # noqa: E731
         return await answer(request, body, "text_completion", plan)
 
+    @app.post("/v1/solve", dependencies=guarded)
+    async def solve(request: Request) -> Response:
+        arrived_s = time.monotonic()
+        body = await parsed_body(request, settings, SolveRequest)
+        check_model(body.model)
+        plan = lambda: plan_solve(body, service.engine, settings)  # noqa: E731
+        admitted = await service.admit(plan, arrived_s)
+        records = PublicRecords(service.source, settings.name)
+        over = ending(admitted, request.url.path, arrived_s)
+        if body.stream:
+            return EventStream(_events(admitted, records), over)
+        return await whole(request, _solution(admitted, records), over)
+
     # The server itself
+
+    @app.get("/", dependencies=guarded)
+    async def index() -> Response:
+        if service.live is None:
+            return PlainTextResponse(f"arbor {__version__} serves {settings.name} at /v1\n")
+        return HTMLResponse(service.live.index(), headers=PAGE_HEADERS)
+
+    @app.get("/live/{identity}", dependencies=guarded)
+    async def live(identity: str) -> Response:
+        search = None if service.live is None else service.live.find(identity)
+        events = None if search is None else search.events()
+        if search is None or events is None:
+            raise Refusal(404, "unknown_search", "This search is not shown.")
+        page = await run_in_threadpool(search.page, events)
+        refresh = {} if search.ended else {"Refresh": str(VIEW_REFRESH_S)}
+        return HTMLResponse(page, headers=PAGE_HEADERS | refresh)
 
     model = {"id": settings.name, "object": "model", "created": created, "owned_by": "arbor"}
 
@@ -235,13 +281,35 @@ async def _whole(admitted: Admitted, form: Format) -> dict[str, Any]:
     return form.whole(deltas, ended)
 
 
+async def _solution(admitted: Admitted, records: PublicRecords) -> dict[str, Any]:
+    """The solution of the only run."""
+    solution: dict[str, Any] = {}
+    async for news in admitted.news():
+        for _, end in news.ended:
+            solution = records.solution(end.solution)
+    return solution
+
+
+async def _events(admitted: Admitted, records: PublicRecords) -> AsyncIterator[bytes]:
+    """The events of the only run as they come, and its solution; an error is the last event."""
+    try:
+        async for news in admitted.news(streaming=True, with_events=True):
+            chunks = []
+            for _, event in news.events:
+                chunks.append(sse(records.record(event), event.name))
+            chunks += [sse(records.solution(end.solution), "solution") for _, end in news.ended]
+            yield b"".join(chunks) or HEARTBEAT
+    except Refusal as refusal:
+        yield sse(refusal.to_dict(), "error")
+
+
 async def _chunks(admitted: Admitted, form: Format, with_usage: bool) -> AsyncIterator[bytes]:
     """The response as it comes; an error is the last event."""
     for chunk in form.roles():
         yield chunk
     ended: list[tuple[int, Ended]] = []
     try:
-        async for news in admitted.news():
+        async for news in admitted.news(streaming=True):
             ended += news.ended
             if not news.deltas and not news.ended:
                 yield HEARTBEAT

@@ -46,7 +46,7 @@ class ServerMetrics:
         )
         self.first_seconds = Histogram(
             "arbor_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first text.",
+            "Seconds from a request's arrival to its first text, of streams.",
             buckets=SECONDS,
             registry=self.registry,
         )

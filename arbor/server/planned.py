@@ -11,17 +11,25 @@ from typing import Any
 from arbor import components
 from arbor.aggregate.best import Best
 from arbor.controllers.chain import Chain
+from arbor.events import Detail
 from arbor.model.sampling_params import Sampling
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.shared_engine import SharedEngine
-from arbor.server.plain_text import PlainText, plain_problem
-from arbor.server.refusals import Refusal
-from arbor.server.schema import ChatRequest, CompletionRequest, Generating, Message, Search
+from arbor.server.refusals import Refusal, without_paths
+from arbor.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generating,
+    Message,
+    Search,
+    SolveRequest,
+)
 from arbor.server.search_changes import search_changes, search_options
 from arbor.server.settings import ServerSettings
 from arbor.support.texts import one_line
 from arbor.tasks.base import BlockLimits, Converses, Task
+from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.verifiers.exact import Exact
 
 COMPLETION_TOKENS = 16  # OpenAI's default
@@ -108,6 +116,18 @@ def plan_completion(
     return planning.plain(given, body.max_tokens or COMPLETION_TOKENS)
 
 
+def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSettings) -> Planned:
+    """The run of a problem.
+
+    Raises:
+        Refusal, ArborError: it cannot be run.
+    """
+    generating = body.generating
+    assert generating.arbor is not None, "a problem is searched"
+    planning = _Planning(generating, engine, settings, False, body.trace_level)
+    return planning.searches(generating.arbor, [body.problem], body.max_tokens)
+
+
 def conversation_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation, up to the beginning of the next message.
 
@@ -132,7 +152,8 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int
         raise Refusal(
             400,
             "chat_template",
-            f"The model's chat template refuses these messages: {one_line(str(error))[:200]}.",
+            "The model's chat template refuses these messages: "
+            f"{without_paths(one_line(str(error))[:200])}.",
             param="messages",
         ) from error
     return list(encoded["input_ids"])
@@ -161,8 +182,10 @@ class _Planning:
         engine: SharedEngine,
         settings: ServerSettings,
         with_logprobs: bool,
+        detail: Detail = "events",
     ) -> None:
         self._body = body
+        self._detail = detail
         self._engine = engine
         self._settings = settings
         self._with_logprobs = with_logprobs
@@ -209,6 +232,7 @@ class _Planning:
         changes["task"] = _with_system(changes["task"], system)
         changes["given_sampling"] = self._sampling()
         options = search_options(search, max_tokens, self._seed, self._settings)
+        options["trace_level"] = self._detail
         runs = [self._engine.prepare(problem, options, **changes) for problem in problems]
         return self._planned(runs, searched=True)
 

@@ -12,6 +12,7 @@ from arbor.errors import ArborError, BudgetInfeasible, InputError, OutOfMemory
 from arbor.support.texts import clipped, visible
 
 MOST_TEXT = 600  # characters of a message
+MOST_PARAM = 120  # characters of a field's name
 MOST_PROBLEMS = 3  # of a body that are listed
 _PATH = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[\w.@+-]+[/\\])+[\w.@+-]*")
 
@@ -50,7 +51,7 @@ class Refusal(Exception):
         self.status = status
         self.code = code
         self.message = clipped(visible(message), MOST_TEXT)
-        self.param = param
+        self.param = None if param is None else clipped(visible(param), MOST_PARAM)
         self.retry_s = retry_s
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Refusal(Exception):
         if self.retry_s is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_s)))
         if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+            headers["WWW-Authenticate"] = 'Bearer, Basic realm="arbor"'
         return JSONResponse(self.to_dict(), self.status, headers)
 
 

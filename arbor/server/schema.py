@@ -14,6 +14,9 @@ MOST_MESSAGES = 1024
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Words = Annotated[str, Field(max_length=256)]
 Token = Annotated[int, Field(ge=0, le=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Setting = bool | int | float | Annotated[str, Field(max_length=64)] | None
 Component = Words | dict[Words, Setting]
 
@@ -45,13 +48,42 @@ class Search(Body):
     max_depth: Count | None = None
     step_tokens: Count | None = None
     first: Literal["answer", "verified"] | None = None
-    confidence: Annotated[float, Field(gt=0, le=1)] | None = None
+    confidence: Share | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
 
     @property
     def is_only_a_deadline(self) -> bool:
         """Whether nothing but the deadline is given, which asks for no search."""
         return self.model_fields_set == {"timeout"}
+
+
+class SolveRequest(Search):
+    """The body of ``/v1/solve``: a problem and how it is searched.
+
+    Attributes:
+        problem: as a user types it.
+        stream: send every event as it happens; else the solution alone.
+        trace_level: detail of decoding in events, as in `Solver.solve`.
+        seed, max_tokens, temperature, top_p, top_k: as in completions.
+    """
+
+    problem: Annotated[str, Field(min_length=1)]
+    model: Words | None = None
+    seed: Seed | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    stream: bool = True
+    trace_level: Literal["events", "steps", "tokens"] = "events"
+
+    @property
+    def generating(self) -> Generating:
+        """The same in the form of other requests."""
+        names = ("model", "seed", "max_tokens", "temperature", "top_p", "top_k")
+        given = {name: getattr(self, name) for name in names}
+        search = {name: getattr(self, name) for name in Search.model_fields}
+        return Generating(**given, arbor=Search(**search))
 
 
 class StreamOptions(Body):
@@ -71,11 +103,11 @@ class Generating(Body):
     """Fields that chats and completions share."""
 
     model: Words | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     n: Count | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    seed: Seed | None = None
     max_tokens: Count | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None

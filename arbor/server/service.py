@@ -17,6 +17,7 @@ from arbor.events import Event
 from arbor.run.job import SearchJob
 from arbor.run.solution import Solution
 from arbor.server.answers import Answers, Delta, PlainAnswers, SearchAnswers
+from arbor.server.live import LiveSearches
 from arbor.server.metrics import ServerMetrics
 from arbor.server.planned import Planned
 from arbor.server.refusals import Refusal, refusal_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0  # without news, after which a stream sends something
+TOGETHER_S = 0.01  # between two pieces of a stream at least; each wakes the event loop
 FIRST_GUESS_S = 1.0  # seconds of a request, before any has ended
 SMOOTHING = 0.2  # weight of the last request in the mean of these seconds
 
@@ -81,6 +83,8 @@ class Service:
             tokens,
             lambda: solver.engine.held_tokens,
         )
+        self.source = solver.checkpoint.source.name
+        self.live = LiveSearches(self.source, settings.name) if settings.live else None
         self.draining = False
         self._planning = 0  # requests
         self.admitted = 0  # searches that have not ended
@@ -170,6 +174,8 @@ class Admitted:
         self._service = service
         self._arrived_s = arrived_s
         self._closed = False
+        shows = service.live if planned.searched else None
+        self._shown = [shows.begin(run.problem.text) for run in planned.runs] if shows else []
         self._jobs = [service.engine.begin(run) for run in planned.runs]
         loop = asyncio.get_running_loop()
         left_s = max(0.0, arrived_s + planned.timeout_s - time.monotonic())
@@ -185,30 +191,35 @@ class Admitted:
         for job in self._jobs:
             if not job.ended:
                 job.abandon()
+        for search in self._shown:
+            search.end("given up")
         self._service.release(len(self._jobs), time.monotonic() - self._arrived_s)
 
-    async def news(self, *, with_events: bool = False) -> AsyncIterator[News]:
-        """What happens, as it happens.
+    async def news(
+        self, *, streaming: bool = False, with_events: bool = False
+    ) -> AsyncIterator[News]:
+        """What happens.
 
         Args:
+            streaming: as it happens; else all of a run when it has ended, so that the loop does not
+                take the interpreter from the searches at every event.
             with_events: hand out the events as well.
 
         Raises:
             Refusal: the deadline has come before a search began, or a search has failed.
         """
         first = True
-        async for news in self._news(self._jobs, self.planned, with_events):
-            if first and news.deltas:
+        as_it_happens = streaming or bool(self._shown)
+        async for news in self._news(as_it_happens, with_events):
+            if streaming and first and news.deltas:
                 first = False
                 seconds = time.monotonic() - self._arrived_s
                 self._service.metrics.first_seconds.observe(seconds)
             yield news
 
-    async def _news(
-        self, jobs: list[SearchJob], planned: Planned, with_events: bool
-    ) -> AsyncIterator[News]:
-        answers = [self._answers_of(job, planned) for job in jobs]
-        going = dict(enumerate(jobs))
+    async def _news(self, as_it_happens: bool, with_events: bool) -> AsyncIterator[News]:
+        answers = [self._answers_of(job, self.planned) for job in self._jobs]
+        going = dict(enumerate(self._jobs))
         woken, armed = asyncio.Event(), set[int]()
         loop = asyncio.get_running_loop()
 
@@ -226,30 +237,45 @@ class Admitted:
             ended: list[tuple[int, Ended]] = []
             events: list[tuple[int, Event]] = []
             for place, job in list(going.items()):
-                while not job.events.empty():
+                while (as_it_happens or job.ended) and not job.events.empty():
                     event = job.events.get()
                     if event is None:
                         del going[place]
-                        solution = self._solution(job)
+                        try:
+                            solution = self._solution(job)
+                        except Refusal as refusal:
+                            self._end_shown(place, refusal.code)
+                            raise
+                        self._end_shown(place, solution.finish_reason)
                         self._count(answers[place])
                         deltas += [(place, each) for each in answers[place].end(solution)]
                         ended.append((place, Ended(solution, answers[place])))
                         break
                     deltas += [(place, each) for each in answers[place].feed(event)]
+                    if self._shown:
+                        self._shown[place].feed(event)
                     if with_events:
                         events.append((place, event))
             if deltas or ended or events:
                 yield News(tuple(deltas), tuple(ended), tuple(events))
+                if going:
+                    await asyncio.sleep(TOGETHER_S)
                 continue
             for place, job in going.items():
                 if place not in armed:
                     armed.add(place)
-                    job.at_news(partial(call, place))
+                    notify = job.at_news if as_it_happens else job.at_end
+                    notify(partial(call, place))
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await woken.wait()
             except TimeoutError:
                 yield News()
+
+    def _end_shown(self, place: int, status: str) -> None:
+        """The end of a search on the page."""
+        if self._shown:
+            self._shown[place].end(status)
 
     def _answers_of(self, job: SearchJob, planned: Planned) -> Answers:
         if planned.searched:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from arbor.errors import InputError, UsageError
 
-MOST_KV_BYTES = 4 * 2**30  # of the default budget
 LEAST_KEY = 16  # characters of an API key
 
 
@@ -33,6 +32,7 @@ class ServerSettings:
         body_s: most seconds until it has arrived.
         drain_s: seconds that requests in progress get at a shutdown.
         api_keys: if there are any, a request under `/v1`, `/` or `/metrics` has to name one.
+        live: whether a page shows searches, with the words of all requests.
         hosts: names by which clients may address the server (against DNS rebinding); empty: any.
     """
 
@@ -52,6 +52,7 @@ class ServerSettings:
     body_s: float = 30.0
     drain_s: float = 10.0
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    live: bool = False
     hosts: tuple[str, ...] = ()
 
 
@@ -63,18 +64,6 @@ def served_name(model: str) -> str:
     """
     path = Path(model)
     return path.resolve().name if path.is_dir() or path.is_absolute() else model
-
-
-def default_tokens(context: int, at_once: int, bytes_per_token: int) -> int:
-    """Tokens of KV by default: the model's context for every request in progress, at most
-    `MOST_KV_BYTES`.
-
-    Args:
-        context: the model's, in tokens.
-        at_once: requests in progress at a time.
-        bytes_per_token: of KV.
-    """
-    return max(context, min(context * at_once, MOST_KV_BYTES // bytes_per_token))
 
 
 def read_keys(path: Path | None, given: str | None) -> tuple[str, ...]:

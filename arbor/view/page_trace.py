@@ -51,7 +51,7 @@ def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
     for line, whole in lines_of(reading.path):
         record = reading.add(line, whole)
         if record is not None:
-            records.append(_shortened(record))
+            records.append(shortened(record))
     trace = reading.trace()
     return PageTrace(trace.path.name, tuple(records), trace.banner)
 
@@ -59,14 +59,15 @@ def read_page_trace(path: str | os.PathLike[str]) -> PageTrace:
 def page_trace_of(name: str, events: Iterable[tuple[float, Event]]) -> PageTrace:
     """A page trace from (seconds, event) pairs in memory."""
     records = [
-        _shortened({"e": event.name, "i": number, "t": round(seconds, 6)} | to_record(event))
+        shortened({"e": event.name, "i": number, "t": round(seconds, 6)} | to_record(event))
         for number, (seconds, event) in enumerate(events)
     ]
     recording = PageTrace(name, tuple(records))
     return recording if recording.ended else PageTrace(name, tuple(records), "incomplete trace")
 
 
-def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+def shortened(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the number of its token ids instead of them."""
     ids = record.get(IDS)
     if not isinstance(ids, list | tuple):
         return record

@@ -1,4 +1,4 @@
-"""PlainText: a text to continue by one block, which is plain decoding."""
+"""PlainText: a text to continue, by one block (plain decoding) or by steps."""
 
 from __future__ import annotations
 
@@ -59,6 +59,53 @@ class PlainText:
     def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
         """None is asked."""
         raise NotImplementedError("a text to continue is not judged")
+
+
+@dataclass(frozen=True)
+class SteppedText(PlainText):
+    """A text to continue by steps, so that a search can choose among them.
+
+    Attributes:
+        ends: strings that end the text; the answer is what comes before.
+        steps: strings that end a step.
+        max_tokens: of a step.
+        max_depth: steps of a text.
+    """
+
+    name = "stepped-text"
+
+    ends: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ("\n",)
+    max_tokens: int = 128
+    max_depth: int = 32
+
+    @property
+    def boundary(self) -> BlockLimits:
+        """A step ends at one of `steps` or `ends`."""
+        stops = tuple(dict.fromkeys((*self.ends, *self.steps)))
+        return BlockLimits(stops, self.max_tokens, self.max_depth)
+
+    def is_terminal(self, problem: Problem, thoughts: Sequence[str]) -> bool:
+        """Whether one of `ends` has come."""
+        text = "".join(thoughts)
+        return any(end in text for end in self.ends)
+
+    def answer(self, problem: Problem, thoughts: Sequence[str]) -> str | None:
+        """The text before the first of `ends`."""
+        return cut_at("".join(thoughts), self.ends)
+
+    def question(self, problem: Problem, thoughts: Sequence[str]) -> Question:
+        """Whether the text is right so far."""
+        subject = "answer" if self.is_terminal(problem, thoughts) else "reasoning so far"
+        gap = "" if thoughts and thoughts[-1].endswith("\n") else "\n\n"
+        text = f"{gap}Is the {subject} correct? Answer yes or no.\nAnswer:"
+        yes = dict.fromkeys((" yes", " Yes"), 1.0)
+        return Question(text, yes | dict.fromkeys((" no", " No"), 0.0))
+
+
+def cut_at(text: str, ends: Sequence[str]) -> str:
+    """A text before the first of several strings."""
+    return text[: min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))]
 
 
 def plain_problem(tokens: Sequence[int], text: str) -> Problem:
