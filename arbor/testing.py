@@ -25,7 +25,7 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
-from arbor.retention.token_kv import NO_KV, KVSequence, TokenKV
+from arbor.retention.token_kv import NO_KV, KVSequence, PairRotation, TokenKV
 
 EXAMPLES = 200
 MOST_BLOCKS = 12
@@ -160,6 +160,10 @@ def random_kv(seed: int, count: int) -> TokenKV:
         values=lambda layer: numbers(1, layer, tokens, heads, dim),
         logits=logits,
         recent=np.arange(tokens) > tokens - 3,
+        asked=np.arange(tokens + 1 - queries, tokens + 1),
+        queries=lambda layer: numbers(3, layer, queries, heads * group, dim),
+        rotation=lambda layer: PairRotation(False, torch.tensor([1.0, 0.1]).double(), 1.25),
+        scaling=lambda layer: 0.5,
     )
     return TokenKV((sequence,), draw.permutation(tokens)[:count])
 

@@ -61,6 +61,7 @@ TORCH = (
     "model.layers",
     "model.measurement_file",
     "model.plan",
+    "model.rotation",
     "model.runner",
     "model.scoring",
     "model.sharing",

@@ -14,18 +14,20 @@ from support.trees import GREEDY, PROMPT, Lab
 from torch import Tensor
 
 from arbor.engine.query_window import QueryWindow
-from arbor.errors import UsageError
+from arbor.errors import ModelError, UsageError
 from arbor.events import Evicted
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Tokens
 from arbor.retention.observation import Observation
 from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.keydiff import KeyDiff
 from arbor.retention.scorers.rkv import RKV
+from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.scorers.vatp import VATP
 from arbor.retention.scorers.window_attention import WindowAttention
-from arbor.retention.token_kv import KVScorer, KVSequence, attention_of, neighbours
+from arbor.retention.token_kv import KVScorer, KVSequence, PairRotation, attention_of, neighbours
 from arbor.testing import random_kv
 from arbor.tree import Node
 
@@ -131,6 +133,111 @@ def test_rkv_is_importance_less_redundancy(seed: int, mix: float) -> None:
     assert (found[given.recent] > found[old].max() + 0.5).all()
 
 
+def rotated(x: np.ndarray, given: KVSequence, positions: np.ndarray) -> np.ndarray:
+    """Heads [..., D] encoded for a position each, by halves."""
+    rotation = given.rotation(1)
+    angle = positions[..., None] * rotation.frequencies.numpy()
+    count = len(rotation.frequencies)
+    pair = (x[..., :count] + 1j * x[..., count:]) * np.exp(1j * angle) * rotation.scale
+    return np.concatenate([pair.real, pair.imag], axis=-1)
+
+
+def plain_queries(given: KVSequence) -> np.ndarray:
+    """[w, H_q, D], before position encoding."""
+    scale = given.rotation(1).scale
+    encoded = given.queries(1).double().numpy()
+    return rotated(encoded, given, -given.asked[:, None]) / scale**2
+
+
+@pytest.mark.parametrize("covariance", [True, False])
+def test_expected_attention_is_kvpress_s_formula_at_logical_positions(covariance: bool) -> None:
+    given = sequence(2)
+    queries = plain_queries(given)
+    keys, values = given.keys(1).double().numpy(), given.values(1).double().numpy()
+    dim, scaling = keys.shape[-1], given.scaling(1)
+    eye = np.eye(dim)
+    turns = [  # a matrix for each position to come
+        rotated(eye, given, np.full(dim, given.asked.max() + step)).T for step in range(1, 21)
+    ]
+    turn = np.mean(turns, axis=0)
+    heads = []
+    for head in range(queries.shape[1]):
+        mean = turn @ queries[:, head].mean(0)
+        spread = turn @ np.cov(queries[:, head].T, bias=True) @ turn.T
+        key = keys[:, head // 2]
+        logits = key @ mean * scaling
+        if covariance:
+            logits += np.einsum("ni,ij,nj->n", key, spread, key) * scaling**2 / 2
+        norm = np.linalg.norm(values[:, head // 2], axis=-1)
+        heads.append((softmax(logits) + 0.01) * norm)
+    scorer = ExpectedAttention(20, covariance=covariance, epsilon=0.01)
+
+    assert scorer.of(given, 1).numpy() == pytest.approx(np.mean(heads, axis=0), rel=1e-4)
+
+
+def test_triattention_is_the_sum_over_pairs_and_distances() -> None:
+    given = sequence(4)
+    rotation, last = given.rotation(1), int(given.asked.max())
+    count = len(rotation.frequencies)
+
+    def pairs(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x[..., :count] + 1j * x[..., count:])
+
+    queries = pairs(plain_queries(given))
+    encoded = given.keys(1).double().numpy()
+    keys = pairs(rotated(encoded, given, -given.positions[:, None]) / rotation.scale**2)
+    omega = rotation.frequencies.numpy()
+    distances = [1, 2, 4, 8, 16]
+    wanted = np.zeros(len(keys))
+    for head in range(queries.shape[1]):
+        mean, size = queries[:, head].mean(0), np.abs(queries[:, head]).mean(0)
+        for place, key in enumerate(keys[:, head // 2]):
+            phase = np.angle(mean * key.conj())
+            since = last - given.positions[place]
+            terms = [
+                np.sum(np.abs(mean) * np.abs(key) * np.cos((since + step) * omega + phase))
+                for step in distances
+            ]
+            extra = np.sum((size - np.abs(mean)) * np.abs(key))
+            wanted[place] += (np.mean(terms) + extra) * rotation.scale**2
+    wanted /= queries.shape[1]
+
+    found = TriAttention(farthest=16).of(given, 1).numpy()
+
+    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    assert TriAttention(farthest=31).of(given, 1).numpy() == pytest.approx(found)
+
+
+def test_queries_of_the_first_positions_are_not_expected_again() -> None:
+    given = sequence(2)
+    early = dataclasses.replace(given, asked=np.arange(4))
+    norm = given.values(1).norm(dim=-1).mean(-1)
+    found = ExpectedAttention(epsilon=0.5).of(early, 1)
+    assert found.tolist() == pytest.approx((norm / 2).tolist())
+
+
+def test_without_queries_no_coming_ones_are_known() -> None:
+    given = sequence(2)
+    none = {"asked": np.empty(0, np.int64), "queries": lambda layer: given.queries(layer)[:0]}
+    blind = dataclasses.replace(given, **none)
+    assert not ExpectedAttention().of(blind, 1).any()
+    assert not TriAttention().of(blind, 1).any()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_rotation_is_undone_and_averaged(interleaved: bool) -> None:
+    frequencies = torch.tensor([0.7, 0.02], dtype=torch.float64)
+    rotation = PairRotation(interleaved, frequencies, 1.5)
+    plain = torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(0))
+    at = [5, 90, 1000]
+    encoded = torch.stack([rotation.mean(x, np.array([p])) for x, p in zip(plain, at, strict=True)])
+
+    assert torch.allclose(rotation.undone(encoded, np.array(at)), plain, atol=1e-5)
+    assert torch.equal(encoded[..., 4:], plain[..., 4:])  # the rest is not turned
+    both = (rotation.mean(plain, np.array([3])) + rotation.mean(plain, np.array([8]))) / 2
+    assert torch.allclose(rotation.mean(plain, np.array([3, 8])), both, atol=1e-6)
+
+
 def test_of_alike_keys_the_newest_is_not_redundant() -> None:
     alike = torch.tensor([1.0, 0, 0, 0])
     keys = torch.eye(4)[[1, 0, 2, 0, 3]][:, None]
@@ -181,6 +288,11 @@ def test_without_queries_importance_is_zero() -> None:
         (RKV, {"mix": 1.5}),
         (RKV, {"window": 0}),
         (RKV, {"pooled": 4}),
+        (ExpectedAttention, {"ahead": 0}),
+        (ExpectedAttention, {"window": 0}),
+        (ExpectedAttention, {"epsilon": -0.1}),
+        (TriAttention, {"farthest": 0}),
+        (TriAttention, {"window": 0}),
         (WindowAttention, {"window": 0}),
         (WindowAttention, {"pooled": 0}),
     ],
@@ -289,6 +401,47 @@ def test_chosen_heads_and_layers_are_a_part_of_all() -> None:
     assert torch.allclose(few, logits[:, 2:])
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama_yarn", "qwen3", "gemma3_text", "gpt_oss", "phi3", "cohere", "glm", "olmo2"],
+)
+def test_rotations_are_found_and_take_queries_to_other_positions(name: str) -> None:
+    """A query at a position, undone and encoded for another one, is the model's there."""
+    seen = []
+    for start in (0, 5):
+        lab = Lab(build(name), policy=watching(1, every=1, rotation=True), mode="lossy")
+        tree = lab.plant(64, prompt=[9] * start + [7])
+        found, _ = shown(lab, [tree.root])
+        # of the first layer, where a query depends on its token alone
+        seen.append((found.rotation(0), found.queries(0)))
+
+    (rotation, query), (_, later) = seen
+    moved = rotation.mean(rotation.undone(query, np.array([0])), np.array([5]))
+    assert torch.allclose(moved, later, atol=1e-4)
+    assert len(rotation.frequencies) > 0
+    assert not torch.allclose(query, later, atol=1e-2)
+
+
+def test_layers_that_encode_no_positions_turn_nothing() -> None:
+    lab = Lab(build("smollm3"), policy=watching(1, every=1, rotation=True), mode="lossy")
+    counts = [len(each.frequencies) for each in lab.runner.rotations(range(3)).values() if each]
+    assert counts == [4, 0, 4]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3", "hunyuan_v1_dense"])
+def test_encodings_of_other_kinds_are_not_taken_for_rotations(name: str) -> None:
+    """Learned positions; parts of heads that are joined; norms after the rotation."""
+    runner = Lab(build(name), policy="lru").runner
+    assert set(runner.rotations(range(runner.layer_count)).values()) == {None}
+
+
+def test_an_encoding_that_is_not_a_rotation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(build("llama"), policy="expected", mode="lossy")
+    monkeypatch.setattr(lab.runner, "rotations", lambda layers: dict.fromkeys(layers))
+    with pytest.raises(ModelError, match=r"layer 2 is not a rotation"):
+        lab.plant()
+
+
 def test_8_bit_keys_are_decoded() -> None:
     keys = []
     for dtype in (None, torch.int8):
@@ -380,7 +533,7 @@ def test_nothing_is_collected_that_the_policy_does_not_want(
     assert found == asked
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "vatp", "rkv", "rpc"])
+@pytest.mark.parametrize("policy", ["keydiff", "vatp", "rkv", "rpc", "expected", "triattention"])
 def test_long_blocks_run_in_small_budgets(policy: str) -> None:
     protect = Protect(sinks=2, recent=4)
     lab = Lab(

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.query_window import QueryWindow
+from arbor.errors import ModelError
 from arbor.kernels.int8 import read_slots
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.retention.observation import Observation
-from arbor.retention.token_kv import KVSequence, TokenKV
+from arbor.retention.token_kv import KVSequence, PairRotation, TokenKV
 from arbor.tree import NO_SLOT, ThoughtTree
 
 
@@ -38,7 +39,26 @@ class Observer:
         heads = observation.heads
         self._heads = None if heads is None else torch.tensor(heads, dtype=torch.int64)
         self._window = QueryWindow(observation.window, self._layers) if observation.window else None
+        self._rotations = self._found_rotations() if observation.rotation else {}
         self._rows = np.empty(0, np.int64)  # of the forward in progress, whose queries are kept
+
+    def _found_rotations(self) -> dict[int, PairRotation | None]:
+        """How the observed layers encode positions.
+
+        Raises:
+            ModelError: a layer's encoding is not a known rotation.
+        """
+        runner = self._runner
+        rotations = runner.rotations(self._layers)
+        unknown = [layer for layer, rotation in rotations.items() if rotation is None]
+        if unknown:
+            raise ModelError(
+                "arch-unsupported",
+                f"model_type '{runner.config.model_type}': the position encoding of layer "
+                f"{unknown[0]} is not a rotation that the policy could undo.",
+                "Use a policy that reads no queries before their encoding, such as 'rkv'.",
+            )
+        return rotations
 
     def asked(self, plan: ForwardPlan) -> dict[str, Any]:
         """What a forward is asked for, as arguments of `ModelRunner.forward`."""
@@ -152,6 +172,10 @@ class Observer:
             values=partial(self._values, index),
             logits=partial(self._logits, index, asked, mask, position),
             recent=recent,
+            asked=np.empty(0, np.int64) if self._window is None else self._window.position[asked],
+            queries=partial(self._queries, asked),
+            rotation=self._rotation,
+            scaling=lambda layer: self._runner.specs[layer].shape.scaling,
         )
         return sequence, slots
 
@@ -189,6 +213,21 @@ class Observer:
     def _of_heads(self, x: Tensor) -> Tensor:
         return x if self._heads is None else x[:, self._heads.to(x.device)]
 
+    def _queries(self, asked: NDArray[np.int64], layer: int) -> Tensor:
+        shape = self._runner.specs[layer].shape
+        heads = shape.num_kv_heads if self._heads is None else len(self._heads)
+        if self._window is None or not len(asked):
+            pool = self._state.memory.pool
+            size = (0, heads * shape.group, shape.head_dim_qk)
+            return torch.zeros(size, device=pool.device)
+        q = self._window.queries(layer, asked).unflatten(1, (-1, shape.group))
+        return self._of_heads(q).flatten(1, 2)
+
+    def _rotation(self, layer: int) -> PairRotation:
+        rotation = self._rotations[layer]
+        assert rotation is not None, "refused before"
+        return rotation
+
     def _logits(
         self,
         index: Tensor,
@@ -202,8 +241,7 @@ class Observer:
         k = self._keys(index, layer)
         if self._window is None or not len(asked):
             return k.new_zeros(0, k.shape[1] * shape.group, len(position))
-        q = self._window.queries(layer, asked).unflatten(1, (-1, shape.group))
-        q = self._of_heads(q)
+        q = self._queries(asked, layer).unflatten(1, (-1, shape.group))
         logits = torch.einsum("whgd,nhd->whgn", q, k).flatten(1, 2) * shape.scaling
         if shape.softcap is not None:
             logits = shape.softcap * torch.tanh(logits / shape.softcap)

@@ -19,6 +19,53 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class PairRotation:
+    """A position encoding that turns pairs (a, b) of a head's first 2 F numbers by position times
+    frequency.
+
+    Attributes:
+        interleaved: whether a pair is two neighbours; else it is number i of either half.
+        frequencies: float64 [F], radians per position.
+        scale: factor of the turned numbers.
+    """
+
+    interleaved: bool
+    frequencies: Tensor
+    scale: float = 1.0
+
+    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The two numbers of each pair, [..., F] each, of heads [..., D]."""
+        count = len(self.frequencies)
+        if self.interleaved:
+            return x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]
+        return x[..., :count], x[..., count : 2 * count]
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads [..., D] whose pairs become (a cos - b sin, b cos + a sin); the rest stays."""
+        result = x.clone()
+        (a, b), (first, second) = self.pairs(x), self.pairs(result)
+        first.copy_(a * cos - b * sin)
+        second.copy_(b * cos + a * sin)
+        return result
+
+    def undone(self, x: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """Heads [w, H, D] encoded for these positions [w], as they were before."""
+        angles = self._angles(positions)[:, None]
+        cos, sin = (wave.to(x.dtype) / self.scale for wave in (angles.cos(), angles.sin()))
+        return self.turned(x, cos, -sin)
+
+    def mean(self, x: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """Heads [..., D] encoded for these positions, on average."""
+        angles = self._angles(positions)
+        cos, sin = (wave.mean(0).to(x.dtype) * self.scale for wave in (angles.cos(), angles.sin()))
+        return self.turned(x, cos, sin)
+
+    def _angles(self, positions: NDArray[np.int64]) -> Tensor:
+        """float64 [w, F]."""
+        return self.frequencies.new_tensor(positions.tolist())[:, None] * self.frequencies
+
+
+@dataclass(frozen=True, eq=False)
 class KVSequence:
     """The tokens of one tree on the device in order of position, n in all, and w queries over them.
 
@@ -34,6 +81,10 @@ class KVSequence:
             encoded for its own position, as the layer computes them, attention sinks left out; -inf
             where a query does not see a token, or where the token was seen by enough later ones.
         recent: bool [n], the tokens these queries were computed for.
+        asked: int64 [w], positions of these queries.
+        queries: of a layer, float32 [w, H_q, D_k], position-encoded.
+        rotation: of a layer; only where `Observation.rotation` asks for it.
+        scaling: of a layer's logits.
     """
 
     positions: NDArray[np.int64]
@@ -42,6 +93,10 @@ class KVSequence:
     values: Callable[[int], Tensor]
     logits: Callable[[int], Tensor]
     recent: NDArray[np.bool_]
+    asked: NDArray[np.int64]
+    queries: Callable[[int], Tensor]
+    rotation: Callable[[int], PairRotation]
+    scaling: Callable[[int], float]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -115,6 +170,30 @@ class KVScorer(ABC):
 
     def scores(self, tokens: Tokens) -> NDArray[np.float64]:
         return tokens.kv.scores(self.of)
+
+
+def plain_queries(sequence: KVSequence, layer: int) -> Tensor:
+    """The last queries as they were before position encoding, float32 [w, H_q, D_k]."""
+    return sequence.rotation(layer).undone(sequence.queries(layer), sequence.asked)
+
+
+def logits_ahead(
+    sequence: KVSequence, layer: int, plain: Tensor, distances: NDArray[np.int64]
+) -> Tensor:
+    """The logits of queries encoded for positions to come, on average, float32 [w, H_q, n].
+
+    Args:
+        plain: [w, H_q, D_k], before position encoding.
+        distances: int64, positions after the last query.
+    """
+    keys = sequence.keys(layer)
+    last = int(sequence.asked.max(initial=0))
+    moved = sequence.rotation(layer).mean(plain, last + distances)
+    count, heads, dim = moved.shape
+    grouped = moved.view(count, keys.shape[1], -1, dim).transpose(0, 1)
+    products = grouped.reshape(keys.shape[1], -1, dim) @ keys.permute(1, 2, 0)
+    products = products.view(keys.shape[1], count, -1, len(keys)).transpose(0, 1)
+    return products.reshape(count, heads, len(keys)) * sequence.scaling(layer)
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
