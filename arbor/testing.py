@@ -147,11 +147,12 @@ def random_kv(seed: int, count: int) -> TokenKV:
         generator = torch.Generator().manual_seed(seed % (1 << 32) + 10 * layer + kind)
         return torch.randn(*shape, generator=generator)
 
-    def logits(layer: int) -> torch.Tensor:
+    def logits(layer: int) -> list[torch.Tensor]:
         every = numbers(2, layer, queries, heads * group, tokens)
         # the last query sees all, the first all but the newest tokens
         unseen = torch.arange(tokens) > tokens - queries + torch.arange(queries)[:, None]
-        return every.masked_fill(unseen[:, None], -torch.inf)
+        every = every.masked_fill(unseen[:, None], -torch.inf)
+        return [every[1:], every[:1]]
 
     sequence = KVSequence(
         positions=np.arange(tokens),

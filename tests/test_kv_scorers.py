@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,11 @@ from arbor.testing import random_kv
 from arbor.tree import Node
 
 LONG = 40
+
+
+def every(pieces: Iterable[Tensor]) -> Tensor:
+    """Logits of all queries, the oldest first."""
+    return torch.cat(list(pieces)[::-1])
 
 
 def sequence(seed: int, count: int = 30) -> KVSequence:
@@ -85,7 +90,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("window", "pool"), [(4, 1), (4, 5)])
 def test_window_attention_is_snapkv_s_formula(window: int, pool: int) -> None:
     given = sequence(5)
-    logits = given.logits(3).double().numpy()  # [w, H, n]
+    logits = every(given.logits(3)).double().numpy()  # [w, H, n]
     old = np.flatnonzero(~given.recent)
     count, heads = len(old), logits.shape[1]
     wanted = np.zeros(count)
@@ -109,7 +114,7 @@ def test_rkv_is_importance_less_redundancy(seed: int, mix: float) -> None:
     given = sequence(seed)
     scorer = RKV(mix=mix, window=4, pooled=3)
     keys = given.keys(1).double().numpy()
-    logits = given.logits(1).double().numpy()
+    logits = every(given.logits(1)).double().numpy()
     count, heads = keys.shape[:2]
     old = np.flatnonzero(~given.recent)
     scores = np.zeros((heads, count))
@@ -168,11 +173,14 @@ def test_expected_attention_is_kvpress_s_formula_at_logical_positions(covariance
         logits = key @ mean * scaling
         if covariance:
             logits += np.einsum("ni,ij,nj->n", key, spread, key) * scaling**2 / 2
-        norm = np.linalg.norm(values[:, head // 2], axis=-1)
-        heads.append((softmax(logits) + 0.01) * norm)
+        norm = np.linalg.norm(values[4:, head // 2], axis=-1)
+        heads.append((softmax(logits[4:]) + 0.01) * norm)  # without sinks
     scorer = ExpectedAttention(20, covariance=covariance, epsilon=0.01)
 
-    assert scorer.of(given, 1).numpy() == pytest.approx(np.mean(heads, axis=0), rel=1e-4)
+    found = scorer.of(given, 1).numpy()
+
+    assert found[4:] == pytest.approx(np.mean(heads, axis=0), rel=1e-4)
+    assert (found[:4] > found[4:].max() + 0.5).all()
 
 
 def test_triattention_is_the_sum_over_pairs_and_distances() -> None:
@@ -213,14 +221,14 @@ def test_queries_of_the_first_positions_are_not_expected_again() -> None:
     early = dataclasses.replace(given, asked=np.arange(4))
     norm = given.values(1).norm(dim=-1).mean(-1)
     found = ExpectedAttention(epsilon=0.5).of(early, 1)
-    assert found.tolist() == pytest.approx((norm / 2).tolist())
+    assert found[4:].tolist() == pytest.approx((norm[4:] / 2).tolist())
 
 
 def test_without_queries_no_coming_ones_are_known() -> None:
     given = sequence(2)
     none = {"asked": np.empty(0, np.int64), "queries": lambda layer: given.queries(layer)[:0]}
     blind = dataclasses.replace(given, **none)
-    assert not ExpectedAttention().of(blind, 1).any()
+    assert not ExpectedAttention().of(blind, 1)[4:].any()
     assert not TriAttention().of(blind, 1).any()
 
 
@@ -274,7 +282,7 @@ def test_without_queries_importance_is_zero() -> None:
     given = sequence(1)
     blind = dataclasses.replace(
         given,
-        logits=lambda layer: given.logits(layer)[:0],
+        logits=lambda layer: [],
         recent=np.zeros(len(given), np.bool_),
     )
     assert not WindowAttention().of(blind, 1).any()
@@ -381,7 +389,7 @@ def test_logits_of_the_window_are_those_of_the_model(name: str) -> None:
     assert found.positions[tokens.kv.place].tolist() == tokens.position.tolist()
     for layer in found.layers:
         wanted = own_attention(name, block, layer)[:, -6:].transpose(0, 1)
-        assert torch.allclose(attention_of(found.logits(layer)), wanted, atol=1e-5)
+        assert torch.allclose(attention_of(every(found.logits(layer))), wanted, atol=1e-5)
 
 
 def test_chosen_heads_and_layers_are_a_part_of_all() -> None:
@@ -392,7 +400,7 @@ def test_chosen_heads_and_layers_are_a_part_of_all() -> None:
         tree = lab.plant(100)
         (block,) = lab.sprout([(tree.root, 1)], GREEDY, 9)
         found, _ = shown(lab, [block])
-        seen.append((found.keys(1), found.values(1), found.logits(1)))
+        seen.append((found.keys(1), found.values(1), every(found.logits(1))))
         layers = found.layers
 
     (keys, values, logits), (one_key, one_value, few) = seen
@@ -465,7 +473,7 @@ def test_each_token_of_a_tree_counts_the_last_queries_below_it() -> None:
 
     found, tokens = shown(lab, [tree[3], tree[4], tree[5]])
 
-    logits = found.logits(0)
+    logits = every(found.logits(0))
     seen = (logits[:, 0] > -torch.inf).numpy()
     assert tokens.kv.place is not None
     named = dict(
@@ -492,6 +500,37 @@ def test_each_token_of_a_tree_counts_the_last_queries_below_it() -> None:
     newest = int(np.flatnonzero(seen[:, own[-1]])[-1])
     wanted = own_attention("llama", leaf, 0)[:, -1]
     assert probabilities[newest][:, own] == pytest.approx(wanted.numpy(), abs=1e-5)
+
+
+def test_logits_made_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(build("llama"), policy=watching(5, every=1), mode="lossy", rehydrate="off")
+    tree = lab.plant(400)
+    leaves = lab.sprout([(tree.root, 3)], GREEDY, 7)
+    found, _ = shown(lab, leaves)
+    whole = list(found.logits(1))
+    monkeypatch.setattr("arbor.engine.kv_view.PIECE", 4 * len(found) * 4)
+    pieces = list(found.logits(1))
+    assert [len(whole), len(pieces)] == [1, 4]
+    assert torch.equal(every(pieces), whole[0])
+
+
+def test_a_path_that_runs_alone_counts_its_last_queries_only() -> None:
+    """Though the ring has room for those of several paths."""
+    lab = Lab(build("llama"), policy=watching(3, every=1), mode="lossy", rehydrate="off")
+    tree = lab.plant(400)
+    first, *_ = lab.sprout([(tree.root, 4)], GREEDY, 5)
+    (last,) = lab.sprout([(first, 1)], GREEDY, 15)
+
+    found, tokens = shown(lab, [last])
+
+    assert tokens.kv.place is not None
+    owner = np.zeros(len(found), np.int64)
+    owner[tokens.kv.place] = tokens.block
+    recent = [(int(owner[at]), int(found.positions[at])) for at in np.flatnonzero(found.recent)]
+    assert recent[-3:] == [(last.id, last.end - back) for back in (3, 2, 1)]
+    assert {block for block, _ in recent[:-3]} <= {2, 3, 4}  # leaves that run no more
+    seen = (every(found.logits(0))[:, 0] > -torch.inf).sum(0).numpy()
+    assert (seen <= 3).all() and (seen[owner == 0] == 3).all()
 
 
 def test_tokens_without_written_keys_are_left_out() -> None:
@@ -559,7 +598,7 @@ def test_a_closed_tree_leaves_no_queries_to_the_next_one() -> None:
 
     found, _ = shown(lab, [again.root])
 
-    assert found.logits(2).shape[0] == 8
+    assert every(found.logits(2)).shape[0] == 8
     assert found.recent.tolist() == [False] * 4 + [True] * 8
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,11 +77,11 @@ class KVSequence:
         layers: layers observed.
         keys: of a layer, float32 [n, H_kv, D_k], position-encoded.
         values: of a layer, float32 [n, H_kv, D_v].
-        logits: of a layer, float32 [w, H_q, n]: those of the last queries, the oldest first, each
-            encoded for its own position, as the layer computes them, attention sinks left out; -inf
-            where a query does not see a token, or where the token was seen by enough later ones.
+        logits: of a layer, float32 [w', H_q, n], in pieces of the last queries: each encoded for
+            its own position, as the layer computes them, attention sinks left out; -inf where a
+            query does not see a token, or where enough later ones do.
         recent: bool [n], the tokens these queries were computed for.
-        asked: int64 [w], positions of these queries.
+        asked: int64 [w], positions of the last queries, the oldest first.
         queries: of a layer, float32 [w, H_q, D_k], position-encoded.
         rotation: of a layer; only where `Observation.rotation` asks for it.
         scaling: of a layer's logits.
@@ -91,7 +91,7 @@ class KVSequence:
     layers: tuple[int, ...]
     keys: Callable[[int], Tensor]
     values: Callable[[int], Tensor]
-    logits: Callable[[int], Tensor]
+    logits: Callable[[int], Iterable[Tensor]]
     recent: NDArray[np.bool_]
     asked: NDArray[np.int64]
     queries: Callable[[int], Tensor]
@@ -177,23 +177,18 @@ def plain_queries(sequence: KVSequence, layer: int) -> Tensor:
     return sequence.rotation(layer).undone(sequence.queries(layer), sequence.asked)
 
 
-def logits_ahead(
-    sequence: KVSequence, layer: int, plain: Tensor, distances: NDArray[np.int64]
-) -> Tensor:
-    """The logits of queries encoded for positions to come, on average, float32 [w, H_q, n].
+def products_of(vectors: Tensor, keys: Tensor) -> Tensor:
+    """Products of the vectors of query heads with the keys that each head reads.
 
     Args:
-        plain: [w, H_q, D_k], before position encoding.
-        distances: int64, positions after the last query.
+        vectors: [H_q, ..., D].
+        keys: [n, H_kv, D].
+
+    Returns:
+        [H_q, ..., n].
     """
-    keys = sequence.keys(layer)
-    last = int(sequence.asked.max(initial=0))
-    moved = sequence.rotation(layer).mean(plain, last + distances)
-    count, heads, dim = moved.shape
-    grouped = moved.view(count, keys.shape[1], -1, dim).transpose(0, 1)
-    products = grouped.reshape(keys.shape[1], -1, dim) @ keys.permute(1, 2, 0)
-    products = products.view(keys.shape[1], count, -1, len(keys)).transpose(0, 1)
-    return products.reshape(count, heads, len(keys)) * sequence.scaling(layer)
+    grouped = vectors.view(keys.shape[1], -1, keys.shape[2])
+    return (grouped @ keys.permute(1, 2, 0)).view(*vectors.shape[:-1], len(keys))
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import numpy as np
 
 from arbor.errors import UsageError
 from arbor.retention.observation import Observation
-from arbor.retention.token_kv import KVScorer, KVSequence, attention_of, logits_ahead, plain_queries
+from arbor.retention.scorers.window_attention import above
+from arbor.retention.token_kv import KVScorer, KVSequence, attention_of, plain_queries, products_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,10 +26,11 @@ class ExpectedAttention(KVScorer):
 
     mu and Sigma are the mean and the covariance of the last `window` queries before their position
     encoding, encoded for the next `ahead` positions on average: where logits are normal, the
-    expectation of their exponentials.
+    expectation of their exponentials. The first four tokens, sinks, are left out of the softmax and
+    score more than all others; their queries do not count.
     Source: Expected Attention (arXiv 2510.00636) as kvpress has it. Differs: the next positions are
     those after the last token, where kvpress, while decoding, counts from the length of its buffer;
-    queries of the first four positions are left out by position; the mean over the query heads of
+    the first four are those of the text, not of the buffer; the mean over the query heads of
     the observed layers, since one set is kept for all; in a tree, the last queries of all running
     paths, and the positions after the longest; soft caps and windows of layers are left out.
 
@@ -58,14 +60,23 @@ class ExpectedAttention(KVScorer):
         return Observation(keys=True, window=self.window, rotation=True)
 
     def of(self, sequence: KVSequence, layer: int) -> Tensor:
-        size = sequence.values(layer)
-        size = (size * size).sum(-1).sqrt().T  # [H_kv, n]
+        values, keys = sequence.values(layer), sequence.keys(layer)
+        size = (values * values).sum(-1).sqrt().T  # [H_kv, n]
+        sinks = sequence.positions < SINKS
         plain = plain_queries(sequence, layer)[sequence.asked >= SINKS]
         if not len(plain):
-            return (self.epsilon * size).mean(0)
-        logits = logits_ahead(sequence, layer, plain, np.arange(1, self.ahead + 1))
-        expected = logits.mean(0)
+            return above((self.epsilon * size).mean(0), sinks)
+        last = int(sequence.asked.max())
+        ahead = last + np.arange(1, self.ahead + 1)
+        queries = sequence.rotation(layer).mean(plain, ahead).transpose(0, 1)  # [H_q, w, D]
+        mean = queries.mean(1)
+        scaling = sequence.scaling(layer)
+        expected = products_of(mean, keys) * scaling
         if self.covariance:
-            expected = expected + logits.var(0, correction=0) / 2
+            centred = queries - mean[:, None]
+            spread = centred.transpose(1, 2) @ centred / centred.shape[1]  # [H_q, D, D]
+            each = keys.transpose(0, 1).repeat_interleave(len(spread) // len(size), 0)
+            expected += ((each @ spread) * each).sum(-1) * scaling**2 / 2
+        expected[:, sinks] = -np.inf
         given = attention_of(expected).view(len(size), -1, len(sequence)).mean(1)
-        return ((given + self.epsilon) * size).mean(0)
+        return above(((given + self.epsilon) * size).mean(0), sinks)

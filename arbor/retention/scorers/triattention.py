@@ -9,7 +9,7 @@ import numpy as np
 
 from arbor.errors import UsageError
 from arbor.retention.observation import Observation
-from arbor.retention.token_kv import KVScorer, KVSequence, PairRotation, logits_ahead, plain_queries
+from arbor.retention.token_kv import KVScorer, KVSequence, PairRotation, plain_queries, products_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +57,10 @@ class TriAttention(KVScorer):
         if not len(sequence.asked):
             return keys.new_zeros(len(keys))
         rotation = sequence.rotation(layer)
-        distances = 2 ** np.arange(self.farthest.bit_length())
+        ahead = int(sequence.asked.max()) + 2 ** np.arange(self.farthest.bit_length())
         queries = plain_queries(sequence, layer)
         mean = queries.mean(0)
-        near = logits_ahead(sequence, layer, mean[None], distances)[0] / sequence.scaling(layer)
+        near = products_of(rotation.mean(mean, ahead), keys)
         spread = _lengths(rotation, queries).mean(0) - _lengths(rotation, mean)
         spread = spread.view(keys.shape[1], -1, spread.shape[-1]).sum(1)  # of a group
         lengths = _lengths(rotation, keys)  # encoded: scaled by s once
