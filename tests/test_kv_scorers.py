@@ -16,6 +16,7 @@ from torch import Tensor
 from arbor.engine.query_window import QueryWindow
 from arbor.errors import ModelError, UsageError
 from arbor.events import Evicted
+from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Tokens
@@ -29,7 +30,7 @@ from arbor.retention.scorers.vatp import VATP
 from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.token_kv import KVScorer, KVSequence, PairRotation, attention_of, neighbours
 from arbor.testing import random_kv
-from arbor.tree import Node
+from arbor.tree import Node, ThoughtTree
 
 LONG = 40
 
@@ -310,6 +311,13 @@ def test_settings_are_checked(kind: Any, settings: dict[str, Any]) -> None:
         kind(**settings)
 
 
+def test_a_token_of_unknown_value_is_below_all_others() -> None:
+    kv = dataclasses.replace(random_kv(3, 5), place=np.array([2, -1, 0]))
+    tokens = Tokens.when_read({}, mass=np.array([0.5, 9.0, 0.1]), kv=kv)
+    assert VATP().scores(tokens)[1] == -1
+    assert (VATP().scores(tokens)[[0, 2]] > 0).all()
+
+
 # The column
 
 
@@ -342,6 +350,7 @@ class Watching(KVScorer):
 
     window: int
     observation_of: Observation
+    observes: bool = False
 
     @property
     def observation(self) -> Observation:
@@ -351,8 +360,9 @@ class Watching(KVScorer):
         return sequence.keys(layer).new_zeros(len(sequence))
 
 
-def watching(window: int, **observation: Any) -> Policy:
-    return Policy(Pooled(), Watching(window, Observation(**observation)), Protect(2, 2))
+def watching(window: int, observes: bool = False, **observation: Any) -> Policy:
+    scorer = Watching(window, Observation(**observation), observes)
+    return Policy(Pooled(), scorer, Protect(2, 2))
 
 
 def shown(lab: Lab, leaves: Sequence[Node]) -> tuple[KVSequence, Tokens]:
@@ -473,6 +483,7 @@ def test_each_token_of_a_tree_counts_the_last_queries_below_it() -> None:
 
     found, tokens = shown(lab, [tree[3], tree[4], tree[5]])
 
+    assert (np.diff(found.positions) >= 0).all()
     logits = every(found.logits(0))
     seen = (logits[:, 0] > -torch.inf).numpy()
     assert tokens.kv.place is not None
@@ -531,6 +542,66 @@ def test_a_path_that_runs_alone_counts_its_last_queries_only() -> None:
     assert {block for block, _ in recent[:-3]} <= {2, 3, 4}  # leaves that run no more
     seen = (every(found.logits(0))[:, 0] > -torch.inf).sum(0).numpy()
     assert (seen <= 3).all() and (seen[owner == 0] == 3).all()
+
+
+@pytest.mark.parametrize("heads", [None, (1,)])
+def test_attention_of_chosen_heads_sums_to_one_for_each_query(heads: tuple[int, ...]) -> None:
+    lab = Lab(build("llama"), policy=watching(0, True, heads=heads), mode="lossy")
+    tree = lab.plant(100)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, 9)
+    _, tokens = shown(lab, [block])
+    assert tokens.mass.sum() == pytest.approx(len(PROMPT) + 9, rel=1e-4)
+
+
+def test_what_is_computed_again_and_questions_leave_no_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Lab(build("llama"), policy=watching(4, every=1), debug=True)
+    plans: list[ForwardPlan] = []
+    right = ModelRunner.forward
+
+    def forward(self: ModelRunner, plan: ForwardPlan, *args: Any, **kwargs: Any) -> Any:
+        plans.append(plan)
+        return right(self, plan, *args, **kwargs)
+
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    tree = lab.plant()
+    first, second = lab.sprout([(tree.root, 2)], GREEDY)
+    found, _ = shown(lab, [first, second])
+    assert len(found.asked) == 8
+
+    lab.ask([first], [[7, 8, 9] * 3])
+    lab.memory.evict(tree.root, np.arange(6, 10))
+    lab.memory.release([first])
+    lab.state.changed([tree.root, first])
+    lab.extend(first)
+
+    assert first.span.resident.all()
+    again, _ = shown(lab, [first, second])
+    assert torch.equal(again.queries(1), found.queries(1))
+    # a forward in which some rows run again
+    plan = plans[0]
+    plan.table.again[-2:] = True
+    rows = lab._parts.forwards.observer.asked(plan)["queries"][1]
+    assert rows.tolist() == [8, 9]
+
+
+def test_a_tree_that_is_closed_next_to_others_leaves_no_queries_to_its_rows() -> None:
+    lab = Lab(build("llama"), policy=watching(16, every=1), mode="lossy")
+    first = lab.plant(300)
+    second = ThoughtTree(PROMPT[:6])
+    lab.open(second, 300, alone=False)
+    lab.extend(second.root)
+    lab.close(first)
+    third = ThoughtTree(PROMPT[:4])
+    lab.open(third, 300, alone=False)
+    lab.extend(third.root)
+
+    kv = lab.residency.view.offered([third.root, second.root], where="anywhere").tokens.kv
+
+    assert third.root.row == 0
+    assert [each.asked.tolist() for each in kv.sequences] == [list(range(6)), list(range(4))]
+    assert kv.place is not None and sorted(kv.place.tolist()) == list(range(10))
 
 
 def test_tokens_without_written_keys_are_left_out() -> None:

@@ -122,6 +122,12 @@ class TokenKV:
         """The column of some tokens."""
         return self if self.place is None else TokenKV(self.sequences, self.place[at])
 
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """`place` of a policy that asked for keys."""
+        assert self.place is not None, "no keys are observed: `observation` has to ask for them"
+        return self.place
+
     def scores(self, score: Callable[[KVSequence, int], Tensor]) -> NDArray[np.float64]:
         """The mean score of each token over the layers observed, float64 [T].
 
@@ -130,19 +136,17 @@ class TokenKV:
         Args:
             score: of the tokens of a sequence in a layer, [n].
         """
-        assert self.place is not None, (
-            "no keys are observed: Scorer.observation has to ask for them"
-        )
-        known = [np.zeros(0)]
+        found = [np.zeros(0)]
         for sequence in self.sequences:
             total = np.zeros(len(sequence))
             for layer in sequence.layers if len(sequence) else ():
                 total += score(sequence, layer).double().cpu().numpy()
-            known.append(total / max(1, len(sequence.layers)))
-        every = np.concatenate(known)
-        if not len(every):
-            return np.zeros(len(self.place))
-        return np.where(self.place < 0, every.min() - 1, every[self.place])
+            found.append(total / max(1, len(sequence.layers)))
+        every = np.concatenate(found)
+        # the last number is of the tokens at place -1
+        every = np.append(every, every.min() - 1 if len(every) else 0.0)
+        scores: NDArray[np.float64] = every[self.places]
+        return scores
 
 
 NO_KV = TokenKV()
