@@ -89,6 +89,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "arborkv",
             "belady",
             "chunkkv",
+            "expected",
             "full",
             "h2o",
             "keydiff",
@@ -105,6 +106,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "strata",
             "streaming",
             "tova",
+            "triattention",
             "uniform",
             "vatp",
         )
@@ -124,6 +126,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "uniform": "arbor.retention.allocators.uniform:Uniform",
     },
     "scorer": {
+        "expected": "arbor.retention.scorers.expected_attention:ExpectedAttention",
         "heavy": "arbor.retention.scorers.heavy_hitters:HeavyHitters",
         "keydiff": "arbor.retention.scorers.keydiff:KeyDiff",
         "lazyeviction": "arbor.retention.scorers.lazy_eviction:LazyEviction",
@@ -132,6 +135,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "recency": "arbor.retention.scorers.recency:Recency",
         "rkv": "arbor.retention.scorers.rkv:RKV",
         "tova": "arbor.retention.scorers.tova:TOVA",
+        "triattention": "arbor.retention.scorers.triattention:TriAttention",
         "vatp": "arbor.retention.scorers.vatp:VATP",
         "window": "arbor.retention.scorers.window:Window",
         "window-attention": "arbor.retention.scorers.window_attention:WindowAttention",

@@ -25,7 +25,7 @@ from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
-from arbor.retention.token_kv import NO_KV, KVSequence, TokenKV
+from arbor.retention.token_kv import NO_KV, KVSequence, PairRotation, TokenKV
 
 EXAMPLES = 200
 MOST_BLOCKS = 12
@@ -147,11 +147,12 @@ def random_kv(seed: int, count: int) -> TokenKV:
         generator = torch.Generator().manual_seed(seed % (1 << 32) + 10 * layer + kind)
         return torch.randn(*shape, generator=generator)
 
-    def logits(layer: int) -> torch.Tensor:
+    def logits(layer: int) -> list[torch.Tensor]:
         every = numbers(2, layer, queries, heads * group, tokens)
         # the last query sees all, the first all but the newest tokens
         unseen = torch.arange(tokens) > tokens - queries + torch.arange(queries)[:, None]
-        return every.masked_fill(unseen[:, None], -torch.inf)
+        every = every.masked_fill(unseen[:, None], -torch.inf)
+        return [every[1:], every[:1]]
 
     sequence = KVSequence(
         positions=np.arange(tokens),
@@ -160,6 +161,10 @@ def random_kv(seed: int, count: int) -> TokenKV:
         values=lambda layer: numbers(1, layer, tokens, heads, dim),
         logits=logits,
         recent=np.arange(tokens) > tokens - 3,
+        asked=np.arange(tokens + 1 - queries, tokens + 1),
+        queries=lambda layer: numbers(3, layer, queries, heads * group, dim),
+        rotation=lambda layer: PairRotation(False, torch.tensor([1.0, 0.1]).double(), 1.25),
+        scaling=lambda layer: 0.5,
     )
     return TokenKV((sequence,), draw.permutation(tokens)[:count])
 

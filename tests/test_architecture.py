@@ -62,6 +62,7 @@ TORCH = (
     "model.layers",
     "model.measurement_file",
     "model.plan",
+    "model.rotation",
     "model.runner",
     "model.scoring",
     "model.sharing",

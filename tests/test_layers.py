@@ -406,6 +406,25 @@ def test_mass_of_one_pass_is_that_of_two(name: str, leaves: bool) -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
+def test_queries_of_rows_that_stay_are_theirs_though_others_leave() -> None:
+    runner, tree = runner_of("llama"), sample_tree()
+    plan, pool = batch(runner)
+    gone, stay = rows_of([tree[4]]), rows_of([tree[3]])
+    assert gone.max() < stay.min()
+    asked = {0: torch.cat([gone, stay]), 2: stay}
+    alone = runner.forward(plan, pool, queries=asked).queries
+
+    def leave(layer: int, hidden: Tensor, alive: Tensor) -> Tensor | None:
+        return torch.isin(alive, gone) if layer == 0 else None
+
+    found = runner.forward(*batch(runner), queries=asked, leave=leave).queries
+
+    assert [len(alone[0]), len(alone[2])] == [len(gone) + len(stay), len(stay)]
+    assert torch.equal(found[0], alone[0])
+    assert relative_error(found[2], alone[2]) < 1e-5
+    assert runner.forward(plan, pool).queries == {}
+
+
 def test_no_mass_is_counted_unless_asked() -> None:
     runner = runner_of("llama")
     plan, pool = batch(runner)

@@ -19,6 +19,7 @@ from arbor.engine.decoding import Decoding
 from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
+from arbor.engine.kv_view import KVView
 from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share, Streamed
 from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
 from arbor.engine.observer import Observer
@@ -239,9 +240,11 @@ class Engine:
         )
         mode = Streamed if self.lower.staging else self._mode
         rules = mode(state, self.policy, self.rehydrate)
-        observer = Observer(state, self.runner, self.policy.observation)
+        observation = self.policy.observation
+        observer = Observer(state, self.runner, observation)
+        view = KVView(state, self.runner, observation, observer.window)
         residency = Residency(
-            state, self.policy, self.msve, rules.paths_lose, token_kv=observer.token_kv
+            state, self.policy, self.msve, rules.paths_lose, token_kv=view.token_kv
         )
         forwards = ForwardPasses(state, self.runner, observer=observer, levels=self.levels)
         scheduler = rules.scheduler()

@@ -1,24 +1,19 @@
-"""Observer: collects what a policy wants observed of forwards, and shows it when it is asked."""
+"""Observer: collects what a policy wants observed of forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.query_window import QueryWindow
-from arbor.kernels.int8 import read_slots
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.retention.observation import Observation
-from arbor.retention.token_kv import KVSequence, TokenKV
-from arbor.tree import NO_SLOT, ThoughtTree
 
 
 class Observer:
@@ -28,16 +23,20 @@ class Observer:
         state: of the open trees.
         runner: the model.
         observation: what the policy wants.
+
+    Attributes:
+        layers: those observed.
+        window: the last queries of the running paths; None if the policy wants none.
     """
 
     def __init__(self, state: ForestState, runner: ModelRunner, observation: Observation) -> None:
         self._state = state
         self._runner = runner
         self._wanted = observation
-        self._layers = observation.layers_of(runner.layer_count)
+        self.layers = observation.layers_of(runner.layer_count)
         heads = observation.heads
-        self._heads = None if heads is None else torch.tensor(heads, dtype=torch.int64)
-        self._window = QueryWindow(observation.window, self._layers) if observation.window else None
+        self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
+        self.window = QueryWindow(observation.window, self.layers) if observation.window else None
         self._rows = np.empty(0, np.int64)  # of the forward in progress, whose queries are kept
 
     def asked(self, plan: ForwardPlan) -> dict[str, Any]:
@@ -46,35 +45,27 @@ class Observer:
             return {}
         asked: dict[str, Any] = {}
         if self._wanted.attention:
-            asked["mass"] = dict.fromkeys(self._layers, self._heads)
-        if self._window is not None:
-            table, memory = plan.table, self._state.memory
-            new = ~table.again
-            slots = np.where(table.write == memory.pool.trash, 0, table.write)
-            new &= (table.write != memory.pool.trash) & (memory.table.owner[slots] >= 0)
-            self._rows = self._window.chosen(table.counts, new)
+            asked["mass"] = dict.fromkeys(self.layers, self._heads)
+        if self.window is not None:
+            memory, write = self._state.memory, plan.table.write
+            kept = write != memory.pool.trash
+            new = ~plan.table.again & kept & (memory.table.owner[np.where(kept, write, 0)] >= 0)
+            self._rows = self.window.chosen(plan.table.counts, new)
             if len(self._rows):
-                rows = torch.from_numpy(self._rows)
-                asked["queries"] = dict.fromkeys(self._layers, rows)
+                asked["queries"] = dict.fromkeys(self.layers, torch.from_numpy(self._rows))
         return asked
 
     def take(self, plan: ForwardPlan, result: ForwardResult) -> None:
-        """Add what a forward that was asked gave."""
-        if result.mass is not None:  # a replay knows of no attention
+        """Add what a forward that was asked gave; a replay gives nothing."""
+        if result.mass is not None:
             self._add_attention(plan, result.mass)
-        if self._window is not None and result.queries:
-            slots = plan.table.write[self._rows]
-            where = self._state.memory.table
+        if self.window is not None and result.queries:
+            slots, where = plan.table.write[self._rows], self._state.memory.table
             rows, positions = where.owner[slots], where.position[slots]
-            self._window.add(
-                rows.astype(np.int64),
-                positions.astype(np.int64),
-                result.queries,
-                len(plan.table.counts),
-            )
+            self.window.add(rows, positions, result.queries, paths=len(plan.table.counts))
 
     def _add_attention(self, plan: ForwardPlan, mass: Tensor) -> None:
-        shapes = [self._runner.specs[layer].shape for layer in self._layers]
+        shapes = [self._runner.specs[layer].shape for layer in self.layers]
         windows = [shape.window for shape in shapes if shape.window is not None]
         window = max(windows) if len(windows) == len(shapes) else None
         slots, queries = visibility(plan, self._state.memory.pool.trash, window)
@@ -87,127 +78,5 @@ class Observer:
 
     def forget(self, rows: Sequence[int]) -> None:
         """Remove the blocks of a tree that was dropped; other blocks may have their rows later."""
-        if self._window is not None:
-            self._window.forget(rows)
-
-    # What scorers see
-
-    def token_kv(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> TokenKV:
-        """Where tokens are in the sequences of the open trees.
-
-        Args:
-            rows: int64 [T], of their blocks.
-            offsets: int64 [T], places in these.
-        """
-        memory, forest = self._state.memory, self._state.forest
-        places = np.full(memory.pool.trash + 1, -1, np.int64)
-        sequences, count = [], 0
-        numbers = forest.numbers_of(rows)
-        slots = np.full(len(rows), NO_SLOT, np.int64)
-        begins = {row: forest[row].span.begin for row in np.unique(rows).tolist()}
-        if begins:
-            known = np.zeros(max(begins) + 1, np.int64)
-            known[list(begins)] = list(begins.values())
-            slots = forest.spans.slot[known[rows] + offsets].astype(np.int64)
-        found = np.full(len(rows), -1, np.int64)
-        for tree in self._state.trees:
-            sequence, used = self._sequence(tree)
-            places[:] = -1
-            places[used] = count + np.arange(len(used))
-            mine = (numbers == tree.number) & (slots != NO_SLOT)
-            found[mine] = places[slots[mine]]
-            sequences.append(sequence)
-            count += len(used)
-        return TokenKV(tuple(sequences), found)
-
-    def _sequence(self, tree: ThoughtTree) -> tuple[KVSequence, NDArray[np.int64]]:
-        """The tokens of a tree that are on the device and written, and their slots, int64 [n]."""
-        spans = self._state.forest.spans
-        nodes = [node for node in tree.nodes if len(node.span)]
-        lengths = np.array([len(node.span) for node in nodes], np.int64)
-        begins = np.array([node.span.begin for node in nodes], np.int64)
-        place = np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
-        offset = np.arange(len(place)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        slots = spans.slot[place + np.arange(len(place))].astype(np.int64)
-        here = slots != NO_SLOT
-        for node, offsets in self._state.memory.pending_tokens:
-            here &= ~np.isin(slots, node.span.slot[offsets])
-        row = np.repeat(np.array([node.row for node in nodes], np.int64), lengths)
-        position = np.repeat(np.array([node.start for node in nodes], np.int64), lengths) + offset
-        at = np.flatnonzero(here)
-        at = at[np.lexsort((row[at], position[at]))]
-        slots, row, position = slots[at], row[at], position[at]
-        asked, seen = self._seen(tree, row, position)
-        mask = torch.from_numpy(seen)
-        recent = np.zeros(len(at), np.bool_)
-        if self._window is not None and len(asked):
-            big = int(max(position.max(initial=0), self._window.position[asked].max())) + 1
-            own = self._window.row[asked] * big + self._window.position[asked]
-            recent = np.isin(row * big + position, own)
-        index = torch.from_numpy(slots).to(self._state.memory.pool.device)
-        sequence = KVSequence(
-            positions=position,
-            layers=self._layers,
-            keys=partial(self._keys, index),
-            values=partial(self._values, index),
-            logits=partial(self._logits, index, asked, mask, position),
-            recent=recent,
-        )
-        return sequence, slots
-
-    def _seen(
-        self, tree: ThoughtTree, row: NDArray[np.int64], position: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The kept queries of a tree, int64 [w], the oldest first, and bool [w, n], which tokens
-        count them: the last ones that see it."""
-        window = self._window
-        if window is None:
-            return np.empty(0, np.int64), np.zeros((0, len(row)), np.bool_)
-        rows = {node.row: node for node in tree.nodes}
-        asked = np.flatnonzero(np.isin(window.row, list(rows)))
-        asked = asked[np.argsort(window.age[asked])]
-        seen = np.zeros((len(asked), len(row)), np.bool_)
-        for owner in np.unique(window.row[asked]).tolist():
-            on_path = np.isin(row, [node.row for node in rows[owner].path])
-            mine = np.flatnonzero(window.row[asked] == owner)
-            seen[mine] = on_path & (position <= window.position[asked[mine], None])
-        later = np.cumsum(seen[::-1], axis=0)[::-1]
-        seen &= later <= window.length
-        used = np.flatnonzero(seen.any(1))
-        return asked[used], seen[used]
-
-    def _keys(self, index: Tensor, layer: int) -> Tensor:
-        shape = self._runner.specs[layer].shape
-        pool = self._state.memory.pool.k[layer]
-        return self._of_heads(read_slots(pool, index, shape.head_dim_qk).float())
-
-    def _values(self, index: Tensor, layer: int) -> Tensor:
-        shape = self._runner.specs[layer].shape
-        pool = self._state.memory.pool.v[layer]
-        return self._of_heads(read_slots(pool, index, shape.head_dim_vo).float())
-
-    def _of_heads(self, x: Tensor) -> Tensor:
-        return x if self._heads is None else x[:, self._heads.to(x.device)]
-
-    def _logits(
-        self,
-        index: Tensor,
-        asked: NDArray[np.int64],
-        seen: Tensor,
-        position: NDArray[np.int64],
-        layer: int,
-    ) -> Tensor:
-        """See `KVSequence.logits`."""
-        shape = self._runner.specs[layer].shape
-        k = self._keys(index, layer)
-        if self._window is None or not len(asked):
-            return k.new_zeros(0, k.shape[1] * shape.group, len(position))
-        q = self._window.queries(layer, asked).unflatten(1, (-1, shape.group))
-        q = self._of_heads(q)
-        logits = torch.einsum("whgd,nhd->whgn", q, k).flatten(1, 2) * shape.scaling
-        if shape.softcap is not None:
-            logits = shape.softcap * torch.tanh(logits / shape.softcap)
-        if shape.window is not None:
-            distance = self._window.position[asked, None] - position
-            seen = seen & torch.from_numpy(distance < shape.window)
-        return logits.masked_fill(~seen.to(logits.device)[:, None], -torch.inf)
+        if self.window is not None:
+            self.window.forget(rows)

@@ -46,16 +46,16 @@ class QueryWindow:
 
     def add(
         self,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        rows: NDArray[np.integer],
+        positions: NDArray[np.integer],
         queries: Mapping[int, Tensor],
         paths: int,
     ) -> None:
         """Keep queries of a forward.
 
         Args:
-            rows: int64 [m], of the blocks of their tokens.
-            positions: int64 [m], of these tokens.
+            rows: int [m], of the blocks of their tokens.
+            positions: int [m], of these tokens.
             queries: layer -> [m, H_q, D].
             paths: segments of the forward: the ring grows to hold `length` queries of each.
         """

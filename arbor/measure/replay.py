@@ -29,14 +29,17 @@ from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import BudgetInfeasible, TraceError, UsageError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Selected, Verified
+from arbor.kernels.base import AttentionShape
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.metrics import Metrics, MetricsFold
+from arbor.model.attention import LayerSpec
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ForwardResult
 from arbor.model.sampling_params import Sampling
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
 from arbor.run.limits import Limits
@@ -237,8 +240,14 @@ class _NoModel:
     device = torch.device("cpu")
     weight_bytes = 0
 
+    specs = (LayerSpec(AttentionShape(1, 1, 1, 1, scaling=1.0), False, True, 1),)
+
     def __init__(self, vocabulary: int) -> None:
         self._nothing = torch.zeros(1, vocabulary)
+
+    def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation]:
+        """No number is turned; no query is recorded."""
+        return dict.fromkeys(layers, PairRotation(False, torch.zeros(0, dtype=torch.float64)))
 
     def forward(
         self, plan: ForwardPlan, pool: KVPool, *, mass: Any = None, queries: Any = None

@@ -36,8 +36,10 @@ from arbor.model.attention import (
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install, note_form
 from arbor.model.plan import ForwardPlan, select_rows
+from arbor.model.rotation import rotations_of
 from arbor.model.streaming import StreamedAttention
 from arbor.model.unembedding import Unembedding
+from arbor.retention.token_kv import PairRotation
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 MOST_LAYERS = 10_000  # more would take minutes to describe
@@ -134,6 +136,7 @@ class ModelRunner:
         self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
         self._staging = Staging(self.device)
         self._unembedding: Unembedding | None = None
+        self._rotations: dict[int, PairRotation | None] = {}
         self.graphs: DecodeGraphs | None = None
         if recorder is not None and isinstance(backend, FixedBackend):
             staging = Staging(self.device)  # a buffer of its own: both may be in use
@@ -214,6 +217,13 @@ class ModelRunner:
             self._unembedding = Unembedding(self.model, self._layers)
         with self._layers_context():
             return self._unembedding(state, ids, norm=norm)
+
+    def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation | None]:
+        """How layers encode positions, found once; None where that is not a known rotation."""
+        missing = [layer for layer in layers if layer not in self._rotations]
+        if missing:
+            self._rotations |= rotations_of(self.model, missing)
+        return {layer: self._rotations[layer] for layer in layers}
 
     def _forward(
         self,

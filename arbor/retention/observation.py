@@ -16,6 +16,8 @@ class Observation:
         keys: keys and values are read when the policy is asked (`Tokens.kv`); they lie in the
             pool, so nothing is collected.
         window: last queries of each running path that are kept; 0: none.
+        rotation: position encodings of queries and keys can be undone (`KVSequence.rotation`);
+            models whose encoding is not a known rotation are refused.
         layers: these layers; None: one of `every`.
         heads: these KV heads and the queries that read them; None: all.
         every: without `layers`, the last layer of each so many, or the last layer of a model with
@@ -25,6 +27,7 @@ class Observation:
     attention: bool = False
     keys: bool = False
     window: int = 0
+    rotation: bool = False
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     every: int = LAYER_STEP

@@ -23,6 +23,7 @@ from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer
 from arbor.retention.observation import Observation
+from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.keydiff import KeyDiff
 from arbor.retention.scorers.lazy_eviction import LazyEviction
@@ -31,6 +32,7 @@ from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.rkv import RKV
 from arbor.retention.scorers.tova import TOVA
+from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.scorers.vatp import VATP
 from arbor.retention.scorers.window import Window
 from arbor.retention.scorers.window_attention import WindowAttention
@@ -186,6 +188,12 @@ _NAMED = {
         Window(),
         summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
     ),
+    "expected": Policy(
+        Pooled(),
+        ExpectedAttention(),
+        summary="Keeps the tokens that the queries to come are expected to attend to (Expected "
+        "Attention).",
+    ),
     "full": Policy(
         Full(),
         summary="Keeps everything: the baseline, shared over the tree.",
@@ -272,6 +280,13 @@ _NAMED = {
         Pooled(),
         TOVA(),
         summary="Keeps the tokens of the whole tree that the last query attended to (TOVA).",
+    ),
+    "triattention": Policy(
+        Pooled(),
+        TriAttention(),
+        Protect(prompt=True),
+        summary="Keeps the prompt and the tokens whose keys suit the distances to come "
+        "(TriAttention).",
     ),
     "uniform": Policy(
         Uniform(),

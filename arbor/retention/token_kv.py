@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,53 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class PairRotation:
+    """A position encoding that turns pairs (a, b) of a head's first 2 F numbers by position times
+    frequency.
+
+    Attributes:
+        interleaved: whether a pair is two neighbours; else it is number i of either half.
+        frequencies: float64 [F], radians per position.
+        scale: factor of the turned numbers.
+    """
+
+    interleaved: bool
+    frequencies: Tensor
+    scale: float = 1.0
+
+    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The two numbers of each pair, [..., F] each, of heads [..., D]."""
+        count = len(self.frequencies)
+        if self.interleaved:
+            return x[..., 0 : 2 * count : 2], x[..., 1 : 2 * count : 2]
+        return x[..., :count], x[..., count : 2 * count]
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads [..., D] whose pairs become (a cos - b sin, b cos + a sin); the rest stays."""
+        result = x.clone()
+        (a, b), (first, second) = self.pairs(x), self.pairs(result)
+        first.copy_(a * cos - b * sin)
+        second.copy_(b * cos + a * sin)
+        return result
+
+    def undone(self, x: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """Heads [w, H, D] encoded for these positions [w], as they were before."""
+        angles = self._angles(positions)[:, None]
+        cos, sin = (wave.to(x.dtype) / self.scale for wave in (angles.cos(), angles.sin()))
+        return self.turned(x, cos, -sin)
+
+    def mean(self, x: Tensor, positions: NDArray[np.int64]) -> Tensor:
+        """Heads [..., D] encoded for these positions, on average."""
+        angles = self._angles(positions)
+        cos, sin = (wave.mean(0).to(x.dtype) * self.scale for wave in (angles.cos(), angles.sin()))
+        return self.turned(x, cos, sin)
+
+    def _angles(self, positions: NDArray[np.int64]) -> Tensor:
+        """float64 [w, F]."""
+        return self.frequencies.new_tensor(positions.tolist())[:, None] * self.frequencies
+
+
+@dataclass(frozen=True, eq=False)
 class KVSequence:
     """The tokens of one tree on the device in order of position, n in all, and w queries over them.
 
@@ -30,18 +77,26 @@ class KVSequence:
         layers: layers observed.
         keys: of a layer, float32 [n, H_kv, D_k], position-encoded.
         values: of a layer, float32 [n, H_kv, D_v].
-        logits: of a layer, float32 [w, H_q, n]: those of the last queries, the oldest first, each
-            encoded for its own position, as the layer computes them, attention sinks left out; -inf
-            where a query does not see a token, or where the token was seen by enough later ones.
+        logits: of a layer, float32 [w', H_q, n], in pieces of the last queries: each encoded for
+            its own position, as the layer computes them, attention sinks left out; -inf where a
+            query does not see a token, or where enough later ones do.
         recent: bool [n], the tokens these queries were computed for.
+        asked: int64 [w], positions of the last queries, the oldest first.
+        queries: of a layer, float32 [w, H_q, D_k], position-encoded.
+        rotation: of a layer; only where `Observation.rotation` asks for it.
+        scaling: of a layer's logits.
     """
 
     positions: NDArray[np.int64]
     layers: tuple[int, ...]
     keys: Callable[[int], Tensor]
     values: Callable[[int], Tensor]
-    logits: Callable[[int], Tensor]
+    logits: Callable[[int], Iterable[Tensor]]
     recent: NDArray[np.bool_]
+    asked: NDArray[np.int64]
+    queries: Callable[[int], Tensor]
+    rotation: Callable[[int], PairRotation]
+    scaling: Callable[[int], float]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -67,6 +122,12 @@ class TokenKV:
         """The column of some tokens."""
         return self if self.place is None else TokenKV(self.sequences, self.place[at])
 
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """`place` of a policy that asked for keys."""
+        assert self.place is not None, "no keys are observed: `observation` has to ask for them"
+        return self.place
+
     def scores(self, score: Callable[[KVSequence, int], Tensor]) -> NDArray[np.float64]:
         """The mean score of each token over the layers observed, float64 [T].
 
@@ -75,19 +136,17 @@ class TokenKV:
         Args:
             score: of the tokens of a sequence in a layer, [n].
         """
-        assert self.place is not None, (
-            "no keys are observed: Scorer.observation has to ask for them"
-        )
-        known = [np.zeros(0)]
+        found = [np.zeros(0)]
         for sequence in self.sequences:
             total = np.zeros(len(sequence))
             for layer in sequence.layers if len(sequence) else ():
                 total += score(sequence, layer).double().cpu().numpy()
-            known.append(total / max(1, len(sequence.layers)))
-        every = np.concatenate(known)
-        if not len(every):
-            return np.zeros(len(self.place))
-        return np.where(self.place < 0, every.min() - 1, every[self.place])
+            found.append(total / max(1, len(sequence.layers)))
+        every = np.concatenate(found)
+        # the last number is of the tokens at place -1
+        every = np.append(every, every.min() - 1 if len(every) else 0.0)
+        scores: NDArray[np.float64] = every[self.places]
+        return scores
 
 
 NO_KV = TokenKV()
@@ -115,6 +174,25 @@ class KVScorer(ABC):
 
     def scores(self, tokens: Tokens) -> NDArray[np.float64]:
         return tokens.kv.scores(self.of)
+
+
+def plain_queries(sequence: KVSequence, layer: int) -> Tensor:
+    """The last queries as they were before position encoding, float32 [w, H_q, D_k]."""
+    return sequence.rotation(layer).undone(sequence.queries(layer), sequence.asked)
+
+
+def products_of(vectors: Tensor, keys: Tensor) -> Tensor:
+    """Products of the vectors of query heads with the keys that each head reads.
+
+    Args:
+        vectors: [H_q, ..., D].
+        keys: [n, H_kv, D].
+
+    Returns:
+        [H_q, ..., n].
+    """
+    grouped = vectors.view(keys.shape[1], -1, keys.shape[2])
+    return (grouped @ keys.permute(1, 2, 0)).view(*vectors.shape[:-1], len(keys))
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:

@@ -63,13 +63,16 @@ class RKV(KVScorer):
 
     def of(self, sequence: KVSequence, layer: int) -> Tensor:
         keys = sequence.keys(layer)
-        logits = sequence.logits(layer)
-        group = logits.shape[1] // keys.shape[1]
-        logits = logits.view(-1, keys.shape[1], group, len(sequence)).amax(2)
-        logits[..., sequence.recent] = -np.inf
-        important = neighbours(mean_attention(logits), self.pooled, -np.inf).amax(-1)
+        pieces = (self._of_groups(each, sequence, keys.shape[1]) for each in sequence.logits(layer))
+        important = neighbours(mean_attention(pieces, keys), self.pooled, -np.inf).amax(-1)
         redundant = self.redundancy(keys).softmax(-1)
         return above((self.mix * important - (1 - self.mix) * redundant).mean(0), sequence.recent)
+
+    def _of_groups(self, logits: Tensor, sequence: KVSequence, heads: int) -> Tensor:
+        """The largest logit of each group of query heads, [w', H_kv, n]; none in the window."""
+        largest = logits.view(len(logits), heads, -1, len(sequence)).amax(2)
+        largest[..., sequence.recent] = -np.inf
+        return largest
 
     def redundancy(self, keys: Tensor) -> Tensor:
         """How similar the others' keys are to each token's, [H, n]: the mean over rows of cosines,

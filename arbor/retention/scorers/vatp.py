@@ -32,6 +32,7 @@ class VATP(KVScorer):
         return sequence.values(layer).abs().sum(-1).mean(-1)
 
     def scores(self, tokens: Tokens) -> Floats:
-        # a token that is not on the device has a size below 0
-        size: Floats = super().scores(tokens).clip(0)
-        return tokens.mass * size
+        scores: Floats = tokens.mass * super().scores(tokens)
+        # the value of a token that is not on the device is unknown
+        scores[tokens.kv.places < 0] = -1.0
+        return scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class WindowAttention(KVScorer):
         return Observation(keys=True, window=self.window)
 
     def of(self, sequence: KVSequence, layer: int) -> Tensor:
-        mean = mean_attention(sequence.logits(layer))
+        mean = mean_attention(sequence.logits(layer), sequence.keys(layer))
         mean[:, sequence.recent] = 0  # pooled over tokens outside the window, as SnapKV does
         scores = neighbours(mean, self.pooled, 0.0).mean(-1).mean(0)
         return above(scores, sequence.recent)
@@ -65,15 +66,19 @@ def check_pooled(pooled: int) -> None:
         raise UsageError("setting-range", f"pooled={pooled}: it must be odd, such as 7.")
 
 
-def mean_attention(logits: Tensor) -> Tensor:
+def mean_attention(pieces: Iterable[Tensor], keys: Tensor) -> Tensor:
     """The mean attention of each head to each token over the queries that see it, [H, n]; 0 where
     none does.
 
     Args:
-        logits: [w, H, n], see `KVSequence.logits`.
+        pieces: [w', H, n] each, see `KVSequence.logits`.
+        keys: [n, H_kv, D]; without any queries, the mean is 0 for each KV head.
     """
-    seen = (logits > -np.inf).sum(0).clamp_min(1)
-    return attention_of(logits).sum(0) / seen
+    total, seen = keys.new_zeros(keys.shape[1], len(keys)), keys.new_zeros(())
+    for at, logits in enumerate(pieces):
+        added, looks = attention_of(logits).sum(0), (logits > -np.inf).sum(0)
+        total, seen = (total + added, seen + looks) if at else (added, looks)
+    return total / seen.clamp_min(1)
 
 
 def above(scores: Tensor, recent: np.ndarray) -> Tensor:

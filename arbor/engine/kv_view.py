@@ -1,0 +1,241 @@
+"""KVView: shows scorers the keys, values and last queries of the tokens on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from arbor.engine.forest_state import ForestState
+from arbor.engine.query_window import QueryWindow
+from arbor.errors import ModelError
+from arbor.kernels.int8 import read_slots
+from arbor.model.runner import ModelRunner
+from arbor.retention.observation import Observation
+from arbor.retention.token_kv import KVSequence, PairRotation, TokenKV
+from arbor.tree import NO_SLOT, Node, ThoughtTree
+
+PIECE = 1 << 24  # logits made at once
+
+
+class KVView:
+    """The keys, values and queries of the open trees, as a policy's scorer reads them.
+
+    Args:
+        state: of the open trees.
+        runner: the model.
+        observation: what the policy wants.
+        window: the last queries; None: none are kept.
+
+    Raises:
+        ModelError: the policy wants to undo the position encoding of a layer that is of an unknown
+            kind.
+    """
+
+    def __init__(
+        self,
+        state: ForestState,
+        runner: ModelRunner,
+        observation: Observation,
+        window: QueryWindow | None,
+    ) -> None:
+        self._state = state
+        self._runner = runner
+        self._window = window
+        self._layers = observation.layers_of(runner.layer_count)
+        heads = observation.heads
+        self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
+        self._rotations = _rotations(runner, self._layers) if observation.rotation else {}
+
+    def token_kv(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> TokenKV:
+        """The column `Tokens.kv`.
+
+        Args:
+            rows: int64 [T], of the tokens' blocks.
+            offsets: int64 [T], places in these.
+        """
+        forest, trash = self._state.forest, self._state.memory.pool.trash
+        each, at = np.unique(rows, return_inverse=True)
+        begins = np.array([node.span.begin for node in forest.nodes(each.tolist())], np.int64)
+        slots = forest.spans.slot[begins[at] + offsets]
+        numbers = forest.numbers_of(rows)
+        found = np.full(len(rows), -1, np.int64)
+        sequences, count = [], 0
+        for tree in self._state.trees:
+            sequence, used = self._sequence(tree)
+            places = np.full(trash + 1, -1, np.int64)
+            places[used] = count + np.arange(len(used))
+            mine = (numbers == tree.number) & (slots != NO_SLOT)
+            found[mine] = places[slots[mine]]
+            sequences.append(sequence)
+            count += len(used)
+        return TokenKV(tuple(sequences), found)
+
+    def _sequence(self, tree: ThoughtTree) -> tuple[KVSequence, NDArray[np.int64]]:
+        """The tokens of a tree that are on the device and written, and their slots, int64 [n]."""
+        nodes = [node for node in tree.nodes if len(node.span)]
+        lengths = np.array([len(node.span) for node in nodes], np.int64)
+        slots = np.concatenate([node.span.slot for node in nodes]).astype(np.int64)
+        here = slots != NO_SLOT
+        pending = [node.span.slot[at] for node, at in self._state.memory.pending_tokens]
+        if pending:
+            here &= ~np.isin(slots, np.concatenate(pending))
+        row = np.repeat(np.array([node.row for node in nodes], np.int64), lengths)
+        position = np.concatenate([np.arange(node.start, node.end) for node in nodes])
+        at = np.flatnonzero(here)
+        at = at[np.lexsort((row[at], position[at]))]
+        slots, row, position = slots[at], row[at], position[at]
+        asked = _Asked.of(self._window, tree)
+        index = torch.from_numpy(slots).to(self._runner.device)
+        sequence = KVSequence(
+            positions=position,
+            layers=self._layers,
+            keys=partial(self._keys, index),
+            values=partial(self._values, index),
+            logits=partial(self._logits, index, asked, row, position),
+            recent=asked.wrote(row, position),
+            asked=asked.position,
+            queries=partial(self._queries, asked.at),
+            rotation=self._rotations.__getitem__,
+            scaling=self._scaling,
+        )
+        return sequence, slots
+
+    def _scaling(self, layer: int) -> float:
+        return self._runner.specs[layer].shape.scaling
+
+    def _keys(self, index: Tensor, layer: int) -> Tensor:
+        dim = self._runner.specs[layer].shape.head_dim_qk
+        return self._chosen(read_slots(self._state.memory.pool.k[layer], index, dim).float())
+
+    def _values(self, index: Tensor, layer: int) -> Tensor:
+        dim = self._runner.specs[layer].shape.head_dim_vo
+        return self._chosen(read_slots(self._state.memory.pool.v[layer], index, dim).float())
+
+    def _queries(self, at: NDArray[np.int64], layer: int) -> Tensor:
+        shape = self._runner.specs[layer].shape
+        if self._window is None or not len(at):
+            heads = shape.num_kv_heads if self._heads is None else len(self._heads)
+            size = (0, heads * shape.group, shape.head_dim_qk)
+            return torch.zeros(size, device=self._runner.device)
+        queries = self._window.queries(layer, at)
+        return self._chosen(queries.unflatten(1, (-1, shape.group))).flatten(1, 2)
+
+    def _chosen(self, x: Tensor) -> Tensor:
+        """The KV heads that the policy wants of [n, H_kv, ...]."""
+        return x if self._heads is None else x[:, self._heads]
+
+    def _logits(
+        self,
+        index: Tensor,
+        asked: _Asked,
+        row: NDArray[np.int64],
+        position: NDArray[np.int64],
+        layer: int,
+    ) -> Iterator[Tensor]:
+        """See `KVSequence.logits`."""
+        shape = self._runner.specs[layer].shape
+        keys = self._keys(index, layer)
+        heads = keys.shape[1] * shape.group
+        step = max(1, PIECE // max(1, heads * len(row)))
+        later = np.zeros(len(row), np.int64)  # queries that count for each token already
+        for end in range(len(asked.at), 0, -step):
+            piece = slice(max(0, end - step), end)
+            seen = asked.sees(piece, row, position)
+            after = np.cumsum(seen[::-1], axis=0)[::-1] + later
+            seen &= after <= asked.length
+            later += seen.sum(0)
+            if shape.window is not None:
+                seen &= asked.position[piece, None] - position < shape.window
+            queries = self._queries(asked.at[piece], layer).view(
+                len(seen), -1, shape.group, keys.shape[2]
+            )
+            logits = torch.einsum("whgd,nhd->whgn", queries, keys).flatten(1, 2) * shape.scaling
+            if shape.softcap is not None:
+                logits = shape.softcap * torch.tanh(logits / shape.softcap)
+            unseen = torch.from_numpy(~seen).to(logits.device)
+            yield logits.masked_fill(unseen[:, None], -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """The kept queries of a tree that are among the last ones of some token.
+
+    Attributes:
+        length: queries that count for each token.
+        at: int64 [w], their places in the window, the oldest first.
+        row: int64 [w], of the blocks of their tokens.
+        position: int64 [w], of their tokens.
+        paths: these blocks, by row.
+    """
+
+    length: int
+    at: NDArray[np.int64]
+    row: NDArray[np.int64]
+    position: NDArray[np.int64]
+    paths: Mapping[int, Node]
+
+    @classmethod
+    def of(cls, window: QueryWindow | None, tree: ThoughtTree) -> _Asked:
+        """The queries of a tree."""
+        if window is None:
+            none = np.empty(0, np.int64)
+            return cls(0, none, none, none, {})
+        rows = {node.row: node for node in tree.nodes}
+        at = np.flatnonzero(np.isin(window.row, list(rows)))
+        at = at[np.argsort(window.age[at])]
+        owners = {row: rows[row] for row in np.unique(window.row[at]).tolist()}
+        # a query's own token is the one for which the fewest later queries count
+        used = np.zeros(len(at), np.bool_)
+        for row, node in owners.items():
+            below = [other for other, leaf in owners.items() if node in leaf.path]
+            last = np.flatnonzero(np.isin(window.row[at], below))[-window.length :]
+            used[last[window.row[at[last]] == row]] = True
+        at = at[used]
+        return cls(window.length, at, window.row[at], window.position[at], owners)
+
+    def sees(
+        self, piece: slice, row: NDArray[np.int64], position: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Which tokens some of the queries see, bool [w', n].
+
+        Args:
+            piece: of the queries.
+            row: int64 [n], of the tokens' blocks.
+            position: int64 [n], of the tokens.
+        """
+        rows = self.row[piece]
+        seen = np.zeros((len(rows), len(row)), np.bool_)
+        for owner in np.unique(rows).tolist():
+            seen[rows == owner] = np.isin(row, [node.row for node in self.paths[owner].path])
+        seen &= position <= self.position[piece, None]
+        return seen
+
+    def wrote(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """The tokens that these queries were computed for, bool [n]."""
+        width = int(max(position.max(initial=0), self.position.max(initial=0))) + 1
+        return np.isin(row * width + position, self.row * width + self.position)
+
+
+def _rotations(runner: ModelRunner, layers: tuple[int, ...]) -> dict[int, PairRotation]:
+    """How layers encode positions.
+
+    Raises:
+        ModelError: a layer's encoding is not a known rotation.
+    """
+    known: dict[int, PairRotation] = {}
+    for layer, rotation in runner.rotations(layers).items():
+        if rotation is None:
+            raise ModelError(
+                "arch-unsupported",
+                f"model_type '{runner.config.model_type}': the position encoding of layer {layer} "
+                "is not a rotation that the policy could undo.",
+                "Use a policy that reads no queries before their encoding, such as 'rkv'.",
+            )
+        known[layer] = rotation
+    return known
