@@ -43,7 +43,7 @@ from arbor.run.component_checks import resolve_component
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
-from arbor.run.limits import RunLimits, check_count, check_seed
+from arbor.run.limits import RunLimits, check_count, check_destroying, check_seed
 from arbor.run.planning import check_proposals
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
@@ -243,6 +243,7 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
+        check_destroying(self.policy, self.mode, self.rehydrate)
         self.lower = resolve_tiers(
             host,
             disk,

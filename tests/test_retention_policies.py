@@ -472,6 +472,7 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     assert Protect() == Protect(sinks=4, recent=8, tail=0, floor=0, threshold=1e-4)
     own = dict.fromkeys(published, Protect(tail=8, floor=4))
     own |= {"lazyeviction": Protect(recent=25), "raas": Protect(prompt=True)}
+    own["hierarchy"] = Protect(recent=128, prompt=True)
     for name in POLICIES:
         assert POLICIES[name].protect == own.get(name, Protect())
 
@@ -506,8 +507,8 @@ def test_policies_that_read_attention_say_so() -> None:
     reading = [name for name, policy in sorted(POLICIES.items()) if policy.observes]
 
     assert reading == [
-        *("ams", "arborkv", "chunkkv", "h2o", "kkt", "lazyeviction", "raas", "snapkv", "strata"),
-        "tova",
+        *("ams", "arborkv", "chunkkv", "h2o", "hierarchy", "kkt", "lazyeviction", "raas"),
+        *("snapkv", "strata", "tova"),
     ]
 
 

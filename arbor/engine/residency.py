@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.policy_view import PolicyView
+from arbor.engine.policy_view import PolicyView, Where
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import Forest, by_tree
@@ -94,7 +94,8 @@ class Residency:
         if (room := trigger.room(self._steps, self._memory.slots)) is not None:
             rooms.append(room)
         if self._capped is not None and not self._steps % trigger.every:
-            rooms.append(used - self._capped.excess(self.view.offered(leaves)))
+            where: Where = "anywhere" if self._paths_lose == "equally" else "off"
+            rooms.append(used - self._capped.excess(self.view.offered(leaves, where=where)))
         return min(rooms) if min(rooms) < used else None
 
     def _free(

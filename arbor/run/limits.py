@@ -6,11 +6,14 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 from arbor.engine.mode_names import SIMILAR, Share
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event
+
+if TYPE_CHECKING:
+    from arbor.retention.policy import Policy
 
 First = Literal["answer", "verified"]
 ACCEPTED = 0.5  # least value of a verified path: more likely right than wrong
@@ -63,6 +66,21 @@ def check_rehydration(mode: str, rehydrate: str | None) -> None:
     if mode == "lossless" and rehydrate == "off":
         raise UsageError(
             "rehydrate", "lossless needs what was evicted back.", "Take mode=lossy, or selective."
+        )
+
+
+def check_destroying(policy: Policy, mode: str, rehydrate: str) -> None:
+    """Refuse a policy that destroys tokens where what has left comes back.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if policy.destroys and (mode != "lossy" or rehydrate != "off"):
+        raise UsageError(
+            "mode",
+            f"the policy '{policy.name}' destroys tokens (the last tier of the memory hierarchy), and "
+            "what has left is computed again in this mode.",
+            "Take --mode lossy without --rehydrate, or another --policy.",
         )
 
 
