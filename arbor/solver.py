@@ -130,8 +130,8 @@ class Solver:
         host_bits: of a number there, 8, 4 or 2; by default those of the model. Only in lossy mode.
         staging: size of a buffer in the budget through which attention reads KV in host memory
             where it is, ``64tok`` or ``1MiB``: a path may then be longer than the budget
-            (docs/tiers.md). Lossless mode; nothing is shared between prompts and siblings then. By
-            default none: KV is copied back before it is read.
+            (docs/tiers.md). Nothing is shared between prompts and siblings then. By default none:
+            KV is copied back before it is read.
         disk: room on disk for what the host has no room for, likewise.
         disk_dir: the folder of that file; by default the system's for temporary files. Never part
             of a configuration.
@@ -426,7 +426,13 @@ class Solver:
                         "and --staging computes it in chunks.",
                         "Use --backend torch.",
                     )
-                room = LowerRoom(*tokens, self.lower.disk_dir, self.lower.host_bits, staging)
+                room = LowerRoom(
+                    *tokens,
+                    self.lower.disk_dir,
+                    self.lower.host_bits,
+                    staging,
+                    inexact=bool(staging) and self.mode == "lossy",
+                )
                 self._engine = Engine(
                     runner,
                     self.tokenizer,

@@ -238,6 +238,8 @@ class LowerRoom:
         host_bits: of a number in host memory, see `PackedStore`; None: those of the pool.
         staging: slots of the budget through which attention reads the host's KV where it lies, see
             `StagingBuffer`; 0: KV is copied back before it is read.
+        inexact: whether the host takes KV that was computed over gaps as well; with such a buffer
+            only.
     """
 
     host: int = 0
@@ -245,10 +247,12 @@ class LowerRoom:
     folder: Path | None = None
     host_bits: int | None = None
     staging: int = 0
+    inexact: bool = False
 
     def __post_init__(self) -> None:
+        assert self.staging or not self.inexact, "what comes back has to be exact"
         assert not self.staging or (self.host and not self.disk and self.host_bits is None), (
-            "attention reads exact KV in host memory only"
+            "attention reads host memory in full precision, and no disk"
         )
 
     def stores(self, pool: KVPool) -> list[Store]:

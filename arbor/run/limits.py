@@ -90,11 +90,12 @@ def check_staging(given: bool, mode: str, rehydrate: str) -> None:
     Raises:
         UsageError: these settings contradict each other.
     """
-    if given and (mode != "lossless" or rehydrate != "selective"):
+    if given and rehydrate != ("selective" if mode == "lossless" else "off"):
         raise UsageError(
             "staging",
-            "attention reads KV in host memory in lossless mode with selective rehydration only.",
-            "Leave out --staging, or --mode and --rehydrate.",
+            "attention reads KV in host memory in lossless mode with selective rehydration, and in "
+            "lossy mode with none.",
+            "Leave out --staging, or --rehydrate.",
         )
 
 
@@ -103,6 +104,10 @@ def check_tiers(
 ) -> None:
     """Refuse lower tiers where nothing comes back from them, and packed ones where they would break
     a promise.
+
+    Args:
+        given: whether there are tiers that KV comes back from.
+        rehydrate, host_bits, mode, kv_dtype: as in `Solver`.
 
     Raises:
         UsageError: these settings contradict each other.
