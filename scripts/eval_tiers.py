@@ -14,7 +14,8 @@ retention, each problem with all splits in turn.
 `destroyed`: policy `hierarchy` in lossy mode with room for everything, so that tokens leave by its
 clock alone: a part of all eligible tokens (`cumulative`), of those left at each event (`per_event`,
 as in the paper), or all but so many (`size`: pure eviction with a budget of live tokens). Destroyed
-is the part of the tokens that were ever eligible, at the end of a chain.
+is the part of the tokens that were ever eligible, at the end of a chain; missing is the same part
+in the mean over its steps: what an average step lacks.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ import numpy as np
 from experiment_table import ExperimentTable, add_options
 
 from arbor import Solver
+from arbor.events import Boundary, Evicted
 from arbor.measure.statistics import clopper_pearson, paired
 from arbor.run.solution import Solution
 
 GREEDY: dict[str, Any] = {
     "task": "chains",
     "controller": "chain",
+    "verifier": "exact",  # no questions to the model
     "sampling": {"temperature": 0.0},
     "threads": 1,
 }
@@ -138,6 +141,7 @@ def destroyed(
             "recent": recent,
             "scorer": scorer,
             "destroyed": round(100 * float(gone.sum() / max(1, eligible.sum())), 2),
+            "missing": round(100 * missing(found, first + recent), 2),
             "live": round(float(np.mean(eligible - gone)), 1),
             "generated": round(float(generated.mean()), 1),
             "solved": round(100 * sum(right) / n, 2),
@@ -149,6 +153,28 @@ def destroyed(
             "n": n,
             "n_of": "problems",
         }
+
+
+def missing(found: Sequence[Solution], safe: int) -> float:
+    """The part of the eligible tokens that is gone at a step, in the mean over all steps; as it is
+    at the end of each thought.
+
+    Args:
+        found: chains of one search each.
+        safe: tokens of the thoughts that are not eligible.
+    """
+    lacking, steps = 0.0, 0
+    for each in found:
+        assert each.recording is not None
+        gone = generated = 0
+        for _, event in each.recording:
+            if isinstance(event, Evicted):
+                gone += sum(count for _, count in event.nodes)
+            elif isinstance(event, Boundary):
+                generated += len(event.ids)
+                lacking += len(event.ids) * gone / max(1, gone, generated - safe)
+                steps += len(event.ids)
+    return lacking / steps
 
 
 def main() -> None:

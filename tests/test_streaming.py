@@ -429,11 +429,11 @@ def test_a_forward_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Mo
     calls: list[int] = []
     right = StagingBuffer.load
 
-    def load(self: StagingBuffer, layer: int, records: Any) -> None:
+    def load(self: StagingBuffer, layer: int, records: Any, **kind: bool) -> None:
         calls.append(layer)
         if len(calls) % 7 == 3:
             raise RuntimeError("a copy has failed")
-        right(self, layer, records)
+        right(self, layer, records, **kind)
 
     with monkeypatch.context() as patched:
         patched.setattr(StagingBuffer, "load", load)

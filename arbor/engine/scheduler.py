@@ -29,6 +29,9 @@ MARGIN = 4
 # next one, so that neither its activations nor the wait of the rows that decode grow with the
 # number of problems or the length of a prompt (chunked prefill)
 MOST_NEW = 8192
+# the same where attention reads host memory: until they are merged, each row has a result for every
+# chunk of its keys
+MOST_STREAMED = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -390,7 +393,7 @@ class StreamedScheduler(Scheduler):
 
     @property
     def _most_new(self) -> int:
-        return max(1, min(MOST_NEW, self._memory.slots // 2))
+        return max(1, min(MOST_STREAMED, self._memory.slots // 2))
 
     def _part(self, work: Work, new: int) -> Visit | None:
         most = self._most_new

@@ -119,18 +119,17 @@ class HostStore:
         rows = self._rows.index_select(0, _index(records))
         return rows.to(device), np.ones(len(records), np.bool_)
 
-    def layer(self, index: Tensor, columns: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, a copy in host memory.
+    def part(self, index: Tensor, columns: slice) -> Tensor:
+        """Some numbers of records, a copy in host memory.
 
         Args:
             index: int64 [n], records written before.
-            columns: of the layer, see `KVPool.columns`.
+            columns: those of K or V of a layer, see `KVPool.columns`.
 
         Returns:
-            [n, numbers of K], [n, numbers of V].
+            [n, columns].
         """
-        k, v = (self._rows[:, each].index_select(0, index) for each in columns)
-        return k, v
+        return self._rows[:, columns].index_select(0, index)
 
     def rounded(self, records: Records) -> NDArray[np.bool_]:
         """See `Store`; none."""

@@ -224,7 +224,7 @@ class StreamedAttention:
         mass = torch.zeros(staging.addresses, dtype=torch.float32, device=k_pool.device)
         staged = torch.from_numpy(staging.slots.astype(np.int64))
         for chunk, plan in self._calls(shape):
-            staging.load(layer, chunk.records)
+            staging.load(layer, chunk.records, values=False)
             received = self._backend.mass(plan, _of(q, chunk), k_pool, _of(lse, chunk), heads)
             count = len(chunk.records)
             if count:
