@@ -43,7 +43,7 @@ from arbor.run.config import read_config, refuse_trust
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
-from arbor.run.limits import RunLimits, check_count, check_seed
+from arbor.run.limits import RunLimits, check_count, check_destroying, check_seed
 from arbor.run.planning import check_proposals
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
@@ -133,8 +133,8 @@ class Solver:
         host_bits: of a number there, 8, 4 or 2; by default those of the model. Only in lossy mode.
         staging: size of a buffer in the budget through which attention reads KV in host memory
             where it is, ``64tok`` or ``1MiB``: a path may then be longer than the budget
-            (docs/tiers.md). Lossless mode; nothing is shared between prompts and siblings then. By
-            default none: KV is copied back before it is read.
+            (docs/tiers.md). Nothing is shared between prompts and siblings then. By default none:
+            KV is copied back before it is read.
         disk: room on disk for what the host has no room for, likewise.
         disk_dir: the folder of that file; by default the system's for temporary files. Never part
             of a configuration.
@@ -246,6 +246,7 @@ class Solver:
         self.budget = Budget.parse(budget)
         self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
+        check_destroying(self.policy, self.mode, self.rehydrate)
         self.lower = resolve_tiers(
             host,
             disk,
@@ -427,7 +428,13 @@ class Solver:
                         "and --staging computes it in chunks.",
                         "Use --backend torch.",
                     )
-                room = LowerRoom(*tokens, self.lower.disk_dir, self.lower.host_bits, staging)
+                room = LowerRoom(
+                    *tokens,
+                    self.lower.disk_dir,
+                    self.lower.host_bits,
+                    staging,
+                    inexact=bool(staging) and self.mode == "lossy",
+                )
                 self._engine = Engine(
                     runner,
                     self.tokenizer,

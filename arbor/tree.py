@@ -70,13 +70,15 @@ class Spans:
             left early).
         records_from: where attention reads host memory too, the address of the first record there,
             beyond all slots; else `NO_SLOT`.
+        records_exact: whether all that attention reads there is exact.
     """
 
     _COLUMNS = ("tier", "slot", "record", "exact", "rounded", "origin", "depth")
-    __slots__ = (*_COLUMNS, "records_from", "size", "unused")
+    __slots__ = (*_COLUMNS, "records_exact", "records_from", "size", "unused")
 
     def __init__(self) -> None:
         self.records_from = NO_SLOT
+        self.records_exact = True
         self._clear()
 
     def _clear(self) -> None:
@@ -194,15 +196,21 @@ class Span:
 
     @property
     def attended(self) -> NDArray[np.bool_]:
-        """Tokens in host memory that attention reads there, bool [n]; their KV is exact."""
+        """Tokens in host memory that attention reads there, bool [n]."""
         if self.spans.records_from == NO_SLOT:
             return np.zeros(self._length, np.bool_)
         return np.equal(self.tier, Tier.HOST)
 
     @property
     def ready(self) -> NDArray[np.bool_]:
-        """Tokens that need no computation before others attend to them, bool [n]."""
-        return self.settled | self.attended
+        """Tokens that are exact or rounded, wherever attention reads them, bool [n]: nothing is
+        computed again for their sake."""
+        return self.settled | self.attended if self.spans.records_exact else self.settled
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """Tokens that attention reads, on the device or in host memory, bool [n]."""
+        return self.resident | self.attended
 
     @property
     def address(self) -> NDArray[np.int32]:

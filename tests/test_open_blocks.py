@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from support.masked_reads import Reads, masked_logits, recorded
 from support.models import WINDOW, build
 from support.trees import GREEDY, PROMPT, Lab, relative_error
 
-from arbor.engine.decode_batch import DecodeBatch
 from arbor.engine.mode import Rehydrate
 from arbor.engine.scheduler import MARGIN
 from arbor.events import Evicted, Forwarded
-from arbor.model.plan import SegmentTable
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.trigger import Trigger
-from arbor.tree import Node
 
 SLOTS = 24
 LONG = 60  # tokens of a block, more than the budget
@@ -29,44 +24,14 @@ def guarded(policy: str) -> Policy:
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], list[int]]:
-    """What each decoded token attends to: from (row, position) to positions on its path."""
-    found: dict[tuple[int, int], list[int]] = {}
-    right = DecodeBatch.table
-
-    def table(self: DecodeBatch) -> SegmentTable:
-        result = right(self)
-        for node in self._nodes:
-            held = [each.start + np.flatnonzero(each.span.resident) for each in node.path]
-            found[node.row, node.end - 1] = np.concatenate(held).tolist()
-        return result
-
-    monkeypatch.setattr(DecodeBatch, "table", table)
-    return found
-
-
-@torch.inference_mode()
-def masked_logits(
-    model: Any, node: Node, seen: dict[tuple[int, int], list[int]], window: int | None
-) -> torch.Tensor:
-    """Hugging Face's logits over the path to a block, where each token of it attends to the
-    positions it was recorded to attend to, and the prompt to all before; [n, V]."""
-    tokens = torch.tensor([[token for each in node.path for token in each.tokens]])
-    count = tokens.shape[1]
-    mask = torch.full((count, count), torch.finfo(torch.float32).min)
-    for at in range(count):
-        positions = seen.get((node.row, at), list(range(at + 1)))
-        near = [p for p in positions if window is None or at - p < window]
-        mask[at, near] = 0
-    logits: torch.Tensor = model(tokens, attention_mask=mask[None, None], use_cache=False).logits[0]
-    return logits
+def seen(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    """What each decoded token attends to."""
+    return recorded(monkeypatch)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "tova", "h2o", "random", "uniform", "lru"])
 @pytest.mark.parametrize("name", ["llama", "mistral_window"])
-def test_each_token_reads_what_is_left_of_its_block(
-    name: str, policy: str, seen: dict[tuple[int, int], list[int]]
-) -> None:
+def test_each_token_reads_what_is_left_of_its_block(name: str, policy: str, seen: Reads) -> None:
     lab = Lab(build(name), policy=guarded(policy), mode="lossy", rehydrate="off", debug=True)
     tree = lab.plant(SLOTS)
     (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
@@ -96,7 +61,7 @@ def test_the_budget_holds_at_every_step_with_several_rows(rehydrate: Rehydrate) 
 
 
 def test_sinks_and_the_newest_tokens_of_an_open_block_stay(
-    seen: dict[tuple[int, int], list[int]],
+    seen: Reads,
 ) -> None:
     lab = Lab(build("llama"), policy=guarded("random"), mode="lossy", rehydrate="off", debug=True)
     tree = lab.plant(SLOTS)

@@ -477,6 +477,7 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     own |= {"lazyeviction": Protect(recent=25), "raas": Protect(prompt=True)}
     own |= {"rpc": Protect(recent=32), "vatp": Protect(sinks=20)}
     own |= {"triattention": Protect(prompt=True)}
+    own["hierarchy"] = Protect(recent=128, prompt=True)
     for name in POLICIES:
         assert POLICIES[name].protect == own.get(name, Protect())
 
@@ -511,8 +512,8 @@ def test_policies_that_read_attention_say_so() -> None:
     reading = [name for name, policy in sorted(POLICIES.items()) if policy.observes]
 
     assert reading == [
-        *("ams", "arborkv", "chunkkv", "h2o", "kkt", "lazyeviction", "raas", "snapkv", "strata"),
-        *("tova", "vatp"),
+        *("ams", "arborkv", "chunkkv", "h2o", "hierarchy", "kkt", "lazyeviction", "raas"),
+        *("snapkv", "strata", "tova", "vatp"),
     ]
 
 

@@ -31,6 +31,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "bench_kv_int8": ("answers --n 2 --csv FOLDER/out.csv",),
     "bench_store": ("--n 1 --searches beam --csv FOLDER/out.csv",),
+    "eval_tiers": (
+        "splits --n 1 --parts 1 0.25 --csv FOLDER/out.csv",
+        "destroyed --n 1 --rules size --csv FOLDER/other.csv",
+    ),
     "eval_packed": ("game24 --n 1 --bits 4 --csv FOLDER/out.csv",),
     "bench_fetch": ("--models sapling --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),

@@ -17,8 +17,8 @@ from arbor.errors import BudgetInfeasible, InputError
 from arbor.events import Boundary, Ended, Event, Header, Opened, Sampled
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.job import SearchJob
-from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.tasks.base import BlockLimits
+from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.verifiers.exact import Exact
 
 

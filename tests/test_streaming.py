@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.masked_reads import masked_logits, recorded
 from support.models import build
 from support.trees import (
     GREEDY,
@@ -30,7 +31,7 @@ from torch import Tensor
 from arbor import Solver
 from arbor.controllers.tot import ToT
 from arbor.errors import BudgetInfeasible, UsageError
-from arbor.events import Event, Forwarded
+from arbor.events import Discarded, Event, Evicted, Forwarded
 from arbor.kernels.base import AttentionBackend, AttentionShape
 from arbor.kernels.native import native_library
 from arbor.kernels.native_cascade import NativeCascade
@@ -44,6 +45,9 @@ from arbor.memory.stores import LowerRoom
 from arbor.model.plan import Segment, SegmentTable
 from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
+from arbor.retention.allocators.hierarchy import Hierarchy
+from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.trigger import Trigger
 from arbor.trace.fold import Replay
 from arbor.tree import Node, ThoughtTree, Tier
 
@@ -425,11 +429,11 @@ def test_a_forward_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Mo
     calls: list[int] = []
     right = StagingBuffer.load
 
-    def load(self: StagingBuffer, layer: int, records: Any) -> None:
+    def load(self: StagingBuffer, layer: int, records: Any, **kind: bool) -> None:
         calls.append(layer)
         if len(calls) % 7 == 3:
             raise RuntimeError("a copy has failed")
-        right(self, layer, records)
+        right(self, layer, records, **kind)
 
     with monkeypatch.context() as patched:
         patched.setattr(StagingBuffer, "load", load)
@@ -477,6 +481,79 @@ def test_records_of_running_paths_stay_when_host_memory_is_full() -> None:
     assert tree.root.span.ready.all() and not child.span.ready.all()
 
 
+# Lossy mode: what is left of a path is read wherever it lies
+
+
+def hierarchy(every: int = 8, ratio: float = 0.3) -> Policy:
+    return replace(
+        POLICIES["hierarchy"],
+        allocator=Hierarchy(ratio, first=2),
+        protect=Protect(recent=6, prompt=True),
+        trigger=Trigger(every=every),
+    )
+
+
+def destroying(slots: int, staging: int = 4, **given: Any) -> tuple[Lab, Node]:
+    """A lab in lossy mode, and a block of 60 tokens that it has decoded."""
+    room = LowerRoom(200, staging=staging, inexact=True)
+    more: dict[str, Any] = {"policy": hierarchy(), "backend": RowwiseAttention()} | given
+    lab = Lab(
+        build("llama"),
+        mode="lossy",
+        rehydrate="off",
+        share="off",
+        lower=room,
+        debug=True,
+        **more,
+    )
+    tree = lab.plant(slots)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, 60)
+    return lab, block
+
+
+@pytest.mark.parametrize("slots", [12, 20, 40])
+def test_a_token_reads_what_was_not_destroyed_wherever_it_lies(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = recorded(monkeypatch)
+    lab, block = destroying(slots)
+
+    want = masked_logits(build("llama"), block, seen, None)
+    assert want[len(PROMPT) - 1 : -1].argmax(-1).tolist() == block.tokens
+    assert relative_error(lab.state.logits[block.row], want[-1]) < 1e-4
+    gone = ~block.span.present
+    assert 0 < gone.sum() <= 0.3 * (60 - 8)
+    assert block.span.attended.any() and lab.memory.device_peak == slots
+    assert not block.span.exact[int(np.flatnonzero(gone)[0]) + 20 :].any()
+
+
+def test_the_same_tokens_are_destroyed_at_every_split() -> None:
+    found = []
+    for slots in (12, 17, 30, 100):
+        lab, block = destroying(slots)
+        logits = lab.state.logits[block.row]
+        found.append((block.tokens, block.span.present.tolist(), logits.tolist()))
+    assert all(each == found[0] for each in found[1:]), "to the last bit"
+
+
+def test_what_is_destroyed_is_reported_by_tier() -> None:
+    lab, block = destroying(20)
+    discarded = [event for event in lab.events if isinstance(event, Discarded)]
+    evicted = [event for event in lab.events if isinstance(event, Evicted)]
+    lower = sum(count for event in discarded for _, count in event.nodes)
+    stored = sum(count for event in evicted for _, count in event.stored)
+    gone = sum(count for event in evicted for _, count in event.nodes)
+    assert lower > 0 and gone - stored + lower == int((~block.span.present).sum())
+
+
+def test_a_policy_that_destroys_nothing_loses_nothing_in_lossy_mode() -> None:
+    _, block = destroying(14, policy="lru")
+    plain = Lab(build("llama"))
+    (want,) = plain.sprout([(plain.plant().root, 1)], GREEDY, 60)
+    assert block.tokens == want.tokens
+    assert block.span.present.all()
+
+
 # Searches
 
 
@@ -514,6 +591,21 @@ def test_every_split_gives_the_same_tree_to_the_last_bit(controller: Any) -> Non
         assert metrics.streamed_bytes > 0
 
 
+def test_every_split_gives_the_same_tree_where_a_part_is_destroyed() -> None:
+    policy = "hierarchy,ratio=0.3,every=4,recent=4,first=2"
+    lossy: dict[str, Any] = {"mode": "lossy", "policy": policy}
+    plain, wanted = solved("full", **lossy)
+    assert plain.evicted_tokens > 0
+    trees = []
+    for budget in ("full", "40tok", "24tok"):
+        metrics, tree = solved(budget, **lossy, **THROUGH)
+        trees.append(tree)
+        gone = metrics.evicted_tokens - metrics.tokens_stored + metrics.tokens_discarded
+        assert gone == plain.evicted_tokens
+    assert trees[1] == trees[0] == trees[2]
+    assert [tokens for tokens, *_ in trees[0]] == [tokens for tokens, *_ in wanted]
+
+
 def test_a_path_that_did_not_fit_is_searched_with_a_buffer() -> None:
     with pytest.raises(BudgetInfeasible, match="Smallest workable"):
         Solver(budget="24tok", host="9999tok").plan(PUZZLE)
@@ -540,9 +632,10 @@ def test_several_problems_read_through_one_buffer() -> None:
     ("given", "found"),
     [
         ({"staging": "8tok"}, "--host"),
+        ({**THROUGH, "mode": "lossy", "rehydrate": "span"}, "with none"),
         ({"staging": "many", "host": "1MiB"}, "tier-size"),
         ({**THROUGH, "disk": "1MiB"}, "--disk"),
-        ({**THROUGH, "mode": "lossy", "rehydrate": "selective"}, "lossless"),
+        ({**THROUGH, "mode": "lossy", "rehydrate": "selective"}, "with none"),
         ({**THROUGH, "rehydrate": "span"}, "selective"),
         ({**THROUGH, "keep_kv": "kv"}, "--keep-kv"),
         ({**THROUGH, "host_bits": 8, "mode": "lossy", "rehydrate": "selective"}, "packed"),

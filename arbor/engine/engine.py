@@ -20,7 +20,16 @@ from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
 from arbor.engine.kv_view import KVView
-from arbor.engine.mode import Lossless, Lossy, Mode, Rehydrate, Rules, Share, Streamed
+from arbor.engine.mode import (
+    Lossless,
+    Lossy,
+    Mode,
+    Rehydrate,
+    Rules,
+    Share,
+    Streamed,
+    StreamedLossy,
+)
 from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
 from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
@@ -229,7 +238,9 @@ class Engine:
                 debug=self._debug,
             )
         lossless = self.mode == "lossless"
-        assert lossless or not self.lower.staging, "lossy mode reads no KV in host memory"
+        streamed = bool(self.lower.staging)
+        assert lossless or self.rehydrate == "off" or not streamed, "what is read comes back never"
+        assert self.lower.inexact == (streamed and not lossless), "lossy mode stores inexact KV"
         assert self.share == "off" or not self.lower.staging, "such KV is shared by no two blocks"
         state = ForestState(
             self._memory,
@@ -238,7 +249,9 @@ class Engine:
             shares_siblings=lossless and self.share == "exact",
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
         )
-        mode = Streamed if self.lower.staging else self._mode
+        mode: type[Lossless | Lossy] = self._mode
+        if streamed:
+            mode = Streamed if lossless else StreamedLossy
         rules = mode(state, self.policy, self.rehydrate)
         observation = self.policy.observation
         observer = Observer(state, self.runner, observation)

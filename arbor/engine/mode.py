@@ -120,7 +120,6 @@ class Lossless:
     joining_loses: PathsLose = "never"
 
     def __init__(self, state: ForestState, policy: Policy, rehydrate: Rehydrate) -> None:
-        assert rehydrate != "off", "lossless needs what it evicted back"
         self._state = state
         self._memory = state.memory
         self._keeps_all = policy.keeps_all
@@ -204,7 +203,11 @@ class Streamed(Lossless):
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as its path fits into host memory, and new tokens on the device."""
-        return StreamedScheduler(self._memory)
+        return StreamedScheduler(self._memory, lambda node: len(self._missing(node)))
+
+    def _missing(self, node: Node) -> NDArray[np.int64]:
+        """Offsets of the tokens that are computed before a block's path runs."""
+        return self._state.missing(node)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """The newest tokens of the open blocks."""
@@ -226,6 +229,24 @@ class Streamed(Lossless):
                 if len(stored):
                     holes[node.row] = np.union1d(holes[node.row], stored)
         return holes
+
+
+class StreamedLossy(Streamed):
+    """Running paths lose tokens as the policy says, for good, and attention reads what is left of
+    them on the device and in host memory. What is computed then is computed over the gaps.
+    """
+
+    def _missing(self, node: Node) -> NDArray[np.int64]:
+        """What was never computed."""
+        if node.row in self._state.computed:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(~node.span.present)
+
+    def holes(
+        self, path: Sequence[Node], leaves: Sequence[Node], reserve: int, residency: Residency
+    ) -> Holes:
+        """What was never computed: nothing comes back."""
+        return {node.row: self._missing(node) for node in path}
 
 
 class Lossy:

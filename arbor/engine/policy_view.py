@@ -20,6 +20,8 @@ from arbor.tree import Node
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
 # rows of blocks and offsets of tokens, int64 [T] each, to their column `Tokens.kv`
 ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64]], TokenKV]
+# tokens of a block: all; those that attention reads, also in host memory; those on the device
+Places = Literal["whole", "present", "resident"]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
 
 
@@ -54,6 +56,7 @@ class PolicyView:
         *,
         where: Where = "off",
         whole: bool = False,
+        stored: bool = False,
         protect: Protect | None = None,
     ) -> Blocks:
         """The blocks the policy may take tokens from.
@@ -64,6 +67,8 @@ class PolicyView:
             where: which blocks these are.
             whole: all tokens of a block are offered, on the device or not (to choose what should
                 come back).
+            stored: tokens that attention reads in host memory are offered too, as if they were on
+                the device.
             protect: what stays in any case; by default what the policy says.
         """
         protect = protect or self._policy.protect
@@ -73,15 +78,17 @@ class PolicyView:
         table.refresh()
         running = [leaf.row for leaf in leaves]
         active = table.on_paths(running)
+        counts = self._present() if stored else table.resident
         if ids is None:
-            able = table.resident > 0
+            able = counts > 0
             if where != "anywhere":
                 able &= active if where == "on" else ~(active | table.open)
             ids = np.flatnonzero(able)
-        resident = table.length[ids] if whole else table.resident[ids]
+        resident = table.length[ids] if whole else counts[ids]
+        places: Places = "whole" if whole else "present" if stored else "resident"
 
         def see(indices: NDArray[np.int64]) -> Tokens:
-            return self._tokens(ids, indices, leaves, whole, protect)
+            return self._tokens(ids, indices, leaves, places, protect)
 
         def score(blocks: Blocks) -> NDArray[np.float64]:
             return self._msve.scores(blocks.value, blocks.confidence, blocks.attention)
@@ -209,19 +216,31 @@ class PolicyView:
 
     # Tokens
 
+    def _present(self) -> NDArray[np.int64]:
+        """Tokens of each block that attention reads, int64 by row."""
+        counts = np.zeros(len(self._table), np.int64)
+        for node in self._state.forest:
+            counts[node.row] = np.count_nonzero(node.span.present)
+        return counts
+
     def _tokens(
         self,
         ids: NDArray[np.int64],
         indices: NDArray[np.int64],
         leaves: Sequence[Node],
-        whole: bool,
+        places: Places,
         protect: Protect,
     ) -> Tokens:
         nodes = ids[indices]
         table = self._table
-        if whole:
+        if places == "whole":
             sizes = table.length[nodes]
             offset = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        elif places == "present":
+            spans = [node.span for node in self._state.forest.nodes(nodes.tolist())]
+            each = [np.flatnonzero(span.present) for span in spans]
+            sizes = np.array([len(offsets) for offsets in each], np.int64)
+            offset = np.concatenate([*each, np.empty(0, np.int64)])
         else:
             sizes, offset = table.held.of(nodes)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.nvtx import nvtx_range
-from arbor.engine.policy_view import PolicyView, ShowsKV
+from arbor.engine.policy_view import PolicyView, ShowsKV, Where
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import Forest, by_tree
@@ -57,6 +57,7 @@ class Residency:
         self._steps = 0
         allocator = policy.allocator  # asked at every step: looked at once
         self._capped = allocator if isinstance(allocator, CappedAllocator) else None
+        self._destroys = policy.destroys and state.memory.staging is not None
 
     def fit(
         self,
@@ -96,13 +97,47 @@ class Residency:
             leaves: ends of the running paths.
         """
         self._steps += 1
+        if self._destroys:
+            return None
         used, trigger = self._memory.used, self._policy.trigger
         rooms = [used]
         if (room := trigger.room(self._steps, self._memory.slots)) is not None:
             rooms.append(room)
         if self._capped is not None and not self._steps % trigger.every:
-            rooms.append(used - self._capped.excess(self.view.offered(leaves)))
+            where: Where = "anywhere" if self._paths_lose == "equally" else "off"
+            rooms.append(used - self._capped.excess(self.view.offered(leaves, where=where)))
         return min(rooms) if min(rooms) < used else None
+
+    def destroy(self, leaves: Sequence[Node]) -> bool:
+        """Let a policy that destroys tokens act at its time, where attention reads host memory too.
+
+        Args:
+            leaves: ends of the running paths.
+
+        Returns:
+            whether tokens were destroyed.
+
+        Raises:
+            UsageError: the policy's answer breaks its protocol; nothing was destroyed.
+        """
+        if not self._destroys or self._steps % self._policy.trigger.every:
+            return False
+        assert self._capped is not None, "a policy that destroys says how many"
+        offer = partial(self.view.offered, leaves, where="anywhere", stored=True)
+        blocks = offer()
+        excess = self._capped.excess(blocks)
+        if not excess:
+            return False
+        room = int(blocks.resident.sum()) - excess
+        blocks, _, chosen = self.decide(blocks, room, lambda protect: offer(protect=protect))
+        index, offsets = chosen.leaving()
+        losers, begins = np.unique(index, return_index=True)
+        nodes = self._state.forest.nodes(blocks.ids[losers].tolist())
+        counts = self._memory.destroy(nodes, np.split(offsets, begins[1:]))
+        self._state.changed(nodes)
+        here = {node: count for node, count in zip(nodes, counts, strict=True) if count}
+        self._state.report_evicted(here, "clock")
+        return True
 
     def _free(
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose

@@ -29,6 +29,9 @@ MARGIN = 4
 # next one, so that neither its activations nor the wait of the rows that decode grow with the
 # number of problems or the length of a prompt (chunked prefill)
 MOST_NEW = 8192
+# the same where attention reads host memory: until they are merged, each row has a result for every
+# chunk of its keys
+MOST_STREAMED = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +253,7 @@ class Scheduler:
             while operation.waiting:
                 work = operation.waiting[0]
                 fresh = [node for node in work.leaf.path if node.row not in self._users]
-                new = self._missing + _missing(fresh)
+                new = self._missing + self._new(fresh)
                 full = joined and new + self._asked + _question(work) > self._most_new
                 if full or ((self.rows or joined) and not self._fits(work, joined, fresh, new)):
                     self._in_order(joined)
@@ -302,6 +305,10 @@ class Scheduler:
     def _most_new(self) -> int:
         """Tokens of prompts, rehydrations and questions that join one forward at most."""
         return MOST_NEW
+
+    def _new(self, nodes: Sequence[Node]) -> int:
+        """Tokens of blocks that are computed before their paths run."""
+        return sum(len(node.tokens) - int(np.count_nonzero(node.span.resident)) for node in nodes)
 
     def _part(self, work: Work, new: int) -> Visit | None:
         """The part of a path that is computed first, where it is long; else None.
@@ -374,16 +381,24 @@ class StreamedScheduler(Scheduler):
 
     Args:
         memory: the slots, and the room for running paths.
+        missing: tokens of a block that are computed before its path runs.
     """
+
+    def __init__(self, memory: KVMemory, missing: Callable[[Node], int]) -> None:
+        super().__init__(memory)
+        self._missing_of = missing
+
+    def _new(self, nodes: Sequence[Node]) -> int:
+        return sum(map(self._missing_of, nodes))
 
     @property
     def _most_new(self) -> int:
-        return max(1, min(MOST_NEW, self._memory.slots // 2))
+        return max(1, min(MOST_STREAMED, self._memory.slots // 2))
 
     def _part(self, work: Work, new: int) -> Visit | None:
         most = self._most_new
         begin = work.begin if isinstance(work, Row) else work.leaf
-        own = _missing([begin]) if begin is not work.leaf else 0
+        own = self._new([begin]) if begin is not work.leaf else 0
         if new + own + _question(work) <= most or not new + own:
             return None
         return Visit(work.operation, work.place, begin, most)
@@ -425,11 +440,6 @@ def _longest(work: Work) -> int:
 def _question(work: Work) -> int:
     """Tokens of a question; 0 for other work."""
     return len(work.tokens) if isinstance(work, Question) else 0
-
-
-def _missing(nodes: Sequence[Node]) -> int:
-    held = (node.span.resident | node.span.attended for node in nodes)
-    return sum(len(each) - int(np.count_nonzero(each)) for each in held)
 
 
 def most_held(rows: Iterable[Row]) -> int:

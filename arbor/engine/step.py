@@ -331,12 +331,15 @@ class Stepper:
         """
         rows = self._scheduler.rows
         nodes = [*self._scheduler.nodes, *visited]
-        room = self._residency.due(nodes) if rows else None
-        if room is None:
+        if not rows:
             return
-        pinned = self._rules.pinned(nodes)
+        room = self._residency.due(nodes)
         try:
-            lost = self._residency.fit(self._memory.slots - max(room, pinned), nodes, "clock")
+            lost = self._residency.destroy(nodes)
+            if room is not None:
+                pinned = self._rules.pinned(nodes)
+                free = self._memory.slots - max(room, pinned)
+                lost = self._residency.fit(free, nodes, "clock") or lost
         except BudgetInfeasible:  # it keeps more than that, and room has not run out
             return
         except Exception as error:

@@ -61,6 +61,7 @@ class KVMemory:
             layers, slots, dtype, device, weight_bytes=weight_bytes, staging=lower.staging
         )
         self.budget = slots
+        self._inexact = lower.inexact
         self.table = SlotTable(slots - lower.staging)
         self.debug = debug
         self.forest = Forest()
@@ -145,6 +146,7 @@ class KVMemory:
                 self.staging.peak = 0
         if self.staging is not None:
             self.forest.spans.records_from = self.staging.records_from
+            self.forest.spans.records_exact = not self._inexact
         self.forest.adopt(tree)
         self.table.open(tree.number)
 
@@ -439,6 +441,30 @@ class KVMemory:
         (shared ones stay for the others)."""
         return self.evict_from([node], offsets, np.array([len(offsets)]))
 
+    def destroy(self, nodes: Sequence[Node], offsets: Sequence[NDArray[np.int64]]) -> list[int]:
+        """Give up tokens of blocks wherever they are, for good.
+
+        Args:
+            nodes: distinct blocks.
+            offsets: int64, of each, tokens that attention reads, increasing.
+
+        Returns:
+            how many of each were on the device.
+        """
+        here = [
+            each[node.span.slot[each] != NO_SLOT] for node, each in zip(nodes, offsets, strict=True)
+        ]
+        counts = [len(each) for each in here]
+        there = [
+            node.span.begin + each[node.span.record[each] != NO_RECORD]
+            for node, each in zip(nodes, offsets, strict=True)
+        ]
+        if nodes:
+            self.evict_from(nodes, np.concatenate(here), np.array(counts, np.int64), stored=False)
+            self.lower.forget(np.concatenate(there))
+            self._changed()
+        return counts
+
     def evict_from(
         self,
         nodes: Sequence[Node],
@@ -465,7 +491,7 @@ class KVMemory:
         rows = np.array([node.row for node in nodes])
         if stored and self.lower:
             known = spans.origin[at] != NO_RECORD
-            settled = spans.exact[at] | spans.rounded[at]
+            settled = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
             last = np.flatnonzero(settled & ~known & self._is_last_use(slots))
             self.lower.put_back(at[known])
             if len(last):

@@ -33,6 +33,7 @@ class StagingBuffer:
     def __init__(self, pool: KVPool, store: HostStore) -> None:
         self._pool = pool
         self._store = store
+        self._columns = [pool.columns(layer) for layer in range(len(pool.layers))]
         self.tokens = pool.staging
         self._first = pool.slots - pool.staging
         self.slots = np.arange(self._first, pool.slots, dtype=np.int32)
@@ -41,12 +42,13 @@ class StagingBuffer:
         self.peak = 0
         self.moved_bytes = 0
 
-    def load(self, layer: int, records: Records) -> None:
+    def load(self, layer: int, records: Records, *, values: bool = True) -> None:
         """Copy a layer's K and V of records to the first of its slots; what was there is gone.
 
         Args:
             layer: layer index.
             records: int32 [n], distinct; no more than it holds.
+            values: whether V is read as well.
         """
         count = len(records)
         if not count:
@@ -57,11 +59,9 @@ class StagingBuffer:
         )
         index = torch.from_numpy(records.astype(np.int64))
         here = slice(self._first, self._first + count)
-        for pool, rows in zip(
-            (self._pool.k[layer], self._pool.v[layer]),
-            self._store.layer(index, self._pool.columns(layer)),
-            strict=True,
-        ):
+        pools = (self._pool.k[layer], self._pool.v[layer])[: 1 + values]
+        for pool, columns in zip(pools, self._columns[layer], strict=False):
+            rows = self._store.part(index, columns)
             pool[here].copy_(rows.view(count, *pool.shape[1:]))
             self.moved_bytes += rows.nbytes
         self.peak = max(self.peak, count)

@@ -119,18 +119,17 @@ class HostStore:
         rows = self._rows.index_select(0, _index(records))
         return rows.to(device), np.ones(len(records), np.bool_)
 
-    def layer(self, index: Tensor, columns: tuple[slice, slice]) -> tuple[Tensor, Tensor]:
-        """K and V of one layer, a copy in host memory.
+    def part(self, index: Tensor, columns: slice) -> Tensor:
+        """Some numbers of records, a copy in host memory.
 
         Args:
             index: int64 [n], records written before.
-            columns: of the layer, see `KVPool.columns`.
+            columns: those of K or V of a layer, see `KVPool.columns`.
 
         Returns:
-            [n, numbers of K], [n, numbers of V].
+            [n, columns].
         """
-        k, v = (self._rows[:, each].index_select(0, index) for each in columns)
-        return k, v
+        return self._rows[:, columns].index_select(0, index)
 
     def rounded(self, records: Records) -> NDArray[np.bool_]:
         """See `Store`; none."""
@@ -238,6 +237,8 @@ class LowerRoom:
         host_bits: of a number in host memory, see `PackedStore`; None: those of the pool.
         staging: slots of the budget through which attention reads the host's KV where it lies, see
             `StagingBuffer`; 0: KV is copied back before it is read.
+        inexact: whether the host takes KV that was computed over gaps as well; with such a buffer
+            only.
     """
 
     host: int = 0
@@ -245,10 +246,12 @@ class LowerRoom:
     folder: Path | None = None
     host_bits: int | None = None
     staging: int = 0
+    inexact: bool = False
 
     def __post_init__(self) -> None:
+        assert self.staging or not self.inexact, "what comes back has to be exact"
         assert not self.staging or (self.host and not self.disk and self.host_bits is None), (
-            "attention reads exact KV in host memory only"
+            "attention reads host memory in full precision, and no disk"
         )
 
     def stores(self, pool: KVPool) -> list[Store]:

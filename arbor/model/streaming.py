@@ -194,14 +194,11 @@ class StreamedAttention:
             pools: K and V of the layer, the rows' own K/V written.
             sinks: [H_q] or None.
         """
-        work = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(q.shape[0], shape.num_qo_heads, shape.head_dim_vo, dtype=work)
-        lse = q.new_full(out.shape[:2], -math.inf, dtype=work)
+        parts = []
         for chunk, plan in self._calls(shape):
             self._staging.load(layer, chunk.records)
-            rows = chunk.rows.to(q.device)
-            part, part_lse = self._backend.run(plan, q[rows], *pools)
-            _merge(out, lse, rows, part.to(work), part_lse.to(work))
+            parts.append(self._backend.run(plan, _of(q, chunk), *pools))
+        out, lse = _merged(self._chunks[shape.window], parts, q)
         if sinks is not None:
             out, lse = apply_sinks(out, lse, sinks)
         return out.to(q.dtype), lse.float()
@@ -227,9 +224,8 @@ class StreamedAttention:
         mass = torch.zeros(staging.addresses, dtype=torch.float32, device=k_pool.device)
         staged = torch.from_numpy(staging.slots.astype(np.int64))
         for chunk, plan in self._calls(shape):
-            staging.load(layer, chunk.records)
-            rows = chunk.rows.to(q.device)
-            received = self._backend.mass(plan, q[rows], k_pool, lse[rows], heads)
+            staging.load(layer, chunk.records, values=False)
+            received = self._backend.mass(plan, _of(q, chunk), k_pool, _of(lse, chunk), heads)
             count = len(chunk.records)
             if count:
                 read = torch.from_numpy(chunk.records.astype(np.int64)) + staging.records_from
@@ -262,12 +258,44 @@ def _left(chunks: Sequence[Chunk], alive: Tensor) -> list[Chunk]:
     return result
 
 
-def _merge(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge results over further keys into rows of `out` [T, H, D] and `lse` [T, H]."""
-    before = lse[rows]
-    top = torch.maximum(before, part_lse)
-    with row_invariant(out.device):
-        old, new = (before - top).exp(), (part_lse - top).exp()
-        total = old + new
-        lse[rows] = top + total.log()
-    out[rows] = out[rows] * (old / total).unsqueeze(-1) + part * (new / total).unsqueeze(-1)
+def _of(x: Tensor, chunk: Chunk) -> Tensor:
+    """The chunk's rows of [T, ...]."""
+    return x if len(chunk.rows) == len(x) else x[chunk.rows.to(x.device)]
+
+
+def _merged(
+    chunks: Sequence[Chunk], parts: Sequence[tuple[Tensor, Tensor]], q: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The attention of all rows, in at least float32, from its parts: a row's are added in order.
+
+    Args:
+        chunks: which rows each part has; every row has one at least.
+        parts: out [r, H, D] and lse [r, H] of each chunk.
+        q: [T, H, D_k].
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    rows = [None if len(each.rows) == len(q) else each.rows.to(q.device) for each in chunks]
+    lses = [lse.to(work) for _, lse in parts]
+    top = q.new_full(q.shape[:2], -math.inf, dtype=work)
+    for mine, lse in zip(rows, lses, strict=True):
+        if mine is None:
+            torch.maximum(top, lse, out=top)
+        else:
+            top[mine] = torch.maximum(top[mine], lse)
+    below = [
+        lse - (top if mine is None else top[mine]) for mine, lse in zip(rows, lses, strict=True)
+    ]
+    total = torch.zeros_like(top)
+    out = q.new_zeros(*q.shape[:2], parts[0][0].shape[2], dtype=work)
+    with row_invariant(q.device):
+        weights = torch.cat(below).exp().split([len(each) for each in below])
+        for mine, (part, _), weight in zip(rows, parts, weights, strict=True):
+            share = part.to(work) * weight.unsqueeze(-1)
+            if mine is None:
+                out += share
+                total += weight
+            else:
+                out[mine] += share
+                total[mine] += weight
+        lse = top + total.log()
+    return out / total.unsqueeze(-1), lse

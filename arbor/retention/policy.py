@@ -12,6 +12,7 @@ from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.full import Full
+from arbor.retention.allocators.hierarchy import Hierarchy
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, PerTree
@@ -156,6 +157,11 @@ class Policy:
         return isinstance(self.allocator, Full)
 
     @property
+    def destroys(self) -> bool:
+        """Whether it destroys tokens, at a time of its own, for good."""
+        return bool(getattr(self.allocator, "destroys", False))
+
+    @property
     def needs_recording(self) -> bool:
         """Whether the allocator reads the future of a recorded run."""
         return bool(getattr(self.allocator, "needs_recording", False))
@@ -202,6 +208,14 @@ _NAMED = {
         Pooled(),
         HeavyHitters(),
         summary="Keeps the tokens of the whole tree that received the most attention (H2O).",
+    ),
+    "hierarchy": Policy(
+        Hierarchy(),
+        HeavyHitters(),
+        Protect(recent=128, prompt=True),
+        trigger=Trigger(every=64),
+        summary="Destroys a bounded part of the thoughts' tokens, those with the least attention, every 64 "
+        "steps (memory hierarchy).",
     ),
     "keydiff": Policy(
         Pooled(),

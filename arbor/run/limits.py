@@ -6,11 +6,14 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 from arbor.engine.mode_names import SIMILAR, Share
 from arbor.errors import UsageError
 from arbor.events import Boundary, Event
+
+if TYPE_CHECKING:
+    from arbor.retention.policy import Policy
 
 First = Literal["answer", "verified"]
 ACCEPTED = 0.5  # least value of a verified path: more likely right than wrong
@@ -66,17 +69,33 @@ def check_rehydration(mode: str, rehydrate: str | None) -> None:
         )
 
 
+def check_destroying(policy: Policy, mode: str, rehydrate: str) -> None:
+    """Refuse a policy that destroys tokens where what has left comes back.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if policy.destroys and (mode != "lossy" or rehydrate != "off"):
+        raise UsageError(
+            "mode",
+            f"the policy '{policy.name}' destroys tokens (the last tier of the memory hierarchy), and "
+            "what has left is computed again in this mode.",
+            "Take --mode lossy without --rehydrate, or another --policy.",
+        )
+
+
 def check_staging(given: bool, mode: str, rehydrate: str) -> None:
     """Refuse a staging buffer where attention cannot read KV in host memory.
 
     Raises:
         UsageError: these settings contradict each other.
     """
-    if given and (mode != "lossless" or rehydrate != "selective"):
+    if given and rehydrate != ("selective" if mode == "lossless" else "off"):
         raise UsageError(
             "staging",
-            "attention reads KV in host memory in lossless mode with selective rehydration only.",
-            "Leave out --staging, or --mode and --rehydrate.",
+            "attention reads KV in host memory in lossless mode with selective rehydration, and in "
+            "lossy mode with none.",
+            "Leave out --staging, or --rehydrate.",
         )
 
 
@@ -85,6 +104,10 @@ def check_tiers(
 ) -> None:
     """Refuse lower tiers where nothing comes back from them, and packed ones where they would break
     a promise.
+
+    Args:
+        given: whether there are tiers that KV comes back from.
+        rehydrate, host_bits, mode, kv_dtype: as in `Solver`.
 
     Raises:
         UsageError: these settings contradict each other.

@@ -124,7 +124,8 @@ def resolve_tiers(
     """
     sizes = TierSizes.parse(host, disk, disk_dir, host_bits, staging)
     check_staging(sizes.staging is not None, mode, rehydrate)
-    check_tiers(bool(sizes), rehydrate, host_bits=host_bits, mode=mode, kv_dtype=kv_dtype)
+    returns = bool(sizes) and sizes.staging is None  # else it is read where it is
+    check_tiers(returns, rehydrate, host_bits=host_bits, mode=mode, kv_dtype=kv_dtype)
     return sizes
 
 

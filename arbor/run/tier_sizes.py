@@ -101,7 +101,7 @@ class TierSizes:
             if wrong:
                 raise UsageError(
                     "staging",
-                    f"--staging {self.staging}: attention reads exact KV in host memory; {reason}.",
+                    f"--staging {self.staging}: attention reads KV in host memory as it was; {reason}.",
                     f"{hint}, or leave out --staging.",
                 )
 
