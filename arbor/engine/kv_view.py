@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,12 +52,15 @@ class KVView:
         self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
         self._rotations = _rotations(runner, self._layers) if observation.rotation else {}
 
-    def token_kv(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> TokenKV:
+    def token_kv(
+        self, rows: NDArray[np.int64], offsets: NDArray[np.int64], leaves: Sequence[Node]
+    ) -> TokenKV:
         """The column `Tokens.kv`.
 
         Args:
             rows: int64 [T], of the tokens' blocks.
             offsets: int64 [T], places in these.
+            leaves: ends of the running paths.
         """
         forest, trash = self._state.forest, self._state.memory.pool.trash
         each, at = np.unique(rows, return_inverse=True)
@@ -67,7 +70,8 @@ class KVView:
         found = np.full(len(rows), -1, np.int64)
         sequences, count = [], 0
         for tree in self._state.trees:
-            sequence, used = self._sequence(tree)
+            running = [leaf for leaf in leaves if leaf.tree is tree]
+            sequence, used = self._sequence(tree, running)
             places = np.full(trash + 1, -1, np.int64)
             places[used] = count + np.arange(len(used))
             mine = (numbers == tree.number) & (slots != NO_SLOT)
@@ -76,17 +80,22 @@ class KVView:
             count += len(used)
         return TokenKV(tuple(sequences), found)
 
-    def _sequence(self, tree: ThoughtTree) -> tuple[KVSequence, NDArray[np.int64]]:
+    def _sequence(
+        self, tree: ThoughtTree, leaves: Sequence[Node]
+    ) -> tuple[KVSequence, NDArray[np.int64]]:
         """The tokens of a tree that are on the device and written, and their slots, int64 [n]."""
         nodes = [node for node in tree.nodes if len(node.span)]
         lengths = np.array([len(node.span) for node in nodes], np.int64)
-        slots = np.concatenate([node.span.slot for node in nodes]).astype(np.int64)
+        nothing = np.empty(0, np.int64)
+        slots = np.concatenate([nothing, *(node.span.slot for node in nodes)])
         here = slots != NO_SLOT
         pending = [node.span.slot[at] for node, at in self._state.memory.pending_tokens]
         if pending:
             here &= ~np.isin(slots, np.concatenate(pending))
         row = np.repeat(np.array([node.row for node in nodes], np.int64), lengths)
-        position = np.concatenate([np.arange(node.start, node.end) for node in nodes])
+        starts = np.array([node.start for node in nodes], np.int64)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        position = np.repeat(starts, lengths) + place
         at = np.flatnonzero(here)
         at = at[np.lexsort((row[at], position[at]))]
         slots, row, position = slots[at], row[at], position[at]
@@ -98,7 +107,7 @@ class KVView:
             keys=partial(self._keys, index),
             values=partial(self._values, index),
             logits=partial(self._logits, index, asked, row, position),
-            recent=asked.wrote(row, position),
+            recent=asked.wrote(leaves, row, position),
             asked=asked.position,
             queries=partial(self._queries, asked.at),
             rotation=self._rotations.__getitem__,
@@ -216,10 +225,16 @@ class _Asked:
         seen &= position <= self.position[piece, None]
         return seen
 
-    def wrote(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The tokens that these queries were computed for, bool [n]."""
+    def wrote(
+        self, leaves: Sequence[Node], row: NDArray[np.int64], position: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """The tokens that the last queries of running paths were computed for, bool [n]."""
+        last = np.zeros(len(self.at), np.bool_)
+        for leaf in leaves:
+            mine = np.isin(self.row, [node.row for node in leaf.path])
+            last[np.flatnonzero(mine)[-self.length :]] = True
         width = int(max(position.max(initial=0), self.position.max(initial=0))) + 1
-        return np.isin(row * width + position, self.row * width + self.position)
+        return np.isin(row * width + position, self.row[last] * width + self.position[last])
 
 
 def _rotations(runner: ModelRunner, layers: tuple[int, ...]) -> dict[int, PairRotation]:

@@ -18,8 +18,8 @@ from arbor.support.growable import grown
 from arbor.tree import Node
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
-# rows of blocks and offsets of tokens, int64 [T] each, to their column `Tokens.kv`
-ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64]], TokenKV]
+# rows of blocks and offsets of tokens, int64 [T] each, and running leaves, to column `Tokens.kv`
+ShowsKV = Callable[[NDArray[np.int64], NDArray[np.int64], Sequence[Node]], TokenKV]
 # tokens of a block: all; those that attention reads, also in host memory; those on the device
 Places = Literal["whole", "present", "resident"]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # odd: consecutive offsets get keys far apart
@@ -275,7 +275,7 @@ class PolicyView:
 
         def kv(_: Tokens) -> TokenKV:
             shows = self._token_kv
-            return NO_KV if shows is None else shows(np.repeat(nodes, sizes), offset)
+            return NO_KV if shows is None else shows(np.repeat(nodes, sizes), offset, leaves)
 
         return Tokens.when_read(
             {

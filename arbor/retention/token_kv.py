@@ -80,7 +80,7 @@ class KVSequence:
         logits: of a layer, float32 [w', H_q, n], in pieces of the last queries: each encoded for
             its own position, as the layer computes them, attention sinks left out; -inf where a
             query does not see a token, or where enough later ones do.
-        recent: bool [n], the tokens these queries were computed for.
+        recent: bool [n], the tokens that those of the running paths were computed for.
         asked: int64 [w], positions of the last queries, the oldest first.
         queries: of a layer, float32 [w, H_q, D_k], position-encoded.
         rotation: of a layer; only where `Observation.rotation` asks for it.

@@ -23,7 +23,7 @@ class TriAttention(KVScorer):
                   + sum_f (E |q_f| - |E q_f|) |k_f| s^2
 
     f are the pairs of numbers that the position encoding turns by w_f per position and scales by s,
-    as complex numbers; q and k are meant before it, phi_f is the angle of E q_f conj(k_f), p the
+    as complex numbers; q and k are those before it, phi_f is the angle of E q_f conj(k_f), p the
     last position, d = 1, 2, 4, ... `farthest`.
     Source: TriAttention (arXiv 2604.04921) and its code. The average over d is taken of the mean
     query instead of the score, which is the same sum, and keys stay encoded. Differs: the means are
