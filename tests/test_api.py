@@ -764,3 +764,30 @@ def test_a_run_without_a_trace_has_its_graph_too(solver: Solver) -> None:
 
     live = solver.engine.tree.to_networkx()
     assert networkx.utils.graphs_equal(solution.to_networkx(), live)
+
+
+# The search as a table
+
+
+def test_the_table_has_the_blocks_of_the_graph(solver: Solver) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    solution = solver.solve(PUZZLE, max_tokens=40)
+
+    table, graph = solution.to_pandas(), solution.to_networkx()
+
+    assert list(table.index) == list(graph) and table.index.name == "block"
+    for name in ("text", "state", "tokens"):
+        assert list(table[name]) == [graph.nodes[node][name] for node in graph]
+    parents = {child: parent for parent, child in graph.edges}
+    assert {node: int(table.parent[node]) for node in parents} == parents
+    assert pandas.isna(table.parent[0])
+    valued = table.value.dropna()
+    assert len(valued) and dict(valued) == {n: graph.nodes[n]["value"] for n in valued.index}
+    assert tuple(table.index[table.on_path]) == tuple(sorted(solution.path))
+
+
+def test_a_table_needs_pandas(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+
+    with pytest.raises(UsageError, match="pip install pandas"):
+        solver.solve(PUZZLE, max_tokens=40).to_pandas()

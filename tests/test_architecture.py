@@ -89,7 +89,7 @@ PACKAGES = {
     "memory": {"numpy", "torch"},
     "model": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "retention": {"numpy"},
-    "run": {"rich", "torch"},
+    "run": {"pandas", "rich", "torch"},
     "sapling": {"numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "server": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},
     "solver": {"torch"},

@@ -139,6 +139,25 @@ def test_a_search_abandoned_before_its_turn_never_begins(solver: Solver) -> None
     assert events_of(second) == []
 
 
+def test_searches_abandoned_in_the_queue_are_not_kept(solver: Solver) -> None:
+    shared = solver.shared(at_once=1, tokens=4096)
+    kept: list[int] = []
+
+    def watch(event: Event) -> None:
+        if isinstance(event, Boundary):
+            kept.append(len(shared._worker._waiting))
+
+    with solver._busy:
+        first = shared.begin(shared.prepare(PROBLEMS[0], listeners=(watch,)))
+        others = [shared.begin(shared.prepare(PROBLEMS[1])) for _ in range(5)]
+        for each in others[:4]:
+            each.abandon()
+
+    assert first.solution().finish_reason != "interrupted"
+    assert set(kept) == {1}
+    assert others[4].solution().finish_reason != "interrupted"
+
+
 def test_an_abandoned_search_leaves_the_trees_of_others_as_they_are(solver: Solver) -> None:
     alone = [approximately(solver.solve(problem)) for problem in PROBLEMS[1:3]]
     shared = solver.shared(at_once=3, tokens=4096)

@@ -49,6 +49,10 @@ PACKAGES = (
     "pyarrow",
     "datasets",
     "xgrammar",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "lm_eval",
 )
 
 

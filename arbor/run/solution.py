@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from arbor.trace.read import read_trace
 
 if TYPE_CHECKING:
     import networkx
+    import pandas
 
     from arbor.run.session import Status
     from arbor.view import PageTrace
@@ -215,6 +217,42 @@ class Solution:
             )
             for block in self.replay().blocks.values()
         )
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The whole search as a table, a row for every block.
+
+            table = solution.to_pandas()
+            table[table.state == "terminal"].sort_values("value").tail()
+
+        Returns:
+            Indexed by block id (the root is 0), with the columns parent (missing for the root),
+            depth, tokens, text, value in [0, 1] (missing where it was not valued), state
+            (``open``, ``closed``, ``terminal`` or ``pruned``), answer, and whether the block is on
+            the answer's path.
+
+        Raises:
+            UsageError: pandas is not installed; or no trace was written, and the events were not
+                kept.
+            TraceError: the trace cannot be read.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError(
+                "pandas-missing", "pandas is not installed.", "pip install pandas"
+            ) from error
+        blocks = list(self.replay().blocks.values())
+        columns = {
+            "parent": pandas.array([block.parent for block in blocks], dtype="Int64"),
+            "depth": [block.depth for block in blocks],
+            "tokens": [block.tokens for block in blocks],
+            "text": [block.text for block in blocks],
+            "value": [block.value if block.verified else math.nan for block in blocks],
+            "state": [block.state.value for block in blocks],
+            "answer": [block.answer for block in blocks],
+            "on_path": [block.id in self.path for block in blocks],
+        }
+        return pandas.DataFrame(columns, index=pandas.Index([b.id for b in blocks], name="block"))
 
     def show(self, file: IO[str] | None = None) -> None:
         """Show the search: in a notebook the interactive page, elsewhere the tree as text.

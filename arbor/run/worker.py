@@ -53,7 +53,7 @@ class Worker:
         self._at_once = at_once
         self._lend = lend
         self._contended = contended
-        self._lock = threading.Lock()  # of the thread's beginning and end
+        self._lock = threading.Lock()  # of the thread's beginning and end, and of what waits
         self._thread: threading.Thread | None = None
         self._waiting: deque[SearchJob] = deque()
         self._going: list[tuple[Search[Solution], SearchJob]] = []
@@ -62,7 +62,8 @@ class Worker:
 
     def add(self, job: SearchJob) -> None:
         """Add a job, for the next `start`."""
-        self._waiting.append(job)
+        with self._lock:
+            self._waiting.append(job)
 
     def start(self) -> None:
         """Start the thread, unless it runs.
@@ -195,6 +196,9 @@ class Worker:
 
     def _begin(self, engine: Engine) -> None:
         """Begin the jobs that wait, in their order, as many as there are places and room for."""
+        if any(job.taken for job in list(self._waiting)):  # they ended before they began
+            with self._lock:
+                self._waiting = deque(job for job in self._waiting if not job.taken)
         while self._waiting and len(self._going) < self._at_once:
             job = self._waiting[0]
             try:

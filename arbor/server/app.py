@@ -132,7 +132,7 @@ def make_app(service: Service) -> FastAPI:
         request: Request, work: Awaitable[dict[str, Any]], over: Callable[[int], None]
     ) -> Response:
         """The response once some work is done."""
-        status = CLIENT_GONE
+        status = 500
         try:
             document = await unless_gone(request, work)
             status = 200
@@ -140,6 +140,7 @@ def make_app(service: Service) -> FastAPI:
             status = refusal.status
             return refusal.response()
         except ClientGone:
+            status = CLIENT_GONE
             return Response(status_code=CLIENT_GONE)
         finally:
             over(status)
