@@ -54,6 +54,7 @@ from arbor.model.sharing import Piece
 from arbor.model.streaming import StreamedAttention, chunks_of
 from arbor.retention.allocators.hierarchy import Hierarchy
 from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger
 from arbor.trace.fold import Replay
 from arbor.tree import Node, NodeState, ThoughtTree, Tier
@@ -347,7 +348,9 @@ NAMES = (
 DEEPEST = len(PROMPT) + 3 * 5 + 3  # tokens of the longest path and a question
 
 
-def lab_of(name: str, staging: int = 4, host: int = 200, policy: str = "lru", **more: Any) -> Lab:
+def lab_of(
+    name: str, staging: int = 4, host: int = 200, policy: str | Policy = "lru", **more: Any
+) -> Lab:
     room = LowerRoom(host, staging=staging)
     return Lab(build(name), policy=policy, share="off", lower=room, debug=True, **more)
 
@@ -524,6 +527,22 @@ def test_a_key_that_lies_elsewhere_than_a_row_reads_it_is_found() -> None:
     with pytest.raises(AssertionError, match="lies elsewhere"):
         lab.memory.check_reads(slots, places)
     lab.memory.check_reads(root.span.address, places)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_last_token_that_leaves_while_room_is_made_for_it_is_computed_again(seed: int) -> None:
+    plain = Lab(build("llama"))
+    (want,) = plain.sprout([(plain.plant().root, 1)], GREEDY)
+    unprotected = replace(
+        POLICIES["random"], scorer=RandomTokens(seed), protect=Protect(sinks=0, recent=0)
+    )
+    lab = lab_of("llama", policy=unprotected)
+    tree = lab.plant(13)
+    for _ in range(3):
+        lab.state.logits.clear()  # the last token of the prompt runs again
+        (block,) = lab.sprout([(tree.root, 1)], GREEDY)
+        assert block.tokens == want.tokens
+        assert lab.memory.device_peak <= 13
 
 
 def test_records_of_running_paths_stay_when_host_memory_is_full() -> None:
