@@ -529,20 +529,20 @@ def test_a_key_that_lies_elsewhere_than_a_row_reads_it_is_found() -> None:
     lab.memory.check_reads(root.span.address, places)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_last_token_that_leaves_while_room_is_made_for_it_is_computed_again(seed: int) -> None:
-    plain = Lab(build("llama"))
-    (want,) = plain.sprout([(plain.plant().root, 1)], GREEDY)
     unprotected = replace(
         POLICIES["random"], scorer=RandomTokens(seed), protect=Protect(sinks=0, recent=0)
     )
-    lab = lab_of("llama", policy=unprotected)
-    tree = lab.plant(13)
-    for _ in range(3):
-        lab.state.logits.clear()  # the last token of the prompt runs again
-        (block,) = lab.sprout([(tree.root, 1)], GREEDY)
-        assert block.tokens == want.tokens
-        assert lab.memory.device_peak <= 13
+    chains = []
+    for lab, slots in ((Lab(build("llama")), 4096), (lab_of("llama", policy=unprotected), 13)):
+        leaf = lab.plant(slots).root
+        for _ in range(4):
+            lab.state.logits.clear()  # the path's last token runs again
+            (leaf,) = lab.sprout([(leaf, 1)], GREEDY)
+        chains.append(path_ids(leaf))
+        assert lab.memory.device_peak <= slots
+    assert chains[0] == chains[1]
 
 
 def test_records_of_running_paths_stay_when_host_memory_is_full() -> None:
