@@ -617,7 +617,7 @@ def test_a_token_reads_what_was_not_destroyed_wherever_it_lies(
 
 def test_the_same_tokens_are_destroyed_at_every_split() -> None:
     found = []
-    for slots in (12, 17, 30, 100):
+    for slots in (12, 30, 100):
         lab, block = destroying(slots)
         logits = lab.state.logits[block.row]
         found.append((block.tokens, block.span.present.tolist(), logits.tolist()))
