@@ -32,7 +32,7 @@ def checkpoint() -> Iterator[Checkpoint]:
 
 @pytest.fixture
 def solver(checkpoint: Checkpoint) -> Solver:
-    return solver_of(checkpoint, debug=True)
+    return solver_of(checkpoint)
 
 
 def events_of(job: SearchJob) -> list[Event]:
@@ -85,7 +85,7 @@ def test_the_budget_is_fixed_and_a_search_has_all_of_it(solver: Solver) -> None:
     assert header.kv["budget_tokens"] == min(140, header.kv["full_tokens"])
     assert header.kv["pool_tokens"] == 140
     assert solver.engine.memory.slots == 140
-    large = shared.prepare(PROBLEMS[1], {"budget": "5GiB"}, controller=Chain(64))
+    large = shared.prepare(PROBLEMS[1], {"budget": "5GiB"}, controller=Chain(16))
     assert large.plan.budget_tokens == 140 < large.plan.full_tokens
     assert shared.begin(large).solution().error is None
 
@@ -100,7 +100,8 @@ def test_what_never_fits_is_refused_before_it_waits(solver: Solver) -> None:
     assert not shared.waiting
 
 
-def test_an_abandoned_search_gives_its_kv_back_at_once(solver: Solver) -> None:
+def test_an_abandoned_search_gives_its_kv_back_at_once(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint, debug=True)
     shared = solver.shared(at_once=2, tokens=4096)
     growing: list[SearchJob] = []
     held: list[int] = []
