@@ -156,11 +156,11 @@ TABLES: dict[str, Table] = {
     "lossy_word_problems": Table(
         "lossy_word_problems",
         {"policy": "policy"},
-        (lost("off", "0.9"), lost("off", "0.75"), lost("selective", "0.75"), lost("off", "0.6")),
+        (lost("off", "0.75"),),
         {
             "n": "500",
-            "task": "chains of 4 to 6 steps, test",
-            "policy": ("lru", "random", "arborkv"),
+            "task": "chains of 4 to 6 steps, test; open blocks lose tokens too",
+            "policy": ("lru", "lazyeviction-each", "ams-each"),
         },
     ),
     "lossy_trees": Table(
