@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,34 @@ def test_missing_packages_are_named(command: Arbor, monkeypatch: pytest.MonkeyPa
 
     assert done.code == 2 and "needs arbor_nothing" in done.err
     assert "arbor-search[server]" in done.err
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_and_shows_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "arbor", "serve", "--port", "0", "--json", "--drain", "60"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None and process.stderr is not None
+        ready = json.loads(process.stdout.readline())
+
+        import openai
+
+        fields = {"model": ready["model"], "prompt": "4 5 6 10\n", "max_tokens": 1000, "seed": 1}
+        with openai.OpenAI(base_url=f"{ready['url']}/v1", api_key="none") as client:
+            stream = client.completions.create(**fields, stream=True)
+            next(iter(stream))
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            assert process.wait(30) == 0  # less than it would wait for
+
+        assert "Traceback" not in process.stderr.read()
 
 
 @pytest.mark.slow

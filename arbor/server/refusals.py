@@ -109,7 +109,9 @@ def refusal_of_body(error: ValidationError) -> Refusal:
         words = each["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         if each["type"] == "extra_forbidden":
             words = "unknown or unsupported field"
-        found[place] = f"{found[place]}, or {words}" if place in found else words
+        known = found.setdefault(place, words)
+        if words not in known.split(", or "):
+            found[place] = f"{known}, or {words}"
     shown = [f"{place or 'body'}: {words}" for place, words in list(found.items())[:MOST_PROBLEMS]]
     more = len(found) - len(shown)
     message = "; ".join(shown) + (f"; and {more} more" if more > 0 else "") + "."

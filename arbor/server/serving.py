@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -86,6 +87,10 @@ class Server(uvicorn.Server):
             self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """The report, then uvicorn's."""
+        """The report, then uvicorn's; after a second Ctrl-C, which gives up what is in progress,
+        the application is closed too, and what was given up is not logged as a fault."""
         self._draining()
         await super().shutdown(sockets)
+        if self.force_exit:
+            logging.getLogger("uvicorn.error").disabled = True
+            await self.lifespan.shutdown()
