@@ -906,5 +906,6 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     )
     print(TALLY)
     assert TALLY.steps - steps > 4 * HISTORIES
-    assert (TALLY.stored > stored) == (grove in (TieredGrove, PackedGrove))
-    assert (TALLY.rounded > rounded) == (grove is PackedGrove)
+    # whether a run stores something is up to chance: its trees seldom outgrow the budget
+    assert TALLY.stored == stored or grove in (TieredGrove, PackedGrove)
+    assert TALLY.rounded == rounded or grove is PackedGrove

@@ -23,7 +23,7 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytest.importorskip("openai", reason="the extra `test` is not installed")
 
 import openai
-from support.http import NAME, Gate, Running, serving, until
+from support.http_requests import NAME, Gate, Running, serving, until
 
 from arbor import Solver
 from arbor.errors import InputError, UsageError
@@ -236,7 +236,7 @@ def test_a_search_streams_its_answer_at_the_end(client: Any) -> None:
     ("search", "code"),
     [
         ({"controller": "os.path:join"}, "unknown_controller"),
-        ({"controller": {"name": "support.http:Gate"}}, "unknown_controller"),
+        ({"controller": {"name": "support.http_requests:Gate"}}, "unknown_controller"),
         ({"task": "reasoning,template=/etc/passwd"}, "setting_not_allowed"),
         ({"task": "reasoning,grader=eval"}, "setting_type"),
         ({"verifier": "prm,model=/etc"}, "setting_not_allowed"),
