@@ -527,7 +527,7 @@ def test_many_problems_leave_nothing_behind(checkpoint: Checkpoint, policy: str)
 
 
 @pytest.mark.slow
-def test_ten_thousand_problems_leave_nothing_behind(checkpoint: Checkpoint) -> None:
+def test_three_thousand_problems_leave_nothing_behind(checkpoint: Checkpoint) -> None:
     solver = solver_of(checkpoint, policy="h2o", **QUICK)
-    check_no_leak(*solve_many(solver, 10_000))
+    check_no_leak(*solve_many(solver, 3_000))
     assert is_idle(solver)

@@ -881,7 +881,7 @@ TestLossy = LossyGrove.TestCase
 TestPacked = PackedGrove.TestCase
 
 
-HISTORIES = 250
+HISTORIES = 150
 
 
 @pytest.mark.slow
