@@ -21,6 +21,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from arbor import Solver
+from arbor.model.checkpoint import Checkpoint
 from arbor.registry import register
 
 torch.set_num_threads(1)
@@ -129,3 +131,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
         assert len(kept) == len(made), f"{name} has {len(made)} events, it had {len(kept)}"
 
     return compare
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Iterator[Checkpoint]:
+    """The built-in model, loaded once for a file of tests."""
+    with Solver() as first:
+        first.load()
+        yield first.checkpoint

@@ -34,14 +34,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkpoint() -> Iterator[Checkpoint]:
-    """The built-in model, loaded once."""
-    with Solver() as first:
-        first.load()
-        yield first.checkpoint
-
-
 @pytest.fixture
 def solver(checkpoint: Checkpoint) -> Solver:
     return solver_of(checkpoint)

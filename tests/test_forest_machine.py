@@ -892,7 +892,7 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     class Long(grove):  # type: ignore[valid-type, misc]
         debug = False
 
-    steps, stored, rounded = TALLY.steps, TALLY.stored, TALLY.rounded
+    steps = TALLY.steps
     run_state_machine_as_test(
         Long,
         settings=settings(
@@ -906,6 +906,3 @@ def test_many_trees_for_long(grove: type[Grove]) -> None:
     )
     print(TALLY)
     assert TALLY.steps - steps > 4 * HISTORIES
-    # whether a run stores something is up to chance: its trees seldom outgrow the budget
-    assert TALLY.stored == stored or grove in (TieredGrove, PackedGrove)
-    assert TALLY.rounded == rounded or grove is PackedGrove

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,6 @@ from arbor.run.job import SearchJob
 from arbor.tasks.base import BlockLimits
 from arbor.tasks.plain_text import PlainText, plain_problem
 from arbor.verifiers.exact import Exact
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Iterator[Checkpoint]:
-    """The built-in model, loaded once."""
-    with Solver() as first:
-        first.load()
-        yield first.checkpoint
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,6 @@ from arbor.run.worker import Worker
 from arbor.trace import Replay, read_trace
 
 LARGE = "What is " + "+".join(["7"] * 150) + "?"
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Iterator[Checkpoint]:
-    """The built-in model, loaded once."""
-    with Solver() as first:
-        first.load()
-        yield first.checkpoint
 
 
 @pytest.fixture
