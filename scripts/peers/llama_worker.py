@@ -19,6 +19,12 @@ SEQUENCES = 256  # at most, in llama.cpp
 BATCH = 2048  # tokens
 
 
+@c.llama_log_callback
+def _unlogged(level: int, text: bytes, given: object) -> None:
+    """llama.cpp's messages are dropped."""
+    del level, text, given
+
+
 class LlamaCpp:
     """One model in llama.cpp, one thread.
 
@@ -29,6 +35,7 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str, dtype: str, cells: int) -> None:
+        c.llama_log_set(_unlogged, ctypes.c_void_p())
         c.llama_backend_init()
         model_settings = c.llama_model_default_params()
         model_settings.n_gpu_layers = 0
