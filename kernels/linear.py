@@ -251,6 +251,39 @@ def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
     return JointLinear(packed)
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A linear layer as the native kernels read it.
+
+    Attributes:
+        packed: the weight in panels.
+        bias: float32 [outputs], or None.
+        inputs, outputs: numbers of a row.
+        number: of the weight's dtype, as in `NUMBERS`.
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+    inputs: int
+    outputs: int
+    number: int
+
+
+def native_product(layer: nn.Module | JointLinear | None) -> Product | None:
+    """What the native kernels multiply by; None unless the layer is packed for them and computes
+    in its own dtype."""
+    if isinstance(layer, JointLinear):
+        first, packed, bias = layer.layers[0], layer._packed, layer._bias
+    elif isinstance(layer, PackedLinear) and layer.packing == "native":
+        first, packed, bias = layer, cast(Tensor, layer._packed), layer.bias
+    else:
+        return None
+    if first.compute != first.dtype:
+        return None
+    number = _NUMBERS[first.dtype]
+    return Product(packed, bias, first.in_features, layer.out_features, number)
+
+
 def _joined(weights: Sequence[Tensor]) -> Tensor:
     """Packed weights one after the other: a view where they lie so, else a copy."""
     first = weights[0]

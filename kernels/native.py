@@ -17,7 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
-LAYOUT_VERSION = 3  # as in native.h
+LAYOUT_VERSION = 4  # as in native.h
 # Instruction sets of the kernels, from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx")
 VARIABLE = "ARBOR_NATIVE"
@@ -196,6 +196,28 @@ class RotaryJob(Structure):
     )
 
 
+class AddJob(Structure):
+    """`AddJob` of native.h."""
+
+    _fields_ = (("x", c_void_p), ("y", c_void_p), ("count", c_int64), ("number", c_int32))
+
+
+class HeadNormJob(Structure):
+    """`HeadNormJob` of native.h."""
+
+    _fields_ = (("heads", NormJob), ("row", c_int64), ("rows", c_int32))
+
+
+class Call(Structure):
+    """`Call` of native.h."""
+
+    _fields_ = (("job", c_void_p), ("kind", c_int32))
+
+
+# `Call::Kind` of native.h: the place of a structure is its number.
+CALLS = (LinearJob, NormJob, HeadNormJob, RotaryJob, AttentionJob, GatedJob, AddJob)
+
+
 class Library:
     """The loaded library.
 
@@ -211,6 +233,8 @@ class Library:
         self.gated = loaded.arbor_native_gated
         self.store = loaded.arbor_native_store
         self.rotary = loaded.arbor_native_rotary
+        self.run = loaded.arbor_native_run
+        self.run.argtypes, self.run.restype = (c_void_p, c_int32, c_int32), None
         for call in (self.attention, self.linear):
             call.argtypes, call.restype = (c_void_p, c_int32), None
         for call in (self.norm, self.gated, self.store, self.rotary):
@@ -251,7 +275,8 @@ def without_native() -> Iterator[None]:
 def _layout() -> int:
     """The library's own number for these structures."""
     layout = LAYOUT_VERSION
-    for each in (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob):
+    sent = (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob)
+    for each in (*sent, AddJob, HeadNormJob, Call):
         layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
     return layout
 

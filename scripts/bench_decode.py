@@ -87,6 +87,7 @@ class Arbor:
     Args:
         layers: whether attention layers are fused where they can be.
         joint: whether projections of one input are one matrix where they can be.
+        whole: whether all layers are one native call where they can be.
         deterministic: as in `ModelRunner`; None: as `load_weights` has it.
         prompt: tokens of the root.
     """
@@ -100,6 +101,7 @@ class Arbor:
         *,
         layers: bool = True,
         joint: bool = True,
+        whole: bool = True,
         deterministic: bool | None = None,
         prompt: int = PREFIX,
     ) -> None:
@@ -114,6 +116,8 @@ class Arbor:
             pack_linears(model, deterministic=deterministic)
             with nullcontext() if joint else separate_projections():
                 _fuse(model, layers)
+            if whole:
+                runner.fuse_layers()
         self.slots = prompt + generated(shape)
         self.prompt = prefix(prompt, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))
@@ -240,6 +244,9 @@ def main() -> None:
         "--separate", action="store_true", help="also arbor with one product per projection"
     )
     parser.add_argument(
+        "--calls", action="store_true", help="also arbor whose layers are several calls each"
+    )
+    parser.add_argument(
         "--loose", action="store_true", help="also arbor with bits that depend on the batch"
     )
     parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
@@ -264,6 +271,9 @@ def main() -> None:
         if args.separate:
             plain = random_llama(args.size, dtype)
             contestants["separate"] = Arbor(plain, shape, vocabulary, joint=False)
+        if args.calls:
+            plain = random_llama(args.size, dtype)
+            contestants["calls"] = Arbor(plain, shape, vocabulary, whole=False)
         if args.loose:
             plain = random_llama(args.size, dtype)
             contestants["loose"] = Arbor(plain, shape, vocabulary, deterministic=False)

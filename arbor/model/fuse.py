@@ -81,7 +81,14 @@ class Fused(nn.Module):
         raise NotImplementedError
 
 
-class _FusedNorm(Fused):
+class FusedNorm(Fused):
+    """An RMS norm as one kernel; its form is a `NormForm`."""
+
+    @property
+    def epsilon(self) -> float:
+        """The number under the root."""
+        return float(_eps(self))
+
     def _fused(self, x: Tensor) -> Tensor | None:
         weight: Any = self.weight
         if x.dtype != weight.dtype or x.shape[-1] != len(weight):
@@ -89,10 +96,24 @@ class _FusedNorm(Fused):
         return self._arbor_ops.rms_norm(x, weight, _eps(self), self._arbor_form)
 
 
-class _FusedSeparate(Fused):
+class FusedGated(Fused):
+    """A gated part whose activation and product are one kernel; its form is an `Activation`."""
+
+    down_proj: nn.Module
+
+    @property
+    def projections(self) -> nn.Module | JointLinear | None:
+        """What computes the gate and its factor as one product; None where two do."""
+        raise NotImplementedError
+
+
+class _FusedSeparate(FusedGated):
     gate_proj: nn.Module
     up_proj: nn.Module
-    down_proj: nn.Module
+
+    @property
+    def projections(self) -> nn.Module | JointLinear | None:
+        return getattr(self, "_arbor_joint", None)
 
     def _fused(self, x: Tensor) -> Tensor:
         joint: JointLinear | None = getattr(self, "_arbor_joint", None)
@@ -105,9 +126,12 @@ class _FusedSeparate(Fused):
         return found
 
 
-class _FusedJoint(Fused):
+class _FusedJoint(FusedGated):
     gate_up_proj: nn.Module
-    down_proj: nn.Module
+
+    @property
+    def projections(self) -> nn.Module | JointLinear | None:
+        return self.gate_up_proj
 
     def _fused(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -215,7 +239,7 @@ def _fuse_norm(module: nn.Module, ops: FusedOps) -> str:
     def errors(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         return (found - wanted).abs(), SMALLEST + tolerance * wanted.abs()
 
-    return _compare(module, _FusedNorm, ops, NORM_FORMS, inputs, errors)
+    return _compare(module, FusedNorm, ops, NORM_FORMS, inputs, errors)
 
 
 def _fuse_gated(module: nn.Module, ops: FusedOps) -> str:

@@ -66,7 +66,9 @@ class AttentionForm:
     joint: JointLinear | None = None
 
 
-class _FusedAttention(Fused):
+class FusedAttention(Fused):
+    """An attention layer whose rotary embedding and write of K and V are one kernel."""
+
     _arbor_ops: Any
     _arbor_form: AttentionForm
 
@@ -133,7 +135,7 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
     kept: dict[str, str] = {}
     calls = _calls(model) if _attention_of(model) == IMPLEMENTATION else {}
     for name, (module, arguments) in calls.items():
-        if isinstance(module, _FusedAttention):
+        if isinstance(module, FusedAttention):
             remove(module)
         reason = _fuse_layer(module, arguments, ops)
         if reason:
@@ -249,7 +251,7 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
     if call.sinks is not None and getattr(module, "sinks", None) is not call.sinks:
         return "its sinks are computed"
     for form in _forms(module, call):
-        install(module, _FusedAttention, ops, form)
+        install(module, FusedAttention, ops, form)
         found = _Answer(ops)
         try:
             with answered_by(found):

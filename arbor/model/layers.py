@@ -26,25 +26,41 @@ ROW_ARGUMENTS = {
 }
 
 
-class Given(nn.Module):
-    """In place of all layers: a state that they left behind, whatever comes in.
+class InPlaceOfLayers(nn.Module):
+    """One layer in place of all layers of a decoder.
 
     Args:
-        state: [1, n, d].
         like: a layer of the decoder, whose attributes the model's loop may read.
         in_tuple: whether the decoder's layers return tuples.
     """
 
-    def __init__(self, state: Tensor, like: nn.Module, in_tuple: bool) -> None:
+    def __init__(self, like: nn.Module, in_tuple: bool) -> None:
         super().__init__()
-        self.__dict__.update(state=state, like=like, in_tuple=in_tuple)
+        self.__dict__.update(like=like, in_tuple=in_tuple)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["like"], name)
 
+    def returned(self, state: Tensor) -> Any:
+        """A state [1, n, d] as a layer returns it."""
+        return (state,) if self.__dict__["in_tuple"] else state
+
+
+class Given(InPlaceOfLayers):
+    """In place of all layers: a state that they left behind, whatever comes in.
+
+    Args:
+        state: [1, n, d].
+        like, in_tuple: see `InPlaceOfLayers`.
+    """
+
+    def __init__(self, state: Tensor, like: nn.Module, in_tuple: bool) -> None:
+        super().__init__(like, in_tuple)
+        self.__dict__["state"] = state
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The state."""
-        return (self.state,) if self.in_tuple else self.state
+        return self.returned(self.__dict__["state"])
 
 
 class StoppableLayers(nn.ModuleList):
@@ -57,21 +73,27 @@ class StoppableLayers(nn.ModuleList):
 
     stop_after: int | None = None
     in_tuples = False  # whether the layers return tuples
-    _given: Given | None = None
+    _instead: nn.Module | None = None
 
     @contextmanager
     def giving(self, state: Tensor) -> Iterator[None]:
         """Within, the model's loop gets this state [1, n, d] instead of what its layers compute."""
+        with self.replaced_by(Given(state, self[0], self.in_tuples)):
+            yield
+
+    @contextmanager
+    def replaced_by(self, layer: nn.Module) -> Iterator[None]:
+        """Within, the model's loop runs over this one layer."""
         # not by assignment, which would make it one of the layers
-        self.__dict__["_given"] = Given(state, self[0], self.in_tuples)
+        self.__dict__["_instead"] = layer
         try:
             yield
         finally:
-            del self.__dict__["_given"]
+            del self.__dict__["_instead"]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        if self._given is not None:
-            yield self._given
+        if self._instead is not None:
+            yield self._instead
             return
         for index, layer in enumerate(super().__iter__()):
             if self.stop_after is not None and index > self.stop_after:

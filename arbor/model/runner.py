@@ -22,6 +22,8 @@ from arbor.kernels.base import (
 from arbor.kernels.fixed import FixedBackend
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.linear import weight_bytes
+from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.native_layers import MOST_ROWS
 from arbor.kernels.staging import Staging
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.model.attention import (
@@ -33,6 +35,7 @@ from arbor.model.attention import (
     probe,
     register_implementation,
 )
+from arbor.model.fuse_layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install, note_form
 from arbor.model.plan import ForwardPlan, select_rows
@@ -135,8 +138,10 @@ class ModelRunner:
         self.kv_dtype = kv_dtype or self.dtype
         self._shapes = tuple(dict.fromkeys(spec.shape for spec in self.specs))
         self._staging = Staging(self.device)
+        self._staged = backend if isinstance(backend, StagedBackend) else None
         self._unembedding: Unembedding | None = None
         self._rotations: dict[int, PairRotation | None] = {}
+        self._whole: WholeDecoder | None = None
         self.graphs: DecodeGraphs | None = None
         if recorder is not None and isinstance(backend, FixedBackend):
             staging = Staging(self.device)  # a buffer of its own: both may be in use
@@ -225,6 +230,39 @@ class ModelRunner:
             self._rotations |= rotations_of(self.model, missing)
         return {layer: self._rotations[layer] for layer in layers}
 
+    @torch.inference_mode()
+    def fuse_layers(self) -> str:
+        """From now on, run all layers of small batches as one native call, if the bits stay.
+
+        A random batch and the step after it, on pools of their own, must give the logits, keys and
+        values of the layers one by one. Weights packed and modules fused before.
+
+        Returns:
+            "", or why the layers run one by one.
+        """
+        self._whole = None
+        if not isinstance(self.backend, NativeCascade) or self.device.type != "cpu":
+            return "its attention does not run by the native kernels"
+        whole = whole_decoder(self._layers)
+        if isinstance(whole, str):
+            return whole
+        pools = [KVPool(self.layer_kv, TRIAL_SLOTS, self.dtype, self.device) for _ in range(2)]
+        for plan in trial_plans(int(self.config.vocab_size)):
+            found = []
+            for pool, instead in zip(pools, (None, whole), strict=True):
+                self._whole = instead
+                try:
+                    found.append(self.forward(plan, pool).logits)
+                except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                    self._whole = None
+                    return f"its layers are given something else: {type(error).__name__}"
+            self._whole = None
+            tensors = [(*pool.k, *pool.v, one) for pool, one in zip(pools, found, strict=True)]
+            if not all(map(torch.equal, *tensors)):
+                return "its results differ"
+        self._whole = whole
+        return ""
+
     def _forward(
         self,
         plan: ForwardPlan,
@@ -238,6 +276,18 @@ class ModelRunner:
         """`forward` without a graph."""
         ids, positions, write, logit_rows = self._send(plan)
         attend = _Attention(plan, pool, self.backend, write, mass or {}, queries or {})
+        if (
+            self._whole is not None
+            and last == self.layer_count - 1
+            and not (hidden or leave or mass or queries)
+            and plan.rows <= MOST_ROWS
+            and pool.reader is None
+            and pool.dtype == self.dtype
+            and not self._whole.hooked
+        ):
+            with self._layers.replaced_by(self._whole):
+                logits = self._run(ids, positions, logit_rows, attend)
+            return ForwardResult(logits=logits.float())
         tap = None
         if hidden or leave is not None:
             tap = Tap(self._layers, plan.rows, hidden, leave, last, attend.keep_rows)
@@ -262,7 +312,7 @@ class ModelRunner:
         """Ids, positions, write and logit rows on the device, and key lists where they are taken
         there; all in one copy."""
         levels: list[CascadeLevel] = []
-        staged = self.backend if isinstance(self.backend, StagedBackend) else None
+        staged = self._staged
         if staged is not None:
             levels = staged.unplanned((plan.layout(s.window), s) for s in self._shapes)
         numbers = (plan.ids, plan.positions, plan.write, plan.logit_rows)
@@ -299,7 +349,7 @@ class _Attention:
         self._plan = plan
         self._pool = pool
         self._backend = backend
-        self._write = write
+        self.write = write
         self._alive: Tensor | None = None
         self._streamed = None
         if pool.reader is not None:
@@ -315,7 +365,7 @@ class _Attention:
     def keep_rows(self, alive: Tensor) -> None:
         """From the next layer on only these rows (int64 [T']) run."""
         self._alive = alive
-        self._write = self._plan.write[alive].to(self._write.device)
+        self.write = self._plan.write[alive].to(self.write.device)
         self._plans.clear()
         if self._streamed is not None:
             self._streamed.keep_rows(alive)
@@ -330,12 +380,7 @@ class _Attention:
             self.queries[layer] = q[rows.to(q.device)]
         if self._streamed is not None:
             return self._answer(self._streamed, call, q)
-        plan = self._plans.get(call.shape)
-        if plan is None:
-            layout = self._plan.layout(call.shape.window)
-            if self._alive is not None:
-                layout = select_rows(layout, self._alive, call.shape.window)
-            plan = self._plans[call.shape] = self._backend.plan(layout, call.shape)
+        plan = self.plan(call.shape)
         k, v = pool.k[layer], pool.v[layer]
         if layer not in self._mass_heads:
             return self._backend.run(plan, q, k, v, call.sinks)[0]
@@ -348,6 +393,21 @@ class _Attention:
             added = self._backend.mass(plan, q, k, _counting(lse, again), heads)
         self.mass = added if self.mass is None else self.mass + added
         return out
+
+    @property
+    def pools(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """K and V of each layer."""
+        return self._pool.k, self._pool.v
+
+    def plan(self, shape: AttentionShape) -> Any:
+        """The backend's plan for layers of this shape, made once."""
+        plan = self._plans.get(shape)
+        if plan is None:
+            layout = self._plan.layout(shape.window)
+            if self._alive is not None:
+                layout = select_rows(layout, self._alive, shape.window)
+            plan = self._plans[shape] = self._backend.plan(layout, shape)
+        return plan
 
     @property
     def _repeated(self) -> Tensor | None:
@@ -371,16 +431,14 @@ class _Attention:
         """The queries of a call, position-encoded; its keys and values are in their slots."""
         pool, rotation = self._pool, call.rotation
         if rotation is None:
-            pool.write(call.layer, self._write, call.k, call.v)
+            pool.write(call.layer, self.write, call.k, call.v)
             return call.q
         tables = (rotation.cos, rotation.sin, rotation.form)
         if pool.dtype == call.k.dtype:
             pools = pool.k[call.layer], pool.v[call.layer]
-            return rotation.ops.rotate_and_write(
-                call.q, call.k, call.v, *tables, pools, self._write
-            )
+            return rotation.ops.rotate_and_write(call.q, call.k, call.v, *tables, pools, self.write)
         q, k = rotation.ops.rotate(call.q, call.k, *tables)
-        pool.write(call.layer, self._write, k, call.v)
+        pool.write(call.layer, self.write, k, call.v)
         return q
 
 

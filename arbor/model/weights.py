@@ -145,6 +145,8 @@ def load_weights(
         rotary = rotary_ops(runner.device)
         if rotary is not None:
             fuse_attention(model, rotary)
+            if reason := runner.fuse_layers():
+                logger.debug("layers run one by one: %s", reason)
     if own is not None:
         try:
             check_agreement(runner, own)

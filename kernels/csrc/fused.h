@@ -1,4 +1,4 @@
-// RMS norms and gated activations, rounded as transformers rounds them. One row at a time, in one
+// RMS norms, gated activations and residual sums, rounded as transformers rounds them. One row at a time, in one
 // order of sums, so that a row's bits do not depend on the other rows.
 #pragma once
 
@@ -7,6 +7,7 @@
 
 namespace {
 
+using arbor::AddJob;
 using arbor::GatedJob;
 using arbor::NormJob;
 
@@ -78,6 +79,16 @@ void gated_rows(const GatedJob& job) {
     }
 }
 
+template <class Number>
+void add_numbers(const AddJob& job) {
+    const Number* x = static_cast<const Number*>(job.x);
+    Number* y = static_cast<Number*>(job.y);
+    int64_t at = 0;
+    for (; at + Vec::WIDTH <= job.count; at += Vec::WIDTH) store(y + at, load(y + at) + load(x + at));
+    int rest = static_cast<int>(job.count - at);
+    if (rest) store_first(y + at, rest, load_first(y + at, rest, 0.0f) + load_first(x + at, rest, 0.0f));
+}
+
 void norm(const NormJob& job) {
     if (job.number == arbor::BFLOAT16) return norm_rows<bf16>(job);
     norm_rows<float>(job);
@@ -86,6 +97,11 @@ void norm(const NormJob& job) {
 void gated(const GatedJob& job) {
     if (job.number == arbor::BFLOAT16) return gated_rows<bf16>(job);
     gated_rows<float>(job);
+}
+
+void add(const AddJob& job) {
+    if (job.number == arbor::BFLOAT16) return add_numbers<bf16>(job);
+    add_numbers<float>(job);
 }
 
 }  // namespace

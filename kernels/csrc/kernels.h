@@ -9,4 +9,5 @@
 
 #define ARBOR_KERNELS(name) \
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
-                                                  linear_parts, linear, norm, gated, store_int8, rotary}
+                                                  linear_parts, linear, norm, gated, store_int8, rotary, \
+                                                  add}

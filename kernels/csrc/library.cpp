@@ -194,7 +194,8 @@ int64_t products_of(const LinearJob& job) {
 EXPORT int64_t arbor_native_layout() {
     int64_t layout = LAYOUT_VERSION;
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
-                        sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob)}) {
+                        sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob), sizeof(AddJob),
+                        sizeof(HeadNormJob), sizeof(Call)}) {
         layout = (layout * 1009 + static_cast<int64_t>(size)) % (int64_t{1} << 40);
     }
     return layout;
@@ -235,3 +236,37 @@ EXPORT void arbor_native_gated(const GatedJob* job) { chosen->gated(*job); }
 EXPORT void arbor_native_store(const StoreJob* job) { chosen->store(*job); }
 
 EXPORT void arbor_native_rotary(const RotaryJob* job) { chosen->rotary(*job); }
+
+namespace {
+
+void norm_heads(const HeadNormJob& job) {
+    int64_t bytes = job.row * (job.heads.number == BFLOAT16 ? 2 : 4);
+    for (int row = 0; row < job.rows; row++) {
+        NormJob heads = job.heads;
+        heads.x = static_cast<const char*>(heads.x) + row * bytes;
+        heads.out = static_cast<char*>(heads.out) + row * bytes;
+        chosen->norm(heads);
+    }
+}
+
+}  // namespace
+
+// Jobs in their order, such as those of a decoder's layers.
+EXPORT void arbor_native_run(const Call* calls, int32_t count, int32_t threads) {
+    for (int i = 0; i < count; i++) {
+        const void* job = calls[i].job;
+        switch (calls[i].kind) {
+            case Call::LINEAR:
+                arbor_native_linear(static_cast<const LinearJob*>(job), threads);
+                break;
+            case Call::NORM: chosen->norm(*static_cast<const NormJob*>(job)); break;
+            case Call::HEAD_NORM: norm_heads(*static_cast<const HeadNormJob*>(job)); break;
+            case Call::ROTARY: chosen->rotary(*static_cast<const RotaryJob*>(job)); break;
+            case Call::ATTENTION:
+                arbor_native_attention(static_cast<const AttentionJob*>(job), threads);
+                break;
+            case Call::GATED: chosen->gated(*static_cast<const GatedJob*>(job)); break;
+            case Call::ADD: chosen->add(*static_cast<const AddJob*>(job)); break;
+        }
+    }
+}

@@ -7,7 +7,7 @@
 namespace arbor {
 
 // Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
-constexpr int64_t LAYOUT_VERSION = 3;
+constexpr int64_t LAYOUT_VERSION = 4;
 
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32. Only
 // pools are INT8: codes and scales, see int8.h.
@@ -98,6 +98,21 @@ struct GatedJob {
     int32_t activation;     // 0: SiLU, 1: GELU (tanh)
 };
 
+// y = y + x, rounded to their dtype: a residual sum.
+struct AddJob {
+    const void* x;
+    void* y;
+    int64_t count;
+    int32_t number;
+};
+
+// The norms of parts of rows, in place: those of the heads of a row, one after the other.
+struct HeadNormJob {
+    NormJob heads;          // of row 0; x and out are equal, x_row is the width
+    int64_t row;            // numbers from one row to the next
+    int32_t rows;
+};
+
 // Rotary embedding of queries and keys, and the write of K and V, see rotary.h. Strides count numbers.
 struct RotaryJob {
     const void* q;          // [rows, q_heads, dim_qk]
@@ -124,6 +139,13 @@ struct RotaryJob {
     int32_t table_number;   // of cos and sin
 };
 
+// One of the jobs above, to be done after those before it in a list.
+struct Call {
+    enum Kind : int32_t { LINEAR, NORM, HEAD_NORM, ROTARY, ATTENTION, GATED, ADD };
+    const void* job;
+    int32_t kind;
+};
+
 // Memory of one thread that grows and stays; every call begins anew.
 struct Scratch {
     void* (*take)(Scratch*, int64_t bytes);   // aligned to 64 bytes, not cleared
@@ -141,6 +163,7 @@ struct Kernels {
     void (*gated)(const GatedJob&);
     void (*store)(const StoreJob&);
     void (*rotary)(const RotaryJob&);
+    void (*add)(const AddJob&);
 };
 
 extern const Kernels avx2_kernels, avx512_kernels, avx512_bf16_kernels, amx_kernels;

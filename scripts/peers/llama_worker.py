@@ -17,12 +17,11 @@ from serving import Decoded, serve
 
 SEQUENCES = 256  # at most, in llama.cpp
 BATCH = 2048  # tokens
+BF16 = 30  # GGML_TYPE_BF16, which the package does not name
 
 
-@c.llama_log_callback
-def _unlogged(level: int, text: bytes, given: object) -> None:
-    """llama.cpp's messages are dropped."""
-    del level, text, given
+# llama.cpp's messages are dropped
+UNLOGGED = c.llama_log_callback(lambda level, text, given: None)
 
 
 class LlamaCpp:
@@ -35,14 +34,14 @@ class LlamaCpp:
     """
 
     def __init__(self, path: str, dtype: str, cells: int) -> None:
-        c.llama_log_set(_unlogged, ctypes.c_void_p())
+        c.llama_log_set(UNLOGGED, ctypes.c_void_p())
         c.llama_backend_init()
         model_settings = c.llama_model_default_params()
         model_settings.n_gpu_layers = 0
         self._model = c.llama_model_load_from_file(path.encode(), model_settings)
         if not self._model:
             raise SystemExit(f"llama.cpp cannot load {path}")
-        kv = c.GGML_TYPE_BF16 if dtype == "bfloat16" else c.GGML_TYPE_F32
+        kv = BF16 if dtype == "bfloat16" else c.GGML_TYPE_F32
         settings = c.llama_context_default_params()
         settings.n_ctx = cells
         settings.n_batch = settings.n_ubatch = BATCH

@@ -1,0 +1,193 @@
+"""All layers of a decoder as one native call, where that gives the bits of the model's own loop.
+
+Decoder layers are found by structure: attention and a gated part whose modules are fused, each
+added to its input, with norms before, after, or both. The model's embedding, tables of angles,
+final norm and head stay its own. The whole is compared with the loop over its layers on a random
+batch before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from arbor.kernels.base import AttentionShape
+from arbor.kernels.linear import native_product
+from arbor.kernels.native import head_dim_fits, native_library
+from arbor.kernels.native_layers import LayerParts, NativeLayers, Norm
+from arbor.model.attention import answering
+from arbor.model.fuse import FusedGated, FusedNorm
+from arbor.model.fuse_attention import FusedAttention
+from arbor.model.layers import InPlaceOfLayers, StoppableLayers
+from arbor.model.plan import ForwardPlan, Segment, plan_forward
+
+# Names of norms by place: before and after the attention, before and after the gated part.
+PLACES = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+)
+
+
+class ReadsPool(Protocol):
+    """What answers attention calls in a forward of the runner, and says what they would read.
+
+    write: int64 [T], where a row's K and V go.
+    """
+
+    write: Tensor
+
+    @property
+    def pools(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """K and V of each layer."""
+        ...
+
+    def plan(self, shape: AttentionShape) -> Any:
+        """The backend's plan of the forward for layers of this shape."""
+        ...
+
+
+class WholeDecoder(InPlaceOfLayers):
+    """In place of all layers: one native call.
+
+    Args:
+        native: the layers.
+        layers: the decoder's own.
+    """
+
+    def __init__(self, native: NativeLayers, layers: StoppableLayers) -> None:
+        super().__init__(layers[0], layers.in_tuples)
+        watched = [each for layer in layers for each in layer.modules()]
+        hooks: list[Any] = [each._forward_hooks for each in watched]
+        hooks += [each._forward_pre_hooks for each in watched]
+        self.__dict__.update(native=native, hooks=hooks)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a module of the layers has hooks, which one call for all does not run."""
+        return any(self.__dict__["hooks"])
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The state [1, T, d] after the last layer."""
+        reads = cast(ReadsPool, answering())
+        cos, sin = kwargs["position_embeddings"]
+        native: NativeLayers = self.__dict__["native"]
+        state = native.run(hidden_states[0], cos[0], sin[0], reads.write, reads.pools, reads.plan)
+        return self.returned(state[None])
+
+
+def whole_decoder(layers: StoppableLayers) -> WholeDecoder | str:
+    """All layers as one call, not compared with anything yet; or the reason why they are not."""
+    library = native_library()
+    if library is None:
+        return "the native kernels are not built"
+    found: list[LayerParts] = []
+    for index, layer in enumerate(layers):
+        parts = _parts(layer)
+        if isinstance(parts, str):
+            return f"layer {index}: {parts}"
+        found.append(parts)
+    kinds = {(each.projections.number, each.projections.inputs) for each in found}
+    if len(kinds) > 1:
+        return "its layers are of several widths or dtypes"
+    dtype = torch.bfloat16 if found[0].projections.number else torch.float32
+    return WholeDecoder(NativeLayers(library, found, dtype), layers)
+
+
+def _parts(layer: nn.Module) -> LayerParts | str:
+    """What a layer consists of, or why it is not known."""
+    children = {
+        name: child
+        for name, child in layer.named_children()
+        if not isinstance(child, nn.Dropout | nn.Identity)
+    }
+    attention = [each for each in children.values() if isinstance(each, FusedAttention)]
+    gated = [each for each in children.values() if isinstance(each, FusedGated)]
+    if len(attention) != 1 or len(gated) != 1:
+        return "no fused attention, or no fused gated part"
+    norms = {name: each for name, each in children.items() if isinstance(each, FusedNorm)}
+    places = [each for each in PLACES if {name for name in each if name} == set(norms)]
+    if not places or len(norms) + 2 != len(children):
+        return f"it consists of {', '.join(children)}"
+    form = attention[0]._arbor_form
+    if form.sinks or not head_dim_fits(form.shape.head_dim_qk):
+        return "its attention is of an unknown kind"
+    joint = form.joint
+    if joint is None and len(form.projections) == 1:
+        joint = getattr(attention[0], form.projections[0])
+    products = [
+        native_product(each)
+        for each in (
+            joint,
+            getattr(attention[0], form.output),
+            gated[0].projections,
+            gated[0].down_proj,
+        )
+    ]
+    if any(each is None for each in products):
+        return "a linear layer is not packed for the native kernels"
+    qkv, output, gate_up, down = (each for each in products if each is not None)
+    head_norms = None
+    if form.norms is not None:
+        both = [getattr(attention[0], name) for name in form.norms]
+        if not all(isinstance(each, FusedNorm) for each in both):
+            return "the norms of its heads are not fused"
+        head_norms = _norm(both[0]), _norm(both[1])
+    at = [None if name is None else _norm(norms[name]) for name in places[0]]
+    return LayerParts(
+        shape=form.shape,
+        projections=qkv,
+        head_norms=head_norms,
+        whole=form.whole,
+        rotary=form.rotary,
+        output=output,
+        gate_up=gate_up,
+        activation=gated[0]._arbor_form,
+        down=down,
+        before=(at[0], at[2]),
+        after=(at[1], at[3]),
+    )
+
+
+def _norm(module: FusedNorm) -> Norm:
+    weight = module.weight
+    assert isinstance(weight, Tensor), "a norm of a known structure"
+    return Norm(weight.detach().contiguous(), module.epsilon, module._arbor_form)
+
+
+# A batch of three segments, and their next tokens.
+TRIAL_ROWS = (1, 2, 5)
+TRIAL_SLOTS = sum(TRIAL_ROWS) + len(TRIAL_ROWS)
+
+
+def trial_plans(vocabulary: int) -> list[ForwardPlan]:
+    """Two forwards of random ids over the first `TRIAL_SLOTS` slots, the second after the first."""
+    random = np.random.default_rng(0)
+    ends = np.cumsum([count + 1 for count in TRIAL_ROWS])
+    slots = [np.arange(end - count - 1, end) for count, end in zip(TRIAL_ROWS, ends, strict=True)]
+
+    def segment(own: NDArray[np.int64], first: int) -> Segment:
+        new = np.arange(first, len(own))
+        ids = random.integers(0, vocabulary, len(new)).tolist()
+        tail = own.astype(np.int32)
+        return Segment((), ids, new, tail, tail[first:], logits=len(new))
+
+    begin = [segment(own[:-1], 0) for own in slots]
+    return [plan_forward(begin), plan_forward([segment(own, len(own) - 1) for own in slots])]

@@ -1,0 +1,254 @@
+"""All layers of a decoder as one native call: which decoders, and that no bit changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from support.models import ARCHITECTURES, VOCABULARY, config_of, random_model
+from test_layers import batch
+from torch import Tensor
+
+from arbor.kernels.fused import fused_ops
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.native import native_library
+from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.native_layers import MOST_ROWS, NativeLayers
+from arbor.kernels.rotary import rotary_ops
+from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool
+from arbor.model.fuse import fuse
+from arbor.model.fuse_attention import fuse_attention
+from arbor.model.plan import Segment, plan_forward
+from arbor.model.runner import ForwardResult, ModelRunner
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="the library is not built")
+
+CPU = torch.device("cpu")
+HEAD = 16  # the least that the native attention computes
+# Architectures whose layers are one call, in float32 and bfloat16.
+WHOLE = {
+    *("llama", "llama_mha", "llama_gqa4", "llama_gqa7", "llama_yarn"),
+    *("qwen2", "qwen2_sliding", "qwen3", "mistral", "mistral_window", "ministral"),
+    *("gemma", "gemma2", "vaultgemma", "phi3", "phi3_window", "olmo2", "olmo3"),
+    *("smollm3", "glm", "glm4", "seed_oss", "exaone4", "ernie4_5", "helium"),
+}
+# One of each kind: plain, norms of heads, sandwich norms and windows, norms after, joint
+# projections, biases.
+SOME = ("llama", "qwen3", "gemma2", "olmo2", "phi3_window", "qwen2", "glm4")
+DIFFERS = {  # other tables of angles in some layers; a factor in the residual sums
+    "gemma3_text": "its results differ",
+    "granite": "its results differ",
+}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def prepared(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> ModelRunner:
+    """A runner of an architecture with everything native, its layers one by one."""
+    kind, own = ARCHITECTURES[name]
+    wide = {**own, "hidden_size": own.get("num_attention_heads", 4) * HEAD}
+    if "head_dim" in own:
+        wide["head_dim"] = HEAD
+    model = random_model(config_of(kind, **wide)).to(dtype)
+    runner = ModelRunner(model, NativeCascade(), deterministic=True, **settings)
+    pack_linears(model, deterministic=True)
+    ops, rotary = fused_ops(CPU), rotary_ops(CPU)
+    assert ops is not None and rotary is not None
+    fuse(model, ops)
+    fuse_attention(model, rotary)
+    return runner
+
+
+@contextmanager
+def calls() -> Iterator[list[int]]:
+    """Rows of each native call for all layers."""
+    found: list[int] = []
+    own = NativeLayers.run
+
+    def counted(self: NativeLayers, hidden: Tensor, *others: Any) -> Tensor:
+        found.append(len(hidden))
+        return own(self, hidden, *others)
+
+    with patch.object(NativeLayers, "run", counted):
+        yield found
+
+
+def forward(runner: ModelRunner, **settings: Any) -> tuple[ForwardResult, list[Tensor]]:
+    """A forward over a tree, and all K and V that it wrote."""
+    plan, pool = batch(runner)
+    result = runner.forward(plan, pool, **settings)
+    return result, [each[:-1] for each in (*pool.k, *pool.v)]
+
+
+def check_bits(name: str, dtype: torch.dtype) -> None:
+    runner = prepared(name, dtype)
+    before, stored = forward(runner)
+
+    assert runner.fuse_layers() == ""
+    with calls() as made:
+        after, stored_after = forward(runner)
+
+    assert made == [len(before.logits)]
+    assert torch.equal(after.logits, before.logits)
+    assert all(map(torch.equal, stored_after, stored))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_one_call_has_the_bits_of_the_layers(name: str) -> None:
+    check_bits(name, torch.float32)
+
+
+def test_one_call_has_the_bits_of_the_layers_in_bfloat16() -> None:
+    check_bits("llama", torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(WHOLE))
+def test_one_call_has_the_bits_of_the_layers_of_every_architecture(
+    name: str, dtype: torch.dtype
+) -> None:
+    check_bits(name, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - WHOLE))
+def test_other_architectures_keep_their_layers(name: str) -> None:
+    runner = prepared(name)
+    before, stored = forward(runner)
+
+    reason = runner.fuse_layers()
+    with calls() as made:
+        after, stored_after = forward(runner)
+
+    assert reason and DIFFERS.get(name, "") in reason
+    assert made == []
+    assert torch.equal(after.logits, before.logits)
+    assert all(map(torch.equal, stored_after, stored))
+
+
+@pytest.mark.parametrize("name", sorted(DIFFERS))
+def test_layers_of_another_formula_stay(name: str) -> None:
+    assert prepared(name).fuse_layers() == DIFFERS[name]
+
+
+def test_layers_whose_one_call_gives_other_bits_stay() -> None:
+    runner = prepared("llama")
+    own = NativeLayers.run
+
+    def one_off(self: NativeLayers, hidden: Tensor, *others: Any) -> Tensor:
+        state = own(self, hidden, *others)
+        state[-1, -1] = torch.nextafter(state[-1, -1], torch.tensor(torch.inf))
+        return state
+
+    with patch.object(NativeLayers, "run", one_off):
+        assert runner.fuse_layers() == "its results differ"
+    with calls() as made:
+        forward(runner)
+    assert made == []
+
+
+def test_kernels_of_torch_have_no_such_call() -> None:
+    runner = ModelRunner(random_model(config_of("llama")), TorchCascade())
+
+    assert "native kernels" in runner.fuse_layers()
+
+
+def rows(runner: ModelRunner, count: int) -> tuple[Tensor, KVPool]:
+    """One segment of so many random tokens: logits, and the pool with their K and V."""
+    pool = KVPool(runner.layer_kv, count, runner.dtype, runner.device)
+    ids = np.random.default_rng(count).integers(0, VOCABULARY, count).tolist()
+    slots = np.arange(count, dtype=np.int32)
+    plan = plan_forward([Segment((), ids, np.arange(count), slots, slots, count)])
+    return runner.forward(plan, pool).logits, pool
+
+
+def test_batches_of_every_size_in_any_order_and_pools_in_turn() -> None:
+    runner = prepared("qwen3")
+    sizes = (3, 1, MOST_ROWS, 2, MOST_ROWS + 1, 7, 3)
+    before = [rows(runner, count) for count in sizes]
+    runner.fuse_layers()
+
+    with calls() as made:
+        after = [rows(runner, count) for count in sizes]
+
+    assert made == [count for count in sizes if count <= MOST_ROWS]
+    for (logits, pool), (expected, expected_pool) in zip(after, before, strict=True):
+        assert torch.equal(logits, expected)
+        assert all(map(torch.equal, pool.k, expected_pool.k))
+        assert all(map(torch.equal, pool.v, expected_pool.v))
+
+
+def test_threads_change_no_bits() -> None:
+    runner = prepared("llama")
+    runner.fuse_layers()
+    alone, _ = rows(runner, MOST_ROWS)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together, _ = rows(runner, MOST_ROWS)
+    finally:
+        torch.set_num_threads(threads)
+
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"leave": lambda layer, state, rows: state[:, 0] > 0},
+        {"stop_after": 1, "hidden": (0, 1)},
+        {"mass": {0: None, 2: torch.tensor([0])}},
+        {"queries": {1: torch.tensor([0, 3])}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_forwards_that_look_into_layers_run_them_one_by_one(settings: dict[str, Any]) -> None:
+    runner = prepared("llama")
+    before, stored = forward(runner, **settings)
+    runner.fuse_layers()
+
+    with calls() as made:
+        after, stored_after = forward(runner, **settings)
+
+    assert made == []
+    assert torch.equal(after.logits.nan_to_num(-7.0), before.logits.nan_to_num(-7.0))
+    for found, expected in zip(stored_after, stored, strict=True):
+        assert torch.equal(found.nan_to_num(-7.0), expected.nan_to_num(-7.0))
+    if before.mass is not None:
+        assert after.mass is not None and torch.equal(after.mass, before.mass)
+    assert all(torch.equal(after.hidden[layer], each) for layer, each in before.hidden.items())
+    assert all(torch.equal(after.queries[layer], each) for layer, each in before.queries.items())
+
+
+def test_hooks_of_modules_in_the_layers_run() -> None:
+    runner = prepared("llama")
+    runner.fuse_layers()
+    seen: list[int] = []
+    mlp = next(m for name, m in runner.model.named_modules() if name.endswith("layers.1.mlp"))
+    handle = mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+
+    with calls() as made:
+        forward(runner)
+        assert made == [] and len(seen) == 1
+        handle.remove()
+        forward(runner)
+
+    assert len(made) == 1 and len(seen) == 1
+
+
+def test_8_bit_pools_are_written_by_the_layers() -> None:
+    runner = prepared("llama", kv_dtype=torch.int8)
+    runner.fuse_layers()
+    plan, _ = batch(runner)
+    pool = KVPool(runner.layer_kv, 200, torch.int8, CPU)
+
+    with calls() as made:
+        runner.forward(plan, pool)
+
+    assert made == [] and any(bool(each.any()) for each in pool.k)
