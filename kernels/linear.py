@@ -303,8 +303,12 @@ def _by_triton(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """The rows at an address where every chunk begins alike: libraries choose loops by it."""
-    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
+    """The rows, each at an address where all begin alike: libraries choose loops by it."""
+    width, whole = rows.shape[1], ALIGNMENT_BYTES // rows.itemsize
+    padding = -width % whole
+    if not padding:
+        return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
+    return F.pad(rows, (0, padding))[:, :width]
 
 
 def weight_bytes(model: nn.Module) -> int:

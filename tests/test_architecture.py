@@ -56,6 +56,7 @@ TORCH = (
     "model.fetch_probe",
     "model.fuse",
     "model.fuse_attention",
+    "model.fuse_layers",
     "model.graphs",
     "model.kv_identity",
     "model.kv_probe",
