@@ -56,7 +56,7 @@ class ArborError(Exception):
 
 def _restored(kind: type[ArborError], args: tuple[Any, ...], state: dict[str, Any]) -> ArborError:
     """An error that was pickled: its class makes the message from other arguments than `args`."""
-    error = kind.__new__(kind, *args)
+    error: ArborError = Exception.__new__(kind, *args)
     error.__dict__.update(state)
     return error
 

@@ -578,7 +578,7 @@ class Solver:
             "threads": self.threads,
             "disk_dir": None if self.lower.disk_dir is None else self.lower.disk_dir.absolute(),
             "keep_kv": None if keep is None else keep.folder.absolute(),
-            **({} if keep is None else {"keep_kv_size": keep.limit}),
+            **({} if keep is None else {"keep_kv_size": f"{keep.limit}B"}),
             "trust_remote_code": source.trust_remote_code,
             "record_bytes": self.record_bytes,
             "debug": self.debug,

@@ -34,7 +34,9 @@ def found(solution: Solution) -> tuple[Any, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--problems", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])

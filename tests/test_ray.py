@@ -71,7 +71,7 @@ def engines(root: int) -> list[int]:
     return sorted(pid for pid, name in descendants(root).items() if "EngineProcess" in name)
 
 
-def until(condition: Any, seconds: float = 100) -> Any:
+def until(condition: Any, seconds: float = 400) -> Any:
     """The first true value of a condition."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -86,7 +86,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     """The samples of one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     with spawn(*EVAL, "--limit", "12", "--output", str(folder), code=REAL) as process:
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
     return rows(folder)
 
@@ -100,7 +100,7 @@ def test_a_killed_worker_costs_its_problem_in_progress_and_changes_no_result(
         until(lambda: len(rows(folder)) >= 2)
         victim = engines(process.pid)[0]
         os.kill(victim, signal.SIGKILL)
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=400)
 
     assert process.returncode == 0, err
     assert f"process {victim} of".encode() in err and b"died" in err
@@ -126,7 +126,7 @@ def test_after_a_killed_driver_finished_samples_are_there_and_stay(
     until(lambda: not [pid for pid in below if Path(f"/proc/{pid}/exe").exists()])
 
     with spawn(*command, code=REAL) as process:
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate(timeout=400)
 
     assert process.returncode == 0, err
     assert (folder / "samples.jsonl").read_bytes().startswith(kept)
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(tmp_path: Path) -> 
         until(lambda: len(rows(folder)) >= 1)
         below = descendants(process.pid)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=400)
 
     assert process.returncode == 130, err
     assert b"--workers 2" in err and b"to resume" in err

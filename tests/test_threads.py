@@ -21,8 +21,7 @@ from arbor.cli.option_records import read_options
 from arbor.cli.solve import SolveOptions, solve
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Selected
-from arbor.model.model_info import ModelInfo
-from arbor.model.model_info import SMALL_MODEL
+from arbor.model.model_info import SMALL_MODEL, ModelInfo
 from arbor.model.threads import keep_threads, thread_count, torch_threads
 
 PUZZLE = "4 5 6 10"

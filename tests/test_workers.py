@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,13 @@ class FakeCluster:
         self.closed = True
 
 
+@cache
+def described() -> Solver:
+    return Solver(**CONFIG)
+
+
 def workers(cluster: FakeCluster, **more: Any) -> Workers:
-    return Workers(CONFIG, cluster.size, cluster=cluster, tries=TRIES, **more)
+    return Workers(described(), cluster.size, cluster=cluster, tries=TRIES, **more)
 
 
 def problems(count: int) -> list[str]:
@@ -460,8 +466,7 @@ def taken(process: EngineProcess, count: int) -> list[Delivered]:
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_process_finds_what_a_solver_finds(tmp_path: Path, concurrency: int) -> None:
-    settings = CONFIG | {"seed": 3}
-    with Solver(**settings) as solver:
+    with Solver(**CONFIG, seed=3, max_depth=2, step_tokens=12) as solver:
         given = list(solver.task.problems("test", 5))
         alone = [solver.solve(each) for each in given]
         config = solver.config
@@ -503,7 +508,7 @@ def test_a_process_says_why_it_cannot_load() -> None:
 
 
 def test_an_error_of_one_job_leaves_the_others_of_a_process() -> None:
-    process = EngineProcess(CONFIG, {}, 2)
+    process = EngineProcess({**CONFIG, "max_depth": 2, "step_tokens": 12}, {}, 2)
     process.load()
     with Solver(**CONFIG) as solver:
         good = next(iter(solver.task.problems("test", 1)))

@@ -1,4 +1,4 @@
-"""The solutions of many problems: in their order or as they are found, errors raised or returned."""
+"""The solutions of many problems, in order or as they are found; errors raised or returned."""
 
 from __future__ import annotations
 

@@ -167,8 +167,8 @@ def described(options: EvalOptions) -> SolverOptions:
     solver = options.solver
     if options.workers is None:
         return solver
-    check_ray()
     check_workers(solver.share, solver.device)
+    check_ray()
     return dataclasses.replace(solver, device="auto")
 
 

@@ -136,9 +136,9 @@ def _outcomes(
     from arbor.measure.workers.workers import Workers
 
     device = options.solver.device
-    with Workers(solver, options.workers, concurrency=several, device=device) as workers:
-        with signals.stopping(workers):
-            yield from workers.outcomes(jobs, progress.show)
+    workers = Workers(solver, options.workers, concurrency=several, device=device)
+    with workers, signals.stopping(workers):
+        yield from workers.outcomes(jobs, progress.show)
 
 
 def _row(

@@ -84,7 +84,8 @@ class HandOut(Generic[Job]):
             given = [self._again.popleft()]
         else:
             self._read_ahead()
-            part = math.ceil(len(self._ready) / self._workers)
+            busy = sum(bool(held) for other, held in self._held.items() if other != worker)
+            part = math.ceil(len(self._ready) / max(1, self._workers - busy))
             count = min(self._places - len(held), part)
             given = [self._ready.popleft() for _ in range(count)]
         held.update((ticket.place, ticket) for ticket in given)
@@ -98,9 +99,9 @@ class HandOut(Generic[Job]):
         return ticket
 
     def died(self, worker: Worker) -> list[Ticket[Job]]:
-        """A worker has died; those of its jobs that have failed, since they were tried too often."""
+        """A worker has died; those of its jobs that failed, since they were tried too often."""
         self._alone.discard(worker)
-        failed = []
+        failed: list[Ticket[Job]] = []
         for ticket in self._held.pop(worker, {}).values():
             ticket.deaths += 1
             (failed if ticket.deaths >= self._tries else self._again).append(ticket)

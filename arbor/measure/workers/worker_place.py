@@ -30,7 +30,7 @@ class WorkerPlace:
 
     @classmethod
     def parse(cls, text: str | int) -> Self:
-        """``4``, ``ray``, ``ray://HOST:PORT``, ``HOST:PORT``, or ``4@`` before any of the last three.
+        """``4``, ``ray``, ``ray://HOST:PORT``, ``HOST:PORT``, or ``4@`` before one of these.
 
         Raises:
             UsageError: another form.
@@ -38,7 +38,9 @@ class WorkerPlace:
         number, at, address = str(text).strip().partition("@")
         if not at and not _NUMBER.fullmatch(number):
             number, address = "", number
-        if isinstance(text, bool) or (number and not _NUMBER.fullmatch(number)):
+        if isinstance(text, bool) or (at and not number):
+            raise _wrong(text)
+        if number and not _NUMBER.fullmatch(number):
             raise _wrong(text)
         if (at or not number) and not _ADDRESS.fullmatch(address):
             raise _wrong(text)

@@ -68,8 +68,8 @@ class Workers:
         number: of workers, on this machine; or a cluster of Ray, see `WorkerPlace.parse`: ``ray``
             is the one that runs already, ``8@ray://HOST:PORT`` one elsewhere, with 8 workers.
         concurrency: problems in progress at a time in each worker, sharing its budget.
-        device: of each worker: ``cuda``, ``cpu``, or ``auto``: a GPU each where the cluster has any;
-            by default that of the solver.
+        device: of each worker: ``cuda``, ``cpu``, or ``auto``: a GPU each where the cluster has
+            any; by default that of the solver.
         tries: times that a problem is tried whose workers die.
         cluster: where workers live; by default Ray.
         settings: further settings of the solver.
