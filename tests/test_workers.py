@@ -318,14 +318,14 @@ def test_workers_that_die_while_they_load_are_not_begun_for_ever() -> None:
     assert cluster.begun <= TRIES + 2
 
 
-def test_the_number_in_progress_is_told() -> None:
-    told: list[int] = []
+def test_the_number_in_progress_is_reported() -> None:
+    counts: list[int] = []
     jobs = [Job(place, each, {}) for place, each in enumerate(problems(9))]
 
     with workers(FakeCluster(size=3), concurrency=2) as many:
-        assert len(list(many.outcomes(jobs, told.append))) == 9
+        assert len(list(many.outcomes(jobs, counts.append))) == 9
 
-    assert max(told) == 6 and min(told) >= 0
+    assert max(counts) == 6 and min(counts) >= 0
 
 
 # Settings

@@ -55,12 +55,12 @@ class Workers:
             for solution in workers.imap(["4 5 6 10", "1 2 3 4"]):
                 print(solution)
 
-    Every worker has the whole model: on one GPU, or on a CPU. Problems go to whoever has a place
-    free. A search depends on its problem, the settings and the seed, so that solutions do not
-    depend on the number of workers, nor on which of them had the problem; what differs is what an
-    engine did before, such as `Metrics.tokens_shared`. A worker that dies loses what it had in
-    progress: each of these problems is tried again, alone, in another process. Processes begin
-    with the first problem and live until `close`.
+    Every worker has the whole model: on one GPU, or on a CPU. Problems go to the workers that have
+    a place free. A search depends on its problem, the settings and the seed, so that solutions do
+    not depend on the number of workers, nor on which of them had the problem; what differs is what
+    an engine did before, such as `Metrics.tokens_shared`. A worker that dies loses what it had in
+    progress: each of these problems is tried again, alone, in another process. Processes begin with
+    the first problem and live until `close`.
 
     Args:
         solver: settings of each worker's solver, as `Solver.from_config` takes them, or a `Solver`,
@@ -327,7 +327,7 @@ class Workers:
         logger.warning("no worker can begin: %s; waiting for Ray to add machines", why)
 
     def _ray_cluster(self, unrecorded: dict[str, Any]) -> RayCluster:
-        """Ray, told what a worker's solver is made of.
+        """Ray, which is given what a worker's solver is made of.
 
         Raises:
             UsageError: Ray is not installed.
