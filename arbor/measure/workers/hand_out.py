@@ -31,9 +31,9 @@ class HandOut(Generic[Job]):
     """Which worker gets which job: each job once, and again where its worker died.
 
     Jobs go to the workers that have a place free, in their order. At first they are dealt in equal
-    parts, so that a few jobs are not all with the first worker that is ready. When a worker dies, each of
-    its jobs is tried again alone, on a worker that does nothing else: then a job that kills its
-    worker takes no other job with it, and is known after `tries` deaths.
+    parts, so that a few jobs are not all with the first worker that is ready. When a worker dies,
+    each of its jobs is tried again alone, on a worker that does nothing else: then a job that kills
+    its worker takes no other job with it, and is known after `tries` deaths.
 
     Args:
         jobs: read as far ahead as `workers` have places.
