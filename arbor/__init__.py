@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         TraceError,
         UnknownName,
         UsageError,
+        WorkerError,
     )
+    from arbor.measure.workers.workers import Workers
     from arbor.metrics import Metrics
     from arbor.model.sampling_params import Sampling
     from arbor.model.similarity import similarity
@@ -61,6 +63,8 @@ __all__ = [
     "TraceWriter",
     "UnknownName",
     "UsageError",
+    "WorkerError",
+    "Workers",
     "__version__",
     "read_trace",
     "register",
@@ -88,7 +92,9 @@ _HOMES = {
         "TraceError",
         "UnknownName",
         "UsageError",
+        "WorkerError",
     ),
+    "arbor.measure.workers.workers": ("Workers",),
     "arbor.metrics": ("Metrics",),
     "arbor.registry": ("register",),
     "arbor.run.solution": ("Solution",),

@@ -9,7 +9,8 @@
     ├── ModelError                  missing, incomplete or unsupported model             exit 5
     ├── InputError (ValueError)     unreadable, empty or over-long problem               exit 4
     ├── TraceError (ValueError)     unreadable or newer trace                            exit 4
-    └── OutOfMemory (MemoryError)   the machine, not the budget, ran out                exit 6
+    ├── OutOfMemory (MemoryError)   the machine, not the budget, ran out                exit 6
+    └── WorkerError (RuntimeError)  a process of a run died as often as it was begun    exit 8
 
 `code` is stable and greppable (``budget-infeasible``); `message` is what is wrong, with numbers;
 `hint` is a value that would work; `data` holds the same facts for programs.
@@ -45,9 +46,19 @@ class ArborError(Exception):
         text = f"[{self.code}] {self.message}"
         return f"{text} {self.hint}" if self.hint else text
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, dict(self.__dict__))
+
     def to_dict(self) -> dict[str, Any]:
         """The error as the ``error`` object of ``--json``."""
         return {"code": self.code, "message": self.message, "hint": self.hint, "data": self.data}
+
+
+def _restored(kind: type[ArborError], args: tuple[Any, ...], state: dict[str, Any]) -> ArborError:
+    """An error that was pickled: its class makes the message from other arguments than `args`."""
+    error: ArborError = Exception.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 def printable(text: str) -> str:
@@ -172,3 +183,9 @@ class OutOfMemory(ArborError, MemoryError):
     """Less memory in the machine than the run needs."""
 
     exit_code = 6
+
+
+class WorkerError(ArborError, RuntimeError):
+    """A process of a run that died as often as it was begun."""
+
+    exit_code = 8

@@ -15,8 +15,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -33,6 +34,7 @@ from arbor.model.checkpoint import Checkpoint
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.model_info import ModelInfo
+from arbor.model.names import check_device_map
 from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
@@ -40,6 +42,7 @@ from arbor.retention.policy import Policy
 from arbor.run.batch import CONCURRENCY, Batch
 from arbor.run.component_checks import resolve_component
 from arbor.run.config import read_config, refuse_trust
+from arbor.run.each_solution import OnError, each_solution
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
@@ -184,6 +187,7 @@ class Solver:
             that; elsewhere it is slower; see docs/determinism.md.
         cuda_graphs: on a GPU with FlashInfer, decode steps are captured and replayed where that
             gives the same logits up to rounding.
+        device_map: refused by name: a model lies on one device (docs/workers.md).
         listeners: functions or `Callback`s, called with every event in order. An exception in one
             ends the run; `StopSearch` ends the search with its best so far.
         record_bytes: most bytes of memory in which a solution keeps the packed events of a search
@@ -235,10 +239,12 @@ class Solver:
         seed: int = 0,
         deterministic: bool = False,
         cuda_graphs: bool = True,
+        device_map: None = None,
         listeners: Sequence[Listener] = (),
         record_bytes: int = MOST_BYTES,
         debug: bool = False,
     ) -> None:
+        check_device_map(device_map)
         self.task: Task = resolve_component("task", task, Task)
         self.controller: Controller = resolve_component("controller", controller, Controller)
         self.verifier: Verifier = resolve_component("verifier", verifier, Verifier)
@@ -545,6 +551,39 @@ class Solver:
         """Every setting, resolved; enough to build this solver again."""
         return self._setup.config
 
+    @property
+    def unrecorded(self) -> dict[str, Any]:
+        """Settings that `config` leaves out: those of this machine, and trust. With both, a solver
+        in another process is this one: ``Solver.from_config(config, **unrecorded)``.
+
+        Raises:
+            UsageError: the model is a ready one, or there are listeners; both live in this process.
+        """
+        source = self.checkpoint.source
+        if not source.path:
+            raise UsageError(
+                "workers-model",
+                "a ready model cannot be handed to other processes.",
+                "Save it with save_pretrained and name the directory, or name its Hub id.",
+            )
+        if self.listeners:
+            raise UsageError(
+                "workers-listeners",
+                "listeners live in this process, and the searches would run in others.",
+                "Leave listeners out, and read the traces of the searches.",
+            )
+        keep = self.keep_kv
+        return {
+            "device": self.checkpoint.asked_device,
+            "threads": self.threads,
+            "disk_dir": None if self.lower.disk_dir is None else self.lower.disk_dir.absolute(),
+            "keep_kv": None if keep is None else keep.folder.absolute(),
+            **({} if keep is None else {"keep_kv_size": f"{keep.limit}B"}),
+            "trust_remote_code": source.trust_remote_code,
+            "record_bytes": self.record_bytes,
+            "debug": self.debug,
+        }
+
     # Solving
 
     def solve(self, problem: str | Problem, **options: Unpack[Options]) -> Solution:
@@ -620,7 +659,7 @@ class Solver:
         *,
         concurrency: int = 1,
         ordered: bool = True,
-        on_error: Literal["raise", "return"] = "raise",
+        on_error: OnError = "raise",
         **options: Unpack[Options],
     ) -> Iterator[Solution]:
         """Solve many problems, several at a time in one engine, each when its solution is asked
@@ -635,54 +674,21 @@ class Solver:
                 bug is always raised.
             options: the same for every problem, so no ``trace``.
         """
-        if isinstance(problems, str | Problem):
-            raise UsageError(
-                "problem-type", "one problem instead of several.", "Use solve, or [problem]."
-            )
-        if on_error not in ("raise", "return"):
-            raise UsageError("on-error", f"on_error is {on_error!r}.", "It is 'raise' or 'return'.")
-        if options.get("trace") is not None:
-            raise UsageError(
-                "trace-shared", "one trace for many problems.", "Use solve, or as_completed."
-            )
         check_count("concurrency", concurrency)
-        return self._each(problems, concurrency, ordered, on_error, options)
+        solving = partial(self.as_completed, concurrency=concurrency)
+        return each_solution(
+            solving, self.failed, problems, options, ordered=ordered, on_error=on_error
+        )
 
-    def _each(
-        self,
-        problems: Iterable[str | Problem],
-        concurrency: int,
-        ordered: bool,
-        on_error: str,
-        options: Options,
-    ) -> Iterator[Solution]:
-        given: dict[int, str | Problem] = {}  # problems whose solutions are not handed out yet
-
-        def jobs() -> Iterator[tuple[str | Problem, Options]]:
-            for place, problem in enumerate(problems):
-                given[place] = problem
-                yield problem, options
-
-        found: dict[int, Solution | ArborError] = {}
-        turn = 0  # whose solution is handed out next, in order
-        with closing(self.as_completed(jobs(), concurrency=concurrency)) as results:
-            for place, result in results:
-                found[place] = result
-                while turn in found if ordered else found:
-                    at = turn if ordered else place
-                    result = found.pop(at)
-                    problem, turn = given.pop(at), turn + 1
-                    if isinstance(result, ArborError):
-                        if on_error == "raise":
-                            raise result
-                        seed = options.get("seed")
-                        seed = self.seed if seed is None else seed
-                        result = failed_solution(self.task.name, problem, result, seed, self.config)
-                    yield result
+    def failed(self, problem: str | Problem, error: ArborError, options: Options) -> Solution:
+        """The solution of a problem that could not be solved because of an error."""
+        seed = options.get("seed")
+        seed = self.seed if seed is None else seed
+        return failed_solution(self.task.name, problem, error, seed, self.config)
 
     def as_completed(
         self,
-        jobs: Iterable[tuple[str | Problem, Options]],
+        jobs: Iterable[tuple[str | Problem, Options] | None],
         *,
         concurrency: int = CONCURRENCY,
         listen: Callable[[int, Event], None] | None = None,
@@ -691,6 +697,8 @@ class Solver:
 
         Args:
             jobs: problems, and keyword arguments of `solve` for each; read `concurrency` ahead.
+                None where none is ready yet, while others are in progress: the next is asked for
+                after a step of the engine.
             concurrency: as in `imap`.
             listen: called with the job's place, 0-based, and every event of its search.
 
@@ -700,7 +708,9 @@ class Solver:
         """
         check_count("concurrency", concurrency)
         source = iter(jobs)
-        batch = Batch(self._setup, list(islice(source, concurrency)), source, listen)
+        first = list(islice(source, concurrency))
+        ready = [job for job in first if job is not None]
+        batch = Batch(self._setup, ready, source, listen, several=len(first) > 1)
         with self._lend(batch) as engine:
             for search in as_completed(engine, batch.searches(engine), concurrency):
                 batch.over(search.place)
@@ -717,7 +727,7 @@ class Solver:
         problems: Iterable[str | Problem],
         *,
         concurrency: int = CONCURRENCY,
-        on_error: Literal["raise", "return"] = "raise",
+        on_error: OnError = "raise",
         **options: Unpack[Options],
     ) -> list[Solution]:
         """`imap`, all at once."""

@@ -86,7 +86,7 @@ PACKAGES = {
     "engine": {"numpy", "torch", "xgrammar"},
     "forest": {"numpy"},
     "kernels": {"flashinfer", "numpy", "torch", "triton"},
-    "measure": {"datasets", "lm_eval", "numpy", "pyarrow", "scipy", "torch"},
+    "measure": {"datasets", "lm_eval", "numpy", "pyarrow", "ray", "scipy", "torch"},
     "memory": {"numpy", "torch"},
     "model": {"huggingface_hub", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     "retention": {"numpy"},

@@ -182,6 +182,46 @@ def test_solutions_come_in_the_problems_order_or_as_they_are_found(checkpoint: C
     assert [by_problem[each.problem] for each in ordered] == list(map(approximately, ordered))
 
 
+def test_jobs_that_come_late_join_between_two_steps(solver: Solver) -> None:
+    """A source says None while it has none; what is in progress goes on meanwhile."""
+    alone = [found(each) for each in solver.imap(PROBLEMS)]
+    ended: list[int] = []
+    asked = 0
+
+    def late() -> Iterator[Any]:
+        nonlocal asked
+        for place, problem in enumerate(PROBLEMS):
+            yield problem, {}
+            for _ in range(place):  # fewer than the steps of a search
+                asked += 1
+                assert len(ended) <= place
+                yield None
+
+    together = {}
+    for place, result in solver.as_completed(late(), concurrency=3):
+        ended.append(place)
+        assert isinstance(result, Solution)
+        together[place] = found(result)
+
+    assert asked == sum(range(len(PROBLEMS)))
+    assert [together[place] for place in range(len(PROBLEMS))] == alone
+
+
+def test_a_source_may_wait_for_what_is_in_progress(solver: Solver) -> None:
+    ended: list[int] = []
+
+    def one_after_another() -> Iterator[Any]:
+        for place, problem in enumerate(PROBLEMS):
+            while len(ended) < place:
+                yield None
+            yield problem, {}
+
+    for place, _ in solver.as_completed(one_after_another(), concurrency=3):
+        ended.append(place)
+
+    assert ended == list(range(len(PROBLEMS)))
+
+
 def test_problems_are_read_as_far_ahead_as_there_are_places(solver: Solver) -> None:
     asked: list[str] = []
 

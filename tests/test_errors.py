@@ -77,7 +77,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_error_has_an_exit_code_of_its_kind(kind: type[ArborError]) -> None:
-    assert 1 <= kind.exit_code <= 7
+    assert 1 <= kind.exit_code <= 8
     assert kind.__doc__
 
 
@@ -87,3 +87,4 @@ def test_errors_are_also_what_python_would_raise() -> None:
     assert issubclass(errors.InputError, ValueError)
     assert issubclass(errors.TraceError, ValueError)
     assert issubclass(errors.OutOfMemory, MemoryError)
+    assert issubclass(errors.WorkerError, RuntimeError)

@@ -77,6 +77,9 @@ SLOW: dict[str, tuple[str, ...]] = {
     "eval_search": ("--n 1 --json FOLDER/out.json",),
     "gpu_check": ("--device cpu --out FOLDER/rows.jsonl",),
     "picture": ("--check",),
+    "bench_workers": (
+        "--problems 2 --rounds 1 --at-a-time 1 --controller chain --csv FOLDER/out.csv",
+    ),
     "bench_warm": ("--size 5m --prompt 70 --rounds 3 --csv FOLDER/out.csv",),
     "train_sapling": ("--minutes 0.02 --work FOLDER/work --out FOLDER/model --set hidden_size=64",),
 }
@@ -89,6 +92,8 @@ def runs(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 def check(name: str, arguments: str, folder: Path) -> None:
     if name == "bench_view" and chromium.program() is None:
         pytest.skip(chromium.MISSING)
+    if name == "bench_workers":
+        pytest.importorskip("ray", reason="the extra `ray` is not installed")
     given = arguments.replace("FOLDER", str(folder)).split()
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / f"{name}.py"), *given],

@@ -21,8 +21,8 @@ from arbor.cli.option_records import read_options
 from arbor.cli.solve import SolveOptions, solve
 from arbor.controllers.tot import ToT
 from arbor.events import Event, Selected
-from arbor.model.model_info import ModelInfo
-from arbor.model.threads import SMALL_MODEL, keep_threads, thread_count, torch_threads
+from arbor.model.model_info import SMALL_MODEL, ModelInfo
+from arbor.model.threads import keep_threads, thread_count, torch_threads
 
 PUZZLE = "4 5 6 10"
 SMALL: dict[str, Any] = {"controller": ToT(beam=2, width=3), "verifier": "exact"}

@@ -52,6 +52,8 @@ COMMANDS = {
         "Print a shell script for completion on TAB.",
     ),
 }
+# options of other programs that spread one model over several devices
+SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel", "--tp")
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
 
@@ -162,6 +164,11 @@ def _usage(error: click.ClickException) -> UsageError:
         hint = f'Put the problem in quotes: {path} "4 5 6 10".'
     if isinstance(error, click.NoSuchOption):
         hint = f"See '{path} --help-all'."
+        if error.option_name in SPREADING:
+            hint = (
+                "arbor runs a model on one device. 'arbor eval --workers N' puts a copy on each of "
+                "several; for a larger model see docs/workers.md."
+            )
     if isinstance(error, click.NoSuchOption) and error.option_name == "-o" and context:
         names = {parameter.name for parameter in context.command.params}
         files = [flag for flag in ("--trace", "--html") if flag[2:] in names]

@@ -23,7 +23,7 @@ Budgets: docs/budget.md   errors: docs/errors.md   traces: docs/trace.md
 \b
 Exit codes (docs/exit-codes.md):
   0 done   1 bug   2 usage   3 no answer found   4 unreadable input   5 model
-  6 memory or budget   7 check failed   130 Ctrl-C   143 SIGTERM"""
+  6 memory or budget   7 check failed   8 worker died   130 Ctrl-C   143 SIGTERM"""
 
 GENERAL = "General"
 # read by the package itself

@@ -87,6 +87,14 @@ class Progress:
             self.in_progress -= 1
         self.tick()
 
+    def show(self, in_progress: int) -> None:
+        """Takes the number of samples in progress, where their events are not heard."""
+        if in_progress and not self._begun:
+            self._begun = True
+            self._finished[0] = self._clock()
+        self.in_progress = in_progress
+        self.tick()
+
     def tick(self) -> None:
         """Shows the progress if that is due."""
         now = self._clock()

@@ -53,6 +53,7 @@ PACKAGES = (
     "uvicorn",
     "prometheus_client",
     "lm_eval",
+    "ray",
 )
 
 

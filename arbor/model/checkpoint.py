@@ -68,7 +68,7 @@ class Checkpoint:
         self._given = None if isinstance(model, str | os.PathLike) else model
         self._tokenizer = tokenizer
         self.dtype = dtype
-        self._asked_device = device
+        self.asked_device = device
         self._device: torch.device | None = None  # resolved late, since that imports torch
         if self._given is not None:
             self._device = device_of_model(model, dtype, device)
@@ -98,7 +98,7 @@ class Checkpoint:
     def device(self) -> torch.device:
         """Where the model runs."""
         if self._device is None:
-            self._device = resolve_device(self._asked_device)
+            self._device = resolve_device(self.asked_device)
         return self._device
 
     def close(self) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from arbor.model.names import INT8
 
+# Parameters below which one thread is the default: more would mostly wait for each other.
+SMALL_MODEL = 50_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

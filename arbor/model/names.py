@@ -24,6 +24,22 @@ def check_device(device: str) -> str:
     return device
 
 
+def check_device_map(device_map: object) -> None:
+    """Refuses a model that is spread over devices.
+
+    Raises:
+        UsageError: names what to use instead.
+    """
+    if device_map is not None:
+        raise UsageError(
+            "device-map",
+            f"device_map={device_map!r:.60} spreads one model over several devices, and arbor runs "
+            "a model on one.",
+            "A model that fits on one device: 'arbor eval --workers N' or arbor.Workers puts a copy "
+            "on each. A larger one: a smaller dtype, quantised weights, or --device cpu.",
+        )
+
+
 def check_dtype(dtype: str) -> None:
     """Refuses an unknown dtype, and one that no kernel computes in.
 

@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from arbor.model.model_info import ModelInfo
-
-# Parameters below which one thread is the default: more would mostly wait for each other.
-SMALL_MODEL = 50_000_000
+from arbor.model.model_info import SMALL_MODEL, ModelInfo
 
 
 def thread_count(given: int | None, model: ModelInfo) -> int | None:

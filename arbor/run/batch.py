@@ -107,7 +107,8 @@ class Batch:
     Args:
         setup: parts and settings, those of the solver.
         first: the jobs that run at first.
-        rest: those after them, read when a place becomes free.
+        rest: those after them, read when a place becomes free; None where none is ready yet.
+        several: whether several are searched at a time.
         listen: called with a job's place and every event of its search.
     """
 
@@ -115,25 +116,32 @@ class Batch:
         self,
         setup: Setup,
         first: Sequence[Job],
-        rest: Iterable[Job],
+        rest: Iterable[Job | None],
         listen: Callable[[int, Event], None] | None = None,
+        *,
+        several: bool,
     ) -> None:
         self._setup = setup
         self._first = [self._run(job) for job in first]
-        self._rest = (self._run(job) for job in rest)
+        self._rest = (None if job is None else self._run(job) for job in rest)
         self._listen = listen
-        self._several = len(first) > 1
+        self._several = several
         self._running: dict[int, Run] = {}
         self._pool = Pool()
         self._stopped: Status | None = None
 
-    def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None]]:
+    def searches(self, engine: Engine) -> Iterator[Callable[[bool], Steps[Solution] | None] | None]:
         """What begins each search, see `as_completed`."""
         self._pool.set([run for run in self._first if isinstance(run, Run)])
-        for place, run in enumerate(chain(self._first, self._rest)):
+        place = 0
+        for run in chain(self._first, self._rest):
             if self._stopped is not None:
                 return
+            if run is None:
+                yield None
+                continue
             yield partial(self._begin, engine, place, run)
+            place += 1
 
     def over(self, place: int) -> None:
         """Record that a search has ended."""

@@ -89,7 +89,7 @@ class Search(Generic[Result]):
 
 def as_completed(
     engine: Engine,
-    searches: Iterable[Callable[[bool], Steps[Result] | None]],
+    searches: Iterable[Callable[[bool], Steps[Result] | None] | None],
     concurrency: int,
 ) -> Iterator[Search[Result]]:
     """Many searches in one engine, each when it is over.
@@ -101,20 +101,27 @@ def as_completed(
         engine: carries out their operations.
         searches: begin a search each, read as far ahead as there are places; called with whether
             the engine is idle, one answers None to be asked again later, or, where it is idle, to
-            begin neither itself nor any after it.
+            begin neither itself nor any after it. None stands for none that is ready yet: the next
+            is asked for after a step of the engine.
         concurrency: searches in progress at a time.
     """
     waiting: deque[tuple[int, Callable[[bool], Steps[Result] | None]]] = deque()
-    source = enumerate(searches)
+    source = iter(searches)
+    read = 0
     running: list[Search[Result]] = []
     more = True
     try:
         while True:
             while more and len(running) + len(waiting) < concurrency:
-                found = next(source, None)
-                more = found is not None
-                if found is not None:
-                    waiting.append(found)
+                try:
+                    found = next(source)
+                except StopIteration:
+                    more = False
+                    break
+                if found is None:
+                    break
+                waiting.append((read, found))
+                read += 1
             while waiting:  # in their order: none overtakes one that does not fit yet
                 place, begin = waiting[0]
                 try:
@@ -147,3 +154,18 @@ def as_completed(
     finally:
         for search in running:
             search.close()
+
+
+def in_order(results: Iterable[tuple[int, Result]]) -> Iterator[tuple[int, Result]]:
+    """(place, result) of each job in the order of the places, which are all of 0, 1, 2 and so on.
+
+    Args:
+        results: in any order.
+    """
+    early: dict[int, Result] = {}
+    turn = 0
+    for place, result in results:
+        early[place] = result
+        while turn in early:
+            yield turn, early.pop(turn)
+            turn += 1

@@ -26,13 +26,14 @@ from arbor.cli.evaluation.eval_dataset import STDIN, is_task, name_of, read_samp
 from arbor.cli.evaluation.eval_options import EvalOptions, eval_options
 from arbor.cli.evaluation.eval_report import OtherRun, result_lines, write_results
 from arbor.cli.evaluation.eval_run import solve_all
-from arbor.cli.option_records import read_options
+from arbor.cli.option_records import SolverOptions, read_options
 from arbor.cli.options import EXIT_GATE
 from arbor.cli.output import Output
 from arbor.cli.signals import EXIT_SIGNAL, StopSignals
 from arbor.errors import ArborError, UsageError
 from arbor.measure.evaluation.folder import CONFIG, RunFolder, digest, requested_config
 from arbor.measure.evaluation.rows import HUB
+from arbor.measure.workers.worker_place import check_ray, check_workers
 from arbor.model.loading import locate_model
 from arbor.retention.msve import MSVE
 from arbor.run.config import read_config
@@ -65,6 +66,7 @@ def eval_(ctx: click.Context, /, **values: Any) -> int:
       arbor eval game24 --limit 50 --budget 0.25 --output runs/quarter
       arbor eval problems.jsonl --on-error continue
       arbor eval game24 --limit 50 --output runs/full --compare runs/baseline
+      arbor eval game24 --limit 50 --workers 2
     """
     output = ctx.ensure_object(Output)
     values["task"] = task_of(ctx, values["dataset"], values["task"])
@@ -128,7 +130,7 @@ def evaluate(
             found = write_results(finished, options.samples.dataset, samples, other)
         return Evaluated(finished.path, found, finished.rows)
     options = with_recorded_budget(options)
-    with build_solver(options.solver, searches=False) as solver:
+    with build_solver(described(options), searches=False) as solver:
         warn_of_guesses(output, options.solver)
         config = run_config(options, solver, task)
         path = options.output or new_folder(options.samples.dataset, config)
@@ -136,7 +138,7 @@ def evaluate(
             solver.plan(samples[0].problem)  # an infeasible run leaves no folder behind
         folder = RunFolder(path, config, options.fresh, request)
         resume = resume or resume_command(options, path)
-        if not all(map(folder.finished, samples)):
+        if options.workers is None and not all(map(folder.finished, samples)):
             import_engine()
         try:
             solve_all(output, options, solver, folder, samples, signals)
@@ -152,6 +154,22 @@ def evaluate(
         finally:
             folder.close()
     return Evaluated(path, found, folder.rows)
+
+
+def described(options: EvalOptions) -> SolverOptions:
+    """The options of this process's solver; with ``--workers`` it only describes theirs, and the
+    GPU is not looked for here.
+
+    Raises:
+        UsageError: settings that mean nothing, or something else, with several engines; or Ray is
+            not installed.
+    """
+    solver = options.solver
+    if options.workers is None:
+        return solver
+    check_workers(solver.share, solver.device)
+    check_ray()
+    return dataclasses.replace(solver, device="auto")
 
 
 def _finished_folder(options: EvalOptions, request: str, samples: list[Sample]) -> RunFolder | None:
@@ -179,7 +197,7 @@ def request_digest(options: EvalOptions, task: Task) -> str:
     if not folder.is_dir():  # its files may change with the cache
         return ""
     facts = dataclasses.asdict(options)
-    for each in ("output", "fresh", "fail_under", "compare", "concurrency"):
+    for each in ("output", "fresh", "fail_under", "compare", "concurrency", "workers"):
         del facts[each]
     facts["arbor"] = __version__
     facts["task"] = versions(task)
@@ -277,6 +295,8 @@ def resume_command(options: EvalOptions, path: Path) -> str:
         words += ["--device", options.solver.device]
     if options.solver.trust_remote_code:
         words.append("--trust-remote-code")
+    if options.workers is not None:
+        words += ["--workers", str(options.workers)]
     return shlex.join(words)
 
 

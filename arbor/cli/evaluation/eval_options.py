@@ -20,8 +20,25 @@ from arbor.cli.options import (
     search_options,
     trace_detail_options,
 )
+from arbor.measure.workers.worker_place import WorkerPlace
 
 AUTO_CONCURRENCY = 8  # measured: docs/experiments/concurrency.md
+
+
+class Places(click.ParamType[Any]):
+    """Workers on this machine or in a cluster of Ray."""
+
+    name = "workers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> WorkerPlace:
+        """Their number and address.
+
+        Raises:
+            UsageError: another form.
+        """
+        return value if isinstance(value, WorkerPlace) else WorkerPlace.parse(value)
 
 
 class Concurrency(click.ParamType[Any]):
@@ -72,6 +89,7 @@ class EvalOptions:
 
     Attributes:
         concurrency: samples in progress at a time; None: as many as are worth it.
+        workers: engines in processes of their own; None: one, in this process.
     """
 
     samples: DatasetOptions
@@ -85,6 +103,7 @@ class EvalOptions:
     compare: Path | None
     trace: Literal["on", "off"]
     trace_detail: TraceOptions
+    workers: WorkerPlace | None = None
 
 
 dataset_options = option_group(
@@ -175,6 +194,13 @@ eval_options = option_group(
         metavar="N|auto",
         heading="Output",
         help="Samples in progress at a time, sharing the budget; auto: 8.",
+    ),
+    option(
+        "--workers",
+        type=Places(),
+        metavar="N|ray|ADDRESS",
+        heading="Output",
+        help="Engines in N processes, one a device; or in a Ray cluster: ray://HOST:PORT.",
     ),
     on_error_option,
     option(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,16 +17,15 @@ from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
-from arbor.measure.evaluation.reused_tokens import ReusedTokens
-from arbor.tasks.base import Problem, Task
-from arbor.trace.read import read_trace
-from arbor.trace.write import TraceWriter
+from arbor.measure.outcomes import Job, Outcome, outcomes
+from arbor.tasks.base import Task
 
 if TYPE_CHECKING:
-    from arbor.events import Event
     from arbor.run.request import Options
     from arbor.run.solution import Solution
     from arbor.solver import Solver
+
+NO_SECONDS = {"cpu_s": 0.0, "wall_s": 0.0}  # of a sample that was never begun
 
 
 def solve_all(
@@ -53,13 +50,12 @@ def solve_all(
         output.say(f"{len(samples) - len(waiting):,} of {len(samples):,} samples are finished")
     if not waiting:
         return
-    output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
+    where = "" if options.workers is None else f" · workers {options.workers}"
+    output.say(f"loading {options.solver.model} · seed {options.solver.seed}{where}")
     console = None if output.progress == "none" else output.console()
     live, several = output.progress == "live", concurrency(options)
     with Progress(console, live, len(waiting), several) as progress:
-        rows = _rows(
-            options, solver, folder, waiting, signals, lambda _, event: progress.hear(event)
-        )
+        rows = _rows(options, solver, folder, waiting, signals, progress)
         with contextlib.closing(rows):
             for row in rows:
                 folder.add(row)
@@ -67,41 +63,11 @@ def solve_all(
 
 
 def concurrency(options: EvalOptions) -> int:
-    """Samples in progress at a time: as given; ``auto`` is `AUTO_CONCURRENCY`, or 1 in lossy mode,
-    where a search depends on what shares its budget."""
+    """Samples in progress at a time, in each engine: as given; ``auto`` is `AUTO_CONCURRENCY`, or 1
+    in lossy mode, where a search depends on what shares its budget."""
     if options.concurrency is not None:
         return options.concurrency
     return AUTO_CONCURRENCY if options.solver.mode == "lossless" else 1
-
-
-class Seconds:
-    """Seconds of each sample.
-
-    Alone, they are those from its beginning to its end. Where several are in progress, a sample's
-    wall time is that too, and its CPU time that of the process since the last sample was finished,
-    so that the sum is right.
-
-    Args:
-        several: whether several are in progress at a time.
-    """
-
-    def __init__(self, several: bool) -> None:
-        self._several = several
-        self._cpu_s = time.process_time()
-        self._began: dict[str, float] = {}
-
-    def begin(self, sample: str) -> None:
-        """Begin a sample."""
-        self._began[sample] = time.perf_counter()
-        if not self._several:
-            self._cpu_s = time.process_time()
-
-    def end(self, sample: str) -> dict[str, float]:
-        """End a sample; the fields of its row."""
-        now, cpu_s = time.perf_counter(), time.process_time()
-        wall_s, used_s = now - self._began.pop(sample, now), cpu_s - self._cpu_s
-        self._cpu_s = cpu_s
-        return {"cpu_s": round(used_s, 6), "wall_s": round(wall_s, 6)}
 
 
 def _rows(
@@ -110,7 +76,7 @@ def _rows(
     folder: RunFolder,
     waiting: Sequence[Sample],
     signals: StopSignals,
-    listen: Callable[[int, Event], None],
+    progress: Progress,
 ) -> Generator[dict[str, Any], None, None]:
     """A line of ``samples.jsonl`` for each sample, as they are finished; none for a search that a
     signal ended.
@@ -119,58 +85,60 @@ def _rows(
         ArborError: a sample cannot be solved, with ``--on-error stop``; or a ModelError, which
             every other sample would raise too.
     """
-    several = concurrency(options)
-    seconds = Seconds(several > 1)
     for sample in waiting:
         if sample.problem is None:
             assert sample.error is not None, "a sample has a problem or an error"
-            yield _row(options, folder, sample, sample.error, None) | seconds.end(sample.id)
+            yield _row(options, folder, sample, sample.error) | NO_SECONDS
     readable = [sample for sample in waiting if sample.problem is not None]
     if not readable:
         return
-    solver.load()
-    writers: dict[str, TraceWriter] = {}
     task = build_task(options.solver)
-    reused: defaultdict[int, ReusedTokens] = defaultdict(ReusedTokens)
+    found = _outcomes(options, solver, _jobs(options, folder, readable), signals, progress)
+    with contextlib.closing(found):
+        for outcome in found:
+            sample, result = readable[outcome.job.place], outcome.result
+            ended = None if isinstance(result, ArborError) else result.finish_reason
+            if ended == "interrupted" and signals.received is not None:
+                continue
+            trace = outcome.job.trace if outcome.traced else None
+            row = _row(options, folder, sample, result, trace)
+            if not isinstance(result, ArborError):
+                row["any_correct"] = _any_correct(task, sample, result)
+                row["tokens_reused"] = outcome.tokens_reused
+            yield row | outcome.seconds
 
-    def hear(place: int, event: Event) -> None:
-        reused[place](event)
-        listen(place, event)
 
-    def jobs() -> Iterator[tuple[Problem, Options]]:
-        for sample in readable:
-            seconds.begin(sample.id)
-            given: Options = {"trace_level": options.trace_detail.trace_level}
-            given |= cast("Options", options.run.limits)
-            if options.trace == "on":
-                text = options.trace_detail.trace_text
-                given["trace"] = writers[sample.id] = TraceWriter(
-                    folder.trace_path(sample.id), text=text
-                )
-            assert sample.problem is not None
-            yield sample.problem, given
+def _jobs(options: EvalOptions, folder: RunFolder, samples: Sequence[Sample]) -> Iterator[Job]:
+    """The jobs of samples with problems."""
+    given: Options = {"trace_level": options.trace_detail.trace_level}
+    given |= cast("Options", options.run.limits)
+    text = options.trace_detail.trace_text
+    for place, sample in enumerate(samples):
+        assert sample.problem is not None, "a job is of a problem"
+        trace = folder.trace_path(sample.id) if options.trace == "on" else None
+        yield Job(place, sample.problem, given, trace, text)
 
-    try:
-        results = solver.as_completed(jobs(), concurrency=several, listen=hear)
-        with contextlib.closing(results), signals.stopping(solver):
-            for place, result in results:
-                sample = readable[place]
-                writer = writers.pop(sample.id, None)
-                if writer is not None:
-                    writer.close()
-                ended = None if isinstance(result, ArborError) else result.finish_reason
-                tokens_reused = reused.pop(place, ReusedTokens()).total
-                if ended != "interrupted" or signals.received is None:
-                    row = _row(options, folder, sample, result, writer)
-                    if not isinstance(result, ArborError):
-                        row["any_correct"] = _any_correct(task, sample, result)
-                        row["tokens_reused"] = tokens_reused
-                    yield row | seconds.end(sample.id)
-    finally:
-        for writer in writers.values():
-            writer.close()
-            if not writer.events:  # of a sample that was read ahead and never begun
-                writer.path.unlink(missing_ok=True)
+
+def _outcomes(
+    options: EvalOptions,
+    solver: Solver,
+    jobs: Iterator[Job],
+    signals: StopSignals,
+    progress: Progress,
+) -> Generator[Outcome, None, None]:
+    """What becomes of the jobs, in this process or in those of ``--workers``."""
+    several = concurrency(options)
+    if options.workers is None:
+        solver.load()
+        with signals.stopping(solver):
+            yield from outcomes(solver, jobs, several, lambda _, event: progress.hear(event))
+        return
+    from arbor.measure.workers.workers import Workers
+
+    device = options.solver.device
+    workers = Workers(solver, options.workers, concurrency=several, device=device)
+    with workers, signals.stopping(workers):
+        yield from workers.outcomes(jobs, progress.show)
 
 
 def _row(
@@ -178,17 +146,17 @@ def _row(
     folder: RunFolder,
     sample: Sample,
     result: Solution | ArborError,
-    writer: TraceWriter | None,
+    trace: Path | None = None,
 ) -> dict[str, Any]:
     """A line of ``samples.jsonl``, without its seconds.
+
+    Args:
+        trace: in the folder; None where there is none.
 
     Raises:
         ArborError: see `_rows`.
     """
-    path = None if writer is None else folder.trace_path(sample.id)
     if isinstance(result, ArborError):
-        if path is not None and not _has_events(path):
-            path.unlink(missing_ok=True)
         if options.on_error == "stop" or isinstance(result, ModelError):
             result.data["sample"] = sample.id
             raise result
@@ -201,16 +169,12 @@ def _row(
         }
         grade = None if result.grade is None else dataclasses.asdict(result.grade)
         outcome |= {"grade": grade, "metrics": result.metrics.to_dict(), "error": None}
-    traced = path is not None and path.is_file()
-    if traced and path and not path.stat().st_size:  # the disk was full before its first event
-        path.unlink()
-        traced = False
     return {
         "id": sample.id,
         "problem": sample.text,
         "expected": sample.expected,
         **outcome,
-        "trace": path.relative_to(folder.path).as_posix() if traced and path else None,
+        "trace": None if trace is None else trace.relative_to(folder.path).as_posix(),
     }
 
 
@@ -220,11 +184,3 @@ def _any_correct(task: Task, sample: Sample, solution: Solution) -> bool | None:
         return solution.correct
     others = solution.votes[1:]  # the first one is the answer
     return any(task.grade(sample.problem, each.answer).correct for each in others)
-
-
-def _has_events(path: Path) -> bool:
-    """Whether a trace has any event."""
-    try:
-        return bool(read_trace(path).events)
-    except ArborError:
-        return False

@@ -1,0 +1,158 @@
+"""Jobs for an engine and what becomes of them: a solution or an error, a trace, seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from arbor.measure.evaluation.reused_tokens import ReusedTokens
+from arbor.tasks.base import Problem
+from arbor.trace.write import TraceWriter
+
+if TYPE_CHECKING:
+    from arbor.errors import ArborError
+    from arbor.events import Event
+    from arbor.run.request import Options
+    from arbor.run.solution import Solution
+    from arbor.solver import Solver
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One problem to solve.
+
+    Attributes:
+        place: its place among the jobs, 0-based.
+        problem: as a user types it, or parsed.
+        options: keyword arguments of `Solver.solve`, without ``trace``.
+        trace: where its trace is written; None for none.
+        trace_text: whether the words of problem, thoughts and answer are in it.
+    """
+
+    place: int
+    problem: str | Problem
+    options: Options
+    trace: Path | None = None
+    trace_text: Literal["full", "none"] = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        job: the job.
+        result: its solution, or the error that ended it.
+        seconds: ``cpu_s`` and ``wall_s``, see `Seconds`.
+        tokens_reused: see `ReusedTokens`.
+        traced: whether its trace holds anything.
+    """
+
+    job: Job
+    result: Solution | ArborError
+    seconds: dict[str, float]
+    tokens_reused: int = 0
+    traced: bool = False
+
+
+class Seconds:
+    """Seconds of each job.
+
+    Alone, they are those from its beginning to its end. Where several are in progress, a job's
+    wall time is that too, and its CPU time that of the process since the last job was finished, so
+    that the sum is right.
+
+    Args:
+        several: whether several are in progress at a time.
+    """
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+        self._cpu_s = time.process_time()
+        self._began: dict[int, float] = {}
+
+    def begin(self, place: int) -> None:
+        """Begin a job."""
+        self._began[place] = time.perf_counter()
+        if not self._several:
+            self._cpu_s = time.process_time()
+
+    def end(self, place: int) -> dict[str, float]:
+        """End a job; its seconds by name."""
+        now, cpu_s = time.perf_counter(), time.process_time()
+        wall_s, used_s = now - self._began.pop(place, now), cpu_s - self._cpu_s
+        self._cpu_s = cpu_s
+        return {"cpu_s": round(used_s, 6), "wall_s": round(wall_s, 6)}
+
+
+def outcomes(
+    solver: Solver,
+    jobs: Iterable[Job | None],
+    concurrency: int,
+    listen: Callable[[int, Event], None] | None = None,
+) -> Generator[Outcome, None, None]:
+    """What becomes of each job, in one engine, as they end.
+
+    Args:
+        solver: whose engine it is.
+        jobs: read as far ahead as there are places; None where none is ready yet, see
+            `Solver.as_completed`.
+        concurrency: jobs in progress at a time.
+        listen: called with a job's place and every event of its search.
+
+    Yields:
+        outcomes, each when its trace is whole. Closing the generator gives up what is in progress;
+        traces that hold no event are removed.
+    """
+    seconds = Seconds(concurrency > 1)
+    writers: dict[int, TraceWriter] = {}
+    reused: defaultdict[int, ReusedTokens] = defaultdict(ReusedTokens)
+    begun: dict[int, Job] = {}  # by their number in this engine
+    number = 0
+
+    def hear(which: int, event: Event) -> None:
+        reused[which](event)
+        if listen is not None:
+            listen(begun[which].place, event)
+
+    def given() -> Iterator[tuple[str | Problem, Options] | None]:
+        nonlocal number
+        for job in jobs:
+            if job is None:
+                yield None
+                continue
+            seconds.begin(number)
+            options = job.options.copy()
+            if job.trace is not None:
+                options["trace"] = writers[number] = TraceWriter(job.trace, text=job.trace_text)
+            begun[number] = job
+            number += 1
+            yield job.problem, options
+
+    try:
+        results = solver.as_completed(given(), concurrency=concurrency, listen=hear)
+        with contextlib.closing(results):
+            for which, result in results:
+                job, tokens = begun.pop(which), reused.pop(which, ReusedTokens()).total
+                traced = _close(writers.pop(which, None))
+                yield Outcome(job, result, seconds.end(which), tokens, traced)
+    finally:
+        for writer in writers.values():
+            _close(writer)
+
+
+def _close(writer: TraceWriter | None) -> bool:
+    """Close a trace; whether it holds anything, else it is removed."""
+    if writer is None:
+        return False
+    writer.close()
+    # none of a search that never began, or on a disk that was full before the first event
+    holds = writer.events > 0 and writer.path.is_file() and writer.path.stat().st_size > 0
+    if not holds:
+        writer.path.unlink(missing_ok=True)
+    return holds
