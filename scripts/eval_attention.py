@@ -82,7 +82,9 @@ def row_of(task: str, threshold: float, found: Sequence[PathReads]) -> dict[str,
             for percent in PERCENTILES
         },
         **mean_share("top_fifth_of_thoughts", [heaviest_share(each) for each in thoughts]),
-        **mean_share("bottom_half_of_thoughts", [1 - heaviest_share(each, 0.5) for each in thoughts]),
+        **mean_share(
+            "bottom_half_of_thoughts", [1 - heaviest_share(each, 0.5) for each in thoughts]
+        ),
         **mean_share("top_fifth_with_prompt", [heaviest_share(each.mass) for each in found]),
         "n": len(found),
         "n_of": "problems",

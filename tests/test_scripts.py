@@ -5,6 +5,7 @@ The figures are not checked; mypy checks the calls of every script.
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import chromium
+from support.reward_models import byte_tokenizer, save
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HELPERS = {"experiment_table", "mutate_server", "random_llama"}  # used by other scripts
@@ -21,6 +23,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "describe_sapling": ("--check",),
+    "evidence": ("--model builtin:sapling --dataset game24 --n 2 --dry-run",),
     "docs": ("--check",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
@@ -58,6 +61,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
     "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
+    "eval_attention": ("--n 1 --tasks chains --thresholds 0.001 --csv FOLDER/out.csv",),
     "eval_chains": ("--n 1 --json FOLDER/out.json --svg FOLDER/out.svg",),
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
@@ -121,3 +125,43 @@ def test_a_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "arguments"), runs(SLOW))
 def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
     check(name, arguments, tmp_path)
+
+
+GSM8K_ROWS = (
+    {"question": "Tom has 3 boxes of 4 pens. How many pens?", "answer": "3 * 4 = 12\n#### 12"},
+    {"question": "Ann eats 2 of 9 plums. How many are left?", "answer": "9 - 2 = 7\n#### 7"},
+)
+EVIDENCE = ("controllers", "lossless", "policies", "lossy", "bits")  # gates take eight problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_the_tables_of_a_checkpoint_name_no_path_and_are_resumed(
+    family: str, tmp_path: Path
+) -> None:
+    save(tmp_path / family, "AutoModelForCausalLM", family, byte_tokenizer(chat=True))
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in GSM8K_ROWS), encoding="utf-8")
+    arguments = (
+        f"--model FOLDER/{family} --dataset FOLDER/problems.jsonl --task gsm8k --n 2 --tokens 60 "
+        "--max-depth 2 --step-tokens 8 --threads 1 --out FOLDER/out --yes"
+    )
+
+    check("evidence", arguments, tmp_path)
+    records = (tmp_path / "out/records.jsonl").read_text("utf-8")
+    (tmp_path / "out/records.jsonl").write_text(records[: len(records) // 2], encoding="utf-8")
+    check("evidence", arguments, tmp_path)
+
+    page = (tmp_path / "out/report.md").read_text("utf-8")
+    again = [json.loads(line) for line in (tmp_path / "out/records.jsonl").open(encoding="utf-8")]
+    assert len(again) == len(records.splitlines()), "a torn record is measured again, no other"
+    assert not [row for row in again if row["error"]], "no search ends with an error"
+    for name in EVIDENCE:
+        text = (tmp_path / f"out/{name}.csv").read_text("utf-8")
+        assert str(tmp_path) not in text and "--dataset problems.jsonl" in text
+        rows = list(csv.DictReader(text.splitlines()))
+        assert rows and all(row["n_of"] and int(row["n"]) == 2 for row in rows), name
+        assert f"Data: {name}.csv" in page
+    assert "It takes 8" in page or "too few" in page, "what is missing is named"
+    for row in csv.DictReader((tmp_path / "out/lossless.csv").open(encoding="utf-8")):
+        assert row["over_budget"] == "0" and row["same_tree"] == row["n"], row

@@ -99,7 +99,7 @@ def table(name: str, rows: Iterable[Row]) -> list[str]:
 def choices(rows: Rows) -> list[tuple[str, str, str]]:
     """What these rows say to take, by what is wanted, and why.
 
-    A choice is the best row; where it is not told from the first row or from full retention, it
+    A choice is the best row; where its interval does not set it apart from the first row, it
     says so.
     """
     found = []
@@ -107,8 +107,10 @@ def choices(rows: Rows) -> list[tuple[str, str, str]]:
         best = max(rows["controllers"], key=lambda row: row["success_percent"])
         first = rows["controllers"][0]
         clear = best is not first and float(best["difference_low_points"]) > 0
-        told = "" if clear or best is first else "; not told from the first by these problems"
-        why = f"{cell(best, 'success_percent')} % solved with {best['generated']:,} tokens{told}"
+        apart = (
+            "" if clear or best is first else "; these problems do not set it apart from the first"
+        )
+        why = f"{cell(best, 'success_percent')} % solved with {best['generated']:,} tokens{apart}"
         found.append(("the most answers for the tokens", best["arm"], why))
     for search in dict.fromkeys(row["search"] for row in rows.get("lossless", ())):
         found += _budget(search, rows)
@@ -120,7 +122,10 @@ def choices(rows: Rows) -> list[tuple[str, str, str]]:
         ]
         if mine:
             best = max(mine, key=lambda row: (row["budget_fraction"] == 0.5, row["solved_percent"]))
-            why = f"{cell(best, 'solved_percent')} % at {best['budget_fraction']} of the peak, {cell(best, 'difference_points')} points against full retention"
+            why = (
+                f"{cell(best, 'solved_percent')} % at {best['budget_fraction']} of the peak, "
+                f"{cell(best, 'difference_points')} points against full retention"
+            )
             found.append((what, best["policy"], why))
     for row in rows.get("bits", ()):
         if row["policy"] != "full":
@@ -162,7 +167,7 @@ def page(
         title: model and dataset.
         settings: of the run.
         rows: by table.
-        notes: what could not be told.
+        notes: what could not be measured.
         formula: of the expected cost, as it was printed.
     """
     lines = [f"# {title}", ""]
@@ -181,6 +186,6 @@ def page(
         if rows.get(name):
             lines += ["", f"## {title_of}", "", f"Data: {name}.csv", "", *table(name, rows[name])]
     if notes:
-        lines += ["", "## Not told", "", *(f"- {note}" for note in notes)]
+        lines += ["", "## Not measured", "", *(f"- {note}" for note in notes)]
     lines += ["", "## Expected cost", "", "```text", formula, "```", ""]
     return "\n".join(lines)

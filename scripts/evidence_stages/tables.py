@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from eval_policies import ratio_of
 from experiment_table import ExperimentTable
 
 from arbor.errors import ArborError
@@ -44,13 +45,17 @@ class Measured:
         found = (self.records.get(sample, arm.key) for sample in self.samples)
         return [record for record in found if record is not None]
 
-    def pairs(self, arm: Arm, other: Arm) -> list[tuple[Record, Record]]:
-        """The records of two arms on the problems that neither ended with an error."""
+    def both(self, arm: Arm, other: Arm) -> list[tuple[Record, Record]]:
+        """The records of two arms on the problems that both have."""
         found = (
             (self.records.get(sample, arm.key), self.records.get(sample, other.key))
             for sample in self.samples
         )
-        return [(a, b) for a, b in found if a and b and not a["error"] and not b["error"]]
+        return [(a, b) for a, b in found if a is not None and b is not None]
+
+    def pairs(self, arm: Arm, other: Arm) -> list[tuple[Record, Record]]:
+        """The same, without problems on which either ended with an error."""
+        return [(a, b) for a, b in self.both(arm, other) if not a["error"] and not b["error"]]
 
     def seconds(self, record: Record) -> float:
         """The time of a search."""
@@ -65,19 +70,13 @@ class Measured:
 def ratio_of_sums(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """The ratio of two sums, with its bootstrap 95 % interval over problems."""
     top, bottom = np.array(pairs, float).T
-    drawn = np.random.default_rng(0).integers(0, len(top), (2000, len(top)))
-    sums = top[drawn].sum(axis=1) / np.maximum(1.0, bottom[drawn].sum(axis=1))
-    low, high = np.percentile(sums, (2.5, 97.5))
-    return float(top.sum() / max(1.0, bottom.sum())), float(low), float(high)
+    found = ratio_of(top, bottom)
+    return found["ratio"], found["low"], found["high"]
 
 
 def solved(measured: Measured, arm: Arm, full: Arm) -> Row:
     """Right answers of an arm, next to those of full retention; an error counts as wrong."""
-    both = [
-        (bool(a.get("correct")), bool(b.get("correct")))
-        for a, b in zip(measured.of(arm), measured.of(full), strict=False)
-        if a["sample"] == b["sample"]
-    ]
+    both = [(bool(a.get("correct")), bool(b.get("correct"))) for a, b in measured.both(arm, full)]
     right = [one for one, _ in both]
     low, high = clopper_pearson(sum(right), len(right))
     against = paired(right, [other for _, other in both])
@@ -291,7 +290,7 @@ def write_tables(
         command: of the rows, without paths.
 
     Returns:
-        Rows by table, and what could not be told.
+        Rows by table, and what could not be measured.
     """
     found: dict[str, list[Row]] = {}
     notes: list[str] = []
