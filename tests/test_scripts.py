@@ -139,7 +139,12 @@ EVIDENCE = ("controllers", "lossless", "policies", "lossy", "bits")  # gates tak
 def test_the_tables_of_a_checkpoint_name_no_path_and_are_resumed(
     family: str, tmp_path: Path
 ) -> None:
-    save(tmp_path / family, "AutoModelForCausalLM", family, byte_tokenizer(chat=True))
+    save(
+        tmp_path / family,
+        "AutoModelForCausalLM",
+        family,
+        byte_tokenizer(chat=True, merges=(" y", " n", " Y", " N")),
+    )
     problems = tmp_path / "problems.jsonl"
     problems.write_text("".join(json.dumps(row) + "\n" for row in GSM8K_ROWS), encoding="utf-8")
     arguments = (

@@ -42,6 +42,7 @@ TREE_POLICIES = ("uniform", "lru", "h2o", "arborkv")
 PATH_POLICIES = ("lru", "strata", "h2o", "ams-each", "lazyeviction-each")
 HOST = "1000000tok"  # room for every search
 STAGING = 64  # tokens
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Arm:
 def reference(search: str) -> Arm:
     """Full retention, which is searched before every other arm of its search: its peak is what
     budgets are parts of, and its recording is replayed under other policies."""
-    return Arm("reference", search, "full")
+    return Arm(REFERENCE, search, "full")
 
 
 def lossless() -> list[Arm]:

@@ -16,7 +16,7 @@ from typing import Any
 from eval_policies import Blocks, variant
 
 from arbor import Solver
-from arbor.errors import ArborError
+from arbor.errors import ArborError, InputError
 from arbor.events import Event
 from arbor.measure.calibrate_exit import Recorder, Verification
 from arbor.measure.evaluation.dataset import Sample
@@ -25,7 +25,7 @@ from arbor.measure.timing import turned
 from arbor.model.checkpoint import Checkpoint
 from arbor.run.solution import Solution
 
-from .arms import LOSSLESS_PARTS, REPLAYED, SEARCHES, Arm, reference
+from .arms import LOSSLESS_PARTS, REFERENCE, REPLAYED, SEARCHES, Arm, reference
 
 Record = dict[str, Any]
 GATES = "gates/tot-bfs/self/1"  # the key of verifications that are recorded by layer
@@ -99,11 +99,17 @@ class Measuring:
     def measure(self, arms: Sequence[Arm], sample: Sample, place: int) -> None:
         """Search one problem by every arm, those of a search in turn.
 
+        An arm that this model or machine does not have ends in a record with its error; a setting
+        with which full retention cannot run ends the run.
+
         Args:
             arms: of any searches.
             sample: the problem.
             place: of the sample; each begins with another arm, so that drifts of the machine are
                 spread evenly.
+
+        Raises:
+            ArborError: full retention cannot run, for another reason than the problem.
         """
         for search in SEARCHES:
             missing = self.missing([arm for arm in arms if arm.search == search], sample)
@@ -111,7 +117,7 @@ class Measuring:
                 peak = int(self._reference(search, sample).get("peak", 0))
                 for arm in turned(missing, place):
                     self._search(arm, sample, peak)
-                    gc.collect()  # an engine's KV goes with it
+        gc.collect()  # the KV of the engines
 
     def _reference(self, search: str, sample: Sample) -> Record:
         """Full retention of the problem, and its replays under other policies."""
@@ -144,7 +150,7 @@ class Measuring:
         return rows
 
     def _search(self, arm: Arm, sample: Sample, peak: int) -> None:
-        facts: Record = {"error": "reference"}  # full retention of it ended with an error
+        facts: Record = {"error": "unreadable", "message": "full retention cannot read it"}
         if peak:
             facts = self._solved(arm, sample, peak if arm.part < 1 else None)
         self.records.add(sample.id, arm.key, facts)
@@ -179,6 +185,8 @@ class Measuring:
             solution = solver.solve(sample.problem, expected=sample.expected, budget=budget)
             cpu_s, wall_s = time.process_time() - began_cpu, time.perf_counter() - began
         except ArborError as error:
+            if arm.question == REFERENCE and not isinstance(error, InputError):
+                raise
             return {"error": error.code, "message": error.message}
         digest = hashlib.blake2b(repr(sorted(blocks.take().items())).encode(), digest_size=8)
         return {

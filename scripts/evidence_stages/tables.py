@@ -80,6 +80,7 @@ def solved(measured: Measured, arm: Arm, full: Arm) -> Row:
     right = [one for one, _ in both]
     low, high = clopper_pearson(sum(right), len(right))
     against = paired(right, [other for _, other in both])
+    lost = clopper_pearson(against.only_second, len(right))[1]
     return {
         "solved_percent": percent(sum(right) / len(right)),
         "solved_low_percent": percent(low),
@@ -88,6 +89,8 @@ def solved(measured: Measured, arm: Arm, full: Arm) -> Row:
         "difference_low_points": percent(against.interval[0]),
         "difference_high_points": percent(against.interval[1]),
         "p": float(f"{against.p:.3g}"),
+        "only_full": against.only_second,
+        "lost_at_most_percent": percent(lost),  # of problems, exact 95 % interval
     }
 
 
@@ -233,7 +236,7 @@ def gates_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
 def controllers_rows(measured: Measured, folder: Path) -> Iterable[Row]:
     """The rows of `arbor compare`, in the columns of docs/experiments/controllers.csv."""
     found = json.loads((folder / "compare.json").read_text(encoding="utf-8"))
-    budgets = {tokens: budget for tokens, budget in found["budgets"]}
+    budgets = dict(found["budgets"])
     for row in found["table"]:
         difference = row["difference"]
         interval = [None, None] if difference is None else difference["interval"]
@@ -314,8 +317,9 @@ def write_tables(
     for arm in arms:
         for record in measured.of(arm):
             if record["error"]:
-                failed.setdefault(f"{arm.key}: {record['error']}", []).append(
-                    record.get("message", "")
-                )
-    notes += [f"{key}, {len(texts)} times. {texts[0]}" for key, texts in failed.items()]
+                failed.setdefault(f"{record['error']}: {record['message']}", []).append(arm.key)
+    notes += [
+        f"{text} ({len(keys)} searches: {', '.join(dict.fromkeys(keys))})"
+        for text, keys in failed.items()
+    ]
     return found, notes
