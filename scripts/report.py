@@ -596,11 +596,11 @@ def searches_at_equal_tokens(panel: Axes) -> None:
         panel.plot([held], [value], marker="o", ms=4, color=BLUE)
         if (value, held, label) not in crowd:
             down = 3 if "\n" in label else 0
-            place = (held * (1 if down else 0.93), value - down)
+            below = (held * (1 if down else 0.93), value - down)
             panel.annotate(
                 label,
                 (held, value),
-                place,
+                below,
                 fontsize=7.5,
                 ha="right",
                 va="top" if down else "center",

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import chromium
@@ -127,46 +128,70 @@ def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
     check(name, arguments, tmp_path)
 
 
-GSM8K_ROWS = (
-    {"question": "Tom has 3 boxes of 4 pens. How many pens?", "answer": "3 * 4 = 12\n#### 12"},
-    {"question": "Ann eats 2 of 9 plums. How many are left?", "answer": "9 - 2 = 7\n#### 7"},
+GSM8K_ROW = {"question": "Tom has 3 boxes of 4 pens. How many pens?", "answer": "#### 12"}
+SMALL = (
+    "--dataset FOLDER/problems.jsonl --task gsm8k --n 1 --tokens 60 --max-depth 2 --step-tokens 8 "
+    "--threads 1 --out FOLDER/out --yes"
 )
-EVIDENCE = ("controllers", "lossless", "policies", "lossy", "bits")  # gates take eight problems
+
+
+def checkpoint(folder: Path, family: str) -> str:
+    """A random model of a family and one problem in a folder; the small run's arguments."""
+    words = (" y", " n", " Y", " N")  # verdicts differ from their first token on
+    tokenizer = byte_tokenizer(chat=True, merges=words)
+    save(folder / family, "AutoModelForCausalLM", family, tokenizer)
+    (folder / "problems.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n", encoding="utf-8")
+    return f"--model FOLDER/{family} {SMALL}"
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "out/records.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_the_tables_of_a_checkpoint_name_no_path_and_are_resumed(
-    family: str, tmp_path: Path
-) -> None:
-    save(
-        tmp_path / family,
-        "AutoModelForCausalLM",
-        family,
-        byte_tokenizer(chat=True, merges=(" y", " n", " Y", " N")),
-    )
-    problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(json.dumps(row) + "\n" for row in GSM8K_ROWS), encoding="utf-8")
-    arguments = (
-        f"--model FOLDER/{family} --dataset FOLDER/problems.jsonl --task gsm8k --n 2 --tokens 60 "
-        "--max-depth 2 --step-tokens 8 --threads 1 --out FOLDER/out --yes"
-    )
+def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    arguments = checkpoint(tmp_path, family)
 
-    check("evidence", arguments, tmp_path)
-    records = (tmp_path / "out/records.jsonl").read_text("utf-8")
-    (tmp_path / "out/records.jsonl").write_text(records[: len(records) // 2], encoding="utf-8")
-    check("evidence", arguments, tmp_path)
+    check("evidence", f"{arguments} --questions lossless lossy bits gates", tmp_path)
 
+    # a quarter of so short a chain is less than what is protected
+    failed = {record["arm"] for record in records(tmp_path) if record["error"]}
+    assert all(arm.startswith("lossy/chain/") and arm.endswith("/0.25") for arm in failed), failed
     page = (tmp_path / "out/report.md").read_text("utf-8")
-    again = [json.loads(line) for line in (tmp_path / "out/records.jsonl").open(encoding="utf-8")]
-    assert len(again) == len(records.splitlines()), "a torn record is measured again, no other"
-    assert not [row for row in again if row["error"]], "no search ends with an error"
-    for name in EVIDENCE:
+    for name in ("lossless", "policies", "lossy", "bits"):
         text = (tmp_path / f"out/{name}.csv").read_text("utf-8")
         assert str(tmp_path) not in text and "--dataset problems.jsonl" in text
         rows = list(csv.DictReader(text.splitlines()))
-        assert rows and all(row["n_of"] and int(row["n"]) == 2 for row in rows), name
+        assert rows and all(row["n"] == "1" and row["commit"] for row in rows), name
         assert f"Data: {name}.csv" in page
-    assert "It takes 8" in page or "too few" in page, "what is missing is named"
     for row in csv.DictReader((tmp_path / "out/lossless.csv").open(encoding="utf-8")):
-        assert row["over_budget"] == "0" and row["same_tree"] == row["n"], row
+        assert row["over_budget"] == "0" and row["same_tree"] == "1", row
+    assert "gates: 1 verified problems are too few to calibrate." in page
+
+
+@pytest.mark.slow
+def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_path: Path) -> None:
+    arguments = f"{checkpoint(tmp_path, 'llama')} --questions controllers bits"
+    check("evidence", arguments, tmp_path)
+    before = records(tmp_path)
+    path = tmp_path / "out/records.jsonl"
+    path.write_text(path.read_text("utf-8")[:-20], encoding="utf-8")  # the last line is torn
+
+    check("evidence", arguments, tmp_path)
+
+    assert records(tmp_path)[:-1] == before[:-1], "what was measured is kept"
+    assert records(tmp_path)[-1]["arm"] == before[-1]["arm"], "the torn record is measured again"
+    rows = list(csv.DictReader((tmp_path / "out/controllers.csv").open(encoding="utf-8")))
+    assert [row["arm"] for row in rows][:2] == ["greedy", "best-of-4"]
+    assert len({row["kv_tokens"] for row in rows}) == 1, "the same KV for every search"
+    other = arguments.replace("--tokens 60", "--tokens 61").replace("FOLDER", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "evidence.py"), *other.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "was measured with tokens 60" in done.stderr
+    assert "Traceback" not in done.stderr

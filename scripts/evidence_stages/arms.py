@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,5 +129,9 @@ QUESTIONS = ("controllers", "lossless", "lossy", "bits", "gates")
 
 def arms_of(questions: Sequence[str], device: str) -> list[Arm]:
     """The arms of these questions; `controllers` and `gates` have none of this kind."""
-    tables = {"lossless": lossless, "lossy": lossy, "bits": lambda: bits(device)}
+    tables: dict[str, Callable[[], list[Arm]]] = {
+        "lossless": lossless,
+        "lossy": lossy,
+        "bits": lambda: bits(device),
+    }
     return [arm for name, table in tables.items() if name in questions for arm in table()]
