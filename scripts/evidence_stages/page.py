@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .tables import NOT_SAFE
+
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
 
@@ -133,7 +135,7 @@ def choices(rows: Rows) -> list[tuple[str, str, str]]:
             why = f"at most {most} % of the problems lost, n = {row['n']}"
             found.append((row["policy"], verdict, why))
     for row in rows.get("gates", ()):
-        if row["thresholds"].startswith("at most") and row["setting"] != "none is safe":
+        if row["thresholds"].startswith("at most") and row["setting"] != NOT_SAFE:
             why = f"saves {row['saved_percent']} %, at most {row['bound_percent']} % disagree"
             found.append((f"cheaper verification, {row['level']}", row["setting"], why))
     return found

@@ -21,6 +21,7 @@ from .arms import Arm, reference
 from .measuring import GATES, Record, Records, verifications_of
 
 Row = dict[str, Any]
+NOT_SAFE = "none is safe"
 
 
 @dataclass(frozen=True)
@@ -221,14 +222,14 @@ def gates_rows(measured: Measured, arms: Sequence[Arm]) -> Iterable[Row]:
             **measured.named,
             "level": level,
             "thresholds": thresholds,
-            "setting": "none is safe" if choice.setting is None else str(choice.setting),
+            "setting": NOT_SAFE if choice.setting is None else str(choice.setting),
             "saved_percent": percent(choice.saved),
             "decided": choice.decided,
             "disagreements": choice.disagreements,
-            "disagree_percent": percent(choice.disagreements / max(1, choice.n)),
-            "bound_percent": percent(choice.bound),
+            "disagree_percent": percent(choice.disagreements / len(found)),
+            "bound_percent": "" if choice.setting is None else percent(choice.bound),
             "problems": result.problems,
-            "n": choice.n,
+            "n": len(found),
             "n_of": "verifications",
         }
 
