@@ -150,6 +150,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
 def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     arguments = checkpoint(tmp_path, family)
@@ -172,6 +173,7 @@ def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_path: Path) -> None:
     arguments = f"{checkpoint(tmp_path, 'llama')} --questions controllers bits"
     check("evidence", arguments, tmp_path)

@@ -22,6 +22,7 @@ from .measuring import GATES, Record, Records, verifications_of
 
 Row = dict[str, Any]
 NOT_SAFE = "none is safe"
+DIFFERENCE = ("difference_points", "difference_low_points", "difference_high_points")
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,10 @@ def controllers_rows(measured: Measured, folder: Path) -> Iterable[Row]:
     budgets = dict(found["budgets"])
     for row in found["table"]:
         difference = row["difference"]
-        interval = [None, None] if difference is None else difference["interval"]
+        against: Row = dict.fromkeys(DIFFERENCE, "")
+        if difference is not None:
+            points = (difference["value"], *difference["interval"])
+            against = dict(zip(DIFFERENCE, map(percent, points), strict=True))
         low, high = row["success"]["interval"]
         yield {
             **measured.named,
@@ -250,9 +254,7 @@ def controllers_rows(measured: Measured, folder: Path) -> Iterable[Row]:
             "success_percent": percent(row["success"]["value"]),
             "success_low_percent": percent(low),
             "success_high_percent": percent(high),
-            "difference_points": "" if difference is None else percent(difference["value"]),
-            "difference_low_points": "" if difference is None else percent(interval[0]),
-            "difference_high_points": "" if difference is None else percent(interval[1]),
+            **against,
             "p": "" if difference is None else float(f"{difference['p']:.3g}"),
             "any_right_percent": percent(row["any_correct"]["value"]),
             "ended_by_tokens_percent": percent(row["reached_tokens"]),
