@@ -149,6 +149,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    text = (folder / f"out/{name}.csv").read_text("utf-8")
+    assert str(folder) not in text, "rows name no path"
+    return list(csv.DictReader(text.splitlines()))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
@@ -162,12 +168,11 @@ def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
     assert all(arm.startswith("lossy/chain/") and arm.endswith("/0.25") for arm in failed), failed
     page = (tmp_path / "out/report.md").read_text("utf-8")
     for name in ("lossless", "policies", "lossy", "bits"):
-        text = (tmp_path / f"out/{name}.csv").read_text("utf-8")
-        assert str(tmp_path) not in text and "--dataset problems.jsonl" in text
-        rows = list(csv.DictReader(text.splitlines()))
+        rows = rows_of(tmp_path, name)
+        assert all("--dataset problems.jsonl" in row["command"] for row in rows)
         assert rows and all(row["n"] == "1" and row["commit"] for row in rows), name
         assert f"Data: {name}.csv" in page
-    for row in csv.DictReader((tmp_path / "out/lossless.csv").open(encoding="utf-8")):
+    for row in rows_of(tmp_path, "lossless"):
         assert row["over_budget"] == "0" and row["same_tree"] == "1", row
     assert "gates: 1 verified problems are too few to calibrate." in page
 
@@ -185,7 +190,7 @@ def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_pa
 
     assert records(tmp_path)[:-1] == before[:-1], "what was measured is kept"
     assert records(tmp_path)[-1]["arm"] == before[-1]["arm"], "the torn record is measured again"
-    rows = list(csv.DictReader((tmp_path / "out/controllers.csv").open(encoding="utf-8")))
+    rows = rows_of(tmp_path, "controllers")
     assert [row["arm"] for row in rows][:2] == ["greedy", "best-of-4"]
     assert len({row["kv_tokens"] for row in rows}) == 1, "the same KV for every search"
     other = arguments.replace("--tokens 60", "--tokens 61").replace("FOLDER", str(tmp_path))
