@@ -37,12 +37,13 @@ class ExperimentTable:
 
     Args:
         given: the script's options (`add_options`); no file without ``--csv``.
+        command: of the rows; None: as it was typed.
 
     Raises:
         SystemExit: a row whose columns are not those of the file.
     """
 
-    def __init__(self, given: argparse.Namespace) -> None:
+    def __init__(self, given: argparse.Namespace, command: str | None = None) -> None:
         self._path: Path | None = given.csv
         self._known = {
             "date": datetime.date.today().isoformat(),
@@ -50,7 +51,8 @@ class ExperimentTable:
             "machine": given.machine,
             "conditions": given.conditions,
         }
-        self._command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        typed = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        self._command = typed if command is None else command
 
     def add(self, row: Mapping[str, Any], note: str = "") -> None:
         """Append a row with the date, commit, machine, conditions and command in front and after.

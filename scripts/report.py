@@ -494,7 +494,206 @@ def time_by_policy() -> Figure:
     return figure
 
 
+OVERVIEW_COLOURS = {
+    **COLOURS,
+    "tova": "#7f7f7f",
+    "random": "#bab0ac",
+    "kkt": "#c49c94",
+    "h2o": "#17a2a2",
+    "strata": BLUE,
+    "snapkv": "#76b7b2",
+    "ams": "#e15759",
+    "lazyeviction": ORANGE,
+    "raas": "#edc948",
+}
+LOST = {"rehydrate": "off", "n": "500"}
+LEAST_GAP = 3.9  # points between two labels
+
+
+def apart(values: Sequence[float], gap: float) -> list[float]:
+    """The values, moved down as far as a gap between any two of them needs; largest first."""
+    moved: list[float] = []
+    for value in values:
+        moved.append(min([value, *(each - gap for each in moved[-1:])]))
+    return moved
+
+
+def success_by_part(
+    panel: Axes, source: str, task: str, policies: Mapping[str, str], full: Row
+) -> None:
+    """Success where KV is lost against the part of the peak that is held, a line for each policy.
+
+    Args:
+        source: name of the CSV file.
+        task: of its rows.
+        policies: name in the CSV file: label.
+        full: the row of full retention.
+    """
+    rows = [row for row in read(source) if fits(row, {**LOST, "task": task})]
+    whole = float(full["solved_percent"])
+    ends = []
+    for name, label in policies.items():
+        mine = {}
+        for row in rows:
+            if row["policy"] == name and not row["note"].startswith("recorded with"):
+                mine[float(row["budget_fraction"])] = row
+        points = [mine[part] for part in sorted(mine)]
+        parts = [float(row["budget_fraction"]) for row in points]
+        values = [float(row["solved_percent"]) for row in points]
+        spread = [
+            [
+                value - float(row["solved_low_percent"])
+                for value, row in zip(values, points, strict=True)
+            ],
+            [
+                float(row["solved_high_percent"]) - value
+                for value, row in zip(values, points, strict=True)
+            ],
+        ]
+        colour = OVERVIEW_COLOURS[label]
+        panel.errorbar(parts, values, spread, marker="o", ms=3, lw=1.2, color=colour)
+        panel.plot([parts[-1], 1], [values[-1], whole], ls=":", lw=0.8, color=colour)
+        ends.append((values[0], parts[0], label, colour))
+    ends.sort(reverse=True)
+    for (_, part, label, colour), place in zip(
+        ends, apart([end[0] for end in ends], LEAST_GAP), strict=True
+    ):
+        panel.text(part - 0.015, place, label, color=colour, ha="right", va="center", fontsize=7.5)
+    panel.plot([1], [whole], marker="*", ms=9, color=GREY)
+    panel.set_ylim(-3, 105)
+    panel.set_xlabel("part of full retention's peak held")
+    panel.set_ylabel("solved (%)")
+
+
+def searches_at_equal_tokens(panel: Axes) -> None:
+    """Success against peak KV of all searches with 300 generated tokens, and of a whole one."""
+    rows = read("controllers")
+    where = {"task": "game24, test", "tokens": "300", "n": "500"}
+    found = {row["arm"]: row for row in rows if fits(row, where)}
+    points = [
+        (
+            float(row["success_percent"]),
+            float(row["peak_kv_tokens"]),
+            arm.replace("tot,strategy=dfs", "tot, depth-first")
+            .replace("chain;temperature=0", "chain, greedy")
+            .replace("best-of-n,samples=8", "8 samples"),
+        )
+        for arm, row in found.items()
+        if "aggregate" not in arm
+    ]
+    drawn_as = "arithmetic; siblings that have parted draw tokens of their own"
+    end = {"controller": "tot (beam 5, width 10)", "verifier": "exact", "sampling": drawn_as}
+    whole = newest(read("solved"), end, "solved_percent")
+    assert whole is not None, "solved.csv has no row of the whole search"
+    tokens = whole["tokens_per_problem"]
+    held = float(whole["peak_kv_tokens_per_problem"])
+    points.append((float(whole["solved_percent"]), held, f"tot, to the end\n({tokens} tokens)"))
+    crowd = sorted((point for point in points if 140 < point[1] < 170), reverse=True)
+    places = apart([value for value, _, _ in crowd], LEAST_GAP)
+    for (value, held, label), place in zip(crowd, places, strict=True):
+        panel.annotate(label, (held, value), (held * 1.08, place), fontsize=7.5, va="center")
+    for value, held, label in points:
+        panel.plot([held], [value], marker="o", ms=4, color=BLUE)
+        if (value, held, label) not in crowd:
+            down = 3 if "\n" in label else 0
+            below = (held * (1 if down else 0.93), value - down)
+            panel.annotate(
+                label,
+                (held, value),
+                below,
+                fontsize=7.5,
+                ha="right",
+                va="top" if down else "center",
+            )
+    panel.set_xscale("log")
+    panel.set_xticks((30, 50, 100, 200, 400), ("30", "50", "100", "200", "400"))
+    panel.minorticks_off()
+    panel.set_xlim(26, 480)
+    panel.set_ylim(25, 100)
+    panel.set_xlabel("peak KV, tokens (mean)")
+    panel.set_ylabel("solved (%)")
+
+
+def cost_where_nothing_is_lost(panel: Axes) -> None:
+    """Recomputed tokens by policy against the budget, with the clairvoyant bound."""
+    rows = read("recomputed")
+    for search, style in (("depth-first tot", "-"), ("breadth-first tot", "--")):
+        for policy in ("lru", "reentry", "belady"):
+            parts, values = [], []
+            for part in ("0.25", "0.5"):  # an eighth is less than one path needs
+                asked = {"search": search, "policy": policy, "budget_fraction": part}
+                row = newest(
+                    rows, {"n": "60", "rehydrate": "selective", **asked}, "recomputed_per_generated"
+                )
+                assert row is not None, f"recomputed.csv has no row for {asked}"
+                parts.append(float(part))
+                values.append(float(row["recomputed_per_generated"]))
+            label = "belady (clairvoyant bound)" if policy == "belady" else policy
+            panel.plot(
+                [*parts, 1],
+                [*values, 0],
+                ls=style,
+                marker="o",
+                ms=3,
+                lw=2.4 if policy == "reentry" else 1.0,
+                color=COLOURS[policy],
+                label=f"{label}, {search.removesuffix(' tot')}",
+            )
+    panel.set_xlabel("part of full retention's peak held")
+    panel.set_ylabel("recomputed per generated token")
+    panel.legend(fontsize=7.5)
+
+
+def overview() -> Figure:
+    """Success against peak KV for all methods, by task, with full retention and the bound."""
+    figure = Figure(figsize=(8.4, 7.4), layout="constrained")
+    figure.patch.set_alpha(0)
+    (trees, paths), (searches, cost) = figure.subplots(2, 2)
+    for panel in (trees, paths, searches, cost):
+        panel.patch.set_alpha(0)
+        panel.grid(True)
+        panel.set_axisbelow(True)
+    named = ("uniform", "streaming", "tova", "lru", "random", "arborkv", "h2o")
+    game = "game24, test"
+    full = newest(read("lossy_trees"), {"policy": "full", "n": "500"}, "solved_percent")
+    assert full is not None, "lossy_trees.csv has no row of full retention"
+    success_by_part(trees, "lossy_trees", game, {name: name for name in named}, full)
+    parts = [1.0]
+    for row in read("budget_answers"):
+        where = {"task": game, "controller": "beam (5, width 4)", "n": "500"}
+        if fits(row, where) and row["same_answers"] == row["n"]:
+            mean = re.search(r"on average ([\d.]+)", row["budget_detail"])  # more than asked for
+            if mean or not row["budget_detail"]:
+                parts.append(float(mean[1] if mean else row["budget_fraction"]))
+    whole = [float(full["solved_percent"])] * len(parts)
+    trees.plot(sorted(parts), whole, ls="--", marker="D", ms=3.5, color=GREY)
+    trees.text(0.31, 102, "lossless: any policy, and the bound", fontsize=7.5, color=GREY)
+    trees.set_xlim(0.16, 1.04)
+    trees.set_title("game24, beam search: lost KV")
+    chains = "chains of 4 to 6 steps, test; open blocks lose tokens too"
+    lines = {name: name.removesuffix("-each") for name in ("lru", "strata", "lazyeviction-each")}
+    lines |= {name: name.removesuffix("-each") for name in ("ams-each", "snapkv", "raas")}
+    lines |= {name: name for name in ("random", "h2o")}
+    full = newest(
+        read("lossy_word_problems"),
+        {"policy": "full", "task": "chains of 4 to 6 steps, test"},
+        "solved_percent",
+    )
+    assert full is not None, "lossy_word_problems.csv has no row of full retention"
+    success_by_part(paths, "lossy_word_problems", chains, lines, full)
+    paths.axhline(float(full["solved_percent"]), ls="--", lw=1, color=GREY)
+    paths.text(0.47, 102, "full retention, the bound", fontsize=7.5, color=GREY)
+    paths.set_xlim(0.45, 1.02)
+    paths.set_title("word problems, one path: lost KV")
+    searches_at_equal_tokens(searches)
+    searches.set_title("game24: searches with 300 tokens")
+    cost_where_nothing_is_lost(cost)
+    cost.set_title("game24: the cost where nothing is lost")
+    return figure
+
+
 PLOTS: dict[str, Callable[[], Figure]] = {
+    "overview": overview,
     "lossy_word_problems": lambda: solved_by_policy(
         "lossy_word_problems",
         {"n": "500", "task": "chains of 4 to 6 steps, test"},

@@ -5,13 +5,16 @@ The figures are not checked; mypy checks the calls of every script.
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import chromium
+from support.reward_models import byte_tokenizer, save
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HELPERS = {"experiment_table", "mutate_server", "random_llama"}  # used by other scripts
@@ -21,6 +24,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --json FOLDER/out.json",),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "describe_sapling": ("--check",),
+    "evidence": ("--model builtin:sapling --dataset game24 --n 2 --dry-run",),
     "docs": ("--check",),
     "mutate": ("--folder arbor/memory --n 3 --list",),
     "gpu_bundle": ("--dry-run --out FOLDER/bundle --json FOLDER/out.json",),
@@ -58,6 +62,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_reward": ("--rounds 1 --depths 2 --problems 1 --csv FOLDER/out.csv",),
     "bench_trace": ("--problems 1 --nodes 60 --starts 1",),
     "bench_view": ("--nodes 40 --loads 1 --seeks 2 --json FOLDER/out.json",),
+    "eval_attention": ("--n 1 --tasks chains --thresholds 0.001 --csv FOLDER/out.csv",),
     "eval_chains": ("--n 1 --json FOLDER/out.json --svg FOLDER/out.svg",),
     "eval_policies": (
         "lossy --task chains --steps 2 2 --n 1 --budgets 0.9 --policies h2o --json FOLDER/out.json",
@@ -126,3 +131,79 @@ def test_a_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "arguments"), runs(SLOW))
 def test_a_long_script_runs(name: str, arguments: str, tmp_path: Path) -> None:
     check(name, arguments, tmp_path)
+
+
+GSM8K_ROW = {"question": "Tom has 3 boxes of 4 pens. How many pens?", "answer": "#### 12"}
+SMALL = (
+    "--dataset FOLDER/problems.jsonl --task gsm8k --n 1 --tokens 60 --max-depth 2 --step-tokens 8 "
+    "--threads 1 --out FOLDER/out --yes"
+)
+
+
+def checkpoint(folder: Path, family: str) -> str:
+    """A random model of a family and one problem in a folder; the small run's arguments."""
+    words = (" y", " n", " Y", " N")  # verdicts differ from their first token on
+    tokenizer = byte_tokenizer(chat=True, merges=words)
+    save(folder / family, "AutoModelForCausalLM", family, tokenizer)
+    (folder / "problems.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n", encoding="utf-8")
+    return f"--model FOLDER/{family} {SMALL}"
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "out/records.jsonl").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, str]]:
+    text = (folder / f"out/{name}.csv").read_text("utf-8")
+    assert str(folder) not in text, "rows name no path"
+    return list(csv.DictReader(text.splitlines()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
+    arguments = checkpoint(tmp_path, family)
+
+    check("evidence", f"{arguments} --questions lossless lossy bits gates", tmp_path)
+
+    # a quarter of so short a chain is less than what is protected
+    failed = {record["arm"] for record in records(tmp_path) if record["error"]}
+    assert all(arm.startswith("lossy/chain/") and arm.endswith("/0.25") for arm in failed), failed
+    page = (tmp_path / "out/report.md").read_text("utf-8")
+    for name in ("lossless", "policies", "lossy", "bits"):
+        rows = rows_of(tmp_path, name)
+        assert all("--dataset problems.jsonl" in row["command"] for row in rows)
+        assert rows and all(row["n"] == "1" and row["commit"] for row in rows), name
+        assert f"Data: {name}.csv" in page
+    for row in rows_of(tmp_path, "lossless"):
+        assert row["over_budget"] == "0" and row["same_tree"] == "1", row
+    assert "gates: 1 verified problems are too few to calibrate." in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_path: Path) -> None:
+    arguments = f"{checkpoint(tmp_path, 'llama')} --questions controllers bits"
+    check("evidence", arguments, tmp_path)
+    before = records(tmp_path)
+    path = tmp_path / "out/records.jsonl"
+    path.write_text(path.read_text("utf-8")[:-20], encoding="utf-8")  # the last line is torn
+
+    check("evidence", arguments, tmp_path)
+
+    assert records(tmp_path)[:-1] == before[:-1], "what was measured is kept"
+    assert records(tmp_path)[-1]["arm"] == before[-1]["arm"], "the torn record is measured again"
+    rows = rows_of(tmp_path, "controllers")
+    assert [row["arm"] for row in rows][:2] == ["greedy", "best-of-4"]
+    assert len({row["kv_tokens"] for row in rows}) == 1, "the same KV for every search"
+    other = arguments.replace("--tokens 60", "--tokens 61").replace("FOLDER", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "evidence.py"), *other.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and "was measured with tokens 60" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -9,6 +9,7 @@ import numpy as np
 
 from arbor.errors import UsageError
 from arbor.retention.base import Floats, Ints
+from arbor.run.solution import Solution
 from arbor.solver import Solver
 from arbor.tasks.base import Problem
 
@@ -56,12 +57,9 @@ def calibrate_window(
     longest: list[Ints] = []
     heavy: list[float] = []
     for problem in problems:
-        solution = solver.solve(problem)
-        statistics = solver.engine.state.statistics
-        path = [solver.engine.tree[node_id] for node_id in solution.path]
-        seen = [statistics.view(node.row, np.arange(len(node.tokens))) for node in path]
-        longest.append(np.concatenate([each.recurrence for each in seen]))
-        heavy.append(_heavy(np.concatenate([each.mass for each in seen])))
+        read = path_reads(solver, solver.solve(problem))
+        longest.append(read.intervals)
+        heavy.append(heaviest_share(read.mass))
     every = np.concatenate([np.empty(0, np.int64), *longest])
     again = every[every > 0]
     if not len(again):
@@ -85,7 +83,44 @@ def calibrate_window(
     )
 
 
-def _heavy(mass: Floats) -> float:
-    """Part of the attention that the tokens with the most of it received."""
-    most = np.sort(mass)[::-1][: max(1, round(HEAVY * len(mass)))]
+@dataclass(frozen=True, slots=True)
+class PathReads:
+    """How the tokens of a path were read.
+
+    Attributes:
+        intervals: int64 [T], MRI of each token; 0: it was not read again.
+        mass: float64 [T], attention each received, its own query's included.
+        prompt: how many of them are the prompt's.
+    """
+
+    intervals: Ints
+    mass: Floats
+    prompt: int
+
+
+def path_reads(solver: Solver, solution: Solution) -> PathReads:
+    """How the tokens of a solution's path were read, prompt included.
+
+    Args:
+        solver: has just found the solution, with a policy that observes attention.
+        solution: its last one.
+    """
+    statistics = solver.engine.state.statistics
+    path = [solver.engine.tree[node_id] for node_id in solution.path]
+    seen = [statistics.view(node.row, np.arange(len(node.tokens))) for node in path]
+    return PathReads(
+        np.concatenate([each.recurrence for each in seen]),
+        np.concatenate([each.mass for each in seen]),
+        len(path[0].tokens),
+    )
+
+
+def heaviest_share(mass: Floats, part: float = HEAVY) -> float:
+    """Part of the attention that went to the tokens that received the most.
+
+    Args:
+        mass: of each token, at least one.
+        part: of the tokens, at least one of them.
+    """
+    most = np.sort(mass)[::-1][: max(1, round(part * len(mass)))]
     return float(most.sum() / mass.sum())

@@ -1,0 +1,347 @@
+"""The tables of this project for a model and a dataset of your own, with one command.
+
+    python scripts/evidence.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --dry-run
+    python scripts/evidence.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k --n 100 --yes
+    python scripts/evidence.py --model ./model --dataset problems.jsonl --task reasoning --yes
+
+First the expected cost: searches, tokens, and hours on this machine, and on a GPU whose bandwidth
+is given (`--gpu-bandwidth`), with the formula. Nothing is searched without `--yes`.
+
+    controllers  `arbor compare`: eight searches at the same generated tokens and the same KV
+    lossless     time, recomputed and fetched tokens at 0.5, 0.25 and 0.125 of each problem's own
+                 peak, with and without host memory; a path of which a half or a quarter is on the
+                 device; and other policies, replayed
+    lossy        answers at 0.75, 0.5 and 0.25 of the peak where KV is lost, by policy, all with the
+                 same protection
+    bits         answers with host memory in 8, 4 and 2 bits, and (on a CPU) 8-bit KV
+    gates        which verifications RKSC's gates skip or shorten, and how many then prefer another
+                 thought
+
+Every problem is searched by every arm, with full retention first, whose peak the budgets are parts
+of. A record is on disk as soon as it is known; the same command goes on where it stopped. The
+folder then holds a CSV file for each table, and `report.md`: what these rows say to take, as in
+docs/which.md. Times are processor time on a CPU and wall time on a GPU, arms of a problem in turn.
+
+Exit code: 0, 2 without `--yes` or for an invalid argument, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+from evidence_stages.arms import (  # noqa: E402
+    CONTROLLERS,
+    QUESTIONS,
+    SEARCHES,
+    Arm,
+    arms_of,
+)
+from evidence_stages.costs import (  # noqa: E402
+    Machine,
+    cost_lines,
+    costs_of,
+    measured_machine,
+)
+from evidence_stages.measuring import GATES, Measuring, Records  # noqa: E402
+from evidence_stages.page import page  # noqa: E402
+from evidence_stages.tables import Measured, write_tables  # noqa: E402
+
+from arbor import Solver  # noqa: E402
+from arbor.cli.evaluation.eval_dataset import is_task, read_samples  # noqa: E402
+from arbor.cli.evaluation.eval_options import DatasetOptions  # noqa: E402
+from arbor.errors import ArborError, UsageError  # noqa: E402
+from arbor.measure.evaluation.dataset import Sample  # noqa: E402
+from arbor.support.atomic_write import write_atomically  # noqa: E402
+
+# Names of published data sets: where they are, and the task that reads them.
+DATASETS = {
+    "gsm8k": ("hf:openai/gsm8k/main:test", "gsm8k"),
+    "math500": ("hf:HuggingFaceH4/MATH-500:test", "math"),
+    "arc": ("hf:allenai/ai2_arc/ARC-Challenge:test", "arc"),
+}
+SETTINGS = "evidence.json"
+RECORDS = "records.jsonl"
+REPORT = "report.md"
+
+
+def main() -> int:
+    """The cost, then the measurements and their tables."""
+    args = arguments()
+    try:
+        return run(args)
+    except ArborError as error:
+        hint = f" {error.hint}" if error.hint else ""
+        print(f"evidence.py: error: [{error.code}] {error.message}{hint}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+
+
+def arguments() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="an id on the Hub, or a directory")
+    parser.add_argument("--revision", help="of a model of the Hub")
+    parser.add_argument(
+        "--dataset", required=True, help=f"{', '.join(DATASETS)}, a task, a file, or hf:…"
+    )
+    parser.add_argument("--task", help="reads and grades a file's problems; default: reasoning")
+    parser.add_argument("--split", default="test", help="of a task's own problems")
+    parser.add_argument("--n", type=int, default=100, help="problems, the first of the dataset")
+    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
+    parser.add_argument("--tokens", type=int, default=1024, help="of each search of `controllers`")
+    parser.add_argument("--max-depth", type=int, help="thoughts of a path, instead of the task's")
+    parser.add_argument("--step-tokens", type=int, help="of a thought, instead of the task's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, help="of torch, on a CPU")
+    parser.add_argument(
+        "--gpu-bandwidth", type=float, metavar="GB/s", help="of a GPU to estimate for"
+    )
+    parser.add_argument("--gpu-tflops", type=float, metavar="TFLOP/s", help="of that GPU")
+    parser.add_argument("--out", type=Path, help="folder, new or to go on with")
+    parser.add_argument("--machine", default="", help="as the rows name it; default: its processor")
+    parser.add_argument("--conditions", default="", help="what else ran, for the rows")
+    parser.add_argument("--dry-run", action="store_true", help="print the cost only")
+    parser.add_argument("--yes", action="store_true", help="search after printing the cost")
+    args = parser.parse_args()
+    for name in ("n", "tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; give 1 or more")
+    for name in ("gpu_bandwidth", "gpu_tflops"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; give more than 0")
+    if args.gpu_tflops and not args.gpu_bandwidth:
+        parser.error("--gpu-tflops needs --gpu-bandwidth, as in --gpu-bandwidth 3350")
+    if args.dry_run and args.yes:
+        parser.error("--dry-run searches nothing and --yes searches; give one of them")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the cost; with `--yes` measure what is missing, and write tables and page.
+
+    Raises:
+        ArborError: an invalid model, dataset or setting, or a folder of another run.
+    """
+    dataset, task = DATASETS.get(args.dataset, (args.dataset, args.task))
+    task = task or (dataset if is_task(dataset) else "reasoning")
+    common: dict[str, Any] = {
+        "model": args.model,
+        "revision": args.revision,
+        "task": task,
+        "max_depth": args.max_depth,
+        "step_tokens": args.step_tokens,
+        "seed": args.seed,
+        "device": args.device,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "record_bytes": 0,
+    }
+    plain = {name: Solver(**{**common, **SEARCHES[name]}) for name in SEARCHES}
+    first = next(iter(plain.values()))
+    info = first.describe()
+    if not info.supported:
+        raise UsageError("arch-unsupported", info.reason, "See 'arbor info MODEL'.")
+    device = first.device
+    samples = read_samples(options_of(args, dataset), first.task, stop_on_error=True)
+    arms = arms_of(args.questions, device.type)
+    machines = [measured_machine(device, info.dtype, args.threads)]
+    if args.gpu_bandwidth:
+        flops = args.gpu_tflops * 1e12 if args.gpu_tflops else None
+        machines.append(Machine("the GPU", args.gpu_bandwidth * 1e9, flops))
+    costs = costs_of(arms, plain, args.questions, len(samples), args.tokens)
+    cost = "\n".join(cost_lines(info, costs, machines, len(samples)))
+    print(cost, flush=True)
+    if args.dry_run:
+        return 0
+    if not args.yes:
+        print("nothing was searched; add --yes to go on, or --dry-run", file=sys.stderr)
+        return 2
+    folder = args.out or new_folder(args)
+    keep_settings(folder, common | {"dataset": dataset, "tokens": args.tokens})
+    if "controllers" in args.questions:
+        compare(args, common, dataset, samples, plain, folder / "controllers")
+    measuring = Measuring(common, Records(folder / RECORDS))
+    measure_all(args.questions, measuring, arms, samples)
+    args.machine = args.machine or machine_name(device)
+    measured = Measured(
+        measuring.records,
+        [each.id for each in samples],
+        device.type,
+        name_of(args.model),
+        name_of(args.dataset),
+    )
+    rows, notes = write_tables(folder, measured, arms, args.questions, args, command_of(args))
+    settings = {
+        "task": task,
+        "problems": len(samples),
+        "seed": args.seed,
+        "machine": args.machine,
+        "conditions": args.conditions,
+        "command": f"`{command_of(args)}`",
+    }
+    text = page(f"{name_of(args.model)} on {name_of(args.dataset)}", settings, rows, notes, cost)
+    write_atomically(folder / REPORT, text)
+    print(folder / REPORT)
+    return 0
+
+
+def options_of(args: argparse.Namespace, dataset: str) -> DatasetOptions:
+    """The first problems of the dataset."""
+    return DatasetOptions(
+        dataset=dataset,
+        split=args.split,
+        input_key=None,
+        target_key=None,
+        encoding="utf-8",
+        limit=str(args.n),
+        sample_id=(),
+    )
+
+
+def new_folder(args: argparse.Namespace) -> Path:
+    """``runs/evidence_{model}_{dataset}``."""
+    named = (name_of(each).replace("/", "-") for each in (args.model, args.dataset))
+    return Path("runs") / "_".join(("evidence", *named))
+
+
+def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Write the run's settings, or check that they are those of the folder.
+
+    Raises:
+        UsageError: the folder holds records of other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / SETTINGS
+    if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))
+        differ = [name for name in settings if known.get(name) != settings[name]]
+        if differ:
+            was = ", ".join(f"{name} {known.get(name)}" for name in differ)
+            raise UsageError(
+                "run-differs",
+                f"{folder} was measured with {was}.",
+                "Give the same, or name another folder with --out.",
+            )
+    write_atomically(path, json.dumps(settings, indent=1) + "\n")
+
+
+def compare(
+    args: argparse.Namespace,
+    common: dict[str, Any],
+    dataset: str,
+    samples: Sequence[Sample],
+    solvers: dict[str, Solver],
+    folder: Path,
+) -> None:
+    """`arbor compare`, at half of the longest prompt and `--tokens`, or the least that every
+    search can run in.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted.
+        UsageError: it failed; its own message stands above.
+    """
+    plans = [next(iter(solvers.values())).plan(each.problem) for each in samples]
+    longest = max(plan.prompt_tokens for plan in plans)
+    asked = [plan.smallest_tokens for plan in plans]
+    budget = max((longest + args.tokens) // 2, *asked)
+    words = ["compare", dataset, "--task", common["task"], "--model", args.model]
+    for name, (search, _) in CONTROLLERS.items():
+        words += ["--arm", f"{name}={search}"]
+    words += ["--tokens", str(args.tokens), "--budget", f"{budget}tok", "--limit", str(args.n)]
+    words += ["--seed", str(args.seed), "--trace", "off", "--on-error", "continue"]
+    words += ["--device", args.device, "--dtype", args.dtype, "--output", str(folder)]
+    if is_task(dataset):
+        words += ["--split", args.split]
+    for name in ("revision", "max_depth", "step_tokens", "threads"):
+        if getattr(args, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-m", "arbor", *words],
+        env={**os.environ, "PYTHONPATH": paths},
+        check=False,
+    )
+    if done.returncode in (130, -2):
+        raise KeyboardInterrupt
+    if done.returncode:
+        raise UsageError(
+            "compare-failed",
+            f"'arbor compare' ended with exit code {done.returncode}.",
+            "Its message stands above; the same command goes on where it stopped.",
+        )
+
+
+def measure_all(
+    questions: Sequence[str], measuring: Measuring, arms: Sequence[Arm], samples: Sequence[Sample]
+) -> None:
+    """Every arm on every problem, with the time that is left as measured so far."""
+    began = time.perf_counter()
+    solved = 0
+    for place, sample in enumerate(samples):
+        needed = bool(measuring.missing(arms, sample))
+        if "gates" in questions and measuring.records.get(sample.id, GATES) is None:
+            needed = True
+            measuring.measure_gates(sample)
+        measuring.measure(arms, sample, place)
+        if needed:
+            solved += 1
+            each = (time.perf_counter() - began) / solved
+            left = each * (len(samples) - place - 1) / 3600
+            print(
+                f"problem {place + 1} of {len(samples)}: {each:.1f} s a problem, "
+                f"about {left:.2f} hours left",
+                flush=True,
+            )
+
+
+def command_of(args: argparse.Namespace) -> str:
+    """The command that repeats the rows, with the names of files and folders only."""
+    words = ["evidence.py", "--model", name_of(args.model), "--dataset", name_of(args.dataset)]
+    for name in ("revision", "task", "max_depth", "step_tokens", "threads"):
+        if getattr(args, name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    words += ["--n", str(args.n), "--tokens", str(args.tokens), "--seed", str(args.seed)]
+    if args.questions != list(QUESTIONS):
+        words += ["--questions", *args.questions]
+    return shlex.join([*words, "--yes"])
+
+
+def name_of(path: str) -> str:
+    """The last part of a directory or file; an id on the Hub, or another name, as it is."""
+    return Path(path).resolve().name if Path(path).exists() else path
+
+
+def machine_name(device: torch.device) -> str:
+    """The GPU, or the processor as the system names it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
