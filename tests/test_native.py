@@ -227,6 +227,23 @@ def test_products_agree_and_a_row_keeps_its_bits(size: tuple[int, int], dtype: t
         assert torch.equal(packed(x[1 : count + 1]), found[1 : count + 1]), count
 
 
+@needs_native
+def test_results_are_rounded_to_the_nearest_even_number_and_nan_stays() -> None:
+    """Sums of 0 and a bias of any bits, as torch rounds them; ties, infinities, the last vector."""
+    step = (1 << 32) // 2011
+    bits = torch.arange(-(1 << 31), 1 << 31, step, dtype=torch.int64).to(torch.int32)
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x7F7F8000, 0x00018000], dtype=torch.int32)
+    odd = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-40])
+    values = torch.cat([bits.view(torch.float32), ties.view(torch.float32), odd])
+    packed = PackedLinear(nn.Linear(32, len(values)).to(torch.bfloat16), "native")
+    packed.bias = values
+
+    found, wanted = packed(torch.zeros(1, 32).to(torch.bfloat16))[0], values.to(torch.bfloat16)
+
+    assert torch.equal(found.isnan(), values.isnan()) and values.isnan().sum() > 5
+    assert torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
+
+
 def native_ops() -> FusedOps:
     ops = fused_ops(CPU)
     assert ops is not None
@@ -290,6 +307,7 @@ if native_state() == sys.argv[1]:
         test_native.test_norms_agree_with_float64(250, test_native.NORM_FORMS[0], dtype)
         for form in test_rotary.ROTARY_FORMS:
             test_rotary.test_the_kernel_has_the_bits_of_torch(form, dtype, (80, 36))
+    test_native.test_results_are_rounded_to_the_nearest_even_number_and_nan_stays()
     for dim in (32, 256):
         test_native.test_a_row_has_the_same_bits_in_every_batch_and_division_into_levels(
             dim, torch.bfloat16)

@@ -28,8 +28,8 @@ constexpr int KEYS = 32;        // keys of a transposed tile
 constexpr int TILE = KEYS / WIDTH;
 constexpr int VALUES = 64;      // keys whose values are read again from the L1 cache
 constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : 2;  // queries that share a tile in registers
-constexpr int VALUE_ROWS = WIDTH == 16 ? 6 : 4;
-constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;
+constexpr int VALUE_ROWS = REGISTERS == 32 ? 6 : 4;
+constexpr int VALUE_VECS = REGISTERS == 32 ? 4 : 2;
 constexpr int MOST_DIM = 256;   // as in kernels/native.py
 constexpr int MARGIN = KEYS;    // numbers before and after a row's list that a tile may write
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // logits of a block of rows; half of a small L2 cache
@@ -268,9 +268,7 @@ struct Block {
             int ahead = least(KEYS, stop - key - KEYS);
             for (int i = 0; i < ahead; i++) {
                 const char* next = reinterpret_cast<const char*>(key_of(level.slots[key + KEYS + i]));
-                for (int b = 0; b < bytes_of(dim); b += 64) {
-                    _mm_prefetch(next + b, _MM_HINT_T0);
-                }
+                for (int b = 0; b < bytes_of(dim); b += 64) prefetch(next + b);
             }
 #if defined(__AMX_BF16__)
             if constexpr (TILES) {
@@ -330,29 +328,12 @@ struct Block {
             Reads last = reads_of(level, request, last_row, job.window);
             if (last.end <= key || top.first >= key + some) continue;
             bool lower = together > 16;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+            clear_sums();
             const bf16* from = all + static_cast<int64_t>(first_query + query) * width;
             for (int d = 0; d < width; d += 32) {
-                _tile_loadd(4, from + d, width * 2);
-                _tile_loadd(6, pairs + d * 16, 64);
-                _tile_loadd(7, pairs + d * 16 + 256, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                if (lower) {
-                    _tile_loadd(5, from + 16 * width + d, width * 2);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
+                add_products(from + d, width, lower, pairs + d * 16, pairs + d * 16 + 256);
             }
-            _tile_stored(0, products, KEYS * 4);
-            _tile_stored(1, products + 16, KEYS * 4);
-            if (lower) {
-                _tile_stored(2, products + 16 * KEYS, KEYS * 4);
-                _tile_stored(3, products + 16 * KEYS + 16, KEYS * 4);
-            }
+            store_sums(products, lower);
             for (int r = 0; r < together; r++) {
                 int row = first + (query + r) / group;
                 Reads reads = reads_of(level, request, row, job.window);
@@ -434,9 +415,7 @@ struct Block {
             for (int i = 0; i < ahead; i++) {
                 const char* next =
                     reinterpret_cast<const char*>(value_of(level.slots[key + VALUES + i]));
-                for (int b = 0; b < bytes_of(dim); b += 64) {
-                    _mm_prefetch(next + b, _MM_HINT_T0);
-                }
+                for (int b = 0; b < bytes_of(dim); b += 64) prefetch(next + b);
             }
             if constexpr (CODED) {
                 for (int i = 0; i < some; i++) decode_head(at_slots[i], dim, values + i * dim);
@@ -602,7 +581,7 @@ void attend(const AttentionJob& job, int part, Scratch* scratch) {
         block.run();
     }
 #if defined(__AMX_BF16__)
-    if (Block<Number, Stored>::TILES) _tile_release();
+    if (Block<Number, Stored>::TILES) release_tiles();
 #endif
 }
 

@@ -41,20 +41,8 @@ struct PairDot {
     using X = bf16;
     static constexpr int STEP = 2;
     static void add(Vec* acc, const bf16* x, const char* weight) {
-#if defined(__AVX512BF16__)
-        uint32_t pair;
-        std::memcpy(&pair, x, 4);
-        __m512i factor = _mm512_set1_epi32(static_cast<int>(pair));
-        __m512i weights = _mm512_loadu_si512(weight);
-        acc[0].v = _mm512_dpbf16_ps(acc[0].v, reinterpret_cast<__m512bh>(weights),
-                                    reinterpret_cast<__m512bh>(factor));
-#else
-        Vec even = set1(to_float(x[0])), odd = set1(to_float(x[1]));
-        for (int c = 0; c < VECS; c++) {
-            const char* at = weight + c * Vec::WIDTH * 4;
-            acc[c] = fma(odd, odd_of(at), fma(even, even_of(at), acc[c]));
-        }
-#endif
+        Pair factors = pair_of(x);
+        for (int c = 0; c < VECS; c++) acc[c] = fma(factors, weight + c * Vec::WIDTH * 4, acc[c]);
     }
 };
 
@@ -87,7 +75,7 @@ void linear_tile(const typename Dot::X* const* x, const char* weights, const Inp
     for (int step = 0; step < block.steps; step++) {
         for (int p = 0; p < P; p++) {
             const char* weight = weights + p * block.panel_bytes + step * 64;
-            _mm_prefetch(weight + 1024, _MM_HINT_T0);
+            prefetch(weight + 1024);
             for (int r = 0; r < R; r++) Dot::add(acc[r][p], x[r] + step * Dot::STEP, weight);
         }
     }
@@ -206,45 +194,19 @@ constexpr int MANY_TILE_ROWS = 64;
 // Up to 32 rows of x by two panels, over some steps; the sums begin at zero or go on.
 inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* first,
                           const char* second, int64_t steps, bool begins, float* sums) {
-    int64_t x_bytes = x_row * 2;
     bool lower = rows > 16;
-    if (begins) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, 128);
-        _tile_loadd(1, sums + 16, 128);
-        if (lower) {
-            _tile_loadd(2, sums + 16 * 32, 128);
-            _tile_loadd(3, sums + 16 * 32 + 16, 128);
-        }
-    }
+    if (begins) clear_sums();
+    else load_sums(sums, lower);
     for (int64_t step = 0; step < steps; step += 16) {
         const char* next = first + step * 64 + 2048;
         const char* next_second = second + step * 64 + 2048;
         for (int i = 0; i < 1024; i += 64) {
-            _mm_prefetch(next + i, _MM_HINT_T0);
-            _mm_prefetch(next_second + i, _MM_HINT_T0);
+            prefetch(next + i);
+            prefetch(next_second + i);
         }
-        _tile_loadd(4, x + step * 2, x_bytes);
-        _tile_loadd(6, first + step * 64, 64);
-        _tile_loadd(7, second + step * 64, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (lower) {
-            _tile_loadd(5, x + 16 * x_row + step * 2, x_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+        add_products(x + step * 2, x_row, lower, first + step * 64, second + step * 64);
     }
-    _tile_stored(0, sums, 128);
-    _tile_stored(1, sums + 16, 128);
-    if (lower) {
-        _tile_stored(2, sums + 16 * 32, 128);
-        _tile_stored(3, sums + 16 * 32 + 16, 128);
-    }
+    store_sums(sums, lower);
 }
 
 inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scratch) {
@@ -274,7 +236,7 @@ inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scr
         }
         finish<bf16>(job, sums, 32, 0, job.rows, 32 * pair);
     }
-    _tile_release();
+    release_tiles();
 }
 
 #endif
