@@ -279,7 +279,7 @@ class _Functions:
 def _merged(
     parts: list[tuple[int, int, bool]],
 ) -> tuple[list[tuple[int, int, bool]], list[tuple[int, int]]]:
-    """Parts that overlap as one region each, and the (region, byte) of every part; the job first."""
+    """The job, then parts that overlap as one region each; and the (region, byte) of every part."""
     order = sorted(range(1, len(parts)), key=lambda i: parts[i][0])
     regions, places = [parts[0]], [(0, 0)] * len(parts)
     for i in order:
