@@ -3,8 +3,8 @@
     python scripts/bench_linear.py --rows 128 512 2048 --rounds 25 --csv rows.csv --machine epyc
 
 One thread, CPU time of that thread, contestants in turn. The ratio is the median over rounds of
-contestant / native (above 1 = the native kernels are faster), with a 95 % bootstrap interval; GFLOPS
-are of the median times.
+contestant / native (above 1 = the native kernels are faster), with a 95 % bootstrap interval;
+GFLOPS are of the median times.
 
 Contestants: `native`; `onednn` and `mkl`, weights packed by these libraries; `dense`, F.linear. MKL
 has float32 alone, and a library that this torch lacks is left out.

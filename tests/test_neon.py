@@ -244,6 +244,9 @@ CHECKS: list[tuple[Callable[..., None], tuple[Any, ...]]] = [
         for size in ((100, 77), (33, 1), (1, 16), (31, 200))
         for dtype in DTYPES
     ),
+    *((test_native.test_products_of_small_whole_numbers_are_exact, (dtype,)) for dtype in DTYPES),
+    *((test_native.test_bfloat16_is_widened_exactly, (seed,)) for seed in range(4)),
+    (test_native.test_keys_far_below_the_largest_logit_weigh_nothing, ()),
     (test_native.test_results_are_rounded_to_the_nearest_even_number_and_nan_stays, ()),
     *(
         (test_native.test_norms_agree_with_float64, (width, form, dtype))

@@ -25,11 +25,12 @@ using arbor::Scratch;
 
 constexpr int WIDTH = Vec::WIDTH;
 constexpr int KEYS = 32;        // keys of a transposed tile
-constexpr int TILE = KEYS / WIDTH;
+constexpr int TILE = WIDTH == 4 ? 4 : KEYS / WIDTH;  // vectors that meet queries together
 constexpr int VALUES = 64;      // keys whose values are read again from the L1 cache
-constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : 2;  // queries that share a tile in registers
-constexpr int VALUE_ROWS = REGISTERS == 32 ? 6 : 4;
-constexpr int VALUE_VECS = REGISTERS == 32 ? 4 : 2;
+// Queries that share a tile in registers, and rows that share values: sums and what they read fit.
+constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : WIDTH == 8 ? 2 : 4;
+constexpr int VALUE_ROWS = WIDTH == 16 ? 6 : WIDTH == 8 ? 4 : 5;
+constexpr int VALUE_VECS = WIDTH == 8 ? 2 : 4;
 constexpr int MOST_DIM = 256;   // as in kernels/native.py
 constexpr int MARGIN = KEYS;    // numbers before and after a row's list that a tile may write
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // logits of a block of rows; half of a small L2 cache
@@ -77,23 +78,24 @@ inline int block_rows(const AttentionJob& job, int* longest) {
     return least(most(rows, 1), job.row_count);
 }
 
-// Products of R queries with 32 keys, to each query's list.
+// Products of R queries with TILE vectors of the 32 keys, beginning with key `first`, to each query's
+// list.
 template <int R>
-void logit_tile(const float* tile, int dim, const float* queries, float* const* to) {
+void logit_tile(const float* tile, int first, int dim, const float* queries, float* const* to) {
     Vec acc[R][TILE];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < TILE; c++) acc[r][c] = set1(0.0f);
+    WRITTEN_OUT for (int r = 0; r < R; r++) {
+        WRITTEN_OUT for (int c = 0; c < TILE; c++) acc[r][c] = set1(0.0f);
     }
     for (int d = 0; d < dim; d++) {
         Vec keys[TILE];
-        for (int c = 0; c < TILE; c++) keys[c] = load(tile + d * KEYS + c * WIDTH);
+        for (int c = 0; c < TILE; c++) keys[c] = load(tile + d * KEYS + first + c * WIDTH);
         for (int r = 0; r < R; r++) {
             Vec query = set1(queries[r * dim + d]);
             for (int c = 0; c < TILE; c++) acc[r][c] = fma(query, keys[c], acc[r][c]);
         }
     }
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < TILE; c++) store(to[r] + c * WIDTH, acc[r][c]);
+    WRITTEN_OUT for (int r = 0; r < R; r++) {
+        WRITTEN_OUT for (int c = 0; c < TILE; c++) store(to[r] + first + c * WIDTH, acc[r][c]);
     }
 }
 
@@ -101,7 +103,12 @@ template <int R>
 void logit_rows(
     int rows, const float* tile, int dim, const float* queries, float* const* to) {
     if constexpr (R > 0) {
-        if (rows == R) return logit_tile<R>(tile, dim, queries, to);
+        if (rows == R) {
+            for (int first = 0; first < KEYS; first += TILE * WIDTH) {
+                logit_tile<R>(tile, first, dim, queries, to);
+            }
+            return;
+        }
         logit_rows<R - 1>(rows, tile, dim, queries, to);
     }
 }

@@ -19,9 +19,10 @@ constexpr int PANEL = 16;
 constexpr int VECS = PANEL / Vec::WIDTH;     // vectors of a panel
 constexpr int INPUTS = 128;                  // inputs whose weights stay in the L1 cache
 constexpr int PANELS = Vec::WIDTH == 16 ? 4 : 1;  // of a group: one part of a job
-constexpr int LINEAR_ROWS = 6;
+constexpr int LINEAR_ROWS = Vec::WIDTH == 4 ? 5 : 6;  // whose sums stay in registers
 // From so many rows on, storing and loading the sums of a block takes longer than weights from L2.
-constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // not measured with AVX2
+constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // measured with AVX-512 alone
+constexpr int MOST_ROWS = 512;  // that meet all weights, so that x and sums stay in the L2 cache
 
 // float32: one input at a time.
 struct SingleDot {
@@ -138,34 +139,27 @@ const Number* padded_rows(const LinearJob& job, int64_t width, Number* room, int
     return room;
 }
 
+// Some rows of x times the panels of a part.
 template <class Dot>
-void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
+void linear_block(const LinearJob& job, const typename Dot::X* x, int64_t x_row, int first_row,
+                  int rows, int first_group, int end_group, float* sums) {
     using X = typename Dot::X;
-    constexpr int OUT_ROW = PANELS * PANEL;
-    int64_t steps = steps_of(job), panel_bytes = steps * 64, width = steps * Dot::STEP;
-    int64_t sums_bytes = static_cast<int64_t>(job.rows) * OUT_ROW * 4;
-    char* memory = static_cast<char*>(
-        scratch->take(scratch, sums_bytes + job.rows * width * static_cast<int64_t>(sizeof(X))));
-    float* sums = reinterpret_cast<float*>(memory);
-    int64_t x_row;
-    const X* x = padded_rows(job, width, reinterpret_cast<X*>(memory + sums_bytes), &x_row);
-    constexpr int BLOCK = INPUTS / Dot::STEP;
-    int groups = linear_parts(job), panels = (job.outputs + PANEL - 1) / PANEL;
-    int first_group = static_cast<int>(static_cast<int64_t>(groups) * part / parts);
-    int end_group = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts);
+    constexpr int OUT_ROW = PANELS * PANEL, BLOCK = INPUTS / Dot::STEP;
+    int64_t steps = steps_of(job), panel_bytes = steps * 64;
+    int panels = (job.outputs + PANEL - 1) / PANEL;
+    // few and many rows keep their sums in registers from the first input to the last
+    bool whole = rows <= LINEAR_ROWS || rows >= MANY_ROWS;
+    int64_t block = whole ? steps : BLOCK;
     for (int group = first_group; group < end_group; group++) {
         int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
         const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
-        // few and many rows keep their sums in registers from the first input to the last
-        bool whole = job.rows <= LINEAR_ROWS || job.rows >= MANY_ROWS;
-        int64_t block = whole ? steps : BLOCK;
         for (int64_t step = 0; step < steps; step += block) {
             int some = static_cast<int>(steps - step < block ? steps - step : block);
-            for (int row = 0; row < job.rows; row += LINEAR_ROWS) {
-                int together = job.rows - row < LINEAR_ROWS ? job.rows - row : LINEAR_ROWS;
+            for (int row = 0; row < rows; row += LINEAR_ROWS) {
+                int together = rows - row < LINEAR_ROWS ? rows - row : LINEAR_ROWS;
                 const X* x_at[LINEAR_ROWS];
                 for (int r = 0; r < together; r++) {
-                    x_at[r] = x + (row + r) * x_row + step * Dot::STEP;
+                    x_at[r] = x + (first_row + row + r) * x_row + step * Dot::STEP;
                 }
                 float* out = sums + static_cast<int64_t>(row) * OUT_ROW;
                 const char* from = weights + step * 64;
@@ -180,7 +174,28 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
                 }
             }
         }
-        finish<X>(job, sums, OUT_ROW, 0, job.rows, group * OUT_ROW);
+        finish<X>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
+    }
+}
+
+template <class Dot>
+void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
+    using X = typename Dot::X;
+    int64_t width = steps_of(job) * Dot::STEP;
+    int blocks = (job.rows + MOST_ROWS - 1) / MOST_ROWS;
+    int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;  // blocks of about one size
+    int64_t sums_bytes = static_cast<int64_t>(most_rows) * PANELS * PANEL * 4;
+    char* memory = static_cast<char*>(
+        scratch->take(scratch, sums_bytes + job.rows * width * static_cast<int64_t>(sizeof(X))));
+    float* sums = reinterpret_cast<float*>(memory);
+    int64_t x_row;
+    const X* x = padded_rows(job, width, reinterpret_cast<X*>(memory + sums_bytes), &x_row);
+    int groups = linear_parts(job);
+    int first_group = static_cast<int>(static_cast<int64_t>(groups) * part / parts);
+    int end_group = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts);
+    for (int row = 0; row < job.rows; row += most_rows) {
+        int rows = job.rows - row < most_rows ? job.rows - row : most_rows;
+        linear_block<Dot>(job, x, x_row, row, rows, first_group, end_group, sums);
     }
 }
 

@@ -13,6 +13,14 @@
 #include "vector_x86.h"
 #endif
 
+// Before a loop of few rounds: arrays of sums stay in registers only if all of its rounds are written
+// out, which compilers do not always do by themselves.
+#if defined(__clang__)
+#define WRITTEN_OUT _Pragma("clang loop unroll(full)")
+#else
+#define WRITTEN_OUT _Pragma("GCC unroll 16")
+#endif
+
 namespace {
 
 // Asks for the line of a cache that holds this address; any address will do.

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr int REGISTERS = 32;
-
 struct Vec {
     static constexpr int WIDTH = 4;
     float32x4_t v;

@@ -9,8 +9,6 @@ namespace {
 
 #if defined(__AVX512F__)
 
-constexpr int REGISTERS = 32;
-
 struct Vec {
     static constexpr int WIDTH = 16;
     __m512 v;
@@ -165,8 +163,6 @@ inline Vec fma(Pair factors, const void* pairs, Vec sums) {
 #endif
 
 #else  // AVX2 and FMA
-
-constexpr int REGISTERS = 16;
 
 struct Vec {
     static constexpr int WIDTH = 8;
