@@ -40,6 +40,9 @@ without them / native, rows 1 / 8 / 32 / 128 / 512:
         768 -> 32000   1.0  1.1  1.1  0.9  1.2
         256 -> 256     3.2  2.9  2.7  1.6  0.9
 
+On AMD with AVX-512 BF16 they are level with oneDNN and 1.2 times as fast as MKL from 128 to 2,048
+rows (docs/experiments/linear_rows.csv).
+
 They are the rule where they are built, although MKL is up to a seventh faster from 128 rows on and
 oneDNN up to a third (2048 -> 768 at 512 rows): two packed copies would cost twice the memory,
 decoding has fewer rows, and a row that changed libraries with the size of its batch would change

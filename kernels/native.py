@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LAYOUT_VERSION = 4  # as in native.h
-# Instruction sets of the kernels, from the least to the best.
-SETS = ("avx2", "avx512", "avx512_bf16", "amx")
+# Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
+SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 VARIABLE = "ARBOR_NATIVE"
 FILE = Path(
     os.environ.get("ARBOR_NATIVE_FILE") or Path(__file__).resolve().parent / "libarbor_native.so"
@@ -287,7 +287,10 @@ def _load() -> tuple[Library | None, str]:
     if wanted == "off":
         return None, f"off ({VARIABLE})"
     if not FILE.exists():
-        return None, "not built: no C++ compiler when arbor was installed"
+        return (
+            None,
+            "not built: no C++ compiler when arbor was installed, or neither x86-64 nor aarch64",
+        )
     try:
         loaded = ctypes.CDLL(str(FILE))
         use, layout = loaded.arbor_native_use, loaded.arbor_native_layout

@@ -106,6 +106,39 @@ def test_shapes_without_kernels_are_observed_by_torch() -> None:
     assert mass[1040:1049].abs().max() == 0
 
 
+@needs_native
+def test_keys_far_below_the_largest_logit_weigh_nothing() -> None:
+    """Their values may be as large as float32 holds."""
+    case = make_case([make_level([(1, list(range(40)))], True)], make_shape(scaling=1.0))
+    case.k_pool[:40], case.v_pool[:40], case.q = 0.0, 3e38, torch.ones_like(case.q)
+    case.k_pool[:40, :, 0] = -100.0
+    case.k_pool[7], case.v_pool[7] = 0.0, 1.0
+    backend = NativeCascade()
+
+    out, lse = backend.run(backend.plan(case.layout, case.shape), case.q, case.k_pool, case.v_pool)
+
+    assert torch.equal(out, torch.ones_like(out)) and torch.equal(lse, torch.zeros_like(lse))
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(4))
+def test_bfloat16_is_widened_exactly(seed: int) -> None:
+    """Queries, keys and values give the bits of float32, but for the rounding of the result."""
+    library = native_library()
+    if library is not None and library.name == "amx":
+        pytest.skip("the tiles of AMX sum logits in an order of their own")
+    shape = make_shape(head_dim_qk=48, head_dim_vo=80, num_qo_heads=2 + 2 * seed)
+    case = make_case(random_layout(random.Random(seed), False), shape, torch.bfloat16, seed=seed)
+    backend = NativeCascade()
+    plan = backend.plan(case.layout, shape)
+    tensors = (case.q, case.k_pool, case.v_pool)
+
+    out, lse = backend.run(plan, *tensors)
+
+    wide_out, wide_lse = backend.run(plan, *(each.float() for each in tensors))
+    assert torch.equal(lse, wide_lse) and torch.equal(out, wide_out.to(torch.bfloat16))
+
+
 # Bits
 
 
@@ -227,6 +260,39 @@ def test_products_agree_and_a_row_keeps_its_bits(size: tuple[int, int], dtype: t
         assert torch.equal(packed(x[1 : count + 1]), found[1 : count + 1]), count
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_small_whole_numbers_are_exact(dtype: torch.dtype) -> None:
+    """In any order of sums; and of prompts that are computed in several blocks."""
+    grid = torch.arange(1100 * 70) * 7919
+    layer, x = nn.Linear(70, 50), (grid % 5 - 2).view(1100, 70).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_((grid[:3500] % 7 - 3).view(50, 70))
+        layer.bias.copy_(grid[:50] % 9)
+        wanted = layer(x.float())
+        found = PackedLinear(layer.to(dtype), "native")
+
+    for rows in (1, 7, 513, 1100):
+        assert torch.equal(found(x[:rows]).float(), wanted[:rows].to(dtype).float()), rows
+
+
+@needs_native
+def test_results_are_rounded_to_the_nearest_even_number_and_nan_stays() -> None:
+    """Sums of 0 and a bias of any bits, as torch rounds them; ties, infinities, the last vector."""
+    step = (1 << 32) // 2011
+    bits = torch.arange(-(1 << 31), 1 << 31, step, dtype=torch.int64).to(torch.int32)
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x7F7F8000, 0x00018000], dtype=torch.int32)
+    odd = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 1e-40])
+    values = torch.cat([bits.view(torch.float32), ties.view(torch.float32), odd])
+    packed = PackedLinear(nn.Linear(32, len(values)).to(torch.bfloat16), "native")
+    packed.bias = values
+
+    found, wanted = packed(torch.zeros(1, 32).to(torch.bfloat16))[0], values.to(torch.bfloat16)
+
+    assert torch.equal(found.isnan(), values.isnan()) and values.isnan().sum() > 5
+    assert torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
+
+
 def native_ops() -> FusedOps:
     ops = fused_ops(CPU)
     assert ops is not None
@@ -290,6 +356,9 @@ if native_state() == sys.argv[1]:
         test_native.test_norms_agree_with_float64(250, test_native.NORM_FORMS[0], dtype)
         for form in test_rotary.ROTARY_FORMS:
             test_rotary.test_the_kernel_has_the_bits_of_torch(form, dtype, (80, 36))
+        test_native.test_products_of_small_whole_numbers_are_exact(dtype)
+    test_native.test_results_are_rounded_to_the_nearest_even_number_and_nan_stays()
+    test_native.test_keys_far_below_the_largest_logit_weigh_nothing()
     for dim in (32, 256):
         test_native.test_a_row_has_the_same_bits_in_every_batch_and_division_into_levels(
             dim, torch.bfloat16)

@@ -1,11 +1,13 @@
 // The tiles of AMX, shaped alike for all products of bfloat16.
 #pragma once
 
+#if defined(__AMX_BF16__)
+
 #include <immintrin.h>
 
 #include <cstdint>
 
-#if defined(__AMX_BF16__)
+#include "number.h"
 
 namespace {
 
@@ -26,6 +28,51 @@ inline void shape_tiles(int rows) {
         shapes.bytes[i] = 64;
     }
     _tile_loadconfig(&shapes);
+}
+
+inline void release_tiles() { _tile_release(); }
+
+// Sums lie as rows of 32 numbers. `lower`: there are more than 16 rows.
+constexpr int SUMS_BYTES = 32 * 4;
+
+inline void clear_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+inline void load_sums(const float* sums, bool lower) {
+    _tile_loadd(0, sums, SUMS_BYTES);
+    _tile_loadd(1, sums + 16, SUMS_BYTES);
+    if (lower) {
+        _tile_loadd(2, sums + 16 * 32, SUMS_BYTES);
+        _tile_loadd(3, sums + 16 * 32 + 16, SUMS_BYTES);
+    }
+}
+
+inline void store_sums(float* sums, bool lower) {
+    _tile_stored(0, sums, SUMS_BYTES);
+    _tile_stored(1, sums + 16, SUMS_BYTES);
+    if (lower) {
+        _tile_stored(2, sums + 16 * 32, SUMS_BYTES);
+        _tile_stored(3, sums + 16 * 32 + 16, SUMS_BYTES);
+    }
+}
+
+// Adds the products of 32 numbers of each row, `x_row` apart, with two times 16 columns of pairs.
+inline void add_products(const bf16* x, int64_t x_row, bool lower, const void* first,
+                         const void* second) {
+    _tile_loadd(4, x, x_row * 2);
+    _tile_loadd(6, first, 64);
+    _tile_loadd(7, second, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (lower) {
+        _tile_loadd(5, x + 16 * x_row, x_row * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
 }
 
 }  // namespace

@@ -25,11 +25,12 @@ using arbor::Scratch;
 
 constexpr int WIDTH = Vec::WIDTH;
 constexpr int KEYS = 32;        // keys of a transposed tile
-constexpr int TILE = KEYS / WIDTH;
+constexpr int TILE = WIDTH == 4 ? 4 : KEYS / WIDTH;  // vectors that meet queries together
 constexpr int VALUES = 64;      // keys whose values are read again from the L1 cache
-constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : 2;  // queries that share a tile in registers
-constexpr int VALUE_ROWS = WIDTH == 16 ? 6 : 4;
-constexpr int VALUE_VECS = WIDTH == 16 ? 4 : 2;
+// Queries that share a tile in registers, and rows that share values: sums and what they read fit.
+constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : WIDTH == 8 ? 2 : 4;
+constexpr int VALUE_ROWS = WIDTH == 16 ? 6 : WIDTH == 8 ? 4 : 5;
+constexpr int VALUE_VECS = WIDTH == 8 ? 2 : 4;
 constexpr int MOST_DIM = 256;   // as in kernels/native.py
 constexpr int MARGIN = KEYS;    // numbers before and after a row's list that a tile may write
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // logits of a block of rows; half of a small L2 cache
@@ -77,23 +78,24 @@ inline int block_rows(const AttentionJob& job, int* longest) {
     return least(most(rows, 1), job.row_count);
 }
 
-// Products of R queries with 32 keys, to each query's list.
+// Products of R queries with TILE vectors of the 32 keys, beginning with key `first`, to each query's
+// list.
 template <int R>
-void logit_tile(const float* tile, int dim, const float* queries, float* const* to) {
+void logit_tile(const float* tile, int first, int dim, const float* queries, float* const* to) {
     Vec acc[R][TILE];
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < TILE; c++) acc[r][c] = set1(0.0f);
+    WRITTEN_OUT for (int r = 0; r < R; r++) {
+        WRITTEN_OUT for (int c = 0; c < TILE; c++) acc[r][c] = set1(0.0f);
     }
     for (int d = 0; d < dim; d++) {
         Vec keys[TILE];
-        for (int c = 0; c < TILE; c++) keys[c] = load(tile + d * KEYS + c * WIDTH);
+        for (int c = 0; c < TILE; c++) keys[c] = load(tile + d * KEYS + first + c * WIDTH);
         for (int r = 0; r < R; r++) {
             Vec query = set1(queries[r * dim + d]);
             for (int c = 0; c < TILE; c++) acc[r][c] = fma(query, keys[c], acc[r][c]);
         }
     }
-    for (int r = 0; r < R; r++) {
-        for (int c = 0; c < TILE; c++) store(to[r] + c * WIDTH, acc[r][c]);
+    WRITTEN_OUT for (int r = 0; r < R; r++) {
+        WRITTEN_OUT for (int c = 0; c < TILE; c++) store(to[r] + first + c * WIDTH, acc[r][c]);
     }
 }
 
@@ -101,7 +103,12 @@ template <int R>
 void logit_rows(
     int rows, const float* tile, int dim, const float* queries, float* const* to) {
     if constexpr (R > 0) {
-        if (rows == R) return logit_tile<R>(tile, dim, queries, to);
+        if (rows == R) {
+            for (int first = 0; first < KEYS; first += TILE * WIDTH) {
+                logit_tile<R>(tile, first, dim, queries, to);
+            }
+            return;
+        }
         logit_rows<R - 1>(rows, tile, dim, queries, to);
     }
 }
@@ -268,9 +275,7 @@ struct Block {
             int ahead = least(KEYS, stop - key - KEYS);
             for (int i = 0; i < ahead; i++) {
                 const char* next = reinterpret_cast<const char*>(key_of(level.slots[key + KEYS + i]));
-                for (int b = 0; b < bytes_of(dim); b += 64) {
-                    _mm_prefetch(next + b, _MM_HINT_T0);
-                }
+                for (int b = 0; b < bytes_of(dim); b += 64) prefetch(next + b);
             }
 #if defined(__AMX_BF16__)
             if constexpr (TILES) {
@@ -330,29 +335,12 @@ struct Block {
             Reads last = reads_of(level, request, last_row, job.window);
             if (last.end <= key || top.first >= key + some) continue;
             bool lower = together > 16;
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
+            clear_sums();
             const bf16* from = all + static_cast<int64_t>(first_query + query) * width;
             for (int d = 0; d < width; d += 32) {
-                _tile_loadd(4, from + d, width * 2);
-                _tile_loadd(6, pairs + d * 16, 64);
-                _tile_loadd(7, pairs + d * 16 + 256, 64);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_dpbf16ps(1, 4, 7);
-                if (lower) {
-                    _tile_loadd(5, from + 16 * width + d, width * 2);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
+                add_products(from + d, width, lower, pairs + d * 16, pairs + d * 16 + 256);
             }
-            _tile_stored(0, products, KEYS * 4);
-            _tile_stored(1, products + 16, KEYS * 4);
-            if (lower) {
-                _tile_stored(2, products + 16 * KEYS, KEYS * 4);
-                _tile_stored(3, products + 16 * KEYS + 16, KEYS * 4);
-            }
+            store_sums(products, lower);
             for (int r = 0; r < together; r++) {
                 int row = first + (query + r) / group;
                 Reads reads = reads_of(level, request, row, job.window);
@@ -434,9 +422,7 @@ struct Block {
             for (int i = 0; i < ahead; i++) {
                 const char* next =
                     reinterpret_cast<const char*>(value_of(level.slots[key + VALUES + i]));
-                for (int b = 0; b < bytes_of(dim); b += 64) {
-                    _mm_prefetch(next + b, _MM_HINT_T0);
-                }
+                for (int b = 0; b < bytes_of(dim); b += 64) prefetch(next + b);
             }
             if constexpr (CODED) {
                 for (int i = 0; i < some; i++) decode_head(at_slots[i], dim, values + i * dim);
@@ -602,7 +588,7 @@ void attend(const AttentionJob& job, int part, Scratch* scratch) {
         block.run();
     }
 #if defined(__AMX_BF16__)
-    if (Block<Number, Stored>::TILES) _tile_release();
+    if (Block<Number, Stored>::TILES) release_tiles();
 #endif
 }
 

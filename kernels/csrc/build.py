@@ -1,8 +1,9 @@
 """Building the native kernels: one compiler call per instruction set, one shared library.
 
-    python kernels/csrc/build.py [--output FILE] [--sanitize memory|threads]
+    python kernels/csrc/build.py [--output FILE] [--sanitize memory|threads] [--compiler COMMAND]
 
-`setup.py` calls this when the package is installed; `make native` for a checkout.
+`setup.py` calls this when the package is installed; `make native` for a checkout. The sources are
+those of the machine that the compiler compiles for, x86-64 or aarch64.
 """
 
 from __future__ import annotations
@@ -21,14 +22,23 @@ SOURCES = Path(__file__).resolve().parent
 LIBRARY = "libarbor_native.so"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-# Flags of each source; the library itself runs on any x86-64.
+# Flags of each source, by machine; `library` runs on any CPU of the machine, and so does `neon`.
 FLAGS = {
-    "library": [],
-    "avx2": AVX2,
-    "avx512": AVX512,
-    "avx512_bf16": [*AVX512, "-mavx512bf16"],
-    "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "x86_64": {
+        "library": [],
+        "avx2": AVX2,
+        "avx512": AVX512,
+        "avx512_bf16": [*AVX512, "-mavx512bf16"],
+        "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    },
+    "aarch64": {
+        "library": [],
+        "neon": [],
+        "neon_bf16": ["-march=armv8.2-a+bf16"],
+    },
 }
+# Other names of these machines, in Python or in the targets of compilers.
+SAME = {"AMD64": "x86_64", "amd64": "x86_64", "arm64": "aarch64"}
 # No -ffast-math: the order of every sum is part of what the kernels promise.
 COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off"]
 COMMON += ["-Wall", "-Wextra"]
@@ -41,25 +51,49 @@ SANITIZE = {
 
 def compiler() -> str | None:
     """A C++ compiler for this machine: ``$CXX``, or the first one found; None without."""
-    if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
+    if _named(platform.machine()) not in FLAGS or sys.platform == "win32":
         return None
     names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     return next((path for path in map(shutil.which, filter(None, names)) if path), None)
 
 
-def build(output: Path, *, sanitize: str | None = None) -> None:
+def target(command: str) -> str:
+    """The machine that a compiler compiles for, a key of `FLAGS`.
+
+    Raises:
+        RuntimeError: there are no kernels for the machine, or the compiler fails.
+    """
+    triple = _run([command, "-dumpmachine"]).strip()  # aarch64-linux-gnu, arm64-apple-darwin23.6.0
+    machine = _named(triple.partition("-")[0])
+    if machine not in FLAGS:
+        raise RuntimeError(
+            f"{command} compiles for {triple}; there are kernels for {', '.join(FLAGS)}"
+        )
+    return machine
+
+
+def build(output: Path, *, sanitize: str | None = None, command: str | None = None) -> None:
     """Compile the library.
 
     Args:
         output: the file to write.
         sanitize: with the sanitizers of this name in `SANITIZE`, and slow; None: without.
+        command: a compiler for any machine of `FLAGS`; None: `compiler`.
 
     Raises:
-        RuntimeError: there is no compiler, or it fails; with its messages.
+        RuntimeError: there is no compiler, it compiles for another machine than this one although
+            no other was named, or it fails; with its messages.
     """
-    command = compiler()
+    here = _named(platform.machine())
+    given, command = command, command or compiler()
     if command is None:
-        raise RuntimeError("no C++ compiler was found, or this is not x86-64 Linux or macOS")
+        raise RuntimeError(
+            "no C++ compiler was found, or this is not Linux or macOS on x86-64 or aarch64"
+        )
+    machine = target(command)
+    if given is None and machine != here:
+        raise RuntimeError(f"{command} compiles for {machine}, and this is {here}")
+    flags = FLAGS[machine]
     options = [*COMMON, *(["-O3"] if sanitize is None else SANITIZE[sanitize])]
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,11 +101,11 @@ def build(output: Path, *, sanitize: str | None = None) -> None:
         def compiled(name: str) -> str:
             object_file = str(Path(folder) / f"{name}.o")
             source = str(SOURCES / f"{name}.cpp")
-            _run([command, *options, *FLAGS[name], "-c", source, "-o", object_file])
+            _run([command, *options, *flags[name], "-c", source, "-o", object_file])
             return object_file
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            objects = list(threads.map(compiled, FLAGS))
+            objects = list(threads.map(compiled, flags))
         made = Path(folder) / LIBRARY
         _run([command, *options, "-shared", "-pthread", *objects, "-o", str(made)])
         # a process that has the earlier file open keeps it
@@ -79,10 +113,15 @@ def build(output: Path, *, sanitize: str | None = None) -> None:
         output.with_suffix(".new").replace(output)
 
 
-def _run(command: list[str]) -> None:
+def _named(machine: str) -> str:
+    return SAME.get(machine, machine)
+
+
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def main() -> int:
@@ -90,9 +129,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=SOURCES.parent / LIBRARY)
     parser.add_argument("--sanitize", choices=list(SANITIZE))
+    parser.add_argument("--compiler", help="for any machine; without, $CXX or the one found")
     options = parser.parse_args()
     try:
-        build(options.output, sanitize=options.sanitize)
+        build(options.output, sanitize=options.sanitize, command=options.compiler)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -18,48 +18,6 @@ constexpr uint16_t NO_SCALE = 0x7e00;  // NaN
 
 inline int stored_width(int dim) { return dim + 2 * ((dim + GROUP - 1) / GROUP); }
 
-inline float half_to_float(uint16_t bits) {
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
-}
-
-inline uint16_t half_above(float x) {
-    __m128i half = _mm_cvtps_ph(_mm_set_ss(x), _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-    return static_cast<uint16_t>(_mm_extract_epi16(half, 0));
-}
-
-#if defined(__AVX512F__)
-
-inline Vec load(const int8_t* p) {
-    __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))};
-}
-
-// Whole numbers from -128 to 127, rounded to even.
-inline void store(int8_t* p, Vec a) {
-    __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), codes);
-}
-
-inline Vec magnitude(Vec a) { return {_mm512_abs_ps(a.v)}; }
-
-#else
-
-inline Vec load(const int8_t* p) {
-    __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))};
-}
-
-inline void store(int8_t* p, Vec a) {
-    __m256i whole = _mm256_cvtps_epi32(a.v);
-    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole),
-                                    _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
-}
-
-inline Vec magnitude(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
-
-#endif
-
 inline void decode_head(const int8_t* stored, int dim, float* to) {
     for (int group = 0; group < dim; group += GROUP) {
         uint16_t bits;

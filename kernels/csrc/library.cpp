@@ -1,4 +1,4 @@
-// The library's functions: which instruction set runs here, and jobs divided among threads.
+// The library's functions: the instruction set in use, and jobs divided among threads.
 
 #include <cstdlib>
 #include <cstring>
@@ -10,9 +10,8 @@
 #include <thread>
 
 #include <pthread.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+#include "cpu.h"
 #include "native.h"
 
 namespace {
@@ -66,7 +65,7 @@ class Pool {
         begin_.notify_all();
         work(0);
         for (int spin = 0; left_.load(std::memory_order_acquire) && spin < SPINS; spin++) {
-            __builtin_ia32_pause();
+            pause_briefly();
         }
         std::unique_lock<std::mutex> lock(state_);
         end_.wait(lock, [this] { return left_.load(std::memory_order_acquire) == 0; });
@@ -132,33 +131,6 @@ Pool& the_pool() {
     return *pool;
 }
 
-// Whether the operating system lets this process use the tiles of AMX.
-bool tiles_allowed() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
-    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-#else
-    return false;
-#endif
-}
-
-bool runs_here(const Kernels& kernels) {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
-    if (&kernels == &avx2_kernels) return true;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
-        return false;
-    }
-    if (&kernels == &avx512_kernels) return true;
-    if (!__builtin_cpu_supports("avx512bf16")) return false;
-    if (&kernels == &avx512_bf16_kernels) return true;
-    // __builtin_cpu_supports("amx-bf16") is newer than GCC 12
-    unsigned a = 7, b, c = 0, d;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return (d >> 22 & 1) && (d >> 24 & 1) && tiles_allowed();
-}
-
 const Kernels* chosen = nullptr;
 
 // Products below which one more thread costs more than it saves: waking it takes about 10 us.
@@ -203,9 +175,7 @@ EXPORT int64_t arbor_native_layout() {
 
 // The best instruction set of this CPU, or the one named; its name, or null where it cannot run.
 EXPORT const char* arbor_native_use(const char* name) {
-    const Kernels* from_best[] = {&amx_kernels, &avx512_bf16_kernels, &avx512_kernels,
-                                  &avx2_kernels};
-    for (const Kernels* kernels : from_best) {
+    for (const Kernels* kernels : FROM_BEST) {
         if ((!name || !std::strcmp(name, kernels->name)) && runs_here(*kernels)) {
             chosen = kernels;
             return chosen->name;

@@ -19,9 +19,10 @@ constexpr int PANEL = 16;
 constexpr int VECS = PANEL / Vec::WIDTH;     // vectors of a panel
 constexpr int INPUTS = 128;                  // inputs whose weights stay in the L1 cache
 constexpr int PANELS = Vec::WIDTH == 16 ? 4 : 1;  // of a group: one part of a job
-constexpr int LINEAR_ROWS = 6;
+constexpr int LINEAR_ROWS = Vec::WIDTH == 4 ? 5 : 6;  // whose sums stay in registers
 // From so many rows on, storing and loading the sums of a block takes longer than weights from L2.
-constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // not measured with AVX2
+constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // measured with AVX-512 alone
+constexpr int MOST_ROWS = 512;  // that meet all weights, so that x and sums stay in the L2 cache
 
 // float32: one input at a time.
 struct SingleDot {
@@ -41,20 +42,8 @@ struct PairDot {
     using X = bf16;
     static constexpr int STEP = 2;
     static void add(Vec* acc, const bf16* x, const char* weight) {
-#if defined(__AVX512BF16__)
-        uint32_t pair;
-        std::memcpy(&pair, x, 4);
-        __m512i factor = _mm512_set1_epi32(static_cast<int>(pair));
-        __m512i weights = _mm512_loadu_si512(weight);
-        acc[0].v = _mm512_dpbf16_ps(acc[0].v, reinterpret_cast<__m512bh>(weights),
-                                    reinterpret_cast<__m512bh>(factor));
-#else
-        Vec even = set1(to_float(x[0])), odd = set1(to_float(x[1]));
-        for (int c = 0; c < VECS; c++) {
-            const char* at = weight + c * Vec::WIDTH * 4;
-            acc[c] = fma(odd, odd_of(at), fma(even, even_of(at), acc[c]));
-        }
-#endif
+        Pair factors = pair_of(x);
+        for (int c = 0; c < VECS; c++) acc[c] = fma(factors, weight + c * Vec::WIDTH * 4, acc[c]);
     }
 };
 
@@ -87,7 +76,7 @@ void linear_tile(const typename Dot::X* const* x, const char* weights, const Inp
     for (int step = 0; step < block.steps; step++) {
         for (int p = 0; p < P; p++) {
             const char* weight = weights + p * block.panel_bytes + step * 64;
-            _mm_prefetch(weight + 1024, _MM_HINT_T0);
+            prefetch(weight + 1024);
             for (int r = 0; r < R; r++) Dot::add(acc[r][p], x[r] + step * Dot::STEP, weight);
         }
     }
@@ -150,34 +139,27 @@ const Number* padded_rows(const LinearJob& job, int64_t width, Number* room, int
     return room;
 }
 
+// Some rows of x times the panels of a part.
 template <class Dot>
-void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
+void linear_block(const LinearJob& job, const typename Dot::X* x, int64_t x_row, int first_row,
+                  int rows, int first_group, int end_group, float* sums) {
     using X = typename Dot::X;
-    constexpr int OUT_ROW = PANELS * PANEL;
-    int64_t steps = steps_of(job), panel_bytes = steps * 64, width = steps * Dot::STEP;
-    int64_t sums_bytes = static_cast<int64_t>(job.rows) * OUT_ROW * 4;
-    char* memory = static_cast<char*>(
-        scratch->take(scratch, sums_bytes + job.rows * width * static_cast<int64_t>(sizeof(X))));
-    float* sums = reinterpret_cast<float*>(memory);
-    int64_t x_row;
-    const X* x = padded_rows(job, width, reinterpret_cast<X*>(memory + sums_bytes), &x_row);
-    constexpr int BLOCK = INPUTS / Dot::STEP;
-    int groups = linear_parts(job), panels = (job.outputs + PANEL - 1) / PANEL;
-    int first_group = static_cast<int>(static_cast<int64_t>(groups) * part / parts);
-    int end_group = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts);
+    constexpr int OUT_ROW = PANELS * PANEL, BLOCK = INPUTS / Dot::STEP;
+    int64_t steps = steps_of(job), panel_bytes = steps * 64;
+    int panels = (job.outputs + PANEL - 1) / PANEL;
+    // few and many rows keep their sums in registers from the first input to the last
+    bool whole = rows <= LINEAR_ROWS || rows >= MANY_ROWS;
+    int64_t block = whole ? steps : BLOCK;
     for (int group = first_group; group < end_group; group++) {
         int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
         const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
-        // few and many rows keep their sums in registers from the first input to the last
-        bool whole = job.rows <= LINEAR_ROWS || job.rows >= MANY_ROWS;
-        int64_t block = whole ? steps : BLOCK;
         for (int64_t step = 0; step < steps; step += block) {
             int some = static_cast<int>(steps - step < block ? steps - step : block);
-            for (int row = 0; row < job.rows; row += LINEAR_ROWS) {
-                int together = job.rows - row < LINEAR_ROWS ? job.rows - row : LINEAR_ROWS;
+            for (int row = 0; row < rows; row += LINEAR_ROWS) {
+                int together = rows - row < LINEAR_ROWS ? rows - row : LINEAR_ROWS;
                 const X* x_at[LINEAR_ROWS];
                 for (int r = 0; r < together; r++) {
-                    x_at[r] = x + (row + r) * x_row + step * Dot::STEP;
+                    x_at[r] = x + (first_row + row + r) * x_row + step * Dot::STEP;
                 }
                 float* out = sums + static_cast<int64_t>(row) * OUT_ROW;
                 const char* from = weights + step * 64;
@@ -192,7 +174,28 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
                 }
             }
         }
-        finish<X>(job, sums, OUT_ROW, 0, job.rows, group * OUT_ROW);
+        finish<X>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
+    }
+}
+
+template <class Dot>
+void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) {
+    using X = typename Dot::X;
+    int64_t width = steps_of(job) * Dot::STEP;
+    int blocks = (job.rows + MOST_ROWS - 1) / MOST_ROWS;
+    int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;  // blocks of about one size
+    int64_t sums_bytes = static_cast<int64_t>(most_rows) * PANELS * PANEL * 4;
+    char* memory = static_cast<char*>(
+        scratch->take(scratch, sums_bytes + job.rows * width * static_cast<int64_t>(sizeof(X))));
+    float* sums = reinterpret_cast<float*>(memory);
+    int64_t x_row;
+    const X* x = padded_rows(job, width, reinterpret_cast<X*>(memory + sums_bytes), &x_row);
+    int groups = linear_parts(job);
+    int first_group = static_cast<int>(static_cast<int64_t>(groups) * part / parts);
+    int end_group = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts);
+    for (int row = 0; row < job.rows; row += most_rows) {
+        int rows = job.rows - row < most_rows ? job.rows - row : most_rows;
+        linear_block<Dot>(job, x, x_row, row, rows, first_group, end_group, sums);
     }
 }
 
@@ -206,45 +209,19 @@ constexpr int MANY_TILE_ROWS = 64;
 // Up to 32 rows of x by two panels, over some steps; the sums begin at zero or go on.
 inline void tile_products(const bf16* x, int64_t x_row, int rows, const char* first,
                           const char* second, int64_t steps, bool begins, float* sums) {
-    int64_t x_bytes = x_row * 2;
     bool lower = rows > 16;
-    if (begins) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, 128);
-        _tile_loadd(1, sums + 16, 128);
-        if (lower) {
-            _tile_loadd(2, sums + 16 * 32, 128);
-            _tile_loadd(3, sums + 16 * 32 + 16, 128);
-        }
-    }
+    if (begins) clear_sums();
+    else load_sums(sums, lower);
     for (int64_t step = 0; step < steps; step += 16) {
         const char* next = first + step * 64 + 2048;
         const char* next_second = second + step * 64 + 2048;
         for (int i = 0; i < 1024; i += 64) {
-            _mm_prefetch(next + i, _MM_HINT_T0);
-            _mm_prefetch(next_second + i, _MM_HINT_T0);
+            prefetch(next + i);
+            prefetch(next_second + i);
         }
-        _tile_loadd(4, x + step * 2, x_bytes);
-        _tile_loadd(6, first + step * 64, 64);
-        _tile_loadd(7, second + step * 64, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (lower) {
-            _tile_loadd(5, x + 16 * x_row + step * 2, x_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
+        add_products(x + step * 2, x_row, lower, first + step * 64, second + step * 64);
     }
-    _tile_stored(0, sums, 128);
-    _tile_stored(1, sums + 16, 128);
-    if (lower) {
-        _tile_stored(2, sums + 16 * 32, 128);
-        _tile_stored(3, sums + 16 * 32 + 16, 128);
-    }
+    store_sums(sums, lower);
 }
 
 inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scratch) {
@@ -274,7 +251,7 @@ inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scr
         }
         finish<bf16>(job, sums, 32, 0, job.rows, 32 * pair);
     }
-    _tile_release();
+    release_tiles();
 }
 
 #endif

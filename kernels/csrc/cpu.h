@@ -1,0 +1,76 @@
+// Which of the kernels compiled for this machine its CPU can run.
+#pragma once
+
+#include "native.h"
+
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+namespace {
+
+using arbor::Kernels;
+
+#if defined(__x86_64__)
+
+const Kernels* const FROM_BEST[] = {&arbor::amx_kernels, &arbor::avx512_bf16_kernels,
+                                    &arbor::avx512_kernels, &arbor::avx2_kernels};
+
+inline void pause_briefly() { __builtin_ia32_pause(); }
+
+// Whether the operating system lets this process use the tiles of AMX.
+bool tiles_allowed() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+bool runs_here(const Kernels& kernels) {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return false;
+    if (&kernels == &arbor::avx2_kernels) return true;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
+        return false;
+    }
+    if (&kernels == &arbor::avx512_kernels) return true;
+    if (!__builtin_cpu_supports("avx512bf16")) return false;
+    if (&kernels == &arbor::avx512_bf16_kernels) return true;
+    // __builtin_cpu_supports("amx-bf16") is newer than GCC 12
+    unsigned a = 7, b, c = 0, d;
+    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    return (d >> 22 & 1) && (d >> 24 & 1) && tiles_allowed();
+}
+
+#elif defined(__aarch64__)
+
+const Kernels* const FROM_BEST[] = {&arbor::neon_bf16_kernels, &arbor::neon_kernels};
+
+inline void pause_briefly() { __asm__ volatile("yield"); }
+
+// NEON is part of aarch64, its products of bfloat16 of most CPUs since Armv8.6.
+bool runs_here(const Kernels& kernels) {
+    if (&kernels == &arbor::neon_kernels) return true;
+#if defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof(has);
+    return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has;
+#elif defined(__linux__)
+    constexpr unsigned long BF16 = 1 << 14;  // HWCAP2_BF16, which older headers lack
+    return getauxval(AT_HWCAP2) & BF16;
+#else
+    return false;
+#endif
+}
+
+#endif
+
+}  // namespace
