@@ -120,13 +120,13 @@ class HeadStatistics:
         self._owner[stale], self._position[stale] = owner, position
         self._mixed[stale] = table.mixed[stale]
         index = torch.from_numpy(stale).to(self._memory.pool.device)
+        known = torch.from_numpy(owner >= 0).to(index.device)
         figures = self._figures(owner, position)
         for name, column in self._columns.items():
-            values = torch.from_numpy(getattr(figures, name)).to(column)
-            column[:, index] = values
+            column[:, index] = torch.from_numpy(getattr(figures, name)).to(column) * known
 
     def _figures(self, owner: NDArray[np.int32], position: NDArray[np.int32]) -> AttentionColumns:
-        """Figures of whole tokens; zeros of those of no block."""
+        """Figures of whole tokens; those of no block have anything."""
         known = owner >= 0
         rows = np.where(known, owner, 0)
         starts = np.zeros(len(owner), np.int64)
@@ -134,5 +134,4 @@ class HeadStatistics:
             each, which = np.unique(rows[known], return_inverse=True)
             nodes = self._memory.forest.nodes(each.tolist())
             starts[known] = np.array([node.start for node in nodes])[which]
-        figures = self._whole.view(rows, position - starts)
-        return AttentionColumns(*(column * known for column in figures))
+        return self._whole.view(rows, np.maximum(position - starts, 0))

@@ -538,8 +538,8 @@ class KVMemory:
         rows = table.owner[targets]
         each, which = np.unique(rows, return_inverse=True)
         nodes = self.forest.nodes(each.tolist())
-        first = np.array([node.span.begin - node.start for node in nodes])
-        at = first[which] + table.position[targets]
+        first = np.array([node.span.begin - node.start for node in nodes], np.int64)
+        at: NDArray[np.int64] = first[which] + table.position[targets]
         spans = self.forest.spans
         assert (spans.slot[at] == targets).all(), "a slot is mixed that its block does not name"
         pending = [node.span.slot[offsets] for node, offsets in self.pending_tokens]

@@ -73,7 +73,8 @@ class HeadScorer:
         if not scores.size:
             return np.zeros(scores.shape[1])
         if (scores[-1] == scores[0]).all() and (scores == scores[0]).all():
-            return scores[0].astype(np.float64)
+            shared: Floats = scores[0].astype(np.float64)
+            return shared
         means: Floats = scores.mean(0).astype(np.float64)
         free = np.flatnonzero(~tokens.protected)
         if tokens.block[0] == tokens.block[-1]:
@@ -175,7 +176,7 @@ def _lowest(scores: Floats, lose: Ints) -> Bools:
         places = np.unique(lose - 1)
         parts = np.sort(scores, -1) if len(places) > 4 else np.partition(scores, places, -1)
         limit = np.take_along_axis(parts, wanted[..., None] - 1, -1)
-    gone = scores <= limit
+    gone: Bools = scores <= limit
     over = np.count_nonzero(gone, -1) - wanted
     many = np.nonzero(over)
     if len(many[0]):
