@@ -14,7 +14,7 @@ from arbor.memory.memory import KVMemory
 from arbor.retention.token_statistics import FADING, AttentionColumns, TokenStatistics
 from arbor.tree import NO_SLOT
 
-# what `AttentionColumns` says of each token, in every KV head
+# figures of each token, as in `AttentionColumns`, but of every KV head
 _NAMES = ("mass", "latest", "queries", "activated", "recurrence", "lately")
 _WHOLE = ("queries", "activated", "recurrence")
 

@@ -87,9 +87,7 @@ def mean_attention(pieces: Iterable[Tensor], keys: Tensor) -> Tensor:
 
 def flags(marked: NDArray[np.bool_], like: Tensor) -> Tensor:
     """Flags of tokens as a tensor on the device of another one."""
-    import torch
-
-    return torch.from_numpy(marked).to(like.device)
+    return like.new_tensor(marked.astype(np.float32)) > 0
 
 
 def above(scores: Tensor, recent: Tensor) -> Tensor:
