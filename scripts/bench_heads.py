@@ -114,7 +114,7 @@ def measure(
     return {
         "tokens": tokens,
         "layers": layers,
-        "heads": heads,
+        "kv_heads": heads,
         "blocks": blocks,
         "kept": kept,
         "n": rounds,

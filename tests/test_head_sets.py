@@ -31,7 +31,7 @@ from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.scorers.window_attention import WindowAttention
 from arbor.retention.token_kv import KVScorer, KVSequence
 from arbor.retention.trigger import Trigger
-from arbor.tree import Node
+from arbor.tree import Node, ThoughtTree
 
 SLOTS = 24
 LONG = 40
@@ -156,6 +156,20 @@ def test_heads_that_agree_keep_what_all_would_keep() -> None:
 
     for name in ("random", "streaming"):
         assert events(by_head(name)) == events(by_head(name, granularity="token"))
+
+
+def test_searches_that_divide_the_room_keep_their_own_heads_tokens() -> None:
+    lab = lossy(by_head("h2o", among="fair"))
+    first = ThoughtTree(PROMPT)
+    second = ThoughtTree(PROMPT[:7])
+    lab.open(first, SLOTS, pool=2 * SLOTS)
+    lab.open(second, SLOTS, alone=False)
+    for tree in (first, second):
+        lab.extend(tree.root)
+        lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    assert lab.memory.used <= 2 * SLOTS
+    assert all(any(lab.memory.mixed(node).any() for node in tree) for tree in (first, second))
 
 
 # What heads give up

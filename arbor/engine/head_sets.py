@@ -15,11 +15,11 @@ from arbor.engine.policy_view import GOLDEN, ShowsKV
 from arbor.errors import ModelError
 from arbor.memory.head_table import HeadMoves
 from arbor.model.runner import ModelRunner
-from arbor.retention.base import Blocks, Tokens
+from arbor.retention.base import Tokens
 from arbor.retention.head_selection import HeadScorer, HeadSelection
 from arbor.retention.policy import Policy
 from arbor.retention.selection import Selection
-from arbor.retention.token_kv import NO_KV
+from arbor.retention.token_kv import NO_KV, PlacedKV
 from arbor.tree import Node
 
 
@@ -45,29 +45,19 @@ class HeadSets:
         self._statistics = statistics
         self._head_kv = head_kv if policy.observation.keys else None
 
-    def scorer(self, blocks: Blocks, leaves: Sequence[Node]) -> HeadScorer:
-        """The policy's scorer for the tokens of an offer.
+    def scorer(self, leaves: Sequence[Node]) -> HeadScorer:
+        """The policy's scorer for the tokens of an offer of `PolicyView`.
 
         Args:
-            blocks: the offer.
             leaves: ends of the running paths.
         """
+        return HeadScorer(self._scorer, partial(self._tokens, leaves=leaves))
 
-        def by_head(tokens: Tokens) -> Tokens:
-            return self._tokens(tokens, blocks.ids[tokens.block], leaves)
-
-        return HeadScorer(self._scorer, by_head)
-
-    def moves(self, blocks: Blocks, chosen: Selection) -> HeadMoves | None:
-        """What heads keep of the slots that leave; None: nothing.
-
-        Args:
-            blocks: the offer.
-            chosen: what was decided on it.
-        """
+    def moves(self, chosen: Selection) -> HeadMoves | None:
+        """What heads keep of the slots that leave; None: nothing."""
         if not isinstance(chosen, HeadSelection) or not len(chosen.head):
             return None
-        slots = self._slots(blocks.ids[chosen.tokens.block], chosen.tokens.offset)
+        slots = self._slots(_rows(chosen.tokens), chosen.tokens.offset)
         return HeadMoves(chosen.head, slots[chosen.source], slots[chosen.target])
 
     def moved(self, moves: HeadMoves) -> None:
@@ -83,15 +73,14 @@ class HeadSets:
         slots: NDArray[np.int32] = forest.spans.slot[begins[which] + offsets]
         return slots
 
-    def _tokens(self, tokens: Tokens, rows: NDArray[np.int64], leaves: Sequence[Node]) -> Tokens:
+    def _tokens(self, tokens: Tokens, *, leaves: Sequence[Node]) -> Tokens:
         """What each KV head holds in the slots of some tokens, as tokens, [C * T].
 
         Args:
             tokens: shown, T of them.
-            rows: int64 [T], of their blocks.
             leaves: ends of the running paths.
         """
-        memory = self._state.memory
+        memory, rows = self._state.memory, _rows(tokens)
         slots, count = self._slots(rows, tokens.offset), len(memory.heads)
         held = memory.heads.positions(memory.table, slots)
 
@@ -126,6 +115,12 @@ class HeadSets:
                 ),
             }
         )
+
+
+def _rows(tokens: Tokens) -> NDArray[np.int64]:
+    """The blocks of tokens, int64 [T], by row."""
+    assert isinstance(tokens.kv, PlacedKV), "made by `PolicyView`"
+    return tokens.kv.rows
 
 
 def _zeros(count: int, _: Tokens) -> NDArray[Any]:

@@ -55,7 +55,8 @@ class Observer:
         asked: dict[str, Any] = {}
         if self._wanted.attention:
             asked["mass"] = dict.fromkeys(self.layers, self._heads)
-            asked["by_head"] = self._by_head is not None
+            if self._by_head is not None:
+                asked["by_head"] = True
         if self.window is not None:
             memory, write = self._state.memory, plan.table.write
             kept = write != memory.pool.trash

@@ -275,7 +275,7 @@ class Residency:
             if self._heads is None or leaves is None:
                 counts, chosen = select(blocks, room, allocator, self._policy.scorer)
             else:
-                scorer = self._heads.scorer(blocks, leaves)
+                scorer = self._heads.scorer(leaves)
                 counts, chosen = select_by_head(blocks, room, allocator, scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = self._memory.slots, error.needed - error.budget
@@ -293,7 +293,7 @@ class Residency:
         began: float,
     ) -> None:
         """Evict what was not chosen, and report to each tree what was decided of it and why."""
-        moves = None if self._heads is None else self._heads.moves(blocks, chosen)
+        moves = None if self._heads is None else self._heads.moves(chosen)
         rows, held, lost = self._evict(blocks, *chosen.leaving(), moves)
         if moves is not None and self._heads is not None:
             self._heads.moved(moves)

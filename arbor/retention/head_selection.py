@@ -251,9 +251,14 @@ def moves_of(gone: Bools) -> tuple[Ints, Ints, Ints, Bools]:
         >>> head.tolist(), source.tolist(), target.tolist(), leaving.tolist()
         ([1], [1], [2], [False, True, False])
     """
-    leaving = np.zeros(gone.shape[1], np.bool_)
-    dropped = np.nonzero(gone)[1].reshape(len(gone), -1)
+    heads, count = gone.shape
+    leaving = np.zeros(count, np.bool_)
+    # places in the flat array, which are found many times faster than pairs
+    dropped = np.flatnonzero(gone).reshape(heads, -1)
+    dropped -= np.arange(0, heads * count, max(1, count))[:, None]
     leaving[dropped.min(0)] = True
-    head, source = np.nonzero(leaving & ~gone)
-    _, target = np.nonzero(gone & ~leaving)
-    return head, source, target, leaving
+    source = np.flatnonzero(leaving & ~gone)
+    target = np.flatnonzero(gone & ~leaving)
+    head = source // max(1, count)
+    begins = head * count
+    return head, source - begins, target - begins, leaving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -169,6 +169,22 @@ class TokenKV:
 
 
 NO_KV = TokenKV()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedKV(TokenKV):
+    """The same with the tokens' blocks, from which it follows what each KV head holds.
+
+    Attributes:
+        rows: int64 [T], of the blocks.
+    """
+
+    rows: NDArray[np.int64] = field(kw_only=True)
+
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> PlacedKV:
+        """The column of some tokens."""
+        place = None if self.place is None else self.place[at]
+        return PlacedKV(self.sequences, place, rows=self.rows[at])
 
 
 @dataclass(frozen=True, eq=False)
