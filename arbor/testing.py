@@ -23,9 +23,10 @@ from arbor import components
 from arbor.errors import BudgetInfeasible
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
+from arbor.retention.head_selection import HeadScorer, select_by_head
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
-from arbor.retention.token_kv import NO_KV, KVSequence, PairRotation, TokenKV
+from arbor.retention.token_kv import NO_KV, HeadKV, KVSequence, PairRotation, TokenKV
 
 EXAMPLES = 200
 MOST_BLOCKS = 12
@@ -65,6 +66,8 @@ def check_policy(
         room = (least, most, int(draw.integers(least, most + 1)))[number % 3]
         _check_scorer(whole.scorer, blocks, draw)
         _check_allocator(whole, blocks, room, None if ties else draw.permutation(len(blocks)))
+        if whole.by_head:
+            _check_heads(whole, blocks, room)
 
 
 def make_offer(draw: Generator, size: int, ties: bool, keys: bool = False) -> Blocks:
@@ -271,6 +274,36 @@ def _check_scorer(scorer: Scorer, blocks: Blocks, draw: Generator) -> None:
         unseen = {each: np.zeros_like(getattr(tokens, each)) for each in ATTENTION}
         same = scorer.scores(dataclasses.replace(tokens, **unseen))
         assert (same == scores).all(), f"{name}: reads attention, but `observes` is false"
+
+
+def _check_heads(policy: Policy, blocks: Blocks, room: int) -> None:
+    """Check a policy whose KV heads keep tokens of their own, with heads that hold the same."""
+
+    def by_head(tokens: Tokens) -> Tokens:
+        columns = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(Tokens)}
+        kv, heads = columns.pop("kv"), 2
+        if kv.place is not None:
+            (sequence,) = kv.sequences
+            heads = sum(sequence.keys(layer).shape[1] for layer in sequence.layers)
+            begins = np.arange(heads)[:, None] * len(sequence)
+            kv = HeadKV(kv.sequences, (begins + kv.place).ravel())
+        return Tokens(**{name: np.tile(each, heads) for name, each in columns.items()}, kv=kv)
+
+    scorer = HeadScorer(policy.scorer, by_head)
+    try:
+        counts, _ = _unharmed(
+            policy.name, lambda: select_by_head(blocks, room, policy.allocator, scorer)
+        )
+    except BudgetInfeasible:
+        return
+    assert (counts >= blocks.floor).all() and counts.sum() <= room, (
+        f"{policy.name}: heads keep {counts.tolist()} with room for {room}"
+    )
+    if blocks.tokens.kv.place is None:
+        alone = _counts(policy, blocks, room)
+        assert (counts == alone).all(), (
+            f"{policy.name}: heads that hold the same keep {counts.tolist()}, not {alone.tolist()}"
+        )
 
 
 def _unharmed(name: str, ask: Callable[[], Any]) -> Any:

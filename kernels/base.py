@@ -128,7 +128,14 @@ class AttentionBackend(Protocol):
         ...
 
     def mass(
-        self, plan: Any, q: Tensor, k_pool: Tensor, lse: Tensor, heads: Tensor | None = None
+        self,
+        plan: Any,
+        q: Tensor,
+        k_pool: Tensor,
+        lse: Tensor,
+        heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """Attention mass of each slot in a layer: the sum of exp(logit - lse) over rows and heads.
 
@@ -136,9 +143,10 @@ class AttentionBackend(Protocol):
             plan, q, k_pool: as in `run`.
             lse: from `run`: the final one, after merging all levels.
             heads: int64 [n] KV heads to count (all query heads of their groups); None = all.
+            by_head: one sum for each of these KV heads instead of one for all.
 
         Returns:
-            [slots] float32.
+            [slots] float32; by head [n, slots].
         """
         ...
 
@@ -156,16 +164,18 @@ class ObservingBackend(Protocol):
         sinks: Tensor | None = None,
         counted: Tensor | None = None,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`AttentionBackend.run` and `AttentionBackend.mass` in one pass over the keys.
 
         Args:
             plan, q, k_pool, v_pool, sinks: as in `AttentionBackend.run`.
             counted: bool [T], rows whose attention counts; None = all.
-            heads: as in `AttentionBackend.mass`.
+            heads, by_head: as in `AttentionBackend.mass`.
 
         Returns:
-            out [T, H_q, D_v], lse [T, H_q] and mass [slots], as the two methods do.
+            out [T, H_q, D_v], lse [T, H_q] and the mass, as the two methods do.
         """
         ...
 

@@ -150,15 +150,21 @@ class DecodedCascade:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`."""
         wide = q.to(torch.promote_types(q.dtype, torch.float32))
-        mass = torch.zeros(k_pool.shape[0], dtype=torch.float32, device=q.device)
+        sums = len(heads) if heads is not None else plan.shape.num_kv_heads
+        size = (sums, k_pool.shape[0]) if by_head else (k_pool.shape[0],)
+        mass = torch.zeros(size, dtype=torch.float32, device=q.device)
         for piece in plan.pieces:
             rows, slots = slice(piece.first_row, piece.end_row), piece.slots.to(k_pool.device)
             keys = read_slots(k_pool, slots, plan.shape.head_dim_qk).to(wide.dtype)
-            received = self._inner.mass(piece.plan, wide[rows], keys, lse[rows], heads)
-            mass.index_add_(0, slots, received)
+            received = self._inner.mass(
+                piece.plan, wide[rows], keys, lse[rows], heads, by_head=by_head
+            )
+            mass.index_add_(-1, slots, received)
         return mass
 
 

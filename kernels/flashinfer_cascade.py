@@ -424,11 +424,13 @@ class FlashInferCascade:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`; `TorchCascade`'s, as no shipped kernel returns sums."""
         if plan.by_hand is None:
             plan.by_hand = self._torch.plan_mass(plan.layout, plan.shape)
-        return self._torch.mass(plan.by_hand, q, k_pool, lse, heads)
+        return self._torch.mass(plan.by_hand, q, k_pool, lse, heads, by_head=by_head)
 
 
 def workspace_bytes(shape: AttentionShape, multiprocessors: int) -> int:

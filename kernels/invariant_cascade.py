@@ -123,9 +123,11 @@ class InvariantCascade:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`; row by row in torch."""
-        return self._rowwise.mass(plan.rowwise, q, k_pool, lse, heads)
+        return self._rowwise.mass(plan.rowwise, q, k_pool, lse, heads, by_head=by_head)
 
 
 def launches(

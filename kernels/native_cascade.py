@@ -128,6 +128,8 @@ class NativeCascade:
         sinks: Tensor | None = None,
         counted: Tensor | None = None,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `ObservingBackend.run_observed`."""
         q = _dense(q)
@@ -136,13 +138,14 @@ class NativeCascade:
             fallback = self._fallback(plan)
             out, lse = self._torch.run(fallback, q, k_pool, v_pool, sinks)
             seen = lse if counted is None else lse.masked_fill(~counted[:, None], torch.inf)
-            return out, lse, self._torch.mass(fallback, q, k_pool, seen, heads)
+            mass = self._torch.mass(fallback, q, k_pool, seen, heads, by_head=by_head)
+            return out, lse, mass
         received = self._received(plan)
         weights = None if counted is None else counted.to(torch.float32)
         job.mass = received.data_ptr()
         job.counted = None if weights is None else weights.data_ptr()
         out, lse = self._run(plan, job, q, v_pool, sinks)
-        return out, lse, self._by_slot(plan, received, k_pool.shape[0], heads)
+        return out, lse, self._by_slot(plan, received, k_pool.shape[0], heads, by_head)
 
     def mass(
         self,
@@ -151,18 +154,20 @@ class NativeCascade:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V."""
         q = _dense(q)
         job = self._filled(plan, q, k_pool)
         if job is None:
-            return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads)
+            return self._torch.mass(self._fallback(plan), q, k_pool, lse, heads, by_head=by_head)
         received = self._received(plan)
         lse = lse.contiguous()
         job.v, job.out, job.sinks = None, None, None
         job.lse, job.mass = lse.data_ptr(), received.data_ptr()
         self._attention(ctypes.addressof(job), torch.get_num_threads())
-        return self._by_slot(plan, received, k_pool.shape[0], heads)
+        return self._by_slot(plan, received, k_pool.shape[0], heads, by_head)
 
     def _run(
         self, plan: NativePlan, job: AttentionJob, q: Tensor, v_pool: Tensor, sinks: Tensor | None
@@ -184,10 +189,17 @@ class NativeCascade:
         return torch.zeros(plan.shape.num_kv_heads, len(plan.slots))
 
     def _by_slot(
-        self, plan: NativePlan, received: Tensor, slots: int, heads: Tensor | None
+        self,
+        plan: NativePlan,
+        received: Tensor,
+        slots: int,
+        heads: Tensor | None,
+        by_head: bool,
     ) -> Tensor:
         chosen = received if heads is None else received[heads]
         assert plan.slots is not None, "made by _received"
+        if by_head:
+            return torch.zeros(len(chosen), slots).index_add_(1, plan.slots, chosen)
         return torch.zeros(slots).index_add_(0, plan.slots, chosen.sum(0))
 
     def _filled(self, plan: NativePlan, q: Tensor, k_pool: Tensor) -> AttentionJob | None:

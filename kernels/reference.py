@@ -98,18 +98,20 @@ class ReferenceAttention:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`."""
         shape = plan.shape
         counted = range(shape.num_kv_heads) if heads is None else heads.tolist()
-        mass = torch.zeros(k_pool.shape[0], dtype=_work_dtype(q), device=q.device)
+        mass = torch.zeros(len(counted), k_pool.shape[0], dtype=_work_dtype(q), device=q.device)
         for row, row_slots in enumerate(plan.slots):
             slots = row_slots.to(q.device)
-            for kv_head in counted:
+            for place, kv_head in enumerate(counted):
                 for head in range(kv_head * shape.group, (kv_head + 1) * shape.group):
                     logits = _logits(shape, q[row, head], k_pool, slots, head)
-                    mass.index_add_(0, slots, torch.exp(logits - lse[row, head]))
-        return mass.float()
+                    mass[place].index_add_(0, slots, torch.exp(logits - lse[row, head]))
+        return (mass if by_head else mass.sum(0)).float()
 
 
 def _work_dtype(q: Tensor) -> torch.dtype:

@@ -99,10 +99,14 @@ class RowwiseAttention:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`."""
         shape = plan.shape
-        mass = torch.zeros(k_pool.shape[0], dtype=torch.float32, device=k_pool.device)
+        sums = len(heads) if heads is not None else shape.num_kv_heads
+        size = (sums, k_pool.shape[0]) if by_head else (k_pool.shape[0],)
+        mass = torch.zeros(size, dtype=torch.float32, device=k_pool.device)
         for row, keys in enumerate(plan.keys):
             keys = keys.to(k_pool.device)
             k = _read(k_pool, keys, shape.head_dim_qk, q.dtype)
@@ -110,7 +114,7 @@ class RowwiseAttention:
             logits = attention_logits(grouped, k, shape)
             weights = torch.exp(logits.float() - lse[row].reshape(shape.num_kv_heads, -1, 1))
             chosen = weights if heads is None else weights.index_select(0, heads)
-            mass.index_add_(0, keys, chosen.sum(dim=(0, 1)))
+            mass.index_add_(-1, keys, chosen.sum(dim=1 if by_head else (0, 1)))
         return mass
 
 

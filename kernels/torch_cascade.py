@@ -168,15 +168,17 @@ class TorchCascade:
         k_pool: Tensor,
         lse: Tensor,
         heads: Tensor | None = None,
+        *,
+        by_head: bool = False,
     ) -> Tensor:
         """See `AttentionBackend.mass`. Reads K once more, as the cascade does, and no V.
 
-        On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, in float32 and
-        float64, and where torch is asked for deterministic algorithms.
+        On CUDA by a Triton kernel, if triton is installed; by matmuls elsewhere, by head, in
+        float32 and float64, and where torch is asked for deterministic algorithms.
         """
         if is_stored(k_pool):
-            return self._decoding.mass(self._decoded(plan), q, k_pool, lse, heads)
-        if self._mass_kernel.runs(q):
+            return self._decoding.mass(self._decoded(plan), q, k_pool, lse, heads, by_head=by_head)
+        if not by_head and self._mass_kernel.runs(q):
             if plan.mass_work is None:
                 plan.mass_work = mass_work(plan.layout, plan.shape, q.device)
             summed = self._mass_kernel(plan.mass_work, q, k_pool, lse, heads)
@@ -189,8 +191,9 @@ class TorchCascade:
         work = torch.promote_types(q.dtype, torch.float32)
         folded = q.view(plan.rows, kv_heads, group, shape.head_dim_qk).transpose(1, 2).contiguous()
         row_lse = lse.view(plan.rows, kv_heads, group).transpose(1, 2).contiguous().to(work)
-        mass = torch.zeros(k_pool.shape[0], dtype=work, device=q.device)
         counted = kv_heads if heads is None else len(heads)
+        size = (counted, k_pool.shape[0]) if by_head else (k_pool.shape[0],)
+        mass = torch.zeros(size, dtype=work, device=q.device)
         most = self._most(counted, group, shape.head_dim_qk, work)
         for number, task in enumerate(plan.tasks):
             queries = _queries(task, folded)
@@ -202,13 +205,14 @@ class TorchCascade:
             for piece in task.pieces(*most):
                 piece_lse = _rows_of(task, piece, group, part_lse)
                 logits = self._logits(plan, number, piece, queries, keys)
-                received = logits.sub_(piece_lse.unsqueeze(-1)).exp_().sum((1, 2))
+                weights = logits.sub_(piece_lse.unsqueeze(-1)).exp_()  # [B, H_kv, m * G, n]
+                received = weights.sum(2) if by_head else weights.sum((1, 2))
                 if task.index is None and task.batch == 1:
                     first = task.start + piece.first_key
-                    mass[first : first + received.shape[1]].add_(received[0])
+                    mass[..., first : first + received.shape[-1]].add_(received[0])
                 else:
                     slots = self._key_slots(plan, number, piece, q.device)
-                    mass.index_add_(0, slots, received.view(-1))
+                    mass.index_add_(-1, slots, received.movedim(0, -2).flatten(-2))
         return mass.float()
 
     def _decoded(self, plan: CascadePlan) -> DecodedPlan:

@@ -40,13 +40,27 @@ from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
 from arbor.retention.allocators.ratio import Ratio
+from arbor.retention.base import Scorer
 from arbor.retention.msve import MSVE
+from arbor.retention.observation import Observation
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.lazy_eviction import LazyEviction
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.trigger import Trigger
+
+
+def in_every_layer(scorer: Any) -> Scorer:
+    """A scorer that observes all layers, instead of one of four."""
+    wanted = dataclasses.replace(getattr(scorer, "observation", Observation()), every=1)
+    kind = type(scorer)
+    watching = type(f"{kind.__name__}InEveryLayer", (kind,), {"observation": wanted})
+    made: Scorer = watching(
+        **{each.name: getattr(scorer, each.name) for each in dataclasses.fields(scorer)}
+    )
+    return made
+
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "tot-bfs": {"controller": {"name": "tot", "stop_value": None}},
@@ -104,6 +118,15 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of thei
     "lazyeviction-paper-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="paper")), None),
     "lazyeviction-off-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="off")), None),
 }
+HEADED = ("h2o", "snapkv", "keydiff", "rkv", "rpc", "tova", "lazyeviction")
+for _name in HEADED:
+    _policy = dataclasses.replace(POLICIES[_name], protect=PROTECT, trigger=Trigger())
+    VARIANTS[f"{_name}-heads"] = (dataclasses.replace(_policy, granularity="head"), None)
+    # one set for all heads, from all layers, as `granularity=head` observes them
+    VARIANTS[f"{_name}-layers"] = (
+        dataclasses.replace(_policy, scorer=in_every_layer(_policy.scorer)),
+        None,
+    )
 RESAMPLES = 2000
 SIZES = {  # of the searches of `share`, by about how many blocks they have: beam, width, how many times fewer problems
     174: (9, 10, 1.0),

@@ -47,7 +47,7 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
-from arbor.retention.policy import POLICIES, Protect
+from arbor.retention.policy import POLICIES, Granularity, Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS
 from arbor.tasks.base import BlockLimits
@@ -77,6 +77,7 @@ PROTECTED = Protect().sinks + Protect().recent
 ROOMY = 1000  # slots for a policy that evicts nothing
 AMONG = get_args(Among)
 NO_TRIGGER, EARLY = Trigger(), Trigger(every=2, above=0.6)
+BOTH: tuple[Granularity, ...] = ("token", "head")
 NOISE = 1e-4  # of logits; rounding stays far below it
 
 Lie = Literal["choose", "late choose", "stop", "confidence"]
@@ -272,6 +273,7 @@ class Tally:
         taken: tokens whose records siblings took over.
         rounded: tokens on the device whose packed record is kept, summed over the checks.
         kept: slots of finished prompts that no tree used, likewise.
+        mixed: slots whose KV heads held different tokens, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
     """
@@ -284,6 +286,7 @@ class Tally:
     taken: int = 0
     rounded: int = 0
     kept: int = 0
+    mixed: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
 
@@ -311,6 +314,7 @@ class Grove(RuleBasedStateMachine):
         trigger: Trigger = NO_TRIGGER,
         lower: LowerRoom = NO_ROOM,
         costs: FetchCosts | None = None,
+        granularity: Granularity = "token",
     ) -> None:
         self.patches = [
             patch.object(module, "LEAST_COMMON", self.least_common)
@@ -324,7 +328,7 @@ class Grove(RuleBasedStateMachine):
         self.source = Source()
         self.lab = Lab(
             build("llama"),
-            policy=replace(POLICIES[policy], among=among, trigger=trigger),
+            policy=replace(with_granularity(policy, granularity), among=among, trigger=trigger),
             mode=mode,
             rehydrate=rehydrate,
             source=self.source,
@@ -813,9 +817,23 @@ class LossyGrove(Grove):
         pool=st.integers(PROTECTED + max(LENGTHS) + len(QUESTION), SMALLEST + 20),
         among=st.sampled_from(AMONG),
         trigger=st.sampled_from((NO_TRIGGER, EARLY)),
+        granularity=st.sampled_from(BOTH),
     )
-    def plant(self, policy: str, rehydrate: Any, pool: int, among: Among, trigger: Trigger) -> None:
-        self.begin(pool, policy, "lossy", rehydrate, among, trigger)
+    def plant(
+        self,
+        policy: str,
+        rehydrate: Any,
+        pool: int,
+        among: Among,
+        trigger: Trigger,
+        granularity: Granularity,
+    ) -> None:
+        self.begin(pool, policy, "lossy", rehydrate, among, trigger, granularity=granularity)
+
+    @invariant()
+    def mixed_slots_are_counted(self) -> None:
+        if hasattr(self, "lab"):
+            TALLY.mixed += int(np.count_nonzero(self.lab.memory.table.mixed))
 
 
 class PackedGrove(LossyGrove):
@@ -829,6 +847,7 @@ class PackedGrove(LossyGrove):
         host=st.integers(1, 60),
         bits=st.sampled_from(BITS),
         costs=st.sampled_from((None, *map(FetchCosts.parse, PACKED_COSTS))),
+        granularity=st.sampled_from(BOTH),
     )
     def plant(  # type: ignore[override]
         self,
@@ -839,9 +858,19 @@ class PackedGrove(LossyGrove):
         host: int,
         bits: int,
         costs: FetchCosts | None,
+        granularity: Granularity,
     ) -> None:
         lower = LowerRoom(host, host_bits=bits)
-        self.begin(pool, policy, "lossy", rehydrate, trigger=trigger, lower=lower, costs=costs)
+        self.begin(
+            pool,
+            policy,
+            "lossy",
+            rehydrate,
+            trigger=trigger,
+            lower=lower,
+            costs=costs,
+            granularity=granularity,
+        )
 
     def store(self) -> PackedStore:
         (shelf,) = self.lab.memory.lower
@@ -865,6 +894,14 @@ class PackedGrove(LossyGrove):
                     rows, intact = self.store().read(span.origin[at], torch.device("cpu"))
                     assert torch.equal(memory.pool.gather(span.slot[at])[intact], rows[intact])
                     TALLY.rounded += len(at)
+
+
+def with_granularity(name: str, granularity: Granularity) -> Policy:
+    """A policy whose KV heads keep tokens of their own, if that is asked for and it can."""
+    try:
+        return replace(POLICIES[name], granularity=granularity)
+    except UsageError:
+        return POLICIES[name]
 
 
 def refuse_memory(*args: Any) -> None:

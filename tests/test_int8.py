@@ -137,6 +137,9 @@ def assert_reads_what_is_stored(case: Case, backend: AttentionBackend) -> None:
     expected_mass = reference.mass(plan, wide.q, wide.k_pool, expected_lse, heads)
     mass = backend.mass(mine, stored.q, stored.k_pool, expected_lse, heads)
     torch.testing.assert_close(mass, expected_mass, atol=2e-4, rtol=2e-4)
+    expected_mass = reference.mass(plan, wide.q, wide.k_pool, expected_lse, heads, by_head=True)
+    mass = backend.mass(mine, stored.q, stored.k_pool, expected_lse, heads, by_head=True)
+    torch.testing.assert_close(mass, expected_mass, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -239,9 +239,16 @@ def assert_agrees(case: Case, backend: AttentionBackend | None = None) -> None:
     expected_mass = reference.mass(expected_plan, case.q, case.k_pool, expected_lse, heads)
     mass = backend.mass(plan, case.q, case.k_pool, expected_lse, heads)
     assert mass.shape == (POOL_SLOTS,) and mass.dtype == torch.float32
-    torch.testing.assert_close(
-        mass, expected_mass, atol=10 * lse_tolerance, rtol=10 * lse_tolerance
-    )
+    near = {"atol": 10 * lse_tolerance, "rtol": 10 * lse_tolerance}
+    torch.testing.assert_close(mass, expected_mass, **near)
+    counted = range(case.shape.num_kv_heads) if heads is None else heads.tolist()
+    each = [
+        reference.mass(expected_plan, case.q, case.k_pool, expected_lse, torch.tensor([head]))
+        for head in counted
+    ]
+    mass = backend.mass(plan, case.q, case.k_pool, expected_lse, heads, by_head=True)
+    assert mass.dtype == torch.float32
+    torch.testing.assert_close(mass, torch.stack(each), **near)
 
 
 @pytest.mark.parametrize("backend", CASCADES)

@@ -325,7 +325,7 @@ def test_a_token_that_is_not_on_the_device_scores_below_all_others() -> None:
     kv = random_kv(3, 5)
     some = dataclasses.replace(kv, place=np.array([2, -1, 0]))
 
-    first, gone, last = some.scores(KeyDiff().of)
+    first, gone, last = some.scores(KeyDiff())
 
     every = [KeyDiff().of(kv.sequences[0], layer).numpy() for layer in (1, 3)]
     assert [first, last] == pytest.approx(np.mean(every, axis=0)[[2, 0]])

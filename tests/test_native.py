@@ -84,11 +84,14 @@ def test_mass_comes_along_with_the_attention(seed: int) -> None:
     seen = lse.masked_fill(~counted[:, None], torch.inf)
 
     for rows, chosen, of in ((None, None, lse), (counted, heads, seen)):
-        out_too, lse_too, mass = backend.run_observed(plan, *arguments, rows, chosen)
+        for by_head in (False, True):
+            out_too, lse_too, mass = backend.run_observed(
+                plan, *arguments, rows, chosen, by_head=by_head
+            )
 
-        assert torch.equal(out_too, out) and torch.equal(lse_too, lse)
-        wanted = backend.mass(plan, case.q, case.k_pool, of, chosen)
-        torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=1e-5)
+            assert torch.equal(out_too, out) and torch.equal(lse_too, lse)
+            wanted = backend.mass(plan, case.q, case.k_pool, of, chosen, by_head=by_head)
+            torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=1e-5)
     assert same(backend.run(plan, *arguments), (out, lse))
 
 

@@ -22,6 +22,9 @@ HELPERS = {"experiment_table", "mutate_server", "random_llama"}  # used by other
 # script -> arguments of its small runs; FOLDER is an empty folder
 QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --json FOLDER/out.json",),
+    "bench_heads": (
+        "--tokens 400 --layers 2 --heads 2 --blocks 1 4 --rounds 2 --move --json FOLDER/out.json",
+    ),
     "bench_policy": ("--sizes 200 --rounds 3 --json FOLDER/out.json",),
     "describe_sapling": ("--check",),
     "evidence": ("--model builtin:sapling --dataset game24 --n 2 --dry-run",),

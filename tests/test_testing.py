@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,11 @@ from arbor.testing import check_policy, make_offer, reordered
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_policy_of_ours_passes(name: str) -> None:
     check_policy(name)
+
+
+@pytest.mark.parametrize("name", ["h2o", "keydiff", "rkv", "vatp", "expected", "uniform", "lru"])
+def test_policies_whose_heads_keep_their_own_tokens_pass(name: str) -> None:
+    check_policy(dataclasses.replace(POLICIES[name], granularity="head"), examples=40)
 
 
 def test_a_policy_an_allocator_and_a_scorer_can_be_checked() -> None:

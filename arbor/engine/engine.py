@@ -19,6 +19,8 @@ from arbor.engine.decoding import Decoding
 from arbor.engine.early_exit import Answers, Exiting, LayerExit
 from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses, Part
+from arbor.engine.head_sets import HeadSets, check_layers
+from arbor.engine.head_statistics import HeadStatistics
 from arbor.engine.kv_view import KVView
 from arbor.engine.mode import (
     Lossless,
@@ -133,6 +135,9 @@ class Engine:
         costs: of copying it back and of computing it again; None: it is copied back.
         debug: poison freed slots and check all invariants after every change.
 
+    Raises:
+        ModelError: the policy lets KV heads keep tokens of their own, and a layer has a window.
+
     Attributes:
         companions: engines of other models that its searches wait for as well, such as a reward
             model's; each `step` is one of theirs too.
@@ -166,6 +171,9 @@ class Engine:
         self._similar = SimilarPrompts(runner, threshold) if share in SIMILAR else None
         self.msve = msve or MSVE()
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
+        if policy.by_head:
+            assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
+            check_layers(runner)
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self.levels = levels
         self.lower = lower
@@ -254,10 +262,20 @@ class Engine:
             mode = Streamed if lossless else StreamedLossy
         rules = mode(state, self.policy, self.rehydrate)
         observation = self.policy.observation
-        observer = Observer(state, self.runner, observation)
+        statistics, heads = None, None
+        if self.policy.by_head and self.policy.observes:
+            statistics = HeadStatistics(self._memory, state.statistics)
+        observer = Observer(state, self.runner, observation, statistics)
         view = KVView(state, self.runner, observation, observer.window)
+        if self.policy.by_head:
+            heads = HeadSets(state, self.policy, statistics, view.head_kv)
         residency = Residency(
-            state, self.policy, self.msve, rules.paths_lose, token_kv=view.token_kv
+            state,
+            self.policy,
+            self.msve,
+            rules.paths_lose,
+            token_kv=view.token_kv,
+            heads=heads,
         )
         forwards = ForwardPasses(state, self.runner, observer=observer, levels=self.levels)
         scheduler = rules.scheduler()

@@ -187,7 +187,9 @@ class ForestState:
     def missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are not as full retention would hold them, up to the rounding
         of packed records, increasing; those that attention reads in host memory are."""
-        held = node.span.ready if self.sees_all(node) else node.span.resident
+        held = node.span.ready
+        if not self.sees_all(node):
+            held = node.span.resident & ~self.memory.mixed(node)
         return np.flatnonzero(~held)
 
     def sees_all(self, node: Node) -> bool:

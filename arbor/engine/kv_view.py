@@ -14,10 +14,10 @@ from torch import Tensor
 from arbor.engine.forest_state import ForestState
 from arbor.engine.query_window import QueryWindow
 from arbor.errors import ModelError
-from arbor.kernels.int8 import read_slots
+from arbor.kernels.int8 import decode, is_stored, read_slots
 from arbor.model.runner import ModelRunner
 from arbor.retention.observation import Observation
-from arbor.retention.token_kv import KVSequence, PairRotation, TokenKV
+from arbor.retention.token_kv import HeadKV, HeadTokens, KVSequence, PairRotation, TokenKV
 from arbor.tree import NO_SLOT, Node, ThoughtTree
 
 PIECE = 1 << 24  # logits made at once
@@ -62,34 +62,60 @@ class KVView:
             offsets: int64 [T], places in these.
             leaves: ends of the running paths.
         """
+        orders = [self._order(tree) for tree in self._state.trees]
+        sequences = [self._sequence(order, leaves) for order in orders]
+        return TokenKV(tuple(sequences), self._places(orders, rows, offsets))
+
+    def head_kv(
+        self, rows: NDArray[np.int64], offsets: NDArray[np.int64], leaves: Sequence[Node]
+    ) -> HeadKV:
+        """The column `Tokens.kv` of what each KV head holds, [C * T]; see `token_kv`."""
+        heads = self._state.memory.heads
+        orders = [self._order(tree, by_head=True) for tree in self._state.trees]
+        sequences = [self._sequence(order, leaves) for order in orders]
+        places = self._places(orders, rows, offsets)
+        count = sum(len(order) for order in orders)
+        found = np.broadcast_to(places, (len(heads), len(places)))
+        if any(order.heads is not None for order in orders):
+            rank = np.broadcast_to(np.arange(count), (len(heads), count)).copy()
+            begin = 0
+            for order in orders:
+                end = begin + len(order)
+                if order.heads is not None:
+                    rank[:, begin:end] = begin + order.heads.rank
+                begin = end
+            found = rank[:, places]
+        each = found + count * np.arange(len(heads))[:, None]
+        return HeadKV(tuple(sequences), np.where(places < 0, -1, each).ravel())
+
+    def _places(
+        self, orders: Sequence[_Order], rows: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Where tokens are in the trees' sequences, one after the other, int64 [T]; -1: nowhere."""
         forest, trash = self._state.forest, self._state.memory.pool.trash
         each, at = np.unique(rows, return_inverse=True)
         begins = np.array([node.span.begin for node in forest.nodes(each.tolist())], np.int64)
         slots = forest.spans.slot[begins[at] + offsets]
         numbers = forest.numbers_of(rows)
         found = np.full(len(rows), -1, np.int64)
-        sequences, count = [], 0
-        for tree in self._state.trees:
-            running = [leaf for leaf in leaves if leaf.tree is tree]
-            sequence, used = self._sequence(tree, running)
+        count = 0
+        for order in orders:
             places = np.full(trash + 1, -1, np.int64)
-            places[used] = count + np.arange(len(used))
-            mine = (numbers == tree.number) & (slots != NO_SLOT)
+            places[order.slots] = count + np.arange(len(order))
+            mine = (numbers == order.tree.number) & (slots != NO_SLOT)
             found[mine] = places[slots[mine]]
-            sequences.append(sequence)
-            count += len(used)
-        return TokenKV(tuple(sequences), found)
+            count += len(order)
+        return found
 
-    def _sequence(
-        self, tree: ThoughtTree, leaves: Sequence[Node]
-    ) -> tuple[KVSequence, NDArray[np.int64]]:
-        """The tokens of a tree that are on the device and written, and their slots, int64 [n]."""
+    def _order(self, tree: ThoughtTree, *, by_head: bool = False) -> _Order:
+        """The tokens of a tree that are on the device and written, in order of position."""
+        memory = self._state.memory
         nodes = [node for node in tree.nodes if len(node.span)]
         lengths = np.array([len(node.span) for node in nodes], np.int64)
         nothing = np.empty(0, np.int64)
         slots = np.concatenate([nothing, *(node.span.slot for node in nodes)])
         here = slots != NO_SLOT
-        pending = [node.span.slot[at] for node, at in self._state.memory.pending_tokens]
+        pending = [node.span.slot[at] for node, at in memory.pending_tokens]
         if pending:
             here &= ~np.isin(slots, np.concatenate(pending))
         row = np.repeat(np.array([node.row for node in nodes], np.int64), lengths)
@@ -99,32 +125,67 @@ class KVView:
         at = np.flatnonzero(here)
         at = at[np.lexsort((row[at], position[at]))]
         slots, row, position = slots[at], row[at], position[at]
+        heads = None
+        if by_head and memory.table.mixed[slots].any():
+            held = memory.heads.positions(memory.table, slots).astype(np.int64)
+            heads = _HeadOrder.of(held, slots, row)
+        return _Order(tree, slots, row, position, heads)
+
+    def _sequence(self, order: _Order, leaves: Sequence[Node]) -> KVSequence:
+        """The keys, values and queries of a tree's tokens."""
+        tree, heads = order.tree, order.heads
+        leaves = [leaf for leaf in leaves if leaf.tree is tree]
         asked = _Asked.of(self._window, tree)
-        index = torch.from_numpy(slots).to(self._runner.device)
-        sequence = KVSequence(
-            positions=position,
+        by_head = None
+        if heads is None:
+            index = torch.from_numpy(order.slots).to(self._runner.device)
+        else:
+            index = torch.from_numpy(heads.slots).to(self._runner.device)
+            recent = asked.wrote(leaves, heads.row.ravel(), heads.position.ravel())
+            by_head = partial(self._of_layer, heads.position, recent.reshape(heads.row.shape))
+        return KVSequence(
+            positions=order.position,
             layers=self._layers,
             keys=partial(self._keys, index),
             values=partial(self._values, index),
-            logits=partial(self._logits, index, asked, row, position),
-            recent=asked.wrote(leaves, row, position),
+            logits=partial(self._logits, index, asked, order),
+            recent=asked.wrote(leaves, order.row, order.position),
             asked=asked.position,
             queries=partial(self._queries, asked.at),
             rotation=self._rotations.__getitem__,
             scaling=self._scaling,
+            by_head=by_head,
         )
-        return sequence, slots
+
+    def _mine(self, layer: int) -> slice:
+        """The numbers of a layer's KV heads."""
+        first, end = np.searchsorted(self._state.memory.heads.layer, [layer, layer + 1])
+        return slice(int(first), int(end))
+
+    def _of_layer(
+        self, positions: NDArray[np.int64], recent: NDArray[np.bool_], layer: int
+    ) -> HeadTokens:
+        mine = self._mine(layer)
+        return HeadTokens(positions[mine], recent[mine])
 
     def _scaling(self, layer: int) -> float:
         return self._runner.specs[layer].shape.scaling
 
     def _keys(self, index: Tensor, layer: int) -> Tensor:
         dim = self._runner.specs[layer].shape.head_dim_qk
-        return self._chosen(read_slots(self._state.memory.pool.k[layer], index, dim).float())
+        return self._chosen(self._rows(self._state.memory.pool.k[layer], index, layer, dim))
 
     def _values(self, index: Tensor, layer: int) -> Tensor:
         dim = self._runner.specs[layer].shape.head_dim_vo
-        return self._chosen(read_slots(self._state.memory.pool.v[layer], index, dim).float())
+        return self._chosen(self._rows(self._state.memory.pool.v[layer], index, layer, dim))
+
+    def _rows(self, pool: Tensor, index: Tensor, layer: int, dim: int) -> Tensor:
+        """K or V of a layer [n, H_kv, D] in slots [n], or of each KV head in its own [C, n]."""
+        if index.dim() == 1:
+            return read_slots(pool, index, dim).float()
+        mine = index[self._mine(layer)].T
+        rows = pool[mine, torch.arange(mine.shape[1], device=pool.device)]
+        return (decode(rows, dim) if is_stored(pool) else rows).float()
 
     def _queries(self, at: NDArray[np.int64], layer: int) -> Tensor:
         shape = self._runner.specs[layer].shape
@@ -143,24 +204,27 @@ class KVView:
         self,
         index: Tensor,
         asked: _Asked,
-        row: NDArray[np.int64],
-        position: NDArray[np.int64],
+        order: _Order,
         layer: int,
     ) -> Iterator[Tensor]:
         """See `KVSequence.logits`."""
         shape = self._runner.specs[layer].shape
         keys = self._keys(index, layer)
         heads = keys.shape[1] * shape.group
-        step = max(1, PIECE // max(1, heads * len(row)))
-        later = np.zeros(len(row), np.int64)  # queries that count for each token already
+        row, position = order.row[None], order.position[None]  # [1, n], or of each KV head
+        if order.heads is not None:
+            mine = self._mine(layer)
+            row, position = order.heads.row[mine], order.heads.position[mine]
+        step = max(1, PIECE // max(1, heads * len(order)))
+        later = np.zeros(row.shape, np.int64)  # queries that count for each token already
         for end in range(len(asked.at), 0, -step):
             piece = slice(max(0, end - step), end)
-            seen = asked.sees(piece, row, position)
+            seen = asked.sees(piece, row.ravel(), position.ravel()).reshape(-1, *row.shape)
             after = np.cumsum(seen[::-1], axis=0)[::-1] + later
             seen &= after <= asked.length
             later += seen.sum(0)
             if shape.window is not None:
-                seen &= asked.position[piece, None] - position < shape.window
+                seen &= asked.position[piece, None, None] - position < shape.window
             queries = self._queries(asked.at[piece], layer).view(
                 len(seen), -1, shape.group, keys.shape[2]
             )
@@ -168,7 +232,65 @@ class KVView:
             if shape.softcap is not None:
                 logits = shape.softcap * torch.tanh(logits / shape.softcap)
             unseen = torch.from_numpy(~seen).to(logits.device)
-            yield logits.masked_fill(unseen[:, None], -torch.inf)
+            if len(row) > 1:
+                unseen = unseen.repeat_interleave(shape.group, 1)
+            yield logits.masked_fill(unseen, -torch.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class _HeadOrder:
+    """What each KV head holds, in order of position; C heads, n slots.
+
+    Attributes:
+        rank: int64 [C, n], the place that a head's token in a slot has in its order.
+        slots: int64 [C, n], in this order.
+        row: int64 [C, n], of the tokens' blocks.
+        position: int64 [C, n], of the tokens.
+    """
+
+    rank: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    row: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, held: NDArray[np.int64], slots: NDArray[np.int32], row: NDArray[np.int64]
+    ) -> _HeadOrder:
+        """The order of what heads hold.
+
+        Args:
+            held: int64 [C, n], positions of what they hold in each slot.
+            slots: int32 [n].
+            row: int64 [n], of the blocks.
+        """
+        at = np.argsort(held * (int(row.max()) + 1) + row, axis=1)
+        rank = np.empty_like(at)
+        np.put_along_axis(rank, at, np.arange(len(slots))[None], 1)
+        position = np.take_along_axis(held, at, 1)
+        return cls(rank, slots.astype(np.int64)[at], row[at], position)
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """The tokens of a tree on the device in order of position, n in all.
+
+    Attributes:
+        tree: whose.
+        slots: int32 [n].
+        row: int64 [n], of the tokens' blocks.
+        position: int64 [n].
+        heads: where KV heads hold other tokens than the slots' own; else None.
+    """
+
+    tree: ThoughtTree
+    slots: NDArray[np.int32]
+    row: NDArray[np.int64]
+    position: NDArray[np.int64]
+    heads: _HeadOrder | None
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclass(frozen=True, eq=False)

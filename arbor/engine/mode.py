@@ -336,6 +336,9 @@ class Lossy:
             offsets = chosen[node.row]
             missing = offsets[node.span.slot[offsets] == NO_SLOT]
             all_anew = self._rehydrate == "span" and len(missing)
+            if len(missing):  # a head that holds a missing token would have it twice
+                mixed = np.flatnonzero(self._memory.mixed(node))
+                missing = np.union1d(missing, mixed)
             holes[node.row] = offsets if all_anew else missing
         return holes
 

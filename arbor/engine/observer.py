@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
+from arbor.engine.head_statistics import HeadStatistics
 from arbor.engine.query_window import QueryWindow
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
@@ -23,13 +24,21 @@ class Observer:
         state: of the open trees.
         runner: the model.
         observation: what the policy wants.
+        by_head: takes what each KV head observes; None: only sums over the heads are wanted.
 
     Attributes:
         layers: those observed.
         window: the last queries of the running paths; None if the policy wants none.
     """
 
-    def __init__(self, state: ForestState, runner: ModelRunner, observation: Observation) -> None:
+    def __init__(
+        self,
+        state: ForestState,
+        runner: ModelRunner,
+        observation: Observation,
+        by_head: HeadStatistics | None = None,
+    ) -> None:
+        self._by_head = by_head
         self._state = state
         self._runner = runner
         self._wanted = observation
@@ -46,6 +55,8 @@ class Observer:
         asked: dict[str, Any] = {}
         if self._wanted.attention:
             asked["mass"] = dict.fromkeys(self.layers, self._heads)
+            if self._by_head is not None:
+                asked["by_head"] = True
         if self.window is not None:
             memory, write = self._state.memory, plan.table.write
             kept = write != memory.pool.trash
@@ -73,6 +84,11 @@ class Observer:
             heads = sum(shape.num_qo_heads for shape in shapes)
         else:
             heads = sum(shape.group * len(self._heads) for shape in shapes)
+        if self._by_head is not None:
+            group = [shape.group for shape in shapes for _ in range(shape.num_kv_heads)]
+            each = mass / torch.tensor(group, device=mass.device)[:, None]
+            self._by_head.observe(slots, each, queries)
+            mass = mass.sum(0)
         received = mass[torch.from_numpy(slots).to(mass.device)] / heads
         self._state.observe(slots, received.cpu().numpy(), queries)
 

@@ -13,7 +13,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.retention.base import NEVER, Blocks, Tokens
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.token_kv import NO_KV, TokenKV
+from arbor.retention.token_kv import NO_KV, PlacedKV, TokenKV
 from arbor.support.growable import grown
 from arbor.tree import Node
 
@@ -274,8 +274,11 @@ class PolicyView:
         observed = self._policy.observes
 
         def kv(_: Tokens) -> TokenKV:
-            shows = self._token_kv
-            return NO_KV if shows is None else shows(np.repeat(nodes, sizes), offset, leaves)
+            shows, rows = self._token_kv, np.repeat(nodes, sizes)
+            found = NO_KV if shows is None else shows(rows, offset, leaves)
+            if not self._policy.by_head:
+                return found
+            return PlacedKV(found.sequences, found.place, rows=rows)
 
         return Tokens.when_read(
             {

@@ -129,7 +129,7 @@ class Rehydration:
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
-            if leaf.row in wanted and leaf.span.slot[last] == NO_SLOT:
+            if leaf.row in wanted and not self._holds(leaf, last):
                 holes[leaf.row] = np.union1d(holes[leaf.row], [last])
         for follower in found.followers:  # a last token among them runs again in its leader's slot
             row = follower.node.row
@@ -151,11 +151,12 @@ class Rehydration:
         )
         if paths_lost:
             for leaf in want:
-                if leaf.row in wanted and leaf.span.slot[-1] == NO_SLOT:
+                if leaf.row in wanted and not self._holds(leaf, -1):
                     last = len(leaf.tokens) - 1
                     holes[leaf.row] = np.union1d(holes[leaf.row], [last])
             for row, hole in holes.items():
                 absent[row] = hole[self._state.forest[row].span.slot[hole] == NO_SLOT]
+        self._rewrite_mixed(path, holes)
         for row, lost in self._fetching.carry_out(fetch).items():
             for missing in (absent, holes) if row in holes else ():
                 missing[row] = np.union1d(missing[row], lost)
@@ -230,6 +231,21 @@ class Rehydration:
             if node.row not in later and (len(holes[node.row]) or node.row in followers)
         ]
         return placed
+
+    def _rewrite_mixed(self, path: Sequence[Node], holes: dict[int, NDArray[np.int64]]) -> None:
+        """Give up what KV heads hold in slots that are about to be computed anew, before any token
+        comes back that they hold there."""
+        for node in path:
+            hole = holes[node.row]
+            mixed = hole[self._memory.mixed(node)[hole]]
+            if len(mixed):
+                self._memory.rewrite(node, mixed, exact=False, depth=self._layers)
+                self._announced[node] = len(mixed)
+
+    def _holds(self, node: Node, offset: int) -> bool:
+        """Whether a token of a block is on the device in every KV head."""
+        slot = node.span.slot[offset]
+        return bool(slot != NO_SLOT and not self._memory.table.mixed[slot])
 
     def _put_off(
         self, path: Sequence[Node], holes: dict[int, NDArray[np.int64]], most: int

@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.engine.forest_state import ForestState
+from arbor.engine.head_sets import HeadSets
 from arbor.engine.nvtx import nvtx_range
 from arbor.engine.policy_view import PolicyView, ShowsKV, Where
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure
 from arbor.forest import Forest, by_tree
+from arbor.memory.head_table import HeadMoves
 from arbor.retention.base import NEVER, Blocks, CappedAllocator
+from arbor.retention.head_selection import select_by_head
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, select
@@ -38,6 +41,7 @@ class Residency:
         msve: block values for the policies that read them.
         paths_lose: when running paths lose tokens.
         token_kv: see `PolicyView`.
+        heads: what KV heads hold, if each keeps tokens of its own.
     """
 
     def __init__(
@@ -48,7 +52,9 @@ class Residency:
         paths_lose: PathsLose = "never",
         *,
         token_kv: ShowsKV | None = None,
+        heads: HeadSets | None = None,
     ) -> None:
+        self._heads = heads
         self.view = PolicyView(state, policy, msve, token_kv)
         self._state = state
         self._memory = state.memory
@@ -165,7 +171,9 @@ class Residency:
         assert room >= 0, "more was planned than fits"
         more = max(0, self._policy.trigger.spare * len(leaves) - needed)
         room = max(room - more, min(room, int(blocks.floor.sum())), room // 2)
-        blocks, counts, chosen = self.decide(blocks, room, lambda protect: offer(protect=protect))
+        blocks, counts, chosen = self.decide(
+            blocks, room, lambda protect: offer(protect=protect), leaves
+        )
         if off_paths is not None and len(off_paths):
             none = np.zeros(len(off_paths), np.int64)
             self.keep(off_paths, Selection(off_paths, none), none, 0, cause, began)
@@ -235,7 +243,11 @@ class Residency:
         return {int(row): chosen[index] for index, row in enumerate(ids)}
 
     def decide(
-        self, blocks: Blocks, room: int, eased: Callable[[Protect], Blocks]
+        self,
+        blocks: Blocks,
+        room: int,
+        eased: Callable[[Protect], Blocks],
+        leaves: Sequence[Node] | None = None,
     ) -> tuple[Blocks, NDArray[np.int64], Selection]:
         """How many tokens each block keeps, and which: what the policy answers, checked.
 
@@ -244,6 +256,8 @@ class Residency:
             room: tokens that may stay.
             eased: the same offer under less protection, for where there is no room for all that is
                 protected.
+            leaves: ends of the running paths, where each KV head may keep tokens of its own; None:
+                all keep the same.
 
         Returns:
             the offer as it was decided on, how many tokens each block keeps, and which.
@@ -256,10 +270,13 @@ class Residency:
         next(less)
         while int(blocks.floor.sum()) > room:  # ends where nothing is protected
             blocks = eased(next(less))
+        allocator = self._policy.shared_allocator
         try:
-            counts, chosen = select(
-                blocks, room, self._policy.shared_allocator, self._policy.scorer
-            )
+            if self._heads is None or leaves is None:
+                counts, chosen = select(blocks, room, allocator, self._policy.scorer)
+            else:
+                scorer = self._heads.scorer(leaves)
+                counts, chosen = select_by_head(blocks, room, allocator, scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
             slots, more = self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"
@@ -276,7 +293,10 @@ class Residency:
         began: float,
     ) -> None:
         """Evict what was not chosen, and report to each tree what was decided of it and why."""
-        rows, held, lost = self._evict(blocks, *chosen.leaving())
+        moves = None if self._heads is None else self._heads.moves(chosen)
+        rows, held, lost = self._evict(blocks, *chosen.leaving(), moves)
+        if moves is not None and self._heads is not None:
+            self._heads.moved(moves)
         elapsed_s = time.perf_counter() - began
         nodes = self._state.forest.nodes(rows.tolist())
         places = {node: place for place, node in enumerate(nodes)}
@@ -306,10 +326,14 @@ class Residency:
             self._state.report_evicted(dict(zip(nodes, lost.tolist(), strict=True)), cause)
 
     def _evict(
-        self, blocks: Blocks, index: NDArray[np.int64], offsets: NDArray[np.int64]
+        self,
+        blocks: Blocks,
+        index: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        moves: HeadMoves | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Drop tokens of offered blocks, given by index in `blocks` and offset, where they are on
-        the device.
+        the device; `moves` are what KV heads keep of them.
 
         Returns:
             int64 each: the rows of the blocks that lost some; what they held before; how many they
@@ -325,7 +349,7 @@ class Residency:
         ids = blocks.ids[offered]
         nodes = forest.nodes(ids.tolist())
         held = self._state.table.resident[ids].copy()
-        self._memory.evict_from(nodes, offsets[here], counts)
+        self._memory.evict_from(nodes, offsets[here], counts, moves=moves)
         self._state.changed(nodes)
         return ids, held, counts
 

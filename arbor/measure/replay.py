@@ -42,7 +42,7 @@ from arbor.retention.policy import Policy
 from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
-from arbor.run.limits import Limits
+from arbor.run.limits import Limits, check_granularity
 from arbor.run.session import Session
 from arbor.tasks.base import Problem, Task
 from arbor.trace.fold import Replay
@@ -185,10 +185,12 @@ def replay(
     values = msve or (MSVE.parse(config["msve"]) if "msve" in config else MSVE())
     largest = max((token for block in record.blocks.values() for token in block.ids), default=0)
     runner: Any = _NoModel(max(len(tokenizer), largest + 1))
+    chosen: Policy = resolve_component("policy", policy, Policy)
+    check_granularity(chosen, "lossless")
     engine = Engine(
         runner,
         tokenizer,
-        policy=resolve_component("policy", policy, Policy),
+        policy=chosen,
         rehydrate=rehydrate,
         share="exact" if share in SIMILAR else share,
         msve=values,

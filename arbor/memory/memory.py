@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arbor.forest import Forest
+from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.lower_tiers import LowerTiers
 from arbor.memory.pool import KVPool, LayerKV
@@ -32,6 +33,7 @@ class KVMemory:
     them; `rollback` takes their slots back.
 
     Attributes:
+        heads: what KV heads hold where they hold different tokens.
         prefixes: prompts of trees that were dropped, kept while nothing needs their slots.
         budget: tokens of KV on the device at any instant, the staging buffer included.
         staging: the buffer through which attention reads KV in host memory; None: it reads none.
@@ -63,6 +65,7 @@ class KVMemory:
         self.budget = slots
         self._inexact = lower.inexact
         self.table = SlotTable(slots - lower.staging)
+        self.heads = HeadTable(layers, self.table.slots)
         self.debug = debug
         self.forest = Forest()
         stores = lower.stores(self.pool)
@@ -384,6 +387,7 @@ class KVMemory:
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
         self._placed.append((node, offsets, exact, rounded))
         self._disown(node, offsets)
+        self.table.mixed[slots] = False
         node.span.exact[offsets] = node.span.rounded[offsets] = False
         node.span.depth[offsets] = depth
         return slots.copy()
@@ -472,6 +476,7 @@ class KVMemory:
         counts: NDArray[np.int64],
         *,
         stored: bool = True,
+        moves: HeadMoves | None = None,
     ) -> int:
         """`evict` for many blocks at once.
 
@@ -480,6 +485,7 @@ class KVMemory:
             offsets: int64 [sum(counts)], block after block.
             counts: int64 [len(nodes)].
             stored: lower tiers take what they have room for.
+            moves: what KV heads keep of these tokens, in other slots of the same blocks.
         """
         if len(offsets) == 0:
             return 0
@@ -488,6 +494,9 @@ class KVMemory:
         at = np.repeat(begins, counts) + offsets
         slots = spans.slot[at]
         assert (slots != NO_SLOT).all(), "an absent token was evicted"
+        if moves is not None and len(moves):
+            assert np.isin(moves.source, slots).all(), "KV was moved out of a slot that stays"
+            self._move_heads(moves)
         rows = np.array([node.row for node in nodes])
         if stored and self.lower:
             known = spans.origin[at] != NO_RECORD
@@ -510,6 +519,40 @@ class KVMemory:
                 self._hand_over(node, slots[end - count : end])
         self._changed()
         return freed
+
+    # KV heads that hold different tokens
+
+    def mixed(self, node: Node) -> NDArray[np.bool_]:
+        """Tokens of a block whose slots hold others in some KV heads, bool [n]."""
+        return node.span.resident & self.table.mixed[node.span.slot]
+
+    def _move_heads(self, moves: HeadMoves) -> None:
+        """Let KV heads keep in other slots what they hold in slots that are about to be freed.
+
+        The tokens of the targets are inexact from then on: they come back with all of their block
+        that is not as full retention would hold it, by `rewrite`.
+        """
+        table = self.table
+        targets = np.unique(moves.target)
+        assert (table.references[targets] == 1).all(), "only own slots of blocks are mixed"
+        rows = table.owner[targets]
+        each, which = np.unique(rows, return_inverse=True)
+        nodes = self.forest.nodes(each.tolist())
+        first = np.array([node.span.begin - node.start for node in nodes], np.int64)
+        at: NDArray[np.int64] = first[which] + table.position[targets]
+        spans = self.forest.spans
+        assert (spans.slot[at] == targets).all(), "a slot is mixed that its block does not name"
+        pending = [node.span.slot[offsets] for node, offsets in self.pending_tokens]
+        moved = np.concatenate([moves.source, moves.target])
+        assert not np.isin(moved, np.concatenate([_NO_SLOTS, *pending])).any(), (
+            "KV was moved before it was written"
+        )
+        if self.lower:
+            self.lower.forget_origins(at)
+        # first, so that an interruption leaves nothing exact that is moved
+        spans.exact[at] = spans.rounded[at] = False
+        self.heads.move(table, moves)
+        self.pool.move_heads(moves, self.heads)
 
     # Lower tiers
 
@@ -780,11 +823,15 @@ class KVMemory:
             assert (table.position[slots] == positions).all(), (
                 f"block {node.id}: a slot has another position"
             )
+            assert not span.settled[self.mixed(node)].any(), (
+                f"block {node.id}: exact or rounded where heads hold different tokens"
+            )
         for node, offsets in self.pending_tokens:
             assert (node.span.slot[offsets] != NO_SLOT).all(), f"block {node.id}: pending, no slot"
             assert not node.span.settled[offsets].any(), (
                 f"block {node.id}: exact before its forward"
             )
+        self.heads.check(table)
         self.lower.check()
         references += self.prefixes.references(table.slots)
         temporary = self._temporary()

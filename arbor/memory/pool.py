@@ -16,6 +16,7 @@ from arbor.memory.kv_format import kv_format
 from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 
 if TYPE_CHECKING:
+    from arbor.memory.head_table import HeadMoves, HeadTable
     from arbor.memory.staging_buffer import StagingBuffer
 
 
@@ -147,6 +148,20 @@ class KVPool:
         widths = [part[0].numel() for part in parts]
         for part, columns in zip(parts, rows.split(widths, dim=1), strict=True):
             part.index_copy_(0, index, columns.reshape(-1, *part.shape[1:]))
+
+    def move_heads(self, moves: HeadMoves, table: HeadTable) -> None:
+        """Copy K and V of single heads from slots to others; takes the room of a layer's for the
+        time of the copy."""
+        numbers = np.stack([table.head[moves.head], moves.source, moves.target])
+        head, source, target = torch.from_numpy(numbers).to(self.device)
+        layers = table.layer[moves.head]
+        ends = np.searchsorted(layers, np.arange(len(self.k)), side="right").tolist()
+        begin = 0
+        for layer, end in enumerate(ends):
+            mine = slice(begin, end)
+            for part in (self.k[layer], self.v[layer]) if begin < end else ():
+                part[target[mine], head[mine]] = part[source[mine], head[mine]]
+            begin = end
 
     def columns(self, layer: int) -> tuple[slice, slice]:
         """Where K and V of a layer lie in a row of `gather`."""

@@ -24,6 +24,7 @@ class SlotTable:
             slots.
         tree: int32 [slots], the number of the tree it was given to; meaningless if free.
         references: int32 [slots], spans (and questions) that use it.
+        mixed: bool [slots], the KV heads hold different tokens, see `HeadTable`.
         further: int32 [slots], of these, spans of a tree beyond its first: siblings share the slot.
         used: slots in use now.
         peak: most slots ever in use at one instant.
@@ -40,6 +41,7 @@ class SlotTable:
         self.owner = np.full(slots, NO_OWNER, np.int32)
         self.tree = np.zeros(slots, np.int32)
         self.references = np.zeros(slots, np.int32)
+        self.mixed = np.zeros(slots, np.bool_)
         self.further = np.zeros(slots, np.int32)
         self.used = 0
         self.peak = 0
@@ -217,6 +219,7 @@ class SlotTable:
         self.token[freed] = NO_SLOT
         self.position[freed] = NO_SLOT
         self.owner[freed] = NO_OWNER
+        self.mixed[freed] = False
         self.used -= len(freed)
         if not isinstance(trees, int):
             served = self.tree[slots] if trees is None else trees

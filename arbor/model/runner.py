@@ -57,7 +57,8 @@ class ForwardResult:
         hidden: layer -> [T, d], output of the chosen layers (before the final norm).
         exit_layer: int64 [T], the last layer each row went through; None when all ran to the end.
         mass: float32 [slots + 1], attention mass each slot received in the chosen layers, summed
-            over rows, query heads and layers; None unless asked.
+            over rows, query heads and layers; by head float32 [n, slots + 1], of each KV head of
+            each of these layers, in their order; None unless asked.
         queries: layer -> [m, H_q, D_k], position-encoded queries of the rows asked for.
     """
 
@@ -177,6 +178,7 @@ class ModelRunner:
         hidden: Sequence[int] = (),
         leave: Leave | None = None,
         mass: Mapping[int, Tensor | None] | None = None,
+        by_head: bool = False,
         queries: Mapping[int, Tensor] | None = None,
     ) -> ForwardResult:
         """Run one ragged batch; every layer writes all new K/V before it attends.
@@ -190,6 +192,7 @@ class ModelRunner:
                 layers, and their logits come from the state they left with.
             mass: layer -> KV heads (int64) whose attention mass is summed; None as heads = all.
                 Rows that run again give none.
+            by_head: one sum for each KV head of each layer instead of one for all.
             queries: layer -> rows (int64 [m], increasing) whose queries are returned; no row of a
                 layer that these leave before.
         """
@@ -202,7 +205,8 @@ class ModelRunner:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
-            return self._forward(plan, pool, last, hidden, leave, mass, queries)
+            asked = _Asked(mass or {}, by_head, queries or {}) if observed else None
+            return self._forward(plan, pool, last, hidden, leave, asked)
 
     @torch.inference_mode()
     def unembed(
@@ -270,16 +274,15 @@ class ModelRunner:
         last: int,
         hidden: Sequence[int] = (),
         leave: Leave | None = None,
-        mass: Mapping[int, Tensor | None] | None = None,
-        queries: Mapping[int, Tensor] | None = None,
+        asked: _Asked | None = None,
     ) -> ForwardResult:
         """`forward` without a graph."""
         ids, positions, write, logit_rows = self._send(plan)
-        attend = _Attention(plan, pool, self.backend, write, mass or {}, queries or {})
+        attend = _Attention(plan, pool, self.backend, write, asked or _Asked())
         if (
             self._whole is not None
             and last == self.layer_count - 1
-            and not (hidden or leave or mass or queries)
+            and not (hidden or leave or asked)
             and plan.rows <= MOST_ROWS
             and pool.reader is None
             and pool.dtype == self.dtype
@@ -334,6 +337,15 @@ class ModelRunner:
         return logits
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is observed of a forward; see `ModelRunner.forward`."""
+
+    mass: Mapping[int, Tensor | None] = field(default_factory=dict)
+    by_head: bool = False
+    queries: Mapping[int, Tensor] = field(default_factory=dict)
+
+
 class _Attention:
     """Answers the attention calls of one forward: write, then attend."""
 
@@ -343,8 +355,7 @@ class _Attention:
         pool: KVPool,
         backend: AttentionBackend,
         write: Tensor,
-        mass: Mapping[int, Tensor | None],
-        queries: Mapping[int, Tensor],
+        asked: _Asked,
     ) -> None:
         self._plan = plan
         self._pool = pool
@@ -355,12 +366,25 @@ class _Attention:
         if pool.reader is not None:
             self._streamed = StreamedAttention(plan.table, pool.reader, backend)
         self._plans: dict[AttentionShape, Any] = {}
-        self._mass_heads = mass
-        self._query_rows = queries
-        self._again = plan.again if mass and bool(plan.again.any()) else None
+        self._mass_heads = asked.mass
+        self._by_head = asked.by_head
+        self._query_rows = asked.queries
+        self._again = plan.again if asked.mass and bool(plan.again.any()) else None
+        self._received: list[Tensor] = []  # by head: of each layer so far
+        self._sum: Tensor | None = None
         self.deepest = -1
-        self.mass: Tensor | None = None
         self.queries: dict[int, Tensor] = {}
+
+    @property
+    def mass(self) -> Tensor | None:
+        """`ForwardResult.mass`."""
+        return torch.cat(self._received) if self._received else self._sum
+
+    def _add(self, mass: Tensor) -> None:
+        if self._by_head:
+            self._received.append(mass)
+        else:
+            self._sum = mass if self._sum is None else self._sum + mass
 
     def keep_rows(self, alive: Tensor) -> None:
         """From the next layer on only these rows (int64 [T']) run."""
@@ -385,13 +409,17 @@ class _Attention:
         if layer not in self._mass_heads:
             return self._backend.run(plan, q, k, v, call.sinks)[0]
         heads, again = self._mass_heads[layer], self._repeated
+        # backends of other packages may know one sum only
+        each = {"by_head": True} if self._by_head else {}
         if isinstance(self._backend, ObservingBackend):
             counted = None if again is None else ~again
-            out, _, added = self._backend.run_observed(plan, q, k, v, call.sinks, counted, heads)
+            out, _, added = self._backend.run_observed(
+                plan, q, k, v, call.sinks, counted, heads, **each
+            )
         else:
             out, lse = self._backend.run(plan, q, k, v, call.sinks)
-            added = self._backend.mass(plan, q, k, _counting(lse, again), heads)
-        self.mass = added if self.mass is None else self.mass + added
+            added = self._backend.mass(plan, q, k, _counting(lse, again), heads, **each)
+        self._add(added)
         return out
 
     @property
@@ -422,9 +450,9 @@ class _Attention:
         pools = self._pool.k[layer], self._pool.v[layer]
         out, lse = streamed.run(layer, call.shape, q, pools, call.sinks)
         if layer in self._mass_heads:
+            assert not self._by_head, "records in host memory are not observed by head"
             lse, heads = _counting(lse, self._repeated), self._mass_heads[layer]
-            added = streamed.mass(layer, call.shape, q, pools[0], lse, heads)
-            self.mass = added if self.mass is None else self.mass + added
+            self._add(streamed.mass(layer, call.shape, q, pools[0], lse, heads))
         return out
 
     def _written(self, call: AttentionCall) -> Tensor:

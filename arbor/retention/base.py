@@ -226,7 +226,11 @@ class CappedAllocator(Allocator, Protocol):
 
 @runtime_checkable
 class TokenAllocator(Allocator, Protocol):
-    """An allocator that ranks the tokens of all blocks, and so finds the ones that leave."""
+    """An allocator that ranks the tokens of all blocks, and so finds the ones that leave.
+
+    One that ranks them by their scores, wherever they are, has an attribute ``by_score = True``:
+    only such a one serves policies whose KV heads keep tokens of their own.
+    """
 
     def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         """The tokens that leave.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 from arbor.components import NO_SETTING, ONLY_IF_SET
 from arbor.errors import UsageError
@@ -22,7 +22,7 @@ from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.base import Allocator, Scorer
+from arbor.retention.base import Allocator, Scorer, TokenAllocator
 from arbor.retention.observation import Observation
 from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -37,7 +37,10 @@ from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.scorers.vatp import VATP
 from arbor.retention.scorers.window import Window
 from arbor.retention.scorers.window_attention import WindowAttention
+from arbor.retention.token_kv import HeadKVScorer, KVScorer
 from arbor.retention.trigger import Trigger
+
+Granularity = Literal["token", "head"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,9 @@ class Policy:
         among: how the room is divided among the searches of an engine, see `PerTree`; ``together``:
             the allocator sees the blocks of all of them at once.
         trigger: when it acts although room has not run out.
+        granularity: which KV heads keep the same tokens. ``token``: all of a model's; ``head``:
+            each KV head of each layer keeps tokens of its own, equally many of a block; lossy mode
+            only, and of models without windows.
         summary: one sentence on it, for ``arbor list policies``.
         registered_as: its name in the registry, which sets it; empty without one.
     """
@@ -118,8 +124,39 @@ class Policy:
     spares_paths: bool = False
     among: Among = "together"
     trigger: Trigger = field(default_factory=Trigger)
+    granularity: Granularity = field(default="token", metadata=ONLY_IF_SET)
     summary: str = field(default="", kw_only=True, compare=False, repr=False, metadata=NO_SETTING)
     registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
+
+    def __post_init__(self) -> None:
+        if self.granularity not in get_args(Granularity):
+            raise UsageError(
+                "setting-range",
+                f"granularity={self.granularity}: it must be token or head.",
+            )
+        if self.by_head:
+            self._check_heads()
+
+    def _check_heads(self) -> None:
+        """Refuse parts that say nothing of single heads.
+
+        Raises:
+            UsageError: names the part, and others that do.
+        """
+        allocator, scorer = self.allocator, self.scorer
+        wanted = getattr(scorer, "observation", Observation())
+        if isinstance(allocator, TokenAllocator) and not getattr(allocator, "by_score", False):
+            what = f"the allocator {type(allocator).__name__} chooses tokens by their places"
+            hint = "Take one that chooses by score, such as allocator=pooled, or granularity=token."
+        elif isinstance(scorer, KVScorer) and not isinstance(scorer, HeadKVScorer):
+            what = f"the scorer {type(scorer).__name__} gives all heads of a layer one score"
+            hint = "Derive it from HeadKVScorer, or take granularity=token."
+        elif wanted.heads is not None or wanted.layers is not None:
+            what = f"the scorer {type(scorer).__name__} observes some heads or layers only"
+            hint = "Let it observe all, or take granularity=token."
+        else:
+            return
+        raise UsageError("granularity", f"granularity=head: {what}.", hint)
 
     def __repr__(self) -> str:
         protect = self.protect
@@ -132,6 +169,11 @@ class Policy:
     def name(self) -> str:
         """Its name in the registry; without one, the class of its allocator."""
         return self.registered_as or type(self.allocator).__name__
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each KV head keeps tokens of its own."""
+        return self.granularity == "head"
 
     @property
     def shared_allocator(self) -> Allocator:
@@ -149,7 +191,8 @@ class Policy:
     def observation(self) -> Observation:
         """What is collected for it while the model runs."""
         wanted = getattr(self.scorer, "observation", Observation())
-        return replace(wanted, attention=self.observes)
+        every = 1 if self.by_head else wanted.every
+        return replace(wanted, attention=self.observes, every=every)
 
     @property
     def keeps_all(self) -> bool:

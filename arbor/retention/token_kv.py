@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,18 @@ class PairRotation:
         return self.frequencies.new_tensor(positions.tolist())[:, None] * self.frequencies
 
 
+class HeadTokens(NamedTuple):
+    """The tokens of each KV head of a layer; a head of 1 stands for all.
+
+    Attributes:
+        positions: int64 [H, n].
+        recent: bool [H, n], see `KVSequence`.
+    """
+
+    positions: NDArray[np.int64]
+    recent: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, eq=False)
 class KVSequence:
     """The tokens of one tree on the device in order of position, n in all, and w queries over them.
@@ -85,6 +97,9 @@ class KVSequence:
         queries: of a layer, float32 [w, H_q, D_k], position-encoded.
         rotation: of a layer; only where `Observation.rotation` asks for it.
         scaling: of a layer's logits.
+        by_head: of a layer, where its KV heads hold different tokens: row i of `keys`, `values` and
+            `logits` is then each head's own i-th token in order of position. None: `positions` and
+            `recent` are those of all heads.
     """
 
     positions: NDArray[np.int64]
@@ -97,6 +112,13 @@ class KVSequence:
     queries: Callable[[int], Tensor]
     rotation: Callable[[int], PairRotation]
     scaling: Callable[[int], float]
+    by_head: Callable[[int], HeadTokens] | None = None
+
+    def of_heads(self, layer: int) -> HeadTokens:
+        """The positions of a layer's tokens and which are recent, [H_kv or 1, n]."""
+        if self.by_head is None:
+            return HeadTokens(self.positions[None], self.recent[None])
+        return self.by_head(layer)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -128,19 +150,16 @@ class TokenKV:
         assert self.place is not None, "no keys are observed: `observation` has to ask for them"
         return self.place
 
-    def scores(self, score: Callable[[KVSequence, int], Tensor]) -> NDArray[np.float64]:
+    def scores(self, scorer: KVScorer) -> NDArray[np.float64]:
         """The mean score of each token over the layers observed, float64 [T].
 
         A token that is not on the device scores 1 less than the lowest that is.
-
-        Args:
-            score: of the tokens of a sequence in a layer, [n].
         """
         found = [np.zeros(0)]
         for sequence in self.sequences:
             total = np.zeros(len(sequence))
             for layer in sequence.layers if len(sequence) else ():
-                total += score(sequence, layer).double().cpu().numpy()
+                total += scorer.of(sequence, layer).double().cpu().numpy()
             found.append(total / max(1, len(sequence.layers)))
         every = np.concatenate(found)
         # the last number is of the tokens at place -1
@@ -150,6 +169,53 @@ class TokenKV:
 
 
 NO_KV = TokenKV()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedKV(TokenKV):
+    """The same with the tokens' blocks, from which it follows what each KV head holds.
+
+    Attributes:
+        rows: int64 [T], of the blocks.
+    """
+
+    rows: NDArray[np.int64] = field(kw_only=True)
+
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> PlacedKV:
+        """The column of some tokens."""
+        place = None if self.place is None else self.place[at]
+        return PlacedKV(self.sequences, place, rows=self.rows[at])
+
+
+@dataclass(frozen=True, eq=False)
+class HeadKV(TokenKV):
+    """The same of what each KV head holds in the tokens' slots: head after head, [C * T].
+
+    Attributes:
+        place: int64 [C * T]; head c's tokens in all sequences follow those of head c - 1.
+    """
+
+    def __getitem__(self, at: NDArray[np.int64] | NDArray[np.bool_]) -> HeadKV:
+        """The column of some tokens."""
+        return self if self.place is None else HeadKV(self.sequences, self.place[at])
+
+    def scores(self, scorer: KVScorer) -> NDArray[np.float64]:
+        """The score of each KV head's token, float64 [C * T]."""
+        assert isinstance(scorer, HeadKVScorer), "checked by `Policy`"
+        found = [
+            np.concatenate(
+                [
+                    scorer.of_heads(sequence, layer).double().cpu().numpy()
+                    for layer in sequence.layers
+                ]
+            )
+            for sequence in self.sequences
+            if len(sequence)
+        ]
+        every = np.concatenate(found, axis=1).ravel() if found else np.zeros(0)
+        every = np.append(every, every.min() - 1 if len(every) else 0.0)
+        scores: NDArray[np.float64] = every[self.places]
+        return scores
 
 
 class KVScorer(ABC):
@@ -173,7 +239,21 @@ class KVScorer(ABC):
         """The score of each token of a sequence in a layer, [n]; n >= 1."""
 
     def scores(self, tokens: Tokens) -> NDArray[np.float64]:
-        return tokens.kv.scores(self.of)
+        return tokens.kv.scores(self)
+
+
+class HeadKVScorer(KVScorer):
+    """A scorer of keys, values and queries that has a score for each KV head.
+
+    Where one set is kept for all heads, the mean over them counts.
+    """
+
+    @abstractmethod
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
+        """The score of each token in each KV head of a layer, [H_kv, n]; n >= 1."""
+
+    def of(self, sequence: KVSequence, layer: int) -> Tensor:
+        return self.of_heads(sequence, layer).mean(0)
 
 
 def plain_queries(sequence: KVSequence, layer: int) -> Tensor:

@@ -13,7 +13,7 @@ from arbor.retention.base import Floats, Ints
 from arbor.support.growable import grown
 
 LATELY = 32  # queries that `lately` is about of
-_FADING = 1 - 1 / LATELY
+FADING = 1 - 1 / LATELY  # weight of a query's attention in `lately`, once another one followed
 _CLOSED = -1  # capacity of a block that was never opened
 
 
@@ -149,7 +149,7 @@ class TokenStatistics:
         self._mass[at] = received
         single = bool((queries == 1).all())  # a decode step of one path
         lately = self._lately.take(at)
-        lately *= _FADING if single else np.power(_FADING, queries)
+        lately *= FADING if single else np.power(FADING, queries)
         lately += mass
         self._lately[at] = lately
         latest = mass if single else mass / queries

@@ -84,6 +84,35 @@ def check_destroying(policy: Policy, mode: str, rehydrate: str) -> None:
         )
 
 
+def check_granularity(policy: Policy, mode: str, *, staged: bool = False) -> None:
+    """Refuse KV heads with tokens of their own where tokens have to come back one by one, or are
+    read in host memory.
+
+    Args:
+        policy, mode: of the run.
+        staged: whether attention reads KV in host memory.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if not policy.by_head:
+        return
+    if mode != "lossy":
+        raise UsageError(
+            "granularity",
+            "granularity=head: a slot that is kept holds another token in each KV head, and lossless "
+            "mode keeps exact KV.",
+            "Take --mode lossy, or granularity=token.",
+        )
+    if staged:
+        raise UsageError(
+            "granularity",
+            "granularity=head: records in host memory hold whole tokens, and with --staging "
+            "attention reads them there.",
+            "Leave out --staging, or take granularity=token.",
+        )
+
+
 def check_staging(given: bool, mode: str, rehydrate: str) -> None:
     """Refuse a staging buffer where attention cannot read KV in host memory.
 

@@ -47,6 +47,8 @@ class Hierarchy(Pooled):
     size: int = 128
     first: int = 4
 
+    by_score: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         if not 0 <= self.ratio <= 1:
             raise UsageError("setting-range", f"ratio={self.ratio}: it must be in [0, 1].")

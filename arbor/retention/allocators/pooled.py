@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ class Pooled:
     whole tree, each shared token once (ArborKV calls this flattening). Differs: a block never falls
     below its floor.
     """
+
+    by_score: ClassVar[bool] = True
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         return select_all_but(blocks, self.leaving(blocks, room, scorer))[0]

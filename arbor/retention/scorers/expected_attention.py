@@ -9,8 +9,14 @@ import numpy as np
 
 from arbor.errors import UsageError
 from arbor.retention.observation import Observation
-from arbor.retention.scorers.window_attention import above
-from arbor.retention.token_kv import KVScorer, KVSequence, attention_of, plain_queries, products_of
+from arbor.retention.scorers.window_attention import above, flags
+from arbor.retention.token_kv import (
+    HeadKVScorer,
+    KVSequence,
+    attention_of,
+    plain_queries,
+    products_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +25,7 @@ SINKS = 4  # first positions, whose queries are unlike all others
 
 
 @dataclass(frozen=True)
-class ExpectedAttention(KVScorer):
+class ExpectedAttention(HeadKVScorer):
     """A token scores the attention that queries to come would give it, times the size of its value.
 
         score_i = (softmax_i(mu k_i / sqrt(D) + k_i Sigma k_i / 2 D) + epsilon) |v_i|_2
@@ -30,8 +36,9 @@ class ExpectedAttention(KVScorer):
     score more than all others; their queries do not count.
     Source: Expected Attention (arXiv 2510.00636) as kvpress has it. Differs: the next positions are
     those after the last token, where kvpress, while decoding, counts from the length of its buffer;
-    the first four are those of the text, not of the buffer; the mean over the query heads of
-    the observed layers, since one set is kept for all; in a tree, the last queries of all running
+    the first four are those of the text, not of the buffer; the mean over the query heads
+    of a KV head, and where one set is kept for all heads, over those of the observed layers; in a
+    tree, the last queries of all running
     paths, and the positions after the longest; soft caps and windows of layers are left out.
 
     Attributes:
@@ -59,13 +66,13 @@ class ExpectedAttention(KVScorer):
         """Keys and values, and queries that can be moved to other positions."""
         return Observation(keys=True, window=self.window, rotation=True)
 
-    def of(self, sequence: KVSequence, layer: int) -> Tensor:
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
         values, keys = sequence.values(layer), sequence.keys(layer)
         size = (values * values).sum(-1).sqrt().T  # [H_kv, n]
-        sinks = sequence.positions < SINKS
+        sinks = flags(sequence.of_heads(layer).positions < SINKS, size)
         plain = plain_queries(sequence, layer)[sequence.asked >= SINKS]
         if not len(plain):
-            return above((self.epsilon * size).mean(0), sinks)
+            return above(self.epsilon * size, sinks)
         last = int(sequence.asked.max())
         ahead = last + np.arange(1, self.ahead + 1)
         queries = sequence.rotation(layer).mean(plain, ahead).transpose(0, 1)  # [H_q, w, D]
@@ -77,6 +84,7 @@ class ExpectedAttention(KVScorer):
             spread = centred.transpose(1, 2) @ centred / centred.shape[1]  # [H_q, D, D]
             each = keys.transpose(0, 1).repeat_interleave(len(spread) // len(size), 0)
             expected += ((each @ spread) * each).sum(-1) * scaling**2 / 2
-        expected[:, sinks] = -np.inf
-        given = attention_of(expected).view(len(size), -1, len(sequence)).mean(1)
-        return above(((given + self.epsilon) * size).mean(0), sinks)
+        expected = expected.view(len(size), -1, size.shape[1])
+        expected = expected.masked_fill(sinks[:, None], -np.inf)
+        given = attention_of(expected).mean(1)
+        return above((given + self.epsilon) * size, sinks)

@@ -14,9 +14,9 @@ class HeavyHitters:
     """A token scores the attention it has received.
 
     Source: H2O (arXiv 2306.14048); ArborKV's A_i(t).
-    Differs: one kept set for all heads, the mean over the observed heads and layers, where H2O
-    keeps one per head; a token's own query and those of its block count, where ArborKV counts only
-    queries after the block.
+    Differs: H2O keeps one set per head, as ``granularity=head`` does; otherwise one is kept for
+    all, by the mean over the observed heads and layers; a token's own query and those of its block
+    count, where ArborKV counts only queries after the block.
 
     Attributes:
         normalise: divide by the queries that could see the token; a sum favours older tokens.

@@ -5,26 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arbor.retention.token_kv import KVScorer, KVSequence, unit_vectors
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, unit_vectors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class KeyDiff(KVScorer):
+class KeyDiff(HeadKVScorer):
     """A token scores how little its key resembles the mean key of its tree.
 
         score_i = -cos(k_i, mean_j k_j / |k_j|)
 
-    Source: KeyDiff (arXiv 2504.15364), as kvpress has it; keys are position-encoded. Differs: the
-    mean over the KV heads of the observed layers, since one set is kept for all; asked whenever
+    Source: KeyDiff (arXiv 2504.15364), as kvpress has it; keys are position-encoded. Differs: where
+    one set is kept for all heads, the mean over those of the observed layers; asked whenever
     room runs out, not block by block of a prefill; sinks and recent tokens are protected
     (`Protect`), where the paper protects none; the mean key is that of all tokens of the tree on
     the device.
     """
 
-    def of(self, sequence: KVSequence, layer: int) -> Tensor:
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
         unit = unit_vectors(sequence.keys(layer))
-        cosine = (unit * unit_vectors(unit.mean(0))).sum(-1)
-        return -cosine.mean(-1)
+        return -(unit * unit_vectors(unit.mean(0))).sum(-1).T

@@ -9,8 +9,8 @@ import numpy as np
 
 from arbor.errors import UsageError
 from arbor.retention.observation import Observation
-from arbor.retention.scorers.window_attention import above, check_pooled, mean_attention
-from arbor.retention.token_kv import KVScorer, KVSequence, neighbours, unit_vectors
+from arbor.retention.scorers.window_attention import above, check_pooled, flags, mean_attention
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, neighbours, unit_vectors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ _PIECE = 256  # tokens whose similarity to all others is computed at once
 
 
 @dataclass(frozen=True)
-class RKV(KVScorer):
+class RKV(HeadKVScorer):
     """A token scores its importance, less its redundancy.
 
         score_i = mix I_i - (1 - mix) R_i
@@ -30,8 +30,8 @@ class RKV(KVScorer):
     a key does not count for its most recent similar one (cosine above `alike`), so that of
     alike tokens the newest stays. The tokens of the window score more than all others.
 
-    Source: R-KV (arXiv 2505.24133), mix 0.1 in the paper, 0.07 in its code. Differs: the mean over
-    KV heads of the observed layers, since one set is kept for all; asked whenever room runs out,
+    Source: R-KV (arXiv 2505.24133), mix 0.1 in the paper, 0.07 in its code. Differs: where one set
+    is kept for all heads, the mean over those of the observed layers; asked whenever room runs out,
     where the paper acts every 128 tokens (`Trigger.spare`); the mean of R runs over the others'
     rows, as in the code (the paper's runs over the token's own, where a token loses what its newest
     copy should); a row without similar keys loses none, where the code zeroes its similarity to the
@@ -61,18 +61,18 @@ class RKV(KVScorer):
         """Keys, and the queries of the window."""
         return Observation(keys=True, window=self.window)
 
-    def of(self, sequence: KVSequence, layer: int) -> Tensor:
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
         keys = sequence.keys(layer)
-        pieces = (self._of_groups(each, sequence, keys.shape[1]) for each in sequence.logits(layer))
+        recent = flags(sequence.of_heads(layer).recent, keys)
+        pieces = (self._of_groups(each, recent, keys.shape[1]) for each in sequence.logits(layer))
         important = neighbours(mean_attention(pieces, keys), self.pooled, -np.inf).amax(-1)
         redundant = self.redundancy(keys).softmax(-1)
-        return above((self.mix * important - (1 - self.mix) * redundant).mean(0), sequence.recent)
+        return above(self.mix * important - (1 - self.mix) * redundant, recent)
 
-    def _of_groups(self, logits: Tensor, sequence: KVSequence, heads: int) -> Tensor:
+    def _of_groups(self, logits: Tensor, recent: Tensor, heads: int) -> Tensor:
         """The largest logit of each group of query heads, [w', H_kv, n]; none in the window."""
-        largest = logits.view(len(logits), heads, -1, len(sequence)).amax(2)
-        largest[..., sequence.recent] = -np.inf
-        return largest
+        largest = logits.view(len(logits), heads, -1, logits.shape[-1]).amax(2)
+        return largest.masked_fill(recent, -np.inf)
 
     def redundancy(self, keys: Tensor) -> Tensor:
         """How similar the others' keys are to each token's, [H, n]: the mean over rows of cosines,

@@ -6,30 +6,30 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arbor.retention.base import Floats, Tokens
-from arbor.retention.token_kv import KVScorer, KVSequence
+from arbor.retention.token_kv import HeadKVScorer, KVSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class VATP(KVScorer):
+class VATP(HeadKVScorer):
     """A token scores the attention it has received, times the L1 norm of its value.
 
         score_i = A_i |v_i|_1
 
     Source: VATP (arXiv 2406.12335) over H2O's attention; it keeps the first 20 tokens, whose values
-    are small (`Protect.sinks` of the policy ``vatp``). Differs: the product of two means over the
-    heads of the observed layers, not the mean of a product per head, since one set is kept for
-    all.
+    are small (`Protect.sinks` of the policy ``vatp``). Differs: where one set is kept
+    for all heads, the product of two means over those of the observed layers, not the mean of a
+    product per head.
     """
 
     @property
     def observes(self) -> bool:
         return True
 
-    def of(self, sequence: KVSequence, layer: int) -> Tensor:
-        return sequence.values(layer).abs().sum(-1).mean(-1)
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
+        return sequence.values(layer).abs().sum(-1).T
 
     def scores(self, tokens: Tokens) -> Floats:
         scores: Floats = tokens.mass * super().scores(tokens)

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from arbor.errors import UsageError
 from arbor.retention.observation import Observation
-from arbor.retention.token_kv import KVScorer, KVSequence, attention_of, neighbours
+from arbor.retention.token_kv import HeadKVScorer, KVSequence, attention_of, neighbours
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class WindowAttention(KVScorer):
+class WindowAttention(HeadKVScorer):
     """A token scores the mean attention of the last `window` queries that see it, pooled.
 
     The mean over the queries, then over `pooled` neighbours, then over the heads. The tokens of the
@@ -25,11 +26,11 @@ class WindowAttention(KVScorer):
 
     Source: SnapKV (arXiv 2404.14469), whose window is 64 pooled over 5 in kvpress, and RPC (arXiv
     2505.13866), whose selectors are 32, pooled over 7. Differs: asked whenever room runs out, where
-    SnapKV is asked once, after the prompt, and RPC every 1,024 tokens; the mean over the heads of
-    the observed layers, since one set is kept for all; queries are read as encoded for their own
+    SnapKV is asked once, after the prompt, and RPC every 1,024 tokens; where one set is kept for
+    all heads, the mean over those of the observed layers; queries are read as encoded for their own
     positions (kvpress encodes all for one); in a tree each token counts the last queries below it,
-    and one that none of them sees scores 0. The scorer ``window`` approximates it from one figure
-    a token.
+    and one that none of them sees scores 0. The scorer ``window`` approximates it from one figure a
+    token.
 
     Attributes:
         window: queries, >= 1.
@@ -49,11 +50,14 @@ class WindowAttention(KVScorer):
         """Keys, and the queries of the window."""
         return Observation(keys=True, window=self.window)
 
-    def of(self, sequence: KVSequence, layer: int) -> Tensor:
-        mean = mean_attention(sequence.logits(layer), sequence.keys(layer))
-        mean[:, sequence.recent] = 0  # pooled over tokens outside the window, as SnapKV does
-        scores = neighbours(mean, self.pooled, 0.0).mean(-1).mean(0)
-        return above(scores, sequence.recent)
+    def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
+        keys = sequence.keys(layer)
+        mean = mean_attention(sequence.logits(layer), keys)
+        recent = flags(sequence.of_heads(layer).recent, mean)
+        given = mean.view(keys.shape[1], -1, len(keys)).mean(1)
+        # pooled over tokens outside the window, as SnapKV does
+        scores = neighbours(given.masked_fill(recent, 0), self.pooled, 0.0).mean(-1)
+        return above(scores, recent)
 
 
 def check_pooled(pooled: int) -> None:
@@ -81,9 +85,13 @@ def mean_attention(pieces: Iterable[Tensor], keys: Tensor) -> Tensor:
     return total / seen.clamp_min(1)
 
 
-def above(scores: Tensor, recent: np.ndarray) -> Tensor:
-    """Scores [n] in which those of recent tokens exceed all others by 1, so that no tie lets one
-    leave."""
-    raised = scores.clone()
-    raised[recent] = scores.max() + 1
-    return raised
+def flags(marked: NDArray[np.bool_], like: Tensor) -> Tensor:
+    """Flags of tokens as a tensor on the device of another one."""
+    return like.new_tensor(marked.astype(np.float32)) > 0
+
+
+def above(scores: Tensor, recent: Tensor) -> Tensor:
+    """Scores [H, n] in which each head's recent tokens, bool [H or 1, n], exceed all others by 1,
+    so that no tie lets one leave."""
+    highest = scores.amax(-1, keepdim=True) + 1
+    return scores.masked_fill(recent, 0.0) + highest * recent

@@ -1,0 +1,264 @@
+"""Which tokens each KV head keeps of a block, where every head keeps its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arbor.retention.base import Allocator, Blocks, Bools, Floats, Ints, Scorer, Tokens
+from arbor.retention.selection import Selection, checked_scores, select
+
+# the view of some tokens in which each KV head's come one after the other, [C * T]
+ByHead = Callable[[Tokens], Tokens]
+
+
+class HeadScorer:
+    """A scorer as allocators see it where each KV head keeps tokens of its own.
+
+    All heads keep equally many tokens of a block. If a block keeps one more, each head keeps its
+    next best, so the j-th best place of a block is worth the mean over the heads of their j-th best
+    scores: with the largest such means kept, the sum of what all heads keep is the largest there
+    is. Places are shown as tokens: the j-th best is the one whose mean score ranks j-th.
+
+    Args:
+        scorer: of the policy.
+        by_head: shows it what each head holds.
+    """
+
+    def __init__(self, scorer: Scorer, by_head: ByHead) -> None:
+        self._scorer = scorer
+        self._by_head = by_head
+        self._known: tuple[Tokens, Floats] | None = None
+
+    @property
+    def observes(self) -> bool:
+        """See `Scorer`."""
+        return self._scorer.observes
+
+    def of_heads(self, tokens: Tokens) -> Floats:
+        """The score of what each head holds in the tokens' slots, [C, T].
+
+        Raises:
+            UsageError: the scorer's answer breaks its protocol.
+        """
+        if self._known is None or self._known[0] is not tokens:
+            count = len(tokens.offset)
+            scores = checked_scores(self._scorer, self._by_head(tokens))
+            self._known = tokens, scores.reshape(-1 if count else 1, count)
+        return self._known[1]
+
+    def of_some(self, blocks: Blocks, parted: Ints) -> tuple[Tokens, Floats]:
+        """The tokens of some blocks and their scores by head; of scores known already a part.
+
+        Args:
+            blocks: the offer.
+            parted: int64 [P], indices of the blocks, increasing.
+        """
+        if self._known is None or self._known[0] is not blocks.__dict__.get("tokens"):
+            tokens = blocks.see(parted)
+            return tokens, self.of_heads(tokens)
+        tokens, scores = self._known
+        some = tokens.only(parted)
+        if some is tokens:
+            return tokens, scores
+        asked = np.zeros(len(blocks), np.bool_)
+        asked[parted] = True
+        return some, scores[:, asked[tokens.block]]
+
+    def scores(self, tokens: Tokens) -> Floats:
+        """See `Scorer`."""
+        scores = self.of_heads(tokens)
+        if not scores.size:
+            return np.zeros(scores.shape[1])
+        if (scores[-1] == scores[0]).all() and (scores == scores[0]).all():
+            shared: Floats = scores[0].astype(np.float64)
+            return shared
+        means: Floats = scores.mean(0).astype(np.float64)
+        free = np.flatnonzero(~tokens.protected)
+        if tokens.block[0] == tokens.block[-1]:
+            return means  # of one block how many stay does not depend on them
+        if len(free):
+            block = tokens.block[free]
+            sizes = np.diff(np.flatnonzero(np.diff(block, prepend=-1, append=block[-1] + 1)))
+            means[free] = ranked_means(scores[:, free], means[free], sizes)
+        return means
+
+
+class HeadSelection(Selection):
+    """A selection in which each KV head keeps its own tokens of the blocks that keep a part.
+
+    The tokens that leave, in the words of `Selection`, are the slots that leave: what heads keep of
+    them moves to slots that stay.
+
+    Attributes:
+        head: int64 [m], numbers of KV heads, non-decreasing.
+        source: int64 [m], indices into `tokens` of what leaves.
+        target: int64 [m], indices into `tokens` of what stays.
+        tokens: of the blocks that keep a part.
+    """
+
+    def __init__(self, blocks: Blocks, counts: Ints, tokens: Tokens, gone: Bools) -> None:
+        """gone: bool [C, T], what each head gives up; of each block as many in every head."""
+        self.head, self.source, self.target, leaving = moves_of(gone)
+        self.tokens = tokens
+        super().__init__(blocks, counts, tokens, ~leaving)
+
+
+def select_by_head(
+    blocks: Blocks, room: int, allocator: Allocator, scorer: HeadScorer
+) -> tuple[Ints, Selection]:
+    """`select` where each KV head keeps its own tokens.
+
+    The allocator says how many tokens each block keeps; each head keeps its best ones.
+
+    Raises:
+        UsageError: an answer of the allocator or the scorer that breaks its protocol.
+    """
+    counts, chosen = select(blocks, room, allocator, scorer)
+    parted = np.flatnonzero((counts > 0) & (counts < blocks.resident))
+    if not len(parted):
+        return counts, chosen
+    tokens, scores = scorer.of_some(blocks, parted)
+    resident = blocks.resident[parted]
+    gone = given_up(scores, tokens.protected, resident, resident - counts[parted])
+    return counts, HeadSelection(blocks, counts, tokens, gone)
+
+
+def given_up(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Bools:
+    """What each head gives up of each block: its lowest scores; of equals the earlier ones.
+
+    Args:
+        scores: [C, T], finite, block after block.
+        protected: bool [T], given up only where a block loses more than the others.
+        sizes: int64 [P], tokens of each block; summing to T.
+        lose: int64 [P], how many each gives up, >= 1.
+
+    Returns:
+        bool [C, T].
+    """
+    scores = _guarded(scores, protected, sizes, lose)
+    if len(sizes) == 1:
+        return _lowest(scores, lose)
+    result = np.zeros(scores.shape, np.bool_)
+    for rows, at, inside in _tables(sizes):
+        table = np.where(inside, scores[:, at], np.inf)
+        gone = _lowest(table, lose[rows])
+        result[:, at[inside]] = gone[:, inside]
+    return result
+
+
+def _guarded(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Floats:
+    """Scores in which protected tokens come last, or first where only they are left."""
+    if not protected.any():
+        return scores
+    ends = np.cumsum(sizes)
+    guarded = np.add.reduceat(protected, ends - sizes, dtype=np.int64)
+    tight = np.repeat(guarded > sizes - lose, sizes)
+    scores = scores.copy()
+    scores[:, protected & ~tight] = np.inf
+    scores[:, tight & ~protected] = -np.inf
+    return scores
+
+
+def _lowest(scores: Floats, lose: Ints) -> Bools:
+    """The lowest of the last axis, as many as each row loses; of equals the earlier ones.
+
+    Args:
+        scores: [C, ..., n].
+        lose: int64 [...], 1 <= lose <= n.
+    """
+    wanted = np.broadcast_to(lose, scores.shape[:-1])
+    if (lose == 1).all():
+        limit = scores.min(-1, keepdims=True)
+    else:
+        places = np.unique(lose - 1)
+        parts = np.sort(scores, -1) if len(places) > 4 else np.partition(scores, places, -1)
+        limit = np.take_along_axis(parts, wanted[..., None] - 1, -1)
+    gone: Bools = scores <= limit
+    over = np.count_nonzero(gone, -1) - wanted
+    many = np.nonzero(over)
+    if len(many[0]):
+        level = scores[many] == limit[many]
+        after = np.cumsum(level[:, ::-1], -1)[:, ::-1]  # of these, from here on
+        gone[many] &= ~(level & (after <= over[many][:, None]))
+    return gone
+
+
+def ranked_means(scores: Floats, means: Floats, sizes: Ints) -> Floats:
+    """The mean over heads of their j-th best scores, of the token whose mean ranks j-th in its
+    block.
+
+    Args:
+        scores: [C, T], block after block.
+        means: float64 [T], over the heads.
+        sizes: int64 [P], tokens of each block; summing to T.
+
+    Returns:
+        float64 [T].
+
+    Example:
+        Two heads that prefer opposite tokens would each keep a good one:
+
+        >>> scores = np.array([[5.0, 1.0, 0.0], [1.0, 4.0, 0.0]])
+        >>> ranked_means(scores, scores.mean(0), np.array([3])).tolist()
+        [4.5, 1.0, 0.0]
+    """
+    result = np.empty(len(means))
+    for _, at, inside in _tables(sizes):
+        table = np.where(inside, scores[:, at], np.inf)
+        table.sort(-1)
+        best = table.mean(0, dtype=np.float64)
+        order = np.argsort(np.where(inside, means[at], np.inf), axis=-1, kind="stable")
+        # padding is the last of both
+        result[np.take_along_axis(at, order, -1)[inside]] = best[inside]
+    return result
+
+
+def _tables(sizes: Ints) -> list[tuple[Ints, NDArray[np.int64], Bools]]:
+    """Blocks of about the same size as the rows of matrices: the blocks [R], where the tokens of
+    each are [R, w], and which entries are some [R, w], the first ones of each row."""
+    begins = np.cumsum(sizes) - sizes
+    bucket = np.ceil(np.log2(np.maximum(sizes, 1))).astype(np.int64)
+    found = []
+    for each in np.unique(bucket[sizes > 0]).tolist():
+        rows = np.flatnonzero((bucket == each) & (sizes > 0))
+        place = np.arange(int(sizes[rows].max()))
+        inside = place < sizes[rows, None]
+        found.append((rows, np.where(inside, begins[rows, None] + place, 0), inside))
+    return found
+
+
+def moves_of(gone: Bools) -> tuple[Ints, Ints, Ints, Bools]:
+    """The slots that leave, and what heads move out of them.
+
+    Each head gives up d tokens of a block, and d slots leave: the k-th is the first of the heads'
+    k-th ones. So no head has more to move than it gives up, and always to a later slot.
+
+    Args:
+        gone: bool [C, T], block after block; of each block as many in every head.
+
+    Returns:
+        the heads, sources and targets of the moves, int64 [m], by head; the slots that leave, bool
+        [T].
+
+    Example:
+        The first head gives up slot 1, the second slot 2: slot 1 leaves, and the second head moves
+        what it has there to slot 2.
+
+        >>> head, source, target, leaving = moves_of(np.array([[0, 1, 0], [0, 0, 1]], bool))
+        >>> head.tolist(), source.tolist(), target.tolist(), leaving.tolist()
+        ([1], [1], [2], [False, True, False])
+    """
+    heads, count = gone.shape
+    leaving = np.zeros(count, np.bool_)
+    # places in the flat array, which are found many times faster than pairs
+    dropped = np.flatnonzero(gone).reshape(heads, -1)
+    dropped -= np.arange(0, heads * count, max(1, count))[:, None]
+    leaving[dropped.min(0)] = True
+    source = np.flatnonzero(leaving & ~gone)
+    target = np.flatnonzero(gone & ~leaving)
+    head = source // max(1, count)
+    begins = head * count
+    return head, source - begins, target - begins, leaving

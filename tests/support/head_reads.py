@@ -1,0 +1,90 @@
+"""What each KV head reads for decoded tokens, recorded, and full attention under masks of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AttentionInterface
+
+from arbor.engine.decode_batch import DecodeBatch
+from arbor.memory import KVMemory
+from arbor.model.plan import SegmentTable
+from arbor.tree import Node
+
+NAME = "masked_by_head"
+# from (row, position) of a decoded token to the positions that each KV head reads, [C, n]
+HeadReads = dict[tuple[int, int], NDArray[np.int32]]
+
+
+def held(memory: KVMemory, path: list[Node]) -> NDArray[np.int32]:
+    """Positions of the tokens of a path that each KV head holds, [C, n]."""
+    slots = np.concatenate([node.span.slot[node.span.resident] for node in path])
+    return memory.heads.positions(memory.table, slots)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> HeadReads:
+    """What each decoded token reads from now on."""
+    found: HeadReads = {}
+    right = DecodeBatch.table
+
+    def table(self: DecodeBatch) -> SegmentTable:
+        result = right(self)
+        for node in self._nodes:
+            found[node.row, node.end - 1] = held(self._memory, node.path)
+        return result
+
+    monkeypatch.setattr(DecodeBatch, "table", table)
+    return found
+
+
+@torch.inference_mode()
+def masked_forward(
+    model: Any, node: Node, seen: HeadReads, heads: int
+) -> tuple[Tensor, NDArray[np.float64], NDArray[np.bool_]]:
+    """Attention of O(n^2) over the path to a block, in which each KV head of a decoded token reads
+    what it was recorded to, and the prompt all before.
+
+    Args:
+        model: of Hugging Face.
+        node: the block.
+        seen: what was recorded.
+        heads: KV heads of all layers, C.
+
+    Returns:
+        logits [n, V]; attention of each KV head, the mean over its query heads, [C, n, n]; and what
+        was read, [C, n, n]: by query, then by key.
+    """
+    tokens = torch.tensor([[token for each in node.path for token in each.tokens]])
+    count = tokens.shape[1]
+    allowed = np.zeros((heads, count, count), np.bool_)
+    for block in node.path:
+        for at in range(block.start, block.end):
+            positions = seen.get((block.row, at))
+            if positions is None:
+                allowed[:, at, : at + 1] = True
+            else:
+                np.put_along_axis(allowed[:, at], positions.astype(np.int64), True, 1)
+    weights: dict[int, Tensor] = {}
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        group, kv_heads = query.shape[1] // key.shape[1], key.shape[1]
+        first = module.layer_idx * kv_heads
+        mask = torch.from_numpy(allowed[first : first + kv_heads]).repeat_interleave(group, 0)
+        scaling = given.get("scaling") or query.shape[-1] ** -0.5
+        logits = query @ key.repeat_interleave(group, 1).mT * scaling
+        weight = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        weights[module.layer_idx] = weight[0].unflatten(0, (kv_heads, group)).mean(1)
+        return (weight @ value.repeat_interleave(group, 1)).transpose(1, 2), None
+
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+    logits: Tensor = model(tokens, use_cache=False).logits[0]
+    given = torch.cat([weights[layer] for layer in sorted(weights)])
+    return logits, given.double().numpy(), allowed

@@ -1,0 +1,392 @@
+"""KV heads that keep tokens of their own (``granularity=head``)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.head_reads import HeadReads, held, masked_forward, recorded
+from support.models import build, path_keys
+from support.trees import GREEDY, PROMPT, Lab, relative_error
+
+from arbor import Solver
+from arbor.engine.mode import Rehydrate
+from arbor.errors import ModelError, UsageError
+from arbor.events import Evicted, Forwarded
+from arbor.memory.head_table import HeadMoves
+from arbor.memory.stores import LowerRoom
+from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.allocators.uniform import Uniform
+from arbor.retention.head_selection import given_up, moves_of, ranked_means
+from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.scorers.expected_attention import ExpectedAttention
+from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.random_tokens import RandomTokens
+from arbor.retention.scorers.rkv import RKV
+from arbor.retention.scorers.triattention import TriAttention
+from arbor.retention.scorers.window_attention import WindowAttention
+from arbor.retention.token_kv import KVScorer, KVSequence
+from arbor.retention.trigger import Trigger
+from arbor.tree import Node, ThoughtTree
+
+SLOTS = 24
+LONG = 40
+SCORED = {
+    **{name: {} for name in ("h2o", "tova", "snapkv", "raas", "lazyeviction", "keydiff", "vatp")},
+    "rkv": {"scorer": RKV(window=3, pooled=3)},
+    "rpc": {"scorer": WindowAttention(window=3, pooled=3)},
+    "expected": {"scorer": ExpectedAttention(window=4)},
+    "triattention": {"scorer": TriAttention(window=4)},
+}
+
+
+def by_head(name: str, **settings: object) -> Policy:
+    """A policy whose KV heads keep tokens of their own, with little protection."""
+    policy = POLICIES[name]
+    return dataclasses.replace(
+        policy,
+        **{"granularity": "head", "protect": Protect(sinks=2, recent=3), "trigger": Trigger()}
+        | settings,  # type: ignore[arg-type]
+    )
+
+
+def lossy(
+    policy: Policy, model: str = "llama", rehydrate: Rehydrate = "off", **more: object
+) -> Lab:
+    return Lab(build(model), policy=policy, mode="lossy", rehydrate=rehydrate, debug=True, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> HeadReads:
+    """What each KV head reads for each decoded token."""
+    return recorded(monkeypatch)
+
+
+# Agreement with attention over what each head holds
+
+
+def check_path(lab: Lab, model: str, node: Node, seen: HeadReads) -> None:
+    """The blocks of a path are those of full attention under each head's masks."""
+    logits, _, _ = masked_forward(build(model), node, seen, len(lab.memory.heads))
+    tokens = [token for each in node.path for token in each.tokens]
+    chosen = logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    assert chosen == tokens[len(PROMPT) :]
+    assert relative_error(lab.state.logits[node.row], logits[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("name", list(SCORED))
+def test_each_head_attends_to_its_own_tokens(name: str, seen: HeadReads) -> None:
+    lab = lossy(by_head(name, **SCORED[name]))
+    tree = lab.plant(SLOTS)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    assert lab.memory.mixed(block).any()
+    check_path(lab, "llama", block, seen)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "phi3", "gpt_neox", "deepseek_v3", "gemma"])
+def test_models_whose_heads_keep_their_own(model: str, seen: HeadReads) -> None:
+    lab = lossy(by_head("h2o"), model)
+    tree = lab.plant(SLOTS)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    assert lab.memory.mixed(block).any()
+    check_path(lab, model, block, seen)
+
+
+@pytest.mark.parametrize("allocator", [Pooled(), Uniform()])
+@pytest.mark.parametrize("spare", [0, 5])
+def test_branches_read_what_is_left_of_mixed_blocks(
+    allocator: Pooled | Uniform, spare: int, seen: HeadReads
+) -> None:
+    lab = lossy(by_head("h2o", allocator=allocator, trigger=Trigger(spare=spare)))
+    tree = lab.plant(2 * SLOTS)
+    first, second = lab.sprout([(tree.root, 2)], GREEDY, LONG // 2)
+    third, fourth = lab.sprout([(first, 2)], GREEDY, LONG // 2)
+    (last,) = lab.sprout([(second, 1)], GREEDY, LONG // 2)
+
+    for leaf in (third, fourth, last):
+        check_path(lab, "llama", leaf, seen)
+    assert any(lab.memory.mixed(node).any() for node in tree)
+    assert any(isinstance(event, Evicted) for event in lab.events)
+
+
+def test_the_figures_of_a_head_are_those_of_its_own_attention(seen: HeadReads) -> None:
+    lab = lossy(by_head("h2o"))
+    tree = lab.plant(SLOTS)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    _, weights, read = masked_forward(build("llama"), block, seen, len(lab.memory.heads))
+    weights, read = weights[:, : block.end], read[:, : block.end]
+    slots = np.concatenate([node.span.slot[node.span.resident] for node in block.path])
+    positions = held(lab.memory, block.path).astype(np.int64)
+    view = lab.residency._heads._statistics.makers(slots.astype(np.int64))  # type: ignore[union-attr]
+    shape = positions.shape
+    # a token counts what read it from when it was written until now
+    mass = np.take_along_axis((weights * read).sum(1), positions, 1)
+    queries = np.take_along_axis(read.sum(1), positions, 1)
+    latest = np.take_along_axis(weights[:, -1], positions, 1)
+
+    assert view["queries"](None).reshape(shape).tolist() == queries.tolist()
+    assert view["mass"](None).reshape(shape) == pytest.approx(mass, abs=1e-4)
+    assert view["latest"](None).reshape(shape) == pytest.approx(latest, abs=1e-5)
+    faded = np.zeros_like(weights[:, 0])
+    for query in range(block.end):
+        faded = faded * np.where(read[:, query], 1 - 1 / 32, 1) + weights[:, query]
+    # the prompt's queries are of one forward, in which all weigh the same
+    new = positions >= len(PROMPT)
+    lately = np.take_along_axis(faded, positions, 1)
+    assert view["lately"](None).reshape(shape)[new] == pytest.approx(lately[new], abs=1e-4)
+
+
+def test_heads_that_agree_keep_what_all_would_keep() -> None:
+    def events(policy: Policy) -> tuple[list[int], list[object]]:
+        lab = lossy(policy)
+        tree = lab.plant(2 * SLOTS)
+        first, second = lab.sprout([(tree.root, 2)], length=LONG // 2)
+        lab.sprout([(first, 2), (second, 1)], length=LONG // 2)
+        assert not lab.memory.table.mixed.any()
+        left = [event for event in lab.events if isinstance(event, Evicted)]
+        held = [node.span.slot.tolist() for node in tree]
+        return [token for node in tree for token in node.tokens], [left, held]
+
+    for name in ("random", "streaming"):
+        assert events(by_head(name)) == events(by_head(name, granularity="token"))
+
+
+def test_searches_that_divide_the_room_keep_their_own_heads_tokens() -> None:
+    lab = lossy(by_head("h2o", among="fair"))
+    first = ThoughtTree(PROMPT)
+    second = ThoughtTree(PROMPT[:7])
+    lab.open(first, SLOTS, pool=2 * SLOTS)
+    lab.open(second, SLOTS, alone=False)
+    for tree in (first, second):
+        lab.extend(tree.root)
+        lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    assert lab.memory.used <= 2 * SLOTS
+    assert all(any(lab.memory.mixed(node).any() for node in tree) for tree in (first, second))
+
+
+# What heads give up
+
+
+@st.composite
+def offers(
+    draw: st.DrawFn,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Scores by head, protected tokens, sizes of blocks, and how many each loses."""
+    sizes = np.array(draw(st.lists(st.integers(2, 9), min_size=1, max_size=5)))
+    lose = np.array([draw(st.integers(1, int(size) - 1)) for size in sizes])
+    heads, count = draw(st.integers(1, 4)), int(sizes.sum())
+    few = draw(st.booleans())
+    values = st.integers(0, 2 if few else 1000)
+    scores = np.array(draw(st.lists(values, min_size=heads * count, max_size=heads * count)))
+    flags = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    return scores.reshape(heads, count).astype(dtype), np.array(flags), sizes, lose
+
+
+@given(offers())
+def test_each_head_gives_up_its_lowest_unprotected_tokens(
+    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    scores, protected, sizes, lose = offer
+    gone = given_up(scores, protected, sizes, lose)
+    ends = np.cumsum(sizes)
+    for head in range(len(scores)):
+        for end, size, count in zip(ends, sizes, lose, strict=True):
+            mine = range(end - size, end)
+            order = sorted(mine, key=lambda at: (protected[at], scores[head, at], at))
+            assert np.flatnonzero(gone[head, end - size : end]).tolist() == sorted(
+                at - (end - size) for at in order[:count]
+            )
+
+
+@given(offers())
+def test_moves_bring_what_heads_keep_to_later_slots_that_stay(
+    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    scores, protected, sizes, lose = offer
+    gone = given_up(scores, protected, sizes, lose)
+    block = np.repeat(np.arange(len(sizes)), sizes)
+    head, source, target, leaving = moves_of(gone)
+
+    assert np.bincount(block[leaving], minlength=len(sizes)).tolist() == lose.tolist()
+    assert (block[source] == block[target]).all() and (source < target).all()
+    assert leaving[source].all() and not leaving[target].any()
+    slots = np.tile(np.arange(len(block)), (len(gone), 1))
+    slots[head, target] = source
+    for each, kept in zip(slots, ~gone, strict=True):
+        assert sorted(each[~leaving]) == np.flatnonzero(kept).tolist()
+
+
+@given(offers())
+def test_the_places_of_a_block_are_worth_what_heads_would_keep_there(
+    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    scores, _, sizes, _ = offer
+    means = scores.mean(0, dtype=np.float64)
+    found = ranked_means(scores, means, sizes)
+    for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+        mine = slice(end - size, end)
+        best = np.sort(scores[:, mine], 1).mean(0, dtype=np.float64)
+        assert sorted(found[mine]) == pytest.approx(best.tolist())
+        order = np.lexsort((np.arange(size), means[mine]))
+        assert (np.diff(found[mine][order]) >= 0).all()
+
+
+def test_no_other_counts_let_heads_keep_more() -> None:
+    """Pooled counts from ranked means are the best of all equal counts per block."""
+    draw = np.random.default_rng(3)
+    for _ in range(30):
+        sizes = draw.integers(1, 5, 3)
+        scores = draw.random((3, int(sizes.sum())))
+        ends = np.cumsum(sizes)
+        sums = [
+            np.concatenate(
+                [[0], np.cumsum(np.sort(scores[:, end - size : end], 1)[:, ::-1].sum(0))]
+            )
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+        room = int(draw.integers(0, sizes.sum() + 1))
+        best = max(
+            sum(each[k] for each, k in zip(sums, counts, strict=True))
+            for counts in np.ndindex(*(sizes + 1))
+            if sum(counts) == room
+        )
+        ranked = ranked_means(scores, scores.mean(0), sizes)
+        block = np.repeat(np.arange(len(sizes)), sizes)
+        kept = np.bincount(block[np.argsort(-ranked)[:room]], minlength=len(sizes))
+        assert sum(each[k] for each, k in zip(sums, kept, strict=True)) == pytest.approx(best)
+
+
+# Slots
+
+
+def test_what_is_freed_is_free() -> None:
+    lab = lossy(by_head("h2o"))
+    tree = lab.plant(SLOTS)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    memory = lab.memory
+    peaks = [event.peak for event in lab.events if isinstance(event, Forwarded)]
+    assert max(peaks) <= SLOTS
+    assert memory.used == sum(int(node.span.resident.sum()) for node in tree) <= SLOTS
+    reported = sum(sum(dict(e.nodes).values()) for e in lab.events if isinstance(e, Evicted))
+    assert reported == tree.tokens - memory.used
+    assert not block.span.exact[memory.mixed(block)].any()
+    lab.close(tree)
+    assert memory.used == 0 and not memory.table.mixed.any()
+
+
+def test_tokens_that_are_protected_stay_in_every_head() -> None:
+    lab = lossy(by_head("h2o"))
+    tree = lab.plant(SLOTS)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    for positions in held(lab.memory, block.path):
+        assert {0, 1, block.end - 1, block.end - 2, block.end - 3} <= set(positions.tolist())
+
+
+def test_moves_are_checked() -> None:
+    lab = lossy(by_head("random"))
+    tree = lab.plant(SLOTS)
+    slots = tree.root.span.slot
+    one = np.array([1])
+    for gone, moves, wrong in (
+        (1, HeadMoves(np.array([0, 0]), slots[[1, 1]], slots[[3, 4]]), "holds a token twice"),
+        (3, HeadMoves(np.array([0]), slots[[3]], slots[[1]]), "later token"),
+        (1, HeadMoves(np.array([0]), slots[[2]], slots[[3]]), "out of a slot that stays"),
+    ):
+        lab = lossy(by_head("random"))
+        tree = lab.plant(SLOTS)
+        with pytest.raises(AssertionError, match=wrong):
+            lab.memory.evict_from([tree.root], np.array([gone]), one, moves=moves)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("rehydrate", ["selective", "span"])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool) -> None:
+    lower = LowerRoom(host=200) if stored else LowerRoom()
+    lab = lossy(by_head("h2o"), rehydrate=rehydrate, lower=lower)
+    tree = lab.plant(LONG + len(PROMPT) + 8)
+    (first,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+    (second,) = lab.sprout([(tree.root, 1)], GREEDY, LONG, seed=4)
+    assert lab.memory.mixed(first).any()
+    lab.extend(first)
+
+    assert not lab.memory.mixed(first).any()
+    assert first.span.exact.all() and tree.root.span.exact.all()
+    keys = lab.memory.pool.k[-1]
+    tokens = [token for node in first.path for token in node.tokens]
+    slots = np.concatenate([node.span.slot for node in first.path])
+    wanted = path_keys(build("llama"), tokens)
+    assert relative_error(keys[torch.from_numpy(slots).long()], wanted) < 1e-4
+    assert not second.span.resident.all()
+
+
+@pytest.mark.parametrize("rehydrate", ["selective", "span"])
+def test_reversible_searches_below_a_path_s_length(rehydrate: Rehydrate) -> None:
+    lab = lossy(by_head("snapkv"), rehydrate=rehydrate)
+    tree = lab.plant(2 * SLOTS)
+    first, second = lab.sprout([(tree.root, 2)], GREEDY, LONG)
+    third, _ = lab.sprout([(second, 1), (first, 1)], GREEDY, LONG)
+    lab.ask([third], [(7, 8, 9)])
+
+    peaks = [event.peak for event in lab.events if isinstance(event, Forwarded)]
+    assert max(peaks) <= 2 * SLOTS
+    assert [len(node.tokens) for node in tree][1:] == [LONG] * 4
+
+
+# Refused combinations
+
+
+class OneScore(KVScorer):
+    """A user's scorer that knows one score for all heads."""
+
+    def of(self, sequence: KVSequence, layer: int) -> torch.Tensor:
+        return -sequence.keys(layer).norm(dim=-1).mean(-1)
+
+
+def test_policies_that_say_nothing_of_heads_are_refused() -> None:
+    for name in ("ams", "chunkkv", "strata", "hierarchy"):
+        with pytest.raises(UsageError, match="chooses tokens by their places"):
+            dataclasses.replace(POLICIES[name], granularity="head")
+    with pytest.raises(UsageError, match="one score"):
+        Policy(Pooled(), OneScore(), granularity="head")
+    with pytest.raises(UsageError, match="must be token or head"):
+        Policy(Pooled(), RandomTokens(), granularity="layer")  # type: ignore[arg-type]
+
+
+def test_lossless_and_streamed_searches_are_refused() -> None:
+    with pytest.raises(UsageError, match="lossy"):
+        Solver(policy="h2o,granularity=head", budget=0.5)
+    with pytest.raises(UsageError, match="host memory"):
+        Solver(
+            policy="h2o,granularity=head",
+            mode="lossy",
+            budget="100tok",
+            host="1MiB",
+            staging="32tok",
+        )
+
+
+def test_models_with_windows_are_refused() -> None:
+    with pytest.raises(ModelError, match="layer 0 has a window"):
+        lossy(by_head("h2o"), "mistral_window")
+
+
+def test_settings_of_a_trace_hold_the_granularity() -> None:
+    from arbor import components
+
+    policy = components.build("policy", "h2o,granularity=head")
+    assert policy.by_head and policy.scorer == HeavyHitters()
+    assert components.build("policy", components.spec_of(policy)) == policy
