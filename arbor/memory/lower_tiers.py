@@ -178,24 +178,42 @@ class LowerTiers:
         """
         result: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
         left = np.arange(len(tokens))
-        for at, shelf in enumerate(list(self)[level:], level):
-            self._make_room(at, len(left))
-            some = left[: shelf.table.free]
-            records = shelf.table.take(tokens.of(some))
-            try:
-                written = shelf.store.write(records, rows[some])
-            except BaseException:
-                shelf.table.release(records)
-                raise
-            shelf.table.release(records[~written])
-            if written.any():
-                mine = some[written]
-                self._hold(shelf, tokens.row[mine], +1)
-                result.append((shelf, records[written], mine))
-            left = np.concatenate([some[~written], left[len(some) :]])
-            if not len(left):
-                break
+        try:
+            for at, shelf in enumerate(list(self)[level:], level):
+                left = self._write(at, shelf, rows, tokens, left, result)
+                if not len(left):
+                    break
+        except BaseException:
+            for shelf, records, _ in result:
+                self._give_up(shelf, records)
+            raise
         return result
+
+    def _write(
+        self,
+        level: int,
+        shelf: Shelf,
+        rows: Tensor,
+        tokens: Tokens,
+        wanted: NDArray[np.int64],
+        result: list[tuple[Shelf, Records, NDArray[np.int64]]],
+    ) -> NDArray[np.int64]:
+        """Store some of the rows in one tier, add what it took to `result`, and return what it did
+        not."""
+        self._make_room(level, len(wanted))
+        some = wanted[: shelf.table.free]
+        records = shelf.table.take(tokens.of(some))
+        try:
+            written = shelf.store.write(records, rows[some])
+        except BaseException:
+            shelf.table.release(records)
+            raise
+        shelf.table.release(records[~written])
+        if written.any():
+            mine = some[written]
+            self._hold(shelf, tokens.row[mine], +1)
+            result.append((shelf, records[written], mine))
+        return np.concatenate([some[~written], wanted[len(some) :]])
 
     def _make_room(self, level: int, count: int) -> None:
         """Have as many free records in a tier as possible, up to `count`: the oldest go down."""

@@ -493,11 +493,11 @@ class KVMemory:
             known = spans.origin[at] != NO_RECORD
             settled = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
             last = np.flatnonzero(settled & ~known & self._is_last_use(slots))
-            self.lower.put_back(at[known])
-            if len(last):
+            if len(last):  # first, as it may fail, and nothing has changed then
                 row = np.repeat(rows, counts)[last]
                 tokens = Tokens(row, offsets[last], spans.depth[at[last]])
                 self.lower.save(self.pool, slots[last], tokens, at[last])
+            self.lower.put_back(at[known])
             spans.drop(at[spans.slot[at] != NO_SLOT])
         else:
             self.lower.forget_origins(at)
