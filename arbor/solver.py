@@ -43,7 +43,7 @@ from arbor.run.config import read_config, refuse_trust
 from arbor.run.generation import Continuation, Generation, checked_beams
 from arbor.run.job import SearchJob
 from arbor.run.keep_kv import DEFAULT_SIZE, KeepKV
-from arbor.run.limits import RunLimits, check_count, check_destroying, check_seed
+from arbor.run.limits import RunLimits, check_count, check_destroying, check_packing, check_seed
 from arbor.run.planning import check_proposals
 from arbor.run.plugin_answers import check_boundary
 from arbor.run.recording import MOST_BYTES
@@ -257,6 +257,7 @@ class Solver:
             mode=self.mode,
             kv_dtype=kv_dtype,
         )
+        check_packing(self.policy, host_bits, self.lower.staging is not None)
         self.fetch = check_fetch(fetch)
         self.keep_kv = KeepKV.parse(keep_kv, keep_kv_size, self.mode)
         self.share = resolve_share(share, share_threshold, mode, rehydrate)
