@@ -73,7 +73,7 @@ def main() -> None:
                         seconds[arm].append(took)
             for arm in solvers:
                 ratios = [b / a for a, b in zip(seconds["full"], seconds[arm], strict=True)]
-                low, high = bootstrap(ratios)
+                low, high = bootstrap(ratios, "median")
                 same = sum(a == b for a, b in zip(trees["full"], trees[arm], strict=True))
                 row = {
                     "search": controller,

@@ -841,9 +841,9 @@ class TieredGrove(AlikeGrove):
         rehydrate=st.sampled_from(("selective", "span")),
         spare=st.integers(0, 8),
         trigger=st.sampled_from((NO_TRIGGER, EARLY)),
-        host=st.integers(8, 60),
-        disk=st.integers(0, 60),
-        costs=st.sampled_from((None, *map(FetchCosts.parse, COSTS))),
+        host=st.sampled_from((0, 3, 12, 60)),
+        disk=st.sampled_from((4, 20, 60)),
+        costs=st.sampled_from((None, None, *map(FetchCosts.parse, COSTS))),
         seed=st.integers(0, 2),
     )
     def plant(  # type: ignore[override]
@@ -871,11 +871,13 @@ class TieredGrove(AlikeGrove):
     def more_patches(self) -> list[Any]:
         return self.disk.patches()
 
-    @rule(kind=st.sampled_from(COPIES))
-    def break_a_copy(self, kind: Breakdown) -> None:
-        """The next copy to or from the last store fails, or is cancelled by Ctrl-C."""
-        if self.jobs:
-            self.step(kind)
+    @precondition(lambda self: any(self.busy(plot) < 2 for plot in self.plots))
+    @rule(kind=st.sampled_from(COPIES), place=st.integers(0, 100), where=st.integers(0, 100))
+    def break_a_copy(self, kind: Breakdown, place: int, where: int) -> None:
+        """A path comes back, and the first copy to or from the last store fails, or is cancelled by
+        Ctrl-C."""
+        self.extend(place, where)
+        self.step(kind)
 
     @rule(fault=st.sampled_from(DISK_FAULTS), left=st.integers(0, 3))
     def break_the_disk(self, fault: DiskFault, left: int) -> None:
@@ -992,7 +994,7 @@ class TestTiered(TieredGrove.TestCase):  # type: ignore[misc]
 
 def reached_the_stores(runs: Counter[str]) -> None:
     """Most of so many runs moved KV to lower tiers and back."""
-    for moved, part in (("stored", 0.9), ("fetched", 0.5), ("discarded", 0.5)):
+    for moved, part in (("stored", 0.9), ("fetched", 0.4), ("discarded", 0.5)):
         assert runs[moved] >= part * runs["all"], f"{moved} in {runs[moved]} of {runs['all']} runs"
 
 

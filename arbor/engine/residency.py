@@ -59,8 +59,9 @@ class Residency:
         allocator = policy.allocator  # asked at every step: looked at once
         self._capped = allocator if isinstance(allocator, CappedAllocator) else None
         self._destroys = policy.destroys and state.memory.staging is not None
-        packs = policy.packs and isinstance(allocator, PackingAllocator)
-        self._packing = allocator if packs else None
+        self._packing: PackingAllocator | None = None
+        if policy.packs and isinstance(allocator, PackingAllocator):
+            self._packing = allocator
 
     def fit(
         self,
