@@ -51,6 +51,7 @@ from arbor.run.limits import (
     check_count,
     check_destroying,
     check_granularity,
+    check_packing,
     check_seed,
 )
 from arbor.run.planning import check_proposals
@@ -270,6 +271,7 @@ class Solver:
             kv_dtype=kv_dtype,
         )
         check_granularity(self.policy, self.mode, staged=self.lower.staging is not None)
+        check_packing(self.policy, host_bits, self.lower.staging is not None)
         self.fetch = check_fetch(fetch)
         self.keep_kv = KeepKV.parse(keep_kv, keep_kv_size, self.mode)
         self.share = resolve_share(share, share_threshold, mode, rehydrate)

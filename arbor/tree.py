@@ -68,16 +68,16 @@ class Spans:
             it; else `NO_RECORD`.
         depth: int16 [size], layers that hold this token's K/V (fewer than the model has where a row
             left early).
-        records_from: where attention reads host memory too, the address of the first record there,
-            beyond all slots; else `NO_SLOT`.
+        firsts: where attention reads host memory too, by `Tier` the address of the first record
+            there, beyond all slots, or `NO_SLOT`; None: it reads the device alone.
         records_exact: whether all that attention reads there is exact.
     """
 
     _COLUMNS = ("tier", "slot", "record", "exact", "rounded", "origin", "depth")
-    __slots__ = (*_COLUMNS, "records_exact", "records_from", "size", "unused")
+    __slots__ = (*_COLUMNS, "firsts", "records_exact", "size", "unused")
 
     def __init__(self) -> None:
-        self.records_from = NO_SLOT
+        self.firsts: NDArray[np.int32] | None = None
         self.records_exact = True
         self._clear()
 
@@ -197,9 +197,10 @@ class Span:
     @property
     def attended(self) -> NDArray[np.bool_]:
         """Tokens in host memory that attention reads there, bool [n]."""
-        if self.spans.records_from == NO_SLOT:
+        if self.spans.firsts is None:
             return np.zeros(self._length, np.bool_)
-        return np.equal(self.tier, Tier.HOST)
+        attended: NDArray[np.bool_] = self.spans.firsts[self.tier] != NO_SLOT
+        return attended
 
     @property
     def ready(self) -> NDArray[np.bool_]:
@@ -214,11 +215,12 @@ class Span:
 
     @property
     def address(self) -> NDArray[np.int32]:
-        """Where attention reads each token, int32 [n]: its slot, or `records_from` and its record;
+        """Where attention reads each token, int32 [n]: its slot, or that of its record;
         `NO_SLOT` where it has neither."""
-        if self.spans.records_from == NO_SLOT:
+        if self.spans.firsts is None:
             return self.slot
-        return np.where(self.attended, self.spans.records_from + self.record, self.slot)
+        first = self.spans.firsts[self.tier]
+        return np.where(first == NO_SLOT, self.slot, first + self.record)
 
     @property
     def origin(self) -> NDArray[np.int32]:

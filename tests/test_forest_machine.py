@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,11 +40,11 @@ from arbor.engine.step import Stepper
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.errors import ArborError, OutOfMemory, UsageError
-from arbor.events import Discarded, Event
+from arbor.events import Discarded, Event, Evicted, Rehydrated
 from arbor.forest import LEAST_COMMON, LEAST_SIBLING
 from arbor.memory import prefix_cache
 from arbor.memory.packed_store import PackedStore
-from arbor.memory.stores import NO_ROOM, DiskStore, LowerRoom
+from arbor.memory.stores import NO_ROOM, DiskStore, LowerRoom, Store
 from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
@@ -54,6 +56,7 @@ from arbor.tasks.base import BlockLimits
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 POLICY_NAMES = sorted(set(POLICIES) - {"belady"})
+EVICTING = sorted(set(POLICY_NAMES) - {"full"})
 PROMPTS = ((5, 17, 40, 8, 77, 23, 61, 5, 90, 33, 12, 50), (9, 3, 3, 41), (60, 2, 71, 8, 8, 19, 35))
 ALIKE = (PROMPTS[0], (*PROMPTS[0][:8], 9, 3), (*PROMPTS[0][:5], 60, 2, 71), PROMPTS[0][:8])
 SAMPLINGS = (Sampling(temperature=0.0), Sampling(temperature=1.0, top_p=0.95))
@@ -66,6 +69,9 @@ DEPTH = 3
 LONGEST = len(PROMPTS[0]) + DEPTH * max(LENGTHS)
 QUESTION = (7, 8, 9)
 FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
+COPIES = ("store", "fetch", "cancelled store", "cancelled fetch")
+DISK_FAULTS = ("none", "full", "short", "torn", "unreadable")
+STEPS = int(os.environ.get("ARBOR_FUZZ_STEPS", "15000"))  # of each machine in the slow test
 # a fetch is worth it always, sometimes, never
 COSTS = tuple(
     f"host={event}+1;disk={event}+3;key=0.1;forward=1:10,8:30,64:400" for event in (0, 40, 10**6)
@@ -81,7 +87,17 @@ BOTH: tuple[Granularity, ...] = ("token", "head")
 NOISE = 1e-4  # of logits; rounding stays far below it
 
 Lie = Literal["choose", "late choose", "stop", "confidence"]
-Breakdown = Literal["forward", "memory", "policy", "interruption"]
+Breakdown = Literal[
+    "forward",
+    "memory",
+    "policy",
+    "interruption",
+    "store",
+    "fetch",
+    "cancelled store",
+    "cancelled fetch",
+]
+DiskFault = Literal["none", "full", "short", "torn", "unreadable"]
 
 
 class Failure(RuntimeError):
@@ -203,6 +219,7 @@ class Plot:
         interrupted: an operation was interrupted.
         heard: events.
         kept: steps since the listener raised that.
+        moved: tokens that went to lower tiers, came back from them, and were given up there.
     """
 
     tree: ThoughtTree
@@ -213,11 +230,17 @@ class Plot:
     interrupted: bool = False
     heard: int = 0
     kept: int = 0
+    moved: Counter[str] = field(default_factory=Counter)
 
     def listen(self, event: Event) -> None:
         self.heard += 1
         if isinstance(event, Discarded):
             TALLY.taken += sum(count for _, count in event.taken)
+            self.moved["discarded"] += sum(count for _, count in event.nodes)
+        elif isinstance(event, Evicted):
+            self.moved["stored"] += sum(count for _, count in event.stored)
+        elif isinstance(event, Rehydrated) and event.mode == "fetch":
+            self.moved["fetched"] += sum(count for _, count in event.nodes)
         self.deaf_in -= 1
         if self.deaf_in == 0:
             self.raised = True
@@ -265,6 +288,7 @@ class Tally:
     """What all machines of this process have run.
 
     Attributes:
+        rules: steps of the machines.
         steps: of the engine.
         blocks: that were compared with those of a tree alone.
         shared: slots that prompts shared, summed over the checks.
@@ -276,8 +300,11 @@ class Tally:
         mixed: slots whose KV heads held different tokens, likewise.
         ties: of these differed by rounding.
         ended: operations, by how they ended.
+        runs: machines in which something was stored, fetched, discarded, and all of them.
+        faults: of the disk and of copies, by kind.
     """
 
+    rules: int = 0
     steps: int = 0
     blocks: int = 0
     shared: int = 0
@@ -289,6 +316,8 @@ class Tally:
     mixed: int = 0
     ties: int = 0
     ended: Counter[str] = field(default_factory=Counter)
+    runs: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 TALLY = Tally()
@@ -323,6 +352,7 @@ class Grove(RuleBasedStateMachine):
         self.patches.append(patch.object(forest, "LEAST_SIBLING", self.least_sibling))
         self.patches.append(patch.object(scheduler, "MOST_NEW", self.most_new))
         self.patches.append(patch.object(PackedStore, "group", PACKED_GROUP))
+        self.patches += self.more_patches()
         for each in self.patches:
             each.start()
         self.source = Source()
@@ -341,6 +371,10 @@ class Grove(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.left: list[tuple[Plot, int]] = []  # and the events it had heard
         self.open_tree(0, 0)
+
+    def more_patches(self) -> list[Any]:
+        """What else is replaced while a machine runs."""
+        return []
 
     # What is drawn
 
@@ -535,20 +569,23 @@ class Grove(RuleBasedStateMachine):
 
     def step(self, kind: Breakdown | None = None) -> None:
         concerned: set[Operation] = set()
+        cancelled = kind == "interruption" or (kind or "").startswith("cancelled")
         with failing(self.lab, kind, concerned) as failed:
             TALLY.steps += 1
             try:
                 self.lab.step()
             except KeyboardInterrupt:
-                assert failed and kind == "interruption"
-        assert kind is None or failed or not self.jobs or kind == "policy" or not concerned
+                assert failed and cancelled
+        assert kind in (None, "policy", *COPIES) or failed or not self.jobs or not concerned
         ended = [job for job in self.jobs if job.operation.done]
         broken = [job for job in ended if failed and is_the_failure(job, kind)]
         if failed:
-            assert broken, "the failure has ended no operation"
-            if kind == "interruption":
-                assert len(broken) == len(self.jobs)
+            if kind in COPIES:
+                TALLY.faults[kind] += 1
+            if cancelled:  # one between two steps ends nothing
+                assert len(broken) == len(self.jobs) or (kind != "interruption" and not broken)
             else:
+                assert broken, "the failure has ended no operation"
                 assert {job.operation for job in broken} <= concerned
         self.jobs = [job for job in self.jobs if job not in ended]
         for job in ended:
@@ -618,6 +655,7 @@ class Grove(RuleBasedStateMachine):
     @invariant()
     def the_account_is_right(self) -> None:
         if hasattr(self, "lab"):
+            TALLY.rules += 1
             memory = self.lab.memory
             memory.check()
             assert memory.used <= self.pool
@@ -677,26 +715,41 @@ def is_the_failure(job: Job, kind: Breakdown | None) -> bool:
     error = job.operation.error
     if kind == "policy":
         return isinstance(error, UsageError) and error.code == "policy"
-    wanted = {"forward": Failure, "memory": OutOfMemory, "interruption": KeyboardInterrupt}
-    return kind is not None and isinstance(error, wanted[kind])
+    wanted = {"memory": OutOfMemory, "forward": Failure, "store": Failure, "fetch": Failure}
+    return kind is not None and isinstance(error, wanted.get(kind, KeyboardInterrupt))
+
+
+def place_of(lab: Lab, kind: Breakdown | None) -> tuple[Any, str]:
+    """What fails, and the name of its function; None where there is no such thing."""
+    if kind == "policy":
+        return residency, "select"
+    if kind in COPIES:
+        stores: list[Store] = [shelf.store for shelf in lab.memory.lower]
+        return stores[-1] if stores else None, "write" if str(kind).endswith("store") else "read"
+    return ModelRunner, "forward"
 
 
 @contextmanager
 def failing(
     lab: Lab, kind: Breakdown | None, concerned: set[Operation]
 ) -> Iterator[list[Breakdown]]:
-    """Within, the first forward or decision of the policy fails, with what had a part in it."""
+    """Within, the first forward, decision of the policy, or copy to or from the last store fails,
+    with what had a part in it."""
     failed: list[Breakdown] = []
-    if kind is None:
+    where, name = place_of(lab, kind)
+    if kind is None or where is None:
         yield failed
         return
-    where, name = (residency, "select") if kind == "policy" else (ModelRunner, "forward")
     right = getattr(where, name)
     errors = {
         "forward": Failure(),
         "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB."),
         "interruption": KeyboardInterrupt(),
         "policy": UsageError("policy", "a wrong answer"),
+        "store": Failure(),
+        "fetch": Failure(),
+        "cancelled store": KeyboardInterrupt(),
+        "cancelled fetch": KeyboardInterrupt(),
     }
 
     def fail_once(*args: Any, **kwargs: Any) -> Any:
@@ -742,17 +795,60 @@ class AlikeGrove(LosslessGrove):
         assert self.lab.memory.used == 0
 
 
+class FaultyDisk:
+    """The system's calls that a store on disk makes, of which some go wrong.
+
+    Attributes:
+        fault: what goes wrong: no room is left; a part is written, and the caller hears of it, or
+            does not; nothing can be read.
+        left: tokens that are written well before that.
+    """
+
+    def __init__(self) -> None:
+        self.fault: DiskFault = "none"
+        self.left = 0
+        self._write, self._read = os.pwrite, os.preadv
+
+    def patches(self) -> list[Any]:
+        calls = {"pwrite": self.write, "preadv": self.read}
+        return [patch.object(os, name, call) for name, call in calls.items()]
+
+    def write(self, file: int, data: Any, place: int) -> int:
+        if self.fault in ("none", "unreadable") or self.left > 0:
+            self.left -= 1
+            return self._write(file, data, place)
+        TALLY.faults[self.fault] += 1
+        if self.fault == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(file, memoryview(data)[: len(data) // 2], place)
+        return written if self.fault == "short" else len(data)
+
+    def read(self, file: int, buffers: Any, place: int) -> int:
+        if self.fault == "unreadable":
+            TALLY.faults[self.fault] += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return self._read(file, buffers, place)
+
+    def flip_a_bit(self, file: int, place: int) -> None:
+        if size := os.fstat(file).st_size:
+            (byte,) = os.pread(file, 1, place % size)
+            self._write(file, bytes([byte ^ 1]), place % size)
+            TALLY.faults["flipped"] += 1
+
+
 class TieredGrove(AlikeGrove):
-    """With room for evicted KV in host memory and on a disk that fails and forgets."""
+    """With room for evicted KV in host memory and on a disk that fails and forgets; the first tree
+    has grown beyond the budget."""
 
     @initialize(
-        policy=st.sampled_from(POLICY_NAMES),
+        policy=st.sampled_from(EVICTING),
         rehydrate=st.sampled_from(("selective", "span")),
-        spare=st.integers(0, 60),
+        spare=st.integers(0, 8),
         trigger=st.sampled_from((NO_TRIGGER, EARLY)),
-        host=st.integers(0, 60),
-        disk=st.integers(0, 60),
-        costs=st.sampled_from((None, *map(FetchCosts.parse, COSTS))),
+        host=st.sampled_from((0, 3, 12, 60)),
+        disk=st.sampled_from((4, 20, 60)),
+        costs=st.sampled_from((None, None, *map(FetchCosts.parse, COSTS))),
+        seed=st.integers(0, 2),
     )
     def plant(  # type: ignore[override]
         self,
@@ -763,39 +859,39 @@ class TieredGrove(AlikeGrove):
         host: int,
         disk: int,
         costs: FetchCosts | None,
+        seed: int,
     ) -> None:
+        self.disk = FaultyDisk()
         lower = LowerRoom(host, disk)
         slots = SMALLEST + spare
         self.begin(slots, policy, "lossless", rehydrate, trigger=trigger, lower=lower, costs=costs)
+        for leaf in range(3):  # of what has grown by then
+            self.grow(leaf, leaf, 3, max(LENGTHS), SAMPLINGS[1], seed)
+            self.finish_all()
+        for leaf in (4, 8, 5, 9):  # whose paths have lost tokens
+            self.extend(0, leaf)
+            self.finish_all()
 
-    def stores(self) -> list[DiskStore]:
-        return [s.store for s in self.lab.memory.lower if isinstance(s.store, DiskStore)]
+    def more_patches(self) -> list[Any]:
+        return self.disk.patches()
 
-    @rule(most=st.sampled_from((None, 0, 1, 3)), readable=st.booleans())
-    def break_the_disk(self, most: int | None, readable: bool) -> None:
-        """From now on it takes so many tokens at once, or all, and can be read or not."""
-        for store in self.stores():
-            store.write = partial(self.write_some, store, most)  # type: ignore[method-assign]
-            store.read = partial(self.read_if, store, readable)  # type: ignore[method-assign]
+    @precondition(lambda self: any(self.busy(plot) < 2 for plot in self.plots))
+    @rule(kind=st.sampled_from(COPIES), place=st.integers(0, 100), where=st.integers(0, 100))
+    def break_a_copy(self, kind: Breakdown, place: int, where: int) -> None:
+        """A path comes back, and the first copy to or from the last store fails, or is cancelled by
+        Ctrl-C."""
+        self.extend(place, where)
+        self.step(kind)
 
-    @staticmethod
-    def write_some(store: DiskStore, most: int | None, records: Any, rows: Tensor) -> Any:
-        stored = np.zeros(len(records), np.bool_)
-        stored[:most] = DiskStore.write(store, records[:most], rows[:most])
-        return stored
-
-    @staticmethod
-    def read_if(store: DiskStore, readable: bool, records: Any, device: torch.device) -> Any:
-        rows, intact = DiskStore.read(store, records, device)
-        return rows, intact & readable
+    @rule(fault=st.sampled_from(DISK_FAULTS), left=st.integers(0, 3))
+    def break_the_disk(self, fault: DiskFault, left: int) -> None:
+        self.disk.fault, self.disk.left = fault, left
 
     @rule(place=st.integers(0, 10**6))
     def flip_a_bit(self, place: int) -> None:
-        for store in self.stores():
-            file = store._file
-            if size := os.fstat(file).st_size:
-                (byte,) = os.pread(file, 1, place % size)
-                os.pwrite(file, bytes([byte ^ 1]), place % size)
+        for shelf in self.lab.memory.lower:
+            if isinstance(shelf.store, DiskStore):
+                self.disk.flip_a_bit(shelf.store._file, place)
 
     @invariant()
     def what_comes_back_is_counted(self) -> None:
@@ -804,6 +900,12 @@ class TieredGrove(AlikeGrove):
             held = sum(shelf.table.used for shelf in lower)
             assert held <= sum(shelf.store.records for shelf in lower)
             TALLY.stored += held
+
+    def end(self) -> None:
+        super().end()
+        plots = [*self.plots, *(plot for plot, _ in self.left)]
+        moved = sum((plot.moved for plot in plots), Counter[str]())
+        TALLY.runs.update(("all", *moved))
 
 
 class LossyGrove(Grove):
@@ -911,35 +1013,57 @@ def refuse_memory(*args: Any) -> None:
 
 for each in (LosslessGrove, AlikeGrove, TieredGrove, LossyGrove, PackedGrove):
     each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TieredGrove.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 TestLossless = LosslessGrove.TestCase
 TestAlike = AlikeGrove.TestCase
-TestTiered = TieredGrove.TestCase
 TestLossy = LossyGrove.TestCase
 TestPacked = PackedGrove.TestCase
 
 
-HISTORIES = 150
+class TestTiered(TieredGrove.TestCase):  # type: ignore[misc]
+    """Most machines have stored, fetched and given up KV."""
+
+    def runTest(self) -> None:
+        before = TALLY.runs.copy()
+        super().runTest()
+        reached_the_stores(TALLY.runs - before)
+
+
+def reached_the_stores(runs: Counter[str]) -> None:
+    """Most of so many runs moved KV to lower tiers and back."""
+    for moved, part in (("stored", 0.9), ("fetched", 0.4), ("discarded", 0.5)):
+        assert runs[moved] >= part * runs["all"], f"{moved} in {runs[moved]} of {runs['all']} runs"
+
+
+STEPS_EACH = 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grove", [LosslessGrove, AlikeGrove, TieredGrove, LossyGrove, PackedGrove])
 def test_many_trees_for_long(grove: type[Grove]) -> None:
-    """More histories, longer ones, other ones every time; `pytest -s` shows the counts."""
+    """More histories, longer ones, other ones every time; `pytest -s` shows the counts.
+
+    ``ARBOR_FUZZ_STEPS`` sets the steps of each machine.
+    """
 
     class Long(grove):  # type: ignore[valid-type, misc]
         debug = False
 
-    steps = TALLY.steps
+    histories = max(1, STEPS // STEPS_EACH)
+    steps, runs = TALLY.steps, TALLY.runs.copy()
+    began = time.thread_time()
     run_state_machine_as_test(
         Long,
         settings=settings(
-            max_examples=HISTORIES,
-            stateful_step_count=100,
+            max_examples=histories,
+            stateful_step_count=STEPS_EACH,
             deadline=None,
             derandomize=False,
             database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(TALLY)
-    assert TALLY.steps - steps > 4 * HISTORIES
+    print(f"{time.thread_time() - began:.0f} s of CPU", TALLY)
+    assert TALLY.steps - steps > 4 * histories
+    if grove is TieredGrove:
+        reached_the_stores(TALLY.runs - runs)

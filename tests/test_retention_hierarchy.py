@@ -101,6 +101,27 @@ def test_what_has_left_before_counts(ratio: float, found: list[int]) -> None:
     assert destroyed(Hierarchy(ratio, first=0), blocks) == found
 
 
+@pytest.mark.parametrize(
+    ("packed", "done", "found"),
+    [
+        # eligible are 5 .. 10, of which 8, 6 and 10 received least, then 5
+        (0.5, [], [6, 8, 10]),
+        (0.34, [], [6, 8]),
+        (0.5, [8], [6, 10]),
+        (0.5, [5, 7, 9], []),  # they have risen, and stay packed
+        (1.0, [5, 7], [6, 8, 9, 10]),
+        (0.0, [], []),
+    ],
+)
+def test_the_worst_eligible_tokens_are_packed_and_those_that_were_count(
+    packed: float, done: list[int], found: list[int]
+) -> None:
+    blocks = path_of(MASS, prompt=3, recent=2)
+    before = np.isin(blocks.tokens.position, done)
+    chosen = Hierarchy(first=2, packed=packed).packing(blocks, before, HeavyHitters())
+    assert sorted(blocks.tokens.position[chosen].tolist()) == found
+
+
 def test_a_path_that_waits_loses_nothing() -> None:
     # its newest tokens are not protected while it does
     for evict in ("cumulative", "per_event", "size"):

@@ -45,6 +45,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     "eval_packed": ("game24 --n 1 --bits 4 --csv FOLDER/out.csv",),
     "bench_fetch": ("--models sapling --rounds 1 --csv FOLDER/out.csv",),
+    "bench_host": ("--controllers tot --problems 2 --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
     "bench_server": ("--clients 1 2 --requests 2 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),

@@ -726,7 +726,8 @@ def test_several_problems_read_through_one_buffer() -> None:
         ({**THROUGH, "mode": "lossy", "rehydrate": "selective"}, "with none"),
         ({**THROUGH, "rehydrate": "span"}, "selective"),
         ({**THROUGH, "keep_kv": "kv"}, "--keep-kv"),
-        ({**THROUGH, "host_bits": 8, "mode": "lossy", "rehydrate": "selective"}, "packed"),
+        ({**THROUGH, "host_bits": 8, "mode": "lossy", "rehydrate": "selective"}, "with none"),
+        ({**THROUGH, "host_bits": 8}, "lossless mode promises exact KV"),
     ],
 )
 def test_settings_that_contradict_a_buffer_are_refused(given: dict[str, Any], found: str) -> None:

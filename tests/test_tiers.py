@@ -257,6 +257,32 @@ def test_what_leaves_goes_down_and_what_comes_back_is_the_same() -> None:
     assert not memory.lower.take_moves().lost, "what came back was not given up"
 
 
+def test_a_copy_that_is_cut_off_leaves_everything_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, tree = memory_of(host=1, disk=8)
+    rows = place(memory, tree.root, 0, 1, 2, 3)
+
+    def cut_off(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStore, "write", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            memory.evict(tree.root, np.array([1, 3]))
+    memory.check()
+    assert tiers(tree.root) == "dddd" and memory.lower.used(Tier.HOST) == 0
+    memory.evict(tree.root, np.array([1, 3]))
+    assert sorted(tiers(tree.root)) == ["d", "d", "f", "h"]
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStore, "read", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            memory.fetch({tree.root: np.array([1, 3])})
+    memory.check()
+    assert memory.fetch({tree.root: np.array([1, 3])}) == {tree.root: 2}
+    assert torch.equal(memory.pool.gather(tree.root.span.slot), rows)
+
+
 def test_only_exact_tokens_are_stored() -> None:
     memory, tree = memory_of(8)
     place(memory, tree.root, 0, 1)

@@ -342,6 +342,8 @@ def _below(plan: Plan) -> str:
     """The sizes of the lower tiers, where there are some."""
     tiers = [("host", plan.host_tokens), ("disk", plan.disk_tokens)]
     bits = f" in {plan.host_bits} bits, lossy" if plan.host_bits else ""
+    if plan.host_bits and plan.staging_tokens:
+        bits = f", also in {plan.host_bits} bits, lossy"
     notes = {"host": bits, "disk": ""}
     sizes = [f" · {name} {tokens:,} tokens{notes[name]}" for name, tokens in tiers if tokens]
     if plan.staging_tokens:
@@ -475,7 +477,9 @@ def print_plan(output: Output, plan: Plan) -> None:
     rows += [(name, tokens, "of what has left the device") for name, tokens in below if tokens]
     if plan.staging_tokens:
         rows.append(("staging", plan.staging_tokens, "of the budget, for what is read there"))
-    sizes = {"host": plan.host_token_bytes or plan.bytes_per_token}
+    in_few_bits = plan.host_token_bytes or plan.bytes_per_token
+    both = bool(plan.host_bits and plan.staging_tokens)  # a token has room in either form
+    sizes = {"host": in_few_bits + both * plan.bytes_per_token}
     for name, tokens, note in rows:
         size = human_bytes(tokens * sizes.get(name, plan.bytes_per_token))
         output.print(f"{name:<18}{tokens:>10,} tokens {size:>9}  {note}".rstrip())

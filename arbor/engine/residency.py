@@ -15,14 +15,15 @@ from arbor.engine.head_sets import HeadSets
 from arbor.engine.nvtx import nvtx_range
 from arbor.engine.policy_view import PolicyView, ShowsKV, Where
 from arbor.errors import BudgetInfeasible
-from arbor.events import Allocated, Cause, Pressure
+from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree
 from arbor.memory.head_table import HeadMoves
-from arbor.retention.base import NEVER, Blocks, CappedAllocator
+from arbor.retention.base import NEVER, Blocks, CappedAllocator, PackingAllocator
 from arbor.retention.head_selection import select_by_head
 from arbor.retention.msve import MSVE
+from arbor.retention.ordering import order
 from arbor.retention.policy import Policy, Protect
-from arbor.retention.selection import Selection, select
+from arbor.retention.selection import Selection, checked_scores, select
 from arbor.tree import NO_SLOT, Node, paths_of
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks
@@ -64,6 +65,9 @@ class Residency:
         allocator = policy.allocator  # asked at every step: looked at once
         self._capped = allocator if isinstance(allocator, CappedAllocator) else None
         self._destroys = policy.destroys and state.memory.staging is not None
+        self._packing: PackingAllocator | None = None
+        if policy.packs and isinstance(allocator, PackingAllocator):
+            self._packing = allocator
 
     def fit(
         self,
@@ -114,20 +118,28 @@ class Residency:
             rooms.append(used - self._capped.excess(self.view.offered(leaves, where=where)))
         return min(rooms) if min(rooms) < used else None
 
-    def destroy(self, leaves: Sequence[Node]) -> bool:
-        """Let a policy that destroys tokens act at its time, where attention reads host memory too.
+    def assign(self, leaves: Sequence[Node]) -> bool:
+        """Let a policy that destroys tokens assign tiers at its time, where attention reads host
+        memory too: some tokens are destroyed, some packed, and what room the device has until the
+        next time goes to the best of those in host memory.
 
         Args:
             leaves: ends of the running paths.
 
         Returns:
-            whether tokens were destroyed.
+            whether tokens that running rows read lie elsewhere now, or nowhere.
 
         Raises:
-            UsageError: the policy's answer breaks its protocol; nothing was destroyed.
+            UsageError: the policy's answer breaks its protocol.
         """
         if not self._destroys or self._steps % self._policy.trigger.every:
             return False
+        changed = self._destroy(leaves)
+        if self._packing is not None:
+            changed |= self._pack(self._packing, leaves)
+        return self._promote(leaves) or changed
+
+    def _destroy(self, leaves: Sequence[Node]) -> bool:
         assert self._capped is not None, "a policy that destroys says how many"
         offer = partial(self.view.offered, leaves, where="anywhere", stored=True)
         blocks = offer()
@@ -144,6 +156,57 @@ class Residency:
         here = {node: count for node, count in zip(nodes, counts, strict=True) if count}
         self._state.report_evicted(here, "clock")
         return True
+
+    def _pack(self, allocator: PackingAllocator, leaves: Sequence[Node]) -> bool:
+        memory = self._memory
+        blocks = self.view.offered(leaves, where="anywhere", stored=True)
+        done = memory.is_packed(self._places(blocks))
+        chosen = np.sort(allocator.packing(blocks, done, self._policy.scorer))
+        if not len(chosen):
+            return False
+        memory.lower.pin(node.row for node in paths_of(leaves))
+        nodes, offsets = self._by_node(blocks, chosen)
+        here = memory.pack(nodes, offsets)
+        self._state.changed(nodes)
+        self._state.report_evicted(here, "clock")
+        return True
+
+    def _promote(self, leaves: Sequence[Node]) -> bool:
+        """Copy the best tokens of running paths that are in host memory to slots that no new token
+        takes before the next time: protected ones first, then by score, the later ones first."""
+        room = self._memory.free - self._policy.trigger.every * len(leaves)
+        if room <= 0:
+            return False
+        blocks = self.view.offered(leaves, where="on", stored=True)
+        able = np.flatnonzero(self._memory.lower.may_rise(self._places(blocks)))
+        if not len(able):
+            return False
+        tokens = blocks.tokens
+        scores = checked_scores(self._policy.scorer, tokens)[able]
+        preferred = order(~tokens.protected[able], -scores, -tokens.position[able])
+        chosen = np.sort(able[preferred[:room]])
+        nodes, offsets = self._by_node(blocks, chosen)
+        back = self._memory.fetch(dict(zip(nodes, offsets, strict=True)))
+        self._state.changed(nodes)
+        for tree, mine in by_tree(back).items():
+            opened = self._state.trees[tree]
+            counts = tuple(sorted((node.id, back[node]) for node in mine))
+            opened.emit(Rehydrated(counts, mode="fetch", kv=opened.kv))
+        return True
+
+    def _places(self, blocks: Blocks) -> NDArray[np.int64]:
+        """Where the tokens of an offer stand in the forest's spans, int64 [T]."""
+        nodes = self._state.forest.nodes(blocks.ids.tolist())
+        begins = np.array([node.span.begin for node in nodes], np.int64)
+        return begins[blocks.tokens.block] + blocks.tokens.offset
+
+    def _by_node(
+        self, blocks: Blocks, chosen: NDArray[np.int64]
+    ) -> tuple[list[Node], list[NDArray[np.int64]]]:
+        """Tokens of an offer, given by increasing index, as blocks and offsets of each."""
+        index, begins = np.unique(blocks.tokens.block[chosen], return_index=True)
+        nodes = self._state.forest.nodes(blocks.ids[index].tolist())
+        return nodes, np.split(blocks.tokens.offset[chosen], begins[1:])
 
     def _free(
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose

@@ -335,7 +335,7 @@ class Stepper:
             return
         room = self._residency.due(nodes)
         try:
-            lost = self._residency.destroy(nodes)
+            lost = self._residency.assign(nodes)
             if room is not None:
                 pinned = self._rules.pinned(nodes)
                 free = self._memory.slots - max(room, pinned)

@@ -141,6 +141,38 @@ class LowerTiers:
         done = np.concatenate([places for _, _, places in stored]) if stored else _NONE
         _count(self._moves.stored, self._forest, tokens.row[done])
 
+    def pack(self, pool: KVPool, tokens: Tokens, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Move KV to the store in few bits, in this order, from the device or from above it in host
+        memory; the caller frees the slots of what is moved.
+
+        Args:
+            pool: of what is on the device.
+            tokens: whose it is; none of them was packed before.
+            at: int64 [n], their places in the forest's spans.
+
+        Returns:
+            bool [n], whether each was moved; what there is no room for stays where it is.
+        """
+        spans = self._forest.spans
+        ((level, shelf),) = (each for each in enumerate(self) if each[1].store.keeps)
+        slots, tiers, records = spans.slot[at], spans.tier[at], spans.record[at]
+        rows = torch.empty(len(at), pool.numbers, dtype=pool.dtype)
+        here = np.flatnonzero(tiers == Tier.DEVICE)
+        rows[torch.from_numpy(here)] = pool.gather(slots[here]).to(CPU)
+        above = [(each, np.flatnonzero(tiers == each.store.tier)) for each in list(self)[:level]]
+        for each, mine in above:
+            rows[torch.from_numpy(mine)], _ = each.store.read(records[mine], CPU)
+        result: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
+        self._write(level, shelf, rows, tokens, np.arange(len(at)), result)
+        moved = np.zeros(len(at), np.bool_)
+        for _, packed, places in result:
+            moved[places] = True
+            spans.lower(at[places], shelf.store.tier, packed)
+        for each, mine in above:
+            self._give_up(each, records[mine[moved[mine]]])
+        _count(self._moves.stored, self._forest, tokens.row[moved & (tiers == Tier.DEVICE)])
+        return moved
+
     def put_back(self, at: NDArray[np.int64]) -> None:
         """Let tokens that are about to leave the device return to the records they came from.
 
@@ -178,24 +210,42 @@ class LowerTiers:
         """
         result: list[tuple[Shelf, Records, NDArray[np.int64]]] = []
         left = np.arange(len(tokens))
-        for at, shelf in enumerate(list(self)[level:], level):
-            self._make_room(at, len(left))
-            some = left[: shelf.table.free]
-            records = shelf.table.take(tokens.of(some))
-            try:
-                written = shelf.store.write(records, rows[some])
-            except BaseException:
-                shelf.table.release(records)
-                raise
-            shelf.table.release(records[~written])
-            if written.any():
-                mine = some[written]
-                self._hold(shelf, tokens.row[mine], +1)
-                result.append((shelf, records[written], mine))
-            left = np.concatenate([some[~written], left[len(some) :]])
-            if not len(left):
-                break
+        try:
+            for at, shelf in enumerate(list(self)[level:], level):
+                left = self._write(at, shelf, rows, tokens, left, result)
+                if not len(left):
+                    break
+        except BaseException:
+            for shelf, records, _ in result:
+                self._give_up(shelf, records)
+            raise
         return result
+
+    def _write(
+        self,
+        level: int,
+        shelf: Shelf,
+        rows: Tensor,
+        tokens: Tokens,
+        wanted: NDArray[np.int64],
+        result: list[tuple[Shelf, Records, NDArray[np.int64]]],
+    ) -> NDArray[np.int64]:
+        """Store some of the rows in one tier, add what it took to `result`, and return what it did
+        not."""
+        self._make_room(level, len(wanted))
+        some = wanted[: shelf.table.free]
+        records = shelf.table.take(tokens.of(some))
+        try:
+            written = shelf.store.write(records, rows[some])
+        except BaseException:
+            shelf.table.release(records)
+            raise
+        shelf.table.release(records[~written])
+        if written.any():
+            mine = some[written]
+            self._hold(shelf, tokens.row[mine], +1)
+            result.append((shelf, records[written], mine))
+        return np.concatenate([some[~written], wanted[len(some) :]])
 
     def _make_room(self, level: int, count: int) -> None:
         """Have as many free records in a tier as possible, up to `count`: the oldest go down."""
@@ -239,6 +289,21 @@ class LowerTiers:
         """Keep the records of these blocks, which attention reads where they are, when room is
         needed; of none other."""
         self._pinned = set(rows)
+
+    def may_rise(self, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which tokens have a record that changes no more, bool [n]: those of a group that waits to
+        be packed do not.
+
+        Args:
+            at: int64 [n], places in the forest's spans.
+        """
+        spans = self._forest.spans
+        able = np.zeros(len(at), np.bool_)
+        for tier, shelf in self._shelves.items():
+            mine = np.flatnonzero(spans.tier[at] == tier)
+            records = spans.record[at[mine]]
+            able[mine] = shelf.store.rounded(records) if shelf.store.keeps else True
+        return able
 
     def load(self, pool: KVPool, slots: NDArray[np.int32], at: NDArray[np.int64]) -> Loaded:
         """Copy KV to slots, and give up its records unless they are kept; the caller writes the

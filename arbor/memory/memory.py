@@ -13,6 +13,7 @@ from arbor.forest import Forest
 from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.lower_tiers import LowerTiers
+from arbor.memory.packed_store import PackedStore
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.memory.prefix_cache import PrefixCache
 from arbor.memory.records import Tokens
@@ -72,9 +73,9 @@ class KVMemory:
         self.lower = LowerTiers(stores, self.forest)
         self.staging: StagingBuffer | None = None
         if lower.staging:
-            (host,) = stores
-            assert isinstance(host, HostStore), "checked by `LowerRoom`"
-            self.staging = self.pool.reader = StagingBuffer(self.pool, host)
+            read = [store for store in stores if isinstance(store, HostStore | PackedStore)]
+            assert len(read) == len(stores), "checked by `LowerRoom`"
+            self.staging = self.pool.reader = StagingBuffer(self.pool, read)
         self.prefixes = PrefixCache()
         # tokens whose K/V the next forward writes, and whether they will be exact, or rounded
         self._placed: list[tuple[Node, NDArray[np.int64], bool, bool]] = []
@@ -115,11 +116,10 @@ class KVMemory:
     @property
     def path_room(self) -> int:
         """Tokens that running paths may have together: where attention reads the host's KV, any
-        part of them may be there."""
+        part of them may be there in full precision."""
         if self.staging is None:
             return self.slots
-        (host,) = self.lower
-        return host.table.records
+        return next(iter(self.lower)).table.records
 
     def used_by(self, tree: ThoughtTree) -> int:
         """Slots a tree uses, temporary ones and those it shares included."""
@@ -148,7 +148,7 @@ class KVMemory:
             if self.staging is not None:
                 self.staging.peak = 0
         if self.staging is not None:
-            self.forest.spans.records_from = self.staging.records_from
+            self.forest.spans.firsts = self.staging.firsts
             self.forest.spans.records_exact = not self._inexact
         self.forest.adopt(tree)
         self.table.open(tree.number)
@@ -245,12 +245,14 @@ class KVMemory:
         owner[here] = table.owner[addresses[here]]
         position[here] = table.position[addresses[here]]
         stored = addresses >= self.staging.records_from
-        records = addresses[stored] - self.staging.records_from
-        (host,) = self.lower
-        owner[stored] = rows = host.table.row[records]
-        starts = {node.row: node.start for node in self.forest.nodes(np.unique(rows).tolist())}
-        begins = np.array([starts[row] for row in rows.tolist()], np.int32)
-        position[stored] = begins + host.table.offset[records]
+        there = np.flatnonzero(stored)
+        parts = self.staging.tiers_of(addresses[there] - self.staging.records_from)
+        for shelf, (_, mine, records) in zip(self.lower, parts, strict=True):
+            rows = shelf.table.row[records]
+            starts = {node.row: node.start for node in self.forest.nodes(np.unique(rows).tolist())}
+            begins = np.array([starts[row] for row in rows.tolist()], np.int32)
+            owner[there[mine]] = rows
+            position[there[mine]] = begins + shelf.table.offset[records]
         return owner, position
 
     # Blocks
@@ -469,6 +471,45 @@ class KVMemory:
             self._changed()
         return counts
 
+    def is_packed(self, at: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which tokens were packed in few bits, wherever they are now, bool [n].
+
+        Args:
+            at: int64 [n], places in the forest's spans.
+        """
+        spans = self.forest.spans
+        packed: NDArray[np.bool_] = spans.tier[at] == Tier.COMPRESSED
+        return packed | (spans.origin[at] != NO_RECORD)
+
+    def pack(self, nodes: Sequence[Node], offsets: Sequence[NDArray[np.int64]]) -> dict[Node, int]:
+        """Let tokens that attention reads lie in host memory in few bits from now on, quantised
+        once, in this order; those that were packed before stay as they are, and so does what the
+        store has no room for.
+
+        Args:
+            nodes: distinct blocks.
+            offsets: int64, of each, tokens on the device or in host memory, increasing.
+
+        Returns:
+            how many tokens have left the device, by block, where any has.
+        """
+        spans = self.forest.spans
+        counts = [len(each) for each in offsets]
+        row = np.repeat(np.array([node.row for node in nodes], np.int64), counts)
+        offset = np.concatenate([_NOTHING, *offsets])
+        at = np.repeat(np.array([node.span.begin for node in nodes], np.int64), counts) + offset
+        fresh = ~self.is_packed(at)
+        row, offset, at = row[fresh], offset[fresh], at[fresh]
+        if not len(at):
+            return {}
+        slots = spans.slot[at]
+        moved = self.lower.pack(self.pool, Tokens(row, offset, spans.depth[at]), at)
+        gone = moved & (slots != NO_SLOT)
+        self._release(slots[gone], self.forest.numbers_of(row[gone]))
+        self._changed()
+        lost, often = np.unique(row[gone], return_counts=True)
+        return dict(zip(self.forest.nodes(lost.tolist()), often.tolist(), strict=True))
+
     def evict_from(
         self,
         nodes: Sequence[Node],
@@ -502,11 +543,11 @@ class KVMemory:
             known = spans.origin[at] != NO_RECORD
             settled = spans.exact[at] | spans.rounded[at] | (not spans.records_exact)
             last = np.flatnonzero(settled & ~known & self._is_last_use(slots))
-            self.lower.put_back(at[known])
-            if len(last):
+            if len(last):  # first, as it may fail, and nothing has changed then
                 row = np.repeat(rows, counts)[last]
                 tokens = Tokens(row, offsets[last], spans.depth[at[last]])
                 self.lower.save(self.pool, slots[last], tokens, at[last])
+            self.lower.put_back(at[known])
             spans.drop(at[spans.slot[at] != NO_SLOT])
         else:
             self.lower.forget_origins(at)
@@ -596,7 +637,8 @@ class KVMemory:
             here = offsets[loaded.intact[mine]]
             if len(here):
                 self._assign(node, here, slots[good], loaded.depth[good])
-                node.span.exact[here] = loaded.exact[good]
+                # what lossy mode reads in place may have been computed over gaps
+                node.span.exact[here] = loaded.exact[good] & self.forest.spans.records_exact
                 node.span.rounded[here] = ~loaded.exact[good]
                 node.span.origin[here] = loaded.origin[good]
                 back[node] = len(here)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from arbor.errors import UsageError
+from arbor.errors import OutOfMemory, UsageError
 from arbor.memory.out_of_memory import is_out_of_memory
 from arbor.memory.packing import Scales, pack, packed_width, unpack
 from arbor.memory.records import Records
@@ -142,9 +142,8 @@ class PackedStore:
         Not intact are tokens of a group that could not be quantised.
         """
         rows = torch.zeros(len(records), self._keys + self._values, dtype=self._dtype)
-        groups = records // self.group
-        packed = self._packed[groups]
-        waiting = ~packed & (groups == self._open)
+        packed = self._packed[records // self.group]
+        waiting = self._waits(records)
         if waiting.any():
             rows[torch.from_numpy(waiting)] = self._waiting[
                 torch.from_numpy(records[waiting] % self.group)
@@ -165,6 +164,64 @@ class PackedStore:
         values = F.pad(codes[:, self._keys :], (0, -self._values % GROUP)).unflatten(1, (-1, GROUP))
         decoded = by_token.decode(values).flatten(1)[:, : self._values]
         return torch.cat([by_channel.decode(codes[:, : self._keys]), decoded], 1)
+
+    def part(self, index: Tensor, columns: slice, device: torch.device) -> tuple[Tensor, int]:
+        """See `ReadInPlace`; decoded on the device.
+
+        Raises:
+            OutOfMemory: a group could not be quantised for want of memory, and is lost.
+        """
+        records = index.numpy()
+        packed = self._packed[records // self.group]
+        if packed.all():
+            return self._decoded_part(index, columns, device)
+        if not (packed | self._waits(records)).all():
+            raise OutOfMemory(
+                "oom",
+                "KV in host memory could not be packed for want of memory, and is lost.",
+                "Lower --host.",
+            )
+        rows = torch.empty(len(index), columns.stop - columns.start, dtype=self._dtype)
+        rows = rows.to(device)
+        waiting = self._waiting[index[torch.from_numpy(~packed)] % self.group, columns]
+        rows[torch.from_numpy(~packed).to(device)] = waiting.to(device)
+        moved = waiting.nbytes
+        if packed.any():
+            part, more = self._decoded_part(index[torch.from_numpy(packed)], columns, device)
+            rows[torch.from_numpy(packed).to(device)] = part
+            moved += more
+        return rows, moved
+
+    def _decoded_part(
+        self, index: Tensor, columns: slice, device: torch.device
+    ) -> tuple[Tensor, int]:
+        """`part` of packed records; codes and scales are copied, and counted, a group's scales of K
+        once."""
+        each = 8 // self.bits
+        begin, end = columns.start // each, -(-columns.stop // each)
+        codes = self._codes[:, begin:end].index_select(0, index)
+        moved = codes.nbytes
+        first = columns.start - begin * each
+        count = columns.stop - columns.start
+        numbers = unpack(codes.to(device), first + count, self.bits)[:, first:]
+        if columns.start < self._keys:
+            groups, of = torch.unique(index // self.group, return_inverse=True)
+            scales = self._key_scales[:, groups, columns]
+            moved += scales.nbytes
+            low, step = scales.to(device)[:, of.to(device)]
+        else:
+            channels = torch.arange(columns.start, columns.stop) - self._keys
+            used = slice(int(channels[0]) // GROUP, int(channels[-1]) // GROUP + 1)
+            scales = self._value_scales[:, index, used]
+            moved += scales.nbytes
+            low, step = scales.to(device)[:, :, (channels // GROUP - used.start).to(device)]
+        return Scales(low, step).decode(numbers).to(self._dtype), moved
+
+    def _waits(self, records: Records) -> NDArray[np.bool_]:
+        """Which records are in the group whose tokens wait."""
+        groups = records // self.group
+        waits: NDArray[np.bool_] = ~self._packed[groups] & (groups == self._open)
+        return waits
 
     def rounded(self, records: Records) -> NDArray[np.bool_]:
         """See `Store`; those of quantised groups."""

@@ -119,17 +119,10 @@ class HostStore:
         rows = self._rows.index_select(0, _index(records))
         return rows.to(device), np.ones(len(records), np.bool_)
 
-    def part(self, index: Tensor, columns: slice) -> Tensor:
-        """Some numbers of records, a copy in host memory.
-
-        Args:
-            index: int64 [n], records written before.
-            columns: those of K or V of a layer, see `KVPool.columns`.
-
-        Returns:
-            [n, columns].
-        """
-        return self._rows[:, columns].index_select(0, index)
+    def part(self, index: Tensor, columns: slice, device: torch.device) -> tuple[Tensor, int]:
+        """See `ReadInPlace`."""
+        rows = self._rows[:, columns].index_select(0, index)
+        return rows.to(device), rows.nbytes
 
     def rounded(self, records: Records) -> NDArray[np.bool_]:
         """See `Store`; none."""
@@ -234,7 +227,8 @@ class LowerRoom:
     Attributes:
         host, disk: tokens that each tier may hold; 0: no such tier.
         folder: of the file on disk; None: the system's for temporary files.
-        host_bits: of a number in host memory, see `PackedStore`; None: those of the pool.
+        host_bits: of a number in host memory, see `PackedStore`; None: those of the pool. With a
+            staging buffer, of a second store there, which holds as many tokens as the first.
         staging: slots of the budget through which attention reads the host's KV where it lies, see
             `StagingBuffer`; 0: KV is copied back before it is read.
         inexact: whether the host takes KV that was computed over gaps as well; with such a buffer
@@ -250,9 +244,8 @@ class LowerRoom:
 
     def __post_init__(self) -> None:
         assert self.staging or not self.inexact, "what comes back has to be exact"
-        assert not self.staging or (self.host and not self.disk and self.host_bits is None), (
-            "attention reads host memory in full precision, and no disk"
-        )
+        assert not self.staging or (self.host and not self.disk), "attention reads no disk"
+        assert not self.staging or self.inexact or self.host_bits is None, "packed KV is rounded"
 
     def stores(self, pool: KVPool) -> list[Store]:
         """The stores below a pool, the first one first.
@@ -261,11 +254,11 @@ class LowerRoom:
             UsageError: the machine has less memory than that, or the folder cannot be written.
         """
         stores: list[Store] = []
+        if self.host and (self.host_bits is None or self.staging):
+            stores.append(HostStore(self.host, pool.numbers, pool.dtype))
         if self.host and self.host_bits is not None:
             keys = sum(part[0].numel() for part in pool.k)
             stores.append(PackedStore(self.host, keys, pool.numbers, pool.dtype, self.host_bits))
-        elif self.host:
-            stores.append(HostStore(self.host, pool.numbers, pool.dtype))
         if self.disk:
             stores.append(DiskStore(self.disk, pool.numbers, pool.dtype, folder=self.folder))
         return stores

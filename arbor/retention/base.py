@@ -225,6 +225,30 @@ class CappedAllocator(Allocator, Protocol):
 
 
 @runtime_checkable
+class PackingAllocator(Allocator, Protocol):
+    """An allocator that says which tokens lie in host memory in few bits.
+
+    Attributes:
+        packed: the part of the tokens that may leave; 0: none.
+    """
+
+    packed: float
+
+    def packing(self, blocks: Blocks, done: Bools, scorer: Scorer) -> Ints:
+        """The tokens that lie there from now on.
+
+        Args:
+            blocks: all blocks, with the tokens that attention reads wherever they are.
+            done: bool [T], which of `blocks.tokens` were packed before, for good.
+            scorer: which tokens matter.
+
+        Returns:
+            int64, indices into `blocks.tokens`, distinct, none of them packed before.
+        """
+        ...
+
+
+@runtime_checkable
 class TokenAllocator(Allocator, Protocol):
     """An allocator that ranks the tokens of all blocks, and so finds the ones that leave.
 

@@ -205,6 +205,11 @@ class Policy:
         return bool(getattr(self.allocator, "destroys", False))
 
     @property
+    def packs(self) -> bool:
+        """Whether it says which tokens lie in host memory in few bits."""
+        return bool(getattr(self.allocator, "packed", 0))
+
+    @property
     def needs_recording(self) -> bool:
         """Whether the allocator reads the future of a recorded run."""
         return bool(getattr(self.allocator, "needs_recording", False))

@@ -113,6 +113,21 @@ def check_granularity(policy: Policy, mode: str, *, staged: bool = False) -> Non
         )
 
 
+def check_packing(policy: Policy, bits: int | None, staging: bool) -> None:
+    """Refuse a policy that packs tokens where there is no tier for them.
+
+    Raises:
+        UsageError: these settings contradict each other.
+    """
+    if policy.packs and (bits is None or not staging):
+        raise UsageError(
+            "host-bits",
+            f"the policy '{policy.name}' packs tokens (packed), and no tier has few bits and is read "
+            "where it is.",
+            "Give --host, --host-bits 8 and --staging too, or leave out packed.",
+        )
+
+
 def check_staging(given: bool, mode: str, rehydrate: str) -> None:
     """Refuse a staging buffer where attention cannot read KV in host memory.
 
@@ -145,7 +160,7 @@ def check_tiers(
         raise UsageError(
             "host-bits",
             f"--host-bits {host_bits} rounds KV, and lossless mode promises exact KV.",
-            "Leave it out, or take --mode lossy --rehydrate selective.",
+            "Leave it out, or take --mode lossy --rehydrate selective, or --staging there.",
         )
     if host_bits is not None and kv_dtype != "auto":
         raise UsageError(

@@ -19,7 +19,8 @@ class TierSizes:
         host: host memory, in tokens or bytes; None: none.
         disk: likewise.
         disk_dir: the folder of the file on disk; None: the system's for temporary files.
-        host_bits: of a number in host memory; None: full precision.
+        host_bits: of a number in host memory; None: full precision. With a staging buffer a token
+            has room there in both forms.
         staging: slots of the budget through which attention reads KV in host memory, in tokens or
             bytes; None: it reads none there.
     """
@@ -48,7 +49,7 @@ class TierSizes:
         Raises:
             UsageError: not a size, a folder that does not exist, or a folder without a size; bits
                 that are not 8, 4 or 2, without host memory, or with a disk; a staging buffer
-                without host memory, for packed KV or with a disk.
+                without host memory or with a disk.
         """
         sizes = cls(
             _size("host", host),
@@ -95,13 +96,12 @@ class TierSizes:
             return
         for wrong, reason, hint in (
             (self.host is None, "no KV goes to the host", "Give --host 8GiB too"),
-            (self.host_bits is not None, "packed KV is rounded", "Leave out --host-bits"),
             (self.disk is not None, "no KV is read from a disk", "Leave out --disk"),
         ):
             if wrong:
                 raise UsageError(
                     "staging",
-                    f"--staging {self.staging}: attention reads KV in host memory as it was; {reason}.",
+                    f"--staging {self.staging}: attention reads KV in host memory; {reason}.",
                     f"{hint}, or leave out --staging.",
                 )
 
@@ -120,11 +120,12 @@ class TierSizes:
         if host is not None and host.unit == "bytes" and self.host_bits is not None:
             numbers = bytes_per_token // itemsize
             size = int(host.amount)
-            return packed_tokens(size, numbers, itemsize, self.host_bits), 0
+            exact = 0 if self.staging is None else bytes_per_token
+            return packed_tokens(size, numbers, itemsize, self.host_bits, exact), 0
         return _tokens(host, bytes_per_token), _tokens(disk, bytes_per_token)
 
     def host_token_bytes(self, bytes_per_token: int, itemsize: int) -> int:
-        """Bytes of a token in host memory, scales included; arguments as for `tokens`."""
+        """Bytes of a token in few bits, scales included; arguments as for `tokens`."""
         if self.host_bits is None:
             return bytes_per_token
         return -(-group_bytes(bytes_per_token // itemsize, self.host_bits) // GROUP)

@@ -34,12 +34,17 @@ def packed_bytes(tokens: int, numbers: int, itemsize: int, bits: int) -> int:
     return -(-tokens // GROUP) * group_bytes(numbers, bits) + GROUP * numbers * itemsize
 
 
-def packed_tokens(size: int, numbers: int, itemsize: int, bits: int) -> int:
-    """Tokens that fit into so many bytes, in whole groups; arguments as for `packed_bytes`.
+def packed_tokens(size: int, numbers: int, itemsize: int, bits: int, exact: int = 0) -> int:
+    """Tokens that fit into so many bytes, in whole groups.
+
+    Args:
+        size: bytes.
+        numbers, itemsize, bits: as for `packed_bytes`.
+        exact: bytes that each token takes beyond that.
 
     Example:
         >>> packed_tokens(8 << 20, 3072, 4, 8), (8 << 20) // 12288
         (2304, 682)
     """
     room = size - GROUP * numbers * itemsize
-    return max(0, room // group_bytes(numbers, bits)) * GROUP
+    return max(0, room // (group_bytes(numbers, bits) + GROUP * exact)) * GROUP

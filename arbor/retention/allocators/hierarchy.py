@@ -1,12 +1,14 @@
-"""The last tier of the memory hierarchy: the least important tokens are destroyed, by a clock."""
+"""The lower tiers of the memory hierarchy: by a clock, the least important tokens are destroyed,
+and more of them packed in few bits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 
+from arbor.components import ONLY_IF_SET
 from arbor.errors import UsageError
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Bools, Ints, Scorer
@@ -23,8 +25,9 @@ class Hierarchy(Pooled):
     Eligible are the tokens of thoughts but the `first` ones of each path and what is protected.
     Memory hierarchy (arXiv 2605.09490), section 3.3 and algorithm 1: its importance is the scorer
     `HeavyHitters` (attention summed over steps, mean over layers and heads), its interval the
-    trigger's `every`, its window `recent`, and its prompt is protected. Tiers above the last one
-    change nothing that is computed and have settings of their own: `--host`, `--staging`.
+    trigger's `every`, its window `recent`, and its prompt is protected. Which of device and host
+    memory holds a token changes nothing that is computed, so that is left to the tiers' own
+    settings (`--host`, `--staging`); which tokens are in few bits (T2) does, and is chosen here.
 
     Differs: where the paper destroys `ratio` of what is left at each event, which adds up to much
     more (a token eligible at 20 events of 3 % survives with 54 %), the default bounds the sum. One
@@ -38,6 +41,9 @@ class Hierarchy(Pooled):
             but the best `size` are destroyed, as by policies with a budget of live tokens.
         size: eligible tokens of a path's tree that stay, for ``size``.
         first: first tokens of the first thoughts that are never eligible (k_s).
+        packed: the part of the eligible tokens that are left which lies in few bits, the least
+            important ones, in [0, 1]; a token that was packed stays so, and counts. The paper names
+            the tier, and no threshold; it packs all or nothing of what is off the device.
     """
 
     destroys: ClassVar[bool] = True
@@ -46,12 +52,15 @@ class Hierarchy(Pooled):
     evict: Evict = "cumulative"
     size: int = 128
     first: int = 4
+    packed: float = field(default=0.0, metadata=ONLY_IF_SET)
 
     by_score: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio <= 1:
-            raise UsageError("setting-range", f"ratio={self.ratio}: it must be in [0, 1].")
+        for name in ("ratio", "packed"):
+            part = getattr(self, name)
+            if not 0 <= part <= 1:
+                raise UsageError("setting-range", f"{name}={part}: it must be in [0, 1].")
         if self.size < 0 or self.first < 0:
             name = "size" if self.size < 0 else "first"
             raise UsageError(
@@ -74,14 +83,31 @@ class Hierarchy(Pooled):
         quotas = self._quotas(blocks, eligible)
         if excess != quotas.sum():
             return super().leaving(blocks, room, scorer)
+        return self._worst(blocks, eligible, quotas, scorer)
+
+    def packing(self, blocks: Blocks, done: Bools, scorer: Scorer) -> Ints:
+        """See `PackingAllocator`: of each tree its worst eligible tokens."""
+        if self.packed == 0 or len(blocks) == 0:
+            return np.empty(0, np.int64)
+        eligible = self._eligible(blocks)
+        turns = int(blocks.turn.max(initial=0)) + 1
+        turn = blocks.turn[blocks.tokens.block]
+        held = np.bincount(turn[eligible], minlength=turns)
+        already = np.bincount(turn[eligible & done], minlength=turns)
+        quotas = np.floor(self.packed * held).astype(np.int64) - already
+        return self._worst(blocks, eligible & ~done, np.maximum(quotas, 0), scorer)
+
+    def _worst(self, blocks: Blocks, some: Bools, quotas: Ints, scorer: Scorer) -> Ints:
+        """Indices of so many of these tokens of each tree (by turn), those with the lowest scores;
+        of equal scores the earlier position."""
         tokens = blocks.tokens
-        at = np.flatnonzero(eligible)
+        at = np.flatnonzero(some)
         turn = blocks.turn[tokens.block[at]]
         preferred = order(turn, checked_scores(scorer, tokens)[at], tokens.position[at])
         sizes = np.bincount(turn, minlength=len(quotas))
         rank = np.arange(len(at)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        leaves: Ints = at[preferred[rank < np.repeat(quotas, sizes)]]
-        return leaves
+        worst: Ints = at[preferred[rank < np.repeat(quotas, sizes)]]
+        return worst
 
     def _eligible(self, blocks: Blocks) -> Bools:
         """Tokens on the device that may be destroyed, bool [T]: of trees that decode, as the window
