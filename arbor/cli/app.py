@@ -51,6 +51,7 @@ COMMANDS = {
         "arbor.cli.completion:completion",
         "Print a shell script for completion on TAB.",
     ),
+    "man": ("arbor.cli.man:man", "Print the manual page."),
 }
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130

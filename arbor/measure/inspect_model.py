@@ -125,8 +125,8 @@ class SearchSettings:
 class ArborAPI(ModelAPI):
     """A model of inspect_ai that runs on arbor's engine.
 
-    Without a controller or a task, messages are decoded plainly; with one they are searched, and the
-    message is the best path. All samples share one engine.
+    Without a controller or a task, messages are decoded plainly; with one they are searched, and
+    the message is the best path. All samples share one engine.
 
     Args:
         model_name: a directory, a Hub id, or ``builtin:sapling``.
@@ -214,7 +214,7 @@ class ArborAPI(ModelAPI):
 
     def connection_key(self) -> str:
         """The model's name: each has an engine of its own."""
-        return self.model_name
+        return str(self.model_name)
 
     async def count_text_tokens(self, text: str) -> int:
         """Tokens of a text, by the model's tokenizer."""
