@@ -478,7 +478,7 @@ def test_an_adapter_of_quantized_weights_is_refused(
         solver.load()
 
 
-def test_what_is_no_adapter_is_refused_before_anything_loads(
+def test_other_folders_than_adapters_are_refused_before_anything_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "adapter_config.json"

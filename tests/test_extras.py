@@ -1,4 +1,4 @@
-"""Extras: what doctor says of them, and the files that installing and packaging rest on."""
+"""Extras: their states in doctor, and the files that installing and packaging rest on."""
 
 from __future__ import annotations
 

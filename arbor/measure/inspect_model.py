@@ -156,7 +156,7 @@ class ArborAPI(ModelAPI):
         names = {field.name for field in dataclasses.fields(SearchSettings)}
         search = {name: model_args.pop(name) for name in names & model_args.keys()}
         known = inspect.signature(Solver).parameters
-        with _told_by_inspect():
+        with _reported_by_inspect():
             for name in model_args:
                 if name not in known:
                     raise UsageError(
@@ -198,7 +198,7 @@ class ArborAPI(ModelAPI):
             ArborError: the search failed.
         """
         call = _Call()
-        with _told_by_inspect():
+        with _reported_by_inspect():
             asked = _Asked.of(input, tools, config, self._usual, self._searches)
             try:
                 return await anyio.to_thread.run_sync(
@@ -603,7 +603,7 @@ def _text(value: Any) -> Any:
 
 
 @contextmanager
-def _told_by_inspect() -> Iterator[None]:
+def _reported_by_inspect() -> Iterator[None]:
     """Report a user's mistake as inspect does: in a sentence, without a traceback."""
     try:
         yield
