@@ -47,6 +47,8 @@ def test_every_span_ends_once_within_the_one_it_lies_in(seed: int, step: float, 
         elif isinstance(change, SpanEnds):
             assert change.key in began and change.key not in ended
             assert change.seconds >= began[change.key].seconds
+            within = {key for key, each in began.items() if each.parent == change.key}
+            assert within <= ended.keys(), "what lies within it has ended"
             ended[change.key] = change
         else:
             assert change.key in began and change.key not in ended
