@@ -21,7 +21,7 @@ def man(ctx: click.Context) -> int:
     """Print the manual page, in the format of man.
 
     \b
-      arbor man | man -l -
+      arbor man | less
       arbor man > ~/.local/share/man/man1/arbor.1
       arbor man | gzip > arbor.1.gz
     """
