@@ -8,7 +8,7 @@ CODE := arbor kernels controllers verifiers examples tests scripts
 WORKERS ?= auto
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: help check format lint types architecture test slow fix native sanitize sanitize-threads bench golden docs size
+.PHONY: help check format lint types architecture test slow fix native sanitize sanitize-threads bench golden docs extras size
 
 SANITIZED := build/libarbor_native_sanitized.so
 THREADS_SANITIZED := build/libarbor_native_threads.so
@@ -62,6 +62,10 @@ golden:  ## rewrite tests/golden from this code; review the diff
 
 docs:  ## write the generated parts of docs/ from the code
 	$(PYTHON) scripts/docs.py
+
+extras:  ## resolve all extras together with pip; needs an index, installs nothing
+	$(PYTHON) -m pip install --quiet --dry-run --ignore-installed \
+		".[adapters,cuda,gguf,hub,inspect,lm-eval,math,otel,parquet,ray,server,structured]"
 
 size:  ## lines of Python per folder
 	@for folder in $(CODE); do \

@@ -126,6 +126,8 @@ class Solver:
         revision: branch, tag or commit of a model of the Hub; by default its main branch.
         trust_remote_code: run the Python code in a model's repository; never part of a
             configuration, so that nobody trusts by accident.
+        adapter: LoRA weights of peft, a directory or a Hub id, merged into the model's when it is
+            loaded; needs ``arbor-search[adapters]``.
         task, controller, verifier: a name, perhaps with settings (``tot,beam=3``), a table
             (``{"name": "tot", "beam": 3}``), or a ready component.
         aggregate: what chooses the answer among the finished paths, likewise: ``best`` (the best
@@ -212,6 +214,7 @@ class Solver:
         tokenizer: Any = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        adapter: str | os.PathLike[str] | None = None,
         task: str | Mapping[str, Any] | Task = "game24",
         controller: str | Mapping[str, Any] | Controller = "tot",
         verifier: str | Mapping[str, Any] | Verifier = "self",
@@ -304,6 +307,7 @@ class Solver:
             tokenizer,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            adapter=adapter,
             dtype=dtype,
             device=device,
             backend=backend,
@@ -326,7 +330,7 @@ class Solver:
             )
         self.msve = resolve_msve(msve, source)
         self.verifier = resolve_verifier(self.verifier, self.task, source)
-        self._sizes = SearchSizes(source.path, source.revision)
+        self._sizes = SearchSizes(source.place, source.revision)
         self._engine: Engine | None = None
         self._loading = threading.Lock()
         # the search in progress, or several

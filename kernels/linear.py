@@ -80,6 +80,8 @@ ONEDNN_ELEMENTS_ELSEWHERE = 1 << 16
 # Packed for many rows, MKL is as fast with few; packed for few, it is slow with many.
 MKL_ROWS = 512
 CHUNK_ROWS = 16
+DENSE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+CODES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of quantized weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +352,8 @@ def pack_linears(
     Dense weights are dropped one by one while packing, so the peak is one layer above the model. A
     weight that an embedding (or another layer) shares stays for it: packing it as well costs its
     size once more, and is worth it (the largest matmul of the model runs 2.7x faster at 8 rows,
-    1.4x at 64); `tied=False` leaves such layers alone. Subclasses of `nn.Linear` are left alone.
+    1.4x at 64); `tied=False` leaves such layers alone. Subclasses of `nn.Linear` and
+    quantized layers are left alone.
 
     Args:
         model: on the CPU, weights loaded; on other devices only `deterministic` has an effect.
@@ -440,10 +443,12 @@ def batch_dependent(model: nn.Module) -> dict[str, str]:
     return {
         name: type(module).__name__
         for name, module in model.named_modules()
-        if type(module) is not nn.Linear
-        and not isinstance(module, PackedLinear | nn.Embedding)
-        and not _is_transposed(module)
-        and any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+        if _is_quantized(module)
+        or (
+            not isinstance(module, nn.Linear | PackedLinear | nn.Embedding)
+            and not _is_transposed(module)
+            and any(weight.dim() > 1 for weight in module.parameters(recurse=False))
+        )
     }
 
 
@@ -583,9 +588,30 @@ def _linears(model: nn.Module) -> list[tuple[str, Any, str]]:
     found = []
     for name, module in model.named_modules():
         for child_name, child in module.named_children():
-            if type(child) is nn.Linear:
+            if is_plain(child):
                 found.append((f"{name}.{child_name}".lstrip("."), module, child_name))
     return found
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of dense weights with its class's own forward.
+
+    Quantized layers are not: their weights are tensors of another class or dtype, they have scales,
+    or their forward was replaced.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    weight = getattr(module, "weight", None)
+    dense = type(weight) in (nn.Parameter, Tensor) and cast(Tensor, weight).dtype in DENSE
+    kept = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    return dense and kept <= {"weight", "bias"}
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Whether a module multiplies by quantized weights, as far as its tensors show."""
+    if isinstance(module, nn.Linear):
+        return not is_plain(module)
+    return any(each.dim() > 1 and each.dtype in CODES for each in module.buffers(recurse=False))
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -8,10 +8,13 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
+import click
 import pytest
 
 import arbor
@@ -119,6 +122,55 @@ def test_the_wheel_has_the_native_kernels_and_their_sources(
     assert ("arbor/kernels/libarbor_native.so" in wheel) == compiles
     assert wheel_file.stem.split("-")[2:4] == ["py3", "none"], "it depends on no Python version"
     assert wheel_file.stem.endswith("-any") == (not compiles)
+
+
+SDIST = "import setuptools.build_meta as meta; print(meta.build_sdist('{}'))"
+
+
+@pytest.mark.slow
+def test_the_source_distribution_builds_the_same_wheel(wheel: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_PACKAGED))
+    built = python(SDIST.format(tmp_path), source)
+    assert built.returncode == 0, built.stderr
+    with tarfile.open(tmp_path / built.stdout.split()[-1]) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    command += ["--wheel-dir", str(tmp_path), str(unpacked)]
+    done = subprocess.run(command, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        assert sorted(archive.namelist()) == sorted(wheel)
+
+
+@pytest.mark.slow
+def test_the_wheel_installs_into_a_clean_environment(wheel_file: Path, tmp_path: Path) -> None:
+    """Its dependencies are those of this environment, which take gigabytes."""
+    venv.create(tmp_path / "env", with_pip=False)
+    own = tmp_path / "env/bin/python"
+    install = [sys.executable, "-m", "pip", "--python", str(own), "install", "--no-deps"]
+    done = subprocess.run(
+        [*install, "--no-index", str(wheel_file)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def run(*words: str) -> str:
+        packages = str(Path(click.__file__).parents[1])
+        settings = {**os.environ, "PYTHONPATH": packages}
+        ran = subprocess.run(words, cwd=tmp_path, env=settings, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    assert run(str(tmp_path / "env/bin/arbor"), "--version") == f"arbor {arbor.__version__}\n"
+    assert run(str(tmp_path / "env/bin/arbor"), "man").startswith(".TH ARBOR 1")
+    where = "import arbor; print(arbor.__file__)"
+    assert Path(run(str(own), "-c", where).strip()).is_relative_to(tmp_path / "env")
+    point = (
+        "from importlib.metadata import entry_points as found; print(*found(group='inspect_ai'))"
+    )
+    assert "arbor.measure.inspect_ai" in run(str(own), "-c", point)
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-pytest.importorskip("fastapi", reason="the extra `server` is not installed")
-
 from arbor.engine.text import added
-from arbor.server.text_stream import TextStream
+from arbor.run.text_stream import TextStream
 
 PIECES = [b"a", b"b", b"ab", b" ", "é".encode(), "é".encode()[:1], "é".encode()[1:]]
 PIECES += ["𝄞".encode()[i : i + 1] for i in range(4)] + [b"\xff", b"aba", b""]

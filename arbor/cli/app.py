@@ -51,6 +51,7 @@ COMMANDS = {
         "arbor.cli.completion:completion",
         "Print a shell script for completion on TAB.",
     ),
+    "man": ("arbor.cli.man:man", "Print the manual page."),
 }
 # options of other programs that spread one model over several devices
 SPREADING = ("--device-map", "--tensor-parallel-size", "--tensor-parallel", "--tp")

@@ -57,7 +57,7 @@ def build_solver(
     controller = _component("controller", options, settings, Controller)
     policy = _component("policy", options, settings, Policy)
     Sampling(**(settings["sampling"] | options.sampling))
-    locate_model(options.model, options.revision, options.trust_remote_code)
+    locate_model(options.model, options.revision, options.trust_remote_code, options.adapter)
 
     with ending_at_once():
         from arbor.solver import Solver
@@ -66,6 +66,7 @@ def build_solver(
     solver = Solver(
         options.model,
         revision=options.revision,
+        adapter=options.adapter,
         trust_remote_code=options.trust_remote_code,
         task=task,
         controller=controller,

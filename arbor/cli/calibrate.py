@@ -117,7 +117,7 @@ def msve(
     from arbor.solver import Solver
 
     source = locate_model(model, revision)
-    out = out or _default_file("msve.json", source.path, msve_file(source.path, revision))
+    out = out or _default_file("msve.json", source.place, msve_file(source.place, revision))
     with Solver(
         model,
         revision=revision,
@@ -244,7 +244,7 @@ def exit_thresholds(
     from arbor.verifiers.exit_thresholds import FILE, save_thresholds
 
     source = locate_model(model, revision)
-    out = out or _default_file(FILE, source.path, exit_file(source.path, revision))
+    out = out or _default_file(FILE, source.place, exit_file(source.place, revision))
     chosen = cast(Measure, measure)
     with Solver(
         model,

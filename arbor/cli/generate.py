@@ -116,6 +116,7 @@ class GenerateOptions:
     budget: str
     model: str
     revision: str | None
+    adapter: str | None
     trust_remote_code: bool
     dtype: str
     kv_dtype: str
@@ -147,6 +148,7 @@ def generate(output: Output, /, **values: Any) -> int:
     with Solver(
         options.model,
         revision=options.revision,
+        adapter=options.adapter,
         trust_remote_code=options.trust_remote_code,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,

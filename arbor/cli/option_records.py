@@ -75,6 +75,7 @@ class SolverOptions:
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True
+    adapter: str | None = None
 
     @property
     def components(self) -> dict[str, str]:

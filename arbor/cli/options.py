@@ -108,6 +108,12 @@ revision_option = option(
     heading="Model",
     help="Branch, tag or commit on the Hub; default: the main branch.",
 )
+adapter_option = option(
+    "--adapter",
+    metavar="DIR",
+    heading="Model",
+    help="LoRA weights of peft, a directory or Hub id, merged when it loads.",
+)
 trust_option = option(
     "--trust-remote-code",
     is_flag=True,
@@ -318,6 +324,7 @@ retention_options = option_group(
 
 loading_options = option_group(
     revision_option,
+    adapter_option,
     option(
         "--dtype",
         default="auto",

@@ -8,7 +8,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +18,7 @@ from arbor.budget import Budget, Plan
 from arbor.cli.build import build_solver
 from arbor.cli.cache import cached_models
 from arbor.cli.command import Command
+from arbor.cli.extras import EXTRAS, extra_states, version_of
 from arbor.cli.option_records import SolverOptions, read_options
 from arbor.cli.options import loading_options, max_expansions_option, output_options, search_options
 from arbor.cli.output import Output
@@ -43,17 +43,7 @@ PACKAGES = (
     "networkx",
     "click",
     "rich",
-    "flashinfer-python",
-    "triton",
-    "math-verify",
-    "pyarrow",
-    "datasets",
-    "xgrammar",
-    "fastapi",
-    "uvicorn",
-    "prometheus_client",
-    "lm_eval",
-    "ray",
+    *dict.fromkeys(package for extra in EXTRAS.values() for package in extra.packages),
 )
 
 
@@ -272,13 +262,14 @@ def _report() -> dict[str, Any]:
         "arbor": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "torch": {
             "cuda": torch.version.cuda,
             "gpus": gpus,
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
         },
+        "extras": extra_states(),
         "native": native_state(),
         "hub": {
             name: os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
@@ -301,10 +292,3 @@ def _is_setting(variable: str) -> bool:
     """Whether an environment variable changes what arbor does; none of these holds a secret."""
     known = ("NO_COLOR", "FORCE_COLOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return variable.startswith("ARBOR_") or variable in known
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

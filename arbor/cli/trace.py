@@ -23,6 +23,7 @@ from arbor.support.atomic_write import write_atomically
 from arbor.support.texts import clipped, one_line
 from arbor.trace import Replay, Trace, read_trace
 from arbor.trace.diff import Difference, TraceDiff, diff_traces
+from arbor.trace.otlp import to_otlp
 from arbor.trace.perfetto import to_perfetto
 from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
@@ -40,6 +41,7 @@ class ConvertOptions:
     """Options of ``arbor trace convert``, named as on the command line."""
 
     file: Path
+    format: Literal["perfetto", "otlp"]
     output: Path | None
 
 
@@ -244,6 +246,14 @@ def _short(value: Any) -> str:
 @trace.command(cls=Command)
 @_file
 @option(
+    "--format",
+    type=click.Choice(("perfetto", "otlp")),
+    default="perfetto",
+    heading="Conversion",
+    common=True,
+    help="A timeline, or spans of OpenTelemetry.",
+)
+@option(
     "--output",
     "-o",
     type=click.Path(path_type=Path),
@@ -255,19 +265,23 @@ def _short(value: Any) -> str:
 @output_options
 @click.pass_obj
 def convert(output: Output, /, **values: Any) -> int:
-    """Convert a trace to a timeline for ui.perfetto.dev or chrome://tracing (Trace Event JSON).
+    """Convert a trace for other tools: a timeline, or spans.
+
+    perfetto is Trace Event JSON, for ui.perfetto.dev and chrome://tracing; otlp is the JSON of
+    OpenTelemetry's protocol with the attributes of OpenInference, for collectors.
 
     \b
       arbor trace convert run.arbor.jsonl --output run.perfetto.json
       arbor trace convert run.arbor.jsonl | gzip > run.perfetto.json.gz
-      arbor trace convert run.arbor.jsonl.gz -o run.json && vizviewer run.json
+      arbor trace convert run.arbor.jsonl --format otlp -o run.otlp.json
     """
     options = read_options(ConvertOptions, values)
     path = None if options.output == STDOUT else options.output
     refuse_overwriting({"--output": path}, [options.file])
     refuse_unwritable("--output", path)
     read = refuse_damaged(read_trace(options.file))
-    document = json.dumps(to_perfetto(read), allow_nan=False, separators=(",", ":"), default=str)
+    converted = to_otlp(read) if options.format == "otlp" else to_perfetto(read)
+    document = json.dumps(converted, allow_nan=False, separators=(",", ":"), default=str)
     if path is None:
         output.print(document)
         return 0

@@ -11,27 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from arbor.aggregate.best import Best
-from arbor.controllers.chain import Chain
 from arbor.errors import UsageError
-from arbor.events import Boundary
 from arbor.model.sampling_params import Sampling
+from arbor.run.choices import PathTokens
+from arbor.run.conversation import plain_decoding, stepped_search
 from arbor.run.job import SearchJob
 from arbor.run.limits import check_count
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.shared_engine import SharedEngine, default_tokens
 from arbor.solver import Solver
-from arbor.tasks.base import BlockLimits
-from arbor.tasks.plain_text import PlainText, SteppedText, cut_at, plain_problem
-from arbor.verifiers.exact import Exact
+from arbor.tasks.plain_text import SteppedText, cut_at, plain_problem
 
 MAX_GEN_TOKS = 256  # lm-eval's default
 ANY_DEVICE = (None, "cuda", "cuda:0")  # what lm-eval asks for by default: a GPU where there is one
@@ -269,26 +266,21 @@ class ArborLM(TemplateLM):
     ) -> Run:
         problem = plain_problem(prompt or [self.prefix_token_id], "")
         options: Options = {"seed": self._seed}
-        changes: dict[str, Any] = {"given_sampling": sampling}
         if self._searches:
-            step = min(self._step_tokens, most)
-            task = SteppedText(ends, max_tokens=step, max_depth=-(-most // step))
-            changes |= {"task": task, "boundary": task.boundary}
+            changes = stepped_search(ends, most, self._step_tokens, sampling)
             changes["max_expansions"] = self._max_expansions
             options["budget"] = self._budget
         else:
-            changes |= {"task": PlainText(), "boundary": BlockLimits(ends, most, 1)}
-            changes |= {"controller": Chain(), "verifier": Exact(), "aggregate": Best()}
+            changes = plain_decoding(ends, most, sampling)
         return shared.prepare(problem, options, **changes)
 
     def _text(self, job: SearchJob) -> str:
         """The text that a search has found, its tokens decoded by themselves."""
         solution = job.solution()
-        ids: dict[int, Iterable[int]] = {}
+        paths = PathTokens()
         while (event := job.events.get()) is not None:
-            if isinstance(event, Boundary):
-                ids[event.node] = event.ids
-        tokens = [token for node in solution.path[1:] for token in ids[node]]
+            paths.feed(event)
+        tokens = paths.ids(solution.path[-1]) if solution.path else []
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 

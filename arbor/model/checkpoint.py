@@ -40,8 +40,8 @@ class Checkpoint:
     Args:
         model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
         tokenizer: for a ready model.
-        revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs, kv_dtype:
-            see `Solver`.
+        revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs, kv_dtype,
+        adapter: see `Solver`.
 
     Raises:
         UsageError: invalid settings; nothing was read.
@@ -61,6 +61,7 @@ class Checkpoint:
         deterministic: bool,
         cuda_graphs: bool,
         kv_dtype: str = "auto",
+        adapter: str | os.PathLike[str] | None = None,
     ) -> None:
         self.kv_dtype = check_kv_dtype(kv_dtype)
         if self.kv_dtype == INT8:
@@ -80,7 +81,7 @@ class Checkpoint:
         if deterministic or backend in (FLASHINFER, INVARIANT, NATIVE):
             self.backend = resolve_backend(backend, self.device, deterministic)
         self.source = (
-            locate_model(model, revision, trust_remote_code)
+            locate_model(model, revision, trust_remote_code, adapter)
             if self._given is None
             else ModelLocation(getattr(model, "name_or_path", "") or type(model).__name__, "")
         )
@@ -88,6 +89,10 @@ class Checkpoint:
             raise UsageError("tokenizer", "a ready model needs its tokenizer.", "Pass tokenizer=….")
         if self._given is not None and revision is not None:
             raise revision_error(revision, "the model is loaded already")
+        if self._given is not None and adapter is not None:
+            raise UsageError(
+                "adapter", "the model is loaded already.", "Merge the adapter into it, with peft."
+            )
         self._description: Description | None = None  # of an earlier process
         self._files: Files | None = None
         self._weights: Weights | None = None

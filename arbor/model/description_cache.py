@@ -95,7 +95,7 @@ def kept_description(source: ModelLocation, dtype: str) -> Description | None:
         dtype: as the user wrote it.
     """
     folder = Path(source.path)
-    if source.trust_remote_code or not folder.is_dir():
+    if source.trust_remote_code or source.gguf is not None or not folder.is_dir():
         return None
     try:
         record = _shipped(source, dtype) or _cached(source, dtype)
@@ -234,6 +234,7 @@ def _may_be_kept(source: ModelLocation, config: Any, files: Description) -> bool
     folder = Path(source.path)
     return (
         not source.trust_remote_code
+        and source.gguf is None
         and folder.is_dir()
         and files.info.supported
         and type(config).__module__.startswith("transformers.")

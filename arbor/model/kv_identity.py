@@ -56,14 +56,30 @@ def kv_identity(
 
 def model_identity(source: ModelLocation) -> str | None:
     """A model's weights and settings: a digest of its directory, or its commit on the Hub; None for
-    a ready model, and for one of the Hub whose commit is not known."""
+    a ready model, and for one of the Hub, or an adapter of it, whose commit is not known."""
     if not source.path:
         return None
+    found = _base_identity(source)
+    if source.adapter is None or found is None:
+        return found
+    adapter = Path(source.adapter).expanduser()
+    if not adapter.is_dir():
+        return None
+    return f"{found} {files_digest(adapter)} {weights_digest(adapter)}"
+
+
+def _base_identity(source: ModelLocation) -> str | None:
+    """`model_identity` without the adapter."""
     folder = Path(source.path)
     if folder.is_dir():
-        return f"{files_digest(folder)} {weights_digest(folder)}"
+        weights = weights_digest(folder)
+        return (
+            f"{files_digest(folder)} {weights} {source.gguf}"
+            if source.gguf
+            else f"{files_digest(folder)} {weights}"
+        )
     commit = cached_commit(source)
-    return None if commit is None else f"{source.path}@{commit}"
+    return None if commit is None else f"{source.place}@{commit}"
 
 
 @functools.cache

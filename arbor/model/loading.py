@@ -8,10 +8,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arbor.errors import ModelError, UnknownName, UsageError
+from arbor.model.adapters import check_adapter, merged
+from arbor.model.quantized import check_quantized, quantization_of
 from arbor.model.sampling_params import Sampling
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GGUF = ".gguf"
+GGUF_PACKAGES = ("gguf", "accelerate")
 LONGEST_REASON = 300  # characters of another library's message in an error
 
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
@@ -34,12 +39,23 @@ class ModelLocation:
         revision: branch, tag or commit on the Hub; None = its main branch, and always None for a
             directory.
         trust_remote_code: whether Python files that come with the weights may run.
+        gguf: a GGUF file there, which holds config, tokenizer and weights; None: files of
+            transformers.
+        adapter: a directory or Hub id of weights that are added to the model's; None: none.
     """
 
     name: str
     path: str
     revision: str | None = None
     trust_remote_code: bool = False
+    gguf: str | None = None
+    adapter: str | None = None
+
+    @property
+    def place(self) -> str:
+        """What identifies the weights on this machine; empty for a ready model."""
+        path = self.path if self.gguf is None else f"{self.path}/{self.gguf}"
+        return path if self.adapter is None else f"{path}+{self.adapter}"
 
     @property
     def label(self) -> str:
@@ -53,26 +69,38 @@ class ModelLocation:
         Trust is always passed: without it, transformers asks on the terminal.
         """
         version = {} if self.revision is None else {"revision": self.revision}
-        return {**version, "trust_remote_code": self.trust_remote_code}
+        packed = {} if self.gguf is None else {"gguf_file": self.gguf}
+        return {**version, **packed, "trust_remote_code": self.trust_remote_code}
 
 
 def locate_model(
-    model: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False
+    model: str | os.PathLike[str],
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> ModelLocation:
     """Find a model without reading its weights.
 
     Args:
-        model, revision, trust_remote_code: as in `ModelLocation`.
+        model, revision, trust_remote_code, adapter: as in `ModelLocation`.
 
     Raises:
-        ModelError: the directory does not exist, or has no config or weights.
+        ModelError: the directory does not exist, or has no config or weights; or what it holds
+            needs a package that is not installed.
         UnknownName: an unknown ``builtin:`` model.
         UsageError: a revision of a directory.
     """
     found = _locate(os.fspath(model))
     if revision is not None and Path(found.path).is_dir():
         raise revision_error(revision, f"{found.name} is a directory")
-    return dataclasses.replace(found, revision=revision, trust_remote_code=trust_remote_code)
+    if adapter is not None:
+        check_adapter(os.fspath(adapter))
+    return dataclasses.replace(
+        found,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        adapter=None if adapter is None else os.fspath(adapter),
+    )
 
 
 def revision_error(revision: str, what: str) -> UsageError:
@@ -101,6 +129,8 @@ def _locate(name: str) -> ModelLocation:
     path = Path(name).expanduser()
     if path.is_dir():
         return _directory(name, path)
+    if name.endswith(GGUF) and (path.is_file() or _is_hub_file(name)):
+        return _gguf_file(name, path)
     looks_local = name.startswith((".", "/", "~")) or name.count("/") != 1 or path.exists()
     if looks_local:
         what = "is a file, not a directory" if path.exists() else "no such directory"
@@ -114,12 +144,38 @@ def _locate(name: str) -> ModelLocation:
     return ModelLocation(name, name)
 
 
+def _is_hub_file(name: str) -> bool:
+    """Whether a name is that of a file of a model of the Hub, OWNER/MODEL/FILE."""
+    return name.count("/") == 2 and not name.startswith((".", "/", "~"))
+
+
+def _gguf_file(name: str, path: Path) -> ModelLocation:
+    """A file that holds config, tokenizer and weights.
+
+    Raises:
+        ModelError: a package is missing that reads it.
+    """
+    missing = [each for each in GGUF_PACKAGES if find_spec(each) is None]
+    if missing:
+        raise UsageError(
+            "extra-missing",
+            f"{name}: transformers reads GGUF files with {' and '.join(missing)}.",
+            "pip install 'arbor-search[gguf]'",
+            model=name,
+        )
+    folder, file = (str(path.parent), path.name) if path.is_file() else name.rsplit("/", 1)
+    return ModelLocation(name, folder, gguf=file)
+
+
 def _directory(name: str, path: Path) -> ModelLocation:
     if not (path / "config.json").is_file():
+        packed = sorted(path.glob(f"*{GGUF}"))
         raise ModelError(
             "model-incomplete",
             f"{name} has no config.json.",
-            "A model directory holds config.json, *.safetensors and a tokenizer.",
+            f"Name the file: {packed[0]}"
+            if packed
+            else "A model directory holds config.json, *.safetensors and a tokenizer.",
             model=name,
         )
     if not any(path.glob("*.safetensors")):
@@ -229,8 +285,11 @@ def load_model(
 
     from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
 
+    check_quantized(load_config(source), source.name, device.type)
     direct = device.type != "cpu" and is_accelerate_available()
-    placement = {"device_map": {"": device}} if direct else {}
+    placement: dict[str, Any] = {"device_map": {"": device}} if direct else {}
+    if source.gguf is not None:
+        placement["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         with _no_progress_bar():
             loaded: Any = getattr(transformers, auto).from_pretrained(
@@ -254,6 +313,18 @@ def load_model(
             "Copy every *.safetensors file there.",
             model=source.name,
         )
+    if source.adapter is not None:
+        method = quantization_of(model.config)
+        if method not in (None, "gguf"):
+            raise ModelError(
+                "adapter-unreadable",
+                f"{source.name}: an adapter is not merged into weights quantized by {method}.",
+                "Name the model that is not quantized, or leave --adapter out.",
+                model=source.name,
+            )
+        model = merged(model, source.adapter)
+    if {each.device.type for each in model.parameters()} == {device.type}:
+        return model  # quantized layers refuse to be moved
     weights = sum(each.nbytes for each in model.parameters())
     try:
         return model.to(device)
@@ -269,6 +340,13 @@ def weight_files(source: ModelLocation) -> list[Path]:
     Raises:
         ModelError: they cannot be downloaded.
     """
+    if source.gguf is not None:
+        raise ModelError(
+            "model-gguf",
+            f"{source.name}: single tensors of a GGUF file are not read.",
+            "Take the model's safetensors.",
+            model=source.name,
+        )
     if Path(source.path).is_dir():
         return sorted(Path(source.path).glob("*.safetensors"))
     from huggingface_hub import snapshot_download
@@ -355,6 +433,8 @@ def load_generation_config(source: ModelLocation) -> Any:
     """The model's generation config; None if it has none."""
     from transformers import GenerationConfig
 
+    if source.gguf is not None:
+        return None  # one next to the file may be another model's
     try:
         return GenerationConfig.from_pretrained(source.path, revision=source.revision or "main")
     except OSError as error:
@@ -366,7 +446,7 @@ def load_generation_config(source: ModelLocation) -> Any:
 
 def has_generation_config(source: ModelLocation) -> bool:
     """Whether a model directory has a generation config."""
-    return (Path(source.path) / "generation_config.json").exists()
+    return source.gguf is None and (Path(source.path) / "generation_config.json").exists()
 
 
 def sampling_defaults(generation: Any) -> Sampling:

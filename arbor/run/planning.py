@@ -10,6 +10,7 @@ from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
+from arbor.run.conversation import conversation_tokens
 from arbor.run.limits import check_count
 from arbor.run.plugin_answers import (
     checked_task,
@@ -64,9 +65,7 @@ def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": prompt})
         try:
-            encoded = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )
+            return conversation_tokens(tokenizer, messages)
         except Exception as error:  # of a template that has no system messages
             if not system:
                 raise
@@ -75,7 +74,6 @@ def encode_prompt(tokenizer: Any, prompt: str, task: Task | None = None) -> list
                 f"the model's chat template refuses a system message: {one_line(str(error))}.",
                 "Put its text into the prompt (--set template=FILE), or use --set chat=off.",
             ) from error
-        return list(encoded["input_ids"])
     return list(tokenizer.encode(f"{system}\n\n{prompt}" if system else prompt))
 
 

@@ -36,6 +36,7 @@ from arbor.verifiers.exit_thresholds import FILE, load_thresholds
 TEXTS = (
     "model",
     "revision",
+    "adapter",
     "mode",
     "rehydrate",
     "share",
@@ -66,10 +67,10 @@ def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocat
         return MSVE.parse(os.fspath(given))
     if not source.path:  # a ready model
         return MSVE()
-    folder = Path(source.path)
+    folder = Path(source.place)
     fitted = folder / "msve.json"
     if not folder.is_dir():
-        fitted = msve_file(source.path, source.revision)
+        fitted = msve_file(source.place, source.revision)
     return MSVE.load(fitted) if fitted.is_file() else MSVE()
 
 
@@ -80,8 +81,8 @@ def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> V
     """
     if not isinstance(verifier, CGEE) or not verifier.takes_thresholds or not source.path:
         return verifier
-    folder = Path(source.path)
-    path = folder / FILE if folder.is_dir() else exit_file(source.path, source.revision)
+    folder = Path(source.place)
+    path = folder / FILE if folder.is_dir() else exit_file(source.place, source.revision)
     if not path.is_file():
         return verifier
     name = str(components.spec_of(task)["name"])

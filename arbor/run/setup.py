@@ -108,13 +108,13 @@ class Setup:
 
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
-        default: `aggregate`, `host`, `host_bits`, `staging`, `disk`, `fetch`, `share`,
-        `kv_probe`,
-        `cuda_graphs`, `kv_dtype`, `step_format`, `branch_stop`.
+        default: `adapter`, `aggregate`, `host`, `host_bits`, `staging`, `disk`, `fetch`, `share`,
+        `kv_probe`, `cuda_graphs`, `kv_dtype`, `step_format`, `branch_stop`.
         """
+        source = self.checkpoint.source
         return {
-            "model": self.checkpoint.source.name,
-            "revision": self.checkpoint.source.revision,
+            "model": source.name,
+            "revision": source.revision,
             "task": components.spec_of(self.task),
             "controller": components.spec_of(self.controller),
             "verifier": components.spec_of(self.verifier),
@@ -131,6 +131,7 @@ class Setup:
             "backend": self.checkpoint.backend,
             "seed": self.seed,
             "deterministic": self.checkpoint.deterministic,
+            **({} if source.adapter is None else {"adapter": source.adapter}),
             **(
                 {}
                 if self.aggregate == Best()

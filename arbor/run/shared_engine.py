@@ -53,7 +53,7 @@ class SharedEngine:
     ) -> None:
         source = setup.checkpoint.source
         self.setup = dataclasses.replace(
-            setup, sizes=GivenSizes(source.path, source.revision), record_bytes=0
+            setup, sizes=GivenSizes(source.place, source.revision), record_bytes=0
         )
         self.tokens = tokens
         self._worker = Worker(at_once, lend, contended, FixedPool(tokens, at_once))

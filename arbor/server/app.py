@@ -17,8 +17,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
 from arbor._version import __version__
+from arbor.run.choices import Delta
 from arbor.server.access import check_key, parsed_body
-from arbor.server.answers import Delta
 from arbor.server.planned import Planned, plan_chat, plan_completion, plan_solve
 from arbor.server.public import PublicRecords
 from arbor.server.refusals import Refusal, refusal_of

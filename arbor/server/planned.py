@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from arbor import components
-from arbor.aggregate.best import Best
-from arbor.controllers.chain import Chain
+from arbor.errors import UsageError
 from arbor.events import Detail
 from arbor.model.sampling_params import Sampling
+from arbor.run.conversation import conversation_tokens, plain_decoding, problem_of, with_system
 from arbor.run.request import Options
 from arbor.run.run import Run
 from arbor.run.shared_engine import SharedEngine
@@ -28,13 +28,9 @@ from arbor.server.schema import (
 from arbor.server.search_changes import search_changes, search_options
 from arbor.server.settings import ServerSettings
 from arbor.support.texts import one_line
-from arbor.tasks.base import BlockLimits, Converses, Task
-from arbor.tasks.plain_text import PlainText, plain_problem
-from arbor.verifiers.exact import Exact
+from arbor.tasks.plain_text import plain_problem
 
 COMPLETION_TOKENS = 16  # OpenAI's default
-_PLAIN = PlainText()
-_NO_JUDGE = Exact()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +71,13 @@ def plan_chat(body: ChatRequest, engine: SharedEngine, settings: ServerSettings)
         )
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     planning = _Planning(body, engine, settings, bool(body.logprobs))
+    turns = _turns(body.messages)
     if body.search is not None:
-        system, problem = _problem_of(body.messages)
+        with _of_the_messages():
+            system, problem = problem_of(turns)
         return planning.searches(body.search, [problem], most, system)
-    tokens = conversation_tokens(engine.setup.checkpoint.read().tokenizer, body.messages)
-    text = "\n\n".join(message.text for message in body.messages)
+    tokens = _chat_tokens(engine.setup.checkpoint.read().tokenizer, turns)
+    text = "\n\n".join(turn["content"] for turn in turns)
     return planning.plain([(tokens, text)], most)
 
 
@@ -128,26 +126,14 @@ def plan_solve(body: SolveRequest, engine: SharedEngine, settings: ServerSetting
     return planning.searches(generating.arbor, [body.problem], body.max_tokens)
 
 
-def conversation_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, up to the beginning of the next message.
-
-    Without a chat template it is the contents, separated by empty lines.
+def _chat_tokens(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> list[int]:
+    """`conversation_tokens` of a request.
 
     Raises:
         Refusal: the chat template refuses the messages.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode("\n\n".join(message.text for message in messages)))
-    turns = [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": message.text,
-            **({} if message.name is None else {"name": message.name}),
-        }
-        for message in messages
-    ]
     try:
-        encoded = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)
+        return conversation_tokens(tokenizer, turns)
     except Exception as error:  # the template's own
         raise Refusal(
             400,
@@ -156,21 +142,29 @@ def conversation_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int
             f"{without_paths(one_line(str(error))[:200])}.",
             param="messages",
         ) from error
-    return list(encoded["input_ids"])
 
 
-def _problem_of(messages: Sequence[Message]) -> tuple[str, str]:
-    """System message and problem of a chat that is searched."""
-    system = "\n\n".join(each.text for each in messages if each.role in ("system", "developer"))
-    others = [each for each in messages if each.role not in ("system", "developer")]
-    if len(others) != 1 or others[0].role != "user":
+def _turns(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """The messages of a request as chat templates read them."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.text,
+            **({} if message.name is None else {"name": message.name}),
+        }
+        for message in messages
+    ]
+
+
+@contextmanager
+def _of_the_messages() -> Iterator[None]:
+    """Refuse messages that a task cannot take."""
+    try:
+        yield
+    except UsageError as error:
         raise Refusal(
-            400,
-            "invalid_request",
-            "A search solves one problem: one user message, perhaps after a system message.",
-            param="messages",
-        )
-    return system, others[0].text
+            400, "invalid_request", f"{error.message} {error.hint}", param="messages"
+        ) from error
 
 
 class _Planning:
@@ -229,7 +223,8 @@ class _Planning:
             raise Refusal(400, "invalid_request", f"A search takes no {name}.", param=name)
         setup = self._engine.setup
         changes = search_changes(search, setup, self._settings)
-        changes["task"] = _with_system(changes["task"], system)
+        with _of_the_messages():
+            changes["task"] = with_system(changes["task"], system)
         changes["given_sampling"] = self._sampling()
         options = search_options(search, max_tokens, self._seed, self._settings)
         options["trace_level"] = self._detail
@@ -268,15 +263,7 @@ class _Planning:
         return self._engine.prepare(
             plain_problem(tokens, text),
             options,
-            task=_PLAIN,
-            controller=Chain(self._choices),
-            verifier=_NO_JUDGE,
-            aggregate=Best(),
-            boundary=BlockLimits(self._body.stops, most, 1),
-            given_sampling=self._sampling(),
-            max_expansions=None,
-            branch_stop=None,
-            verifier_models={},
+            **plain_decoding(self._body.stops, most, self._sampling(), self._choices),
         )
 
     def _sampling(self) -> Sampling:
@@ -312,18 +299,3 @@ class _Planning:
                 f"A stop string has 1 to {settings.stop_length} characters.",
                 param="stop",
             )
-
-
-def _with_system(task: Task, system: str) -> Task:
-    """A task with a system message of the request."""
-    if not system:
-        return task
-    if not isinstance(task, Converses) or "system" not in components.settings_of(task):
-        raise Refusal(
-            400,
-            "invalid_request",
-            f"The task '{task.name}' takes no system message.",
-            param="messages",
-        )
-    changed: Task = components.build("task", task, system=system)
-    return changed

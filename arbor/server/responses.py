@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arbor._version import __version__
-from arbor.server.answers import Cost, Delta
+from arbor.run.choices import Cost, Delta
+from arbor.run.text_stream import TextToken
 from arbor.server.planned import Planned
 from arbor.server.service import Ended
-from arbor.server.text_stream import TextToken
 
 FINGERPRINT = f"arbor-{__version__}"
 DONE = b"data: [DONE]\n\n"

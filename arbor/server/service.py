@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from arbor.engine.text import Decode
 from arbor.events import Event
+from arbor.run.choices import Answers, Delta, PlainAnswers, SearchAnswers
 from arbor.run.job import SearchJob
 from arbor.run.solution import Solution
-from arbor.server.answers import Answers, Delta, PlainAnswers, SearchAnswers
 from arbor.server.live import LiveSearches
 from arbor.server.metrics import ServerMetrics
 from arbor.server.planned import Planned

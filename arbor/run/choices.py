@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from arbor.engine.text import Decode
 from arbor.events import Boundary, Ended, Event, Opened, Sampled, Shared
 from arbor.run.solution import Solution
-from arbor.server.text_stream import Piece, TextStream, TextToken
+from arbor.run.text_stream import Piece, TextStream, TextToken
 
 Finish = Literal["stop", "length"]
 
@@ -182,3 +182,52 @@ class SearchAnswers:
             texts.append(self._text.get(node, ""))
             node = self._parent[node]
         return "".join(reversed(texts))
+
+
+class PathTokens:
+    """The tokens of each path of a search, folded from its events."""
+
+    def __init__(self) -> None:
+        self._parent: dict[int, int] = {}
+        self._ids: dict[int, tuple[int, ...]] = {}
+        self._logprobs: dict[int, list[float]] = {}
+        self._stop: dict[int, str] = {}
+
+    def feed(self, event: Event) -> None:
+        """Fold an event."""
+        match event:
+            case Opened(node=node, parent=int(parent)):
+                self._parent[node] = parent
+            case Sampled(nodes=nodes, logprobs=logprobs):
+                for node, logprob in zip(nodes, logprobs, strict=True):
+                    self._logprobs.setdefault(node, []).append(logprob)
+            case Boundary(node=node, ids=ids, stop=stop):
+                self._ids[node] = tuple(ids)
+                self._stop[node] = stop
+            case _:
+                pass
+
+    def ids(self, node: int) -> list[int]:
+        """Token ids of the path to a block, without the prompt."""
+        return [token for each in self._path(node) for token in self._ids.get(each, ())]
+
+    def logprobs(self, node: int) -> list[float]:
+        """Log probabilities of these tokens in the model's own distribution.
+
+        Empty where the events do not have them all: at another level of detail than ``tokens``, or
+        of a thought that was proposed rather than sampled.
+        """
+        path = self._path(node)
+        found = [logprob for each in path for logprob in self._logprobs.get(each, ())]
+        return found if len(found) == len(self.ids(node)) else []
+
+    def stop(self, node: int) -> str:
+        """Why the block ended, as in `Boundary`; empty where it has not."""
+        return self._stop.get(node, "")
+
+    def _path(self, node: int) -> list[int]:
+        path = []
+        while node in self._parent:
+            path.append(node)
+            node = self._parent[node]
+        return path[::-1]

@@ -1,0 +1,615 @@
+"""ArborAPI: a model of inspect_ai that runs on arbor's engine, decoded plainly or searched."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import anyio
+from inspect_ai._util.error import PrerequisiteError
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    Logprob,
+    Logprobs,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    StopReason,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from arbor.aggregate.base import Aggregate
+from arbor.controllers.base import Controller
+from arbor.errors import ArborError, InputError, UsageError
+from arbor.events import Boundary, Opened
+from arbor.model.sampling_params import Sampling
+from arbor.run.choices import Cost, PathTokens, PlainAnswers
+from arbor.run.component_checks import resolve_component
+from arbor.run.conversation import (
+    conversation_tokens,
+    plain_decoding,
+    problem_of,
+    stepped_search,
+    with_system,
+)
+from arbor.run.job import SearchJob
+from arbor.run.limits import check_count
+from arbor.run.plugin_answers import check_boundary
+from arbor.run.request import Options
+from arbor.run.run import Run
+from arbor.run.settings import resolve_boundary
+from arbor.run.shared_engine import SharedEngine, default_tokens
+from arbor.run.solution import Solution
+from arbor.run.text_stream import TextStream, TextToken
+from arbor.solver import Solver
+from arbor.support.texts import one_line
+from arbor.tasks.base import Problem, Task
+from arbor.tasks.plain_text import SteppedText, plain_problem
+from arbor.verifiers.base import OwnsModel, Verifier, parts_of
+
+MOST_TOKENS = 2048  # of a continuation where no number is given, as for inspect's own providers
+STEP_TOKENS = 128
+MOST_EXPANSIONS = 256
+SAMPLING = ("temperature", "top_p", "top_k")
+COMPONENTS: Mapping[str, type[Any]] = {
+    "task": Task,
+    "controller": Controller,
+    "verifier": Verifier,
+    "aggregate": Aggregate,
+}
+# Options of a generation that would change the text, and that arbor does not have.
+WITHOUT = (
+    "best_of",
+    "frequency_penalty",
+    "logit_bias",
+    "presence_penalty",
+    "prompt_logprobs",
+    "response_schema",
+    "suffix",
+    "top_logprobs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """What a search for a message changes of the usual one.
+
+    Attributes:
+        task: reads the problem and writes the prompt; by default the conversation is continued.
+        controller, verifier, aggregate: as in `arbor.Solver`.
+        budget: KV of the search, as in `arbor.Solver`.
+        max_expansions: leaves grown in all.
+        max_depth: steps of a path.
+        step_tokens: of a step.
+        first, confidence, timeout: as in `arbor.Solver.solve`.
+    """
+
+    task: Any = None
+    controller: Any = None
+    verifier: Any = None
+    aggregate: Any = None
+    budget: float | str = "full"
+    max_expansions: int = MOST_EXPANSIONS
+    max_depth: int | None = None
+    step_tokens: int | None = None
+    first: Any = None
+    confidence: float | None = None
+    timeout: float | None = None
+
+    def changed(self, given: Mapping[str, Any]) -> Self:
+        """These settings with others.
+
+        Raises:
+            UsageError: an unknown name.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in given:
+            if name not in known:
+                raise UsageError(
+                    "inspect-setting",
+                    f"a search has no setting '{name}'.",
+                    f"Known: {', '.join(known)}.",
+                )
+        return dataclasses.replace(self, **{name: _text(value) for name, value in given.items()})
+
+
+class ArborAPI(ModelAPI):
+    """A model of inspect_ai that runs on arbor's engine.
+
+    Without a controller or a task, messages are decoded plainly; with one they are searched, and
+    the message is the best path. All samples share one engine.
+
+    Args:
+        model_name: a directory, a Hub id, or ``builtin:sapling``.
+        base_url, api_key: without effect.
+        config: inspect's.
+        model_path: a directory or Hub id in place of the name.
+        concurrency: messages in progress at a time.
+        kv_tokens: KV of all of them; by default a context each, at most 4 GiB.
+        model_args: fields of `SearchSettings`, and other settings of `arbor.Solver`.
+
+    Raises:
+        PrerequisiteError: an invalid setting, or no such model.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 - inspect's own default
+        model_path: str | None = None,
+        concurrency: int = 8,
+        kv_tokens: int | None = None,
+        **model_args: Any,
+    ) -> None:
+        super().__init__(model_name, base_url, api_key, [], config)
+        names = {field.name for field in dataclasses.fields(SearchSettings)}
+        search = {name: model_args.pop(name) for name in names & model_args.keys()}
+        known = inspect.signature(Solver).parameters
+        with _reported_by_inspect():
+            for name in model_args:
+                if name not in known:
+                    raise UsageError(
+                        "inspect-setting",
+                        f"neither a search nor a model has a setting '{name}'.",
+                        "docs/inspect.md lists them; others are those of arbor.Solver.",
+                    )
+            self._at_once = check_count("concurrency", concurrency) or 1
+            self._given_tokens = check_count("kv_tokens", kv_tokens)
+            self._usual = SearchSettings().changed(search)
+            self._searches = self._usual.controller is not None or self._usual.task is not None
+            parts = {
+                kind: getattr(self._usual, kind)
+                for kind in COMPONENTS
+                if getattr(self._usual, kind) is not None
+            }
+            self._solver = Solver(
+                model_path or model_name,
+                **{"task": SteppedText(), **parts},
+                record_bytes=0,
+                **{name: _text(value) for name, value in model_args.items()},
+            )
+        self._loading, self._planning = threading.Lock(), threading.Lock()
+        self._loaded: SharedEngine | None = None
+
+    # What inspect asks of every model
+
+    async def generate(
+        self,
+        input: list[ChatMessage],
+        tools: list[ToolInfo],
+        tool_choice: ToolChoice,
+        config: GenerateConfig,
+    ) -> ModelOutput:
+        """The next message of a conversation.
+
+        Raises:
+            PrerequisiteError: tools, or an option that arbor does not have.
+            ArborError: the search failed.
+        """
+        call = _Call()
+        with _reported_by_inspect():
+            asked = _Asked.of(input, tools, config, self._usual, self._searches)
+            try:
+                return await anyio.to_thread.run_sync(
+                    self._answer, call, asked, abandon_on_cancel=True
+                )
+            except anyio.get_cancelled_exc_class():
+                call.abandon()
+                raise
+
+    def max_connections(self) -> int:
+        """As many as are in progress at a time."""
+        return self._at_once
+
+    def connection_key(self) -> str:
+        """The model's name: each has an engine of its own."""
+        return str(self.model_name)
+
+    async def count_text_tokens(self, text: str) -> int:
+        """Tokens of a text, by the model's tokenizer."""
+        return len(self._solver.tokenizer.encode(text, add_special_tokens=False))
+
+    def close(self) -> None:
+        """Free the model."""
+        self._loaded = None
+        self._solver.close()
+
+    # One message, in a thread of its own
+
+    def _shared(self) -> SharedEngine:
+        """The engine, loaded by the first message."""
+        with self._loading:
+            if self._loaded is None:
+                info = self._solver.describe()
+                tokens = self._given_tokens or default_tokens(
+                    info.context, self._at_once, info.kv_bytes_per_token
+                )
+                self._solver.load()
+                self._loaded = self._solver.shared(self._at_once, tokens)
+            return self._loaded
+
+    def _answer(self, call: _Call, asked: _Asked) -> ModelOutput:
+        shared = self._shared()
+        try:
+            with self._planning:
+                planned = self._planned(shared, asked)
+        except InputError as error:
+            if error.code != "problem-too-long":
+                raise
+            return ModelOutput.from_content(
+                self.model_name, "", stop_reason="model_length", error=str(error)
+            )
+        job = call.begin(shared, planned.run)
+        solution = job.solution()
+        made = _searched if planned.searched else _decoded
+        choices, cost = made(job, solution, planned, self._decode)
+        return ModelOutput(
+            model=self.model_name,
+            choices=[each.choice(self.model_name) for each in choices],
+            usage=ModelUsage(
+                input_tokens=cost.prompt,
+                output_tokens=cost.generated,
+                total_tokens=cost.prompt + cost.generated,
+                input_tokens_cache_read=cost.reused,
+            ),
+            metadata={"arbor": _facts(solution, asked.seed, planned.searched)},
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._solver.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _planned(self, shared: SharedEngine, asked: _Asked) -> _Planned:
+        """The run of a message.
+
+        Raises:
+            ArborError: it cannot be run; an `InputError` where the conversation fills the context.
+        """
+        chosen = {name: value for name, value in asked.sampling.items() if value is not None}
+        sampling = dataclasses.replace(shared.setup.sampling, **chosen)
+        options: Options = {"seed": asked.seed}
+        if asked.with_logprobs:
+            options["trace_level"] = "tokens"
+        search = asked.search
+        if search is not None:
+            options |= {
+                "budget": search.budget,
+                "first": search.first,
+                "confidence": search.confidence,
+                "timeout": search.timeout,
+            }
+            if search.task is not None:
+                system, problem = problem_of(asked.messages)
+                changes = self._parts(shared, search, sampling)
+                changes["task"] = with_system(changes["task"], system)
+                return _Planned(shared.prepare(problem, options, **changes), asked, None)
+        text, left = self._conversation(shared, asked)
+        most = min(asked.max_tokens, left)
+        if search is None:
+            changes = plain_decoding(asked.ends, most, sampling, asked.choices)
+        else:
+            step = search.step_tokens or STEP_TOKENS
+            changes = self._parts(shared, search, sampling)
+            changes |= stepped_search(asked.ends, most, step, sampling)
+            if search.max_depth is not None:
+                changes["boundary"] = resolve_boundary(changes["boundary"], search.max_depth, None)
+        cut = left < asked.max_tokens
+        return _Planned(shared.prepare(text, options, **changes), asked, left if cut else None)
+
+    def _conversation(self, shared: SharedEngine, asked: _Asked) -> tuple[Problem, int]:
+        """The conversation as a text to continue, and the tokens that the context has left."""
+        try:
+            tokens = conversation_tokens(self._solver.tokenizer, asked.messages)
+        except ArborError:
+            raise
+        except Exception as error:  # the template's own
+            raise UsageError(
+                "chat-template",
+                f"the model's chat template refuses these messages: {one_line(str(error))[:200]}.",
+                "Put a system message into the user's, if it is that.",
+            ) from error
+        left = shared.setup.checkpoint.read().info.context - len(tokens)
+        if left < 1:
+            raise InputError(
+                "problem-too-long",
+                f"the conversation has {len(tokens):,} tokens; the context is full.",
+                "Shorten it.",
+            )
+        return plain_problem(tokens, "\n\n".join(each["content"] for each in asked.messages)), left
+
+    def _parts(
+        self, shared: SharedEngine, search: SearchSettings, sampling: Sampling
+    ) -> dict[str, Any]:
+        """The fields of `Setup` that a search changes."""
+        setup = shared.setup
+        changes: dict[str, Any] = {}
+        for kind, protocol in COMPONENTS.items():
+            given, usual = getattr(search, kind), getattr(self._usual, kind)
+            own = getattr(setup, kind)
+            same = given is None or given == usual
+            changes[kind] = own if same else resolve_component(kind, given, protocol)
+        verifier = changes["verifier"]
+        if verifier is not setup.verifier and any(
+            isinstance(part, OwnsModel) for part in parts_of(verifier)
+        ):
+            raise UsageError(
+                "inspect-verifier",
+                "a verifier with a model of its own is loaded with the provider.",
+                "Name it there: -M verifier=prm,model=DIR.",
+            )
+        usual_task = changes["task"] is setup.task
+        boundary = setup.boundary if usual_task else check_boundary(changes["task"])
+        return changes | {
+            "boundary": resolve_boundary(boundary, search.max_depth, search.step_tokens),
+            "max_expansions": search.max_expansions,
+            "given_sampling": sampling,
+        }
+
+
+class _Call:
+    """A message in progress, which the event loop may give up at any moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._job: SearchJob | None = None
+        self._abandoned = False
+
+    def begin(self, shared: SharedEngine, run: Run) -> SearchJob:
+        with self._lock:
+            self._job = job = shared.begin(run)
+            if self._abandoned:
+                job.abandon()
+        return job
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+            if self._job is not None:
+                self._job.abandon()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of the model.
+
+    Attributes:
+        messages: with ``role`` and ``content``.
+        search: None: plain decoding.
+        ends: strings that end the message.
+        max_tokens: of it.
+        choices: number of them.
+        seed: of the run.
+        sampling: by name; None: the model's.
+        with_logprobs: whether tokens have their log probabilities.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    search: SearchSettings | None
+    ends: tuple[str, ...]
+    max_tokens: int
+    choices: int
+    seed: int
+    sampling: Mapping[str, Any]
+    with_logprobs: bool
+
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ToolInfo],
+        config: GenerateConfig,
+        usual: SearchSettings,
+        searches: bool,
+    ) -> _Asked:
+        """Read inspect's request.
+
+        Raises:
+            UsageError: something that arbor does not have.
+        """
+        if tools:
+            raise UsageError("inspect-tools", "arbor calls no tools.", "Leave them out.")
+        unknown = [name for name in WITHOUT if getattr(config, name, None)]
+        if unknown:
+            raise UsageError(
+                "inspect-option",
+                f"options of a generation that arbor does not have: {', '.join(unknown)}.",
+                "Leave them out.",
+            )
+        body = config.extra_body or {}
+        given = body.get("arbor")
+        if given is not None and not isinstance(given, Mapping):
+            raise UsageError(
+                "inspect-setting",
+                f"extra_body: arbor is {given!r:.40}.",
+                "It is an object, as in {'controller': 'tot'}.",
+            )
+        search = usual if searches else None
+        if given is not None:
+            search = usual.changed(given)
+        ends = tuple(end for end in config.stop_seqs or () if end)
+        if search is not None and search.task is not None and ends:
+            raise UsageError(
+                "inspect-option",
+                "stop sequences of a search whose task says where a text ends.",
+                "Leave out stop_seqs, or the task.",
+            )
+        seed = secrets.randbits(32) if config.seed is None else config.seed % 2**64
+        return cls(
+            tuple(_turn(message) for message in messages),
+            search,
+            ends,
+            check_count("max_tokens", config.max_tokens) or MOST_TOKENS,
+            check_count("num_choices", config.num_choices) or 1,
+            seed,
+            {name: getattr(config, name) for name in SAMPLING},
+            bool(config.logprobs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A run that has not begun.
+
+    Attributes:
+        run: the search, or plain decoding.
+        asked: what it answers.
+        left: tokens left in the context, where that is less than was asked for.
+    """
+
+    run: Run
+    asked: _Asked
+    left: int | None
+
+    @property
+    def searched(self) -> bool:
+        return self.asked.search is not None
+
+    def stop_reason(self, ended: bool, tokens: int) -> StopReason:
+        if ended:
+            return "stop"
+        return "model_length" if self.left is not None and tokens >= self.left else "max_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    text: str
+    stop_reason: StopReason
+    tokens: Sequence[TextToken]
+
+    def choice(self, model: str) -> ChatCompletionChoice:
+        content = [Logprob(token=each.text, logprob=each.logprob) for each in self.tokens]
+        return ChatCompletionChoice(
+            message=ChatMessageAssistant(content=self.text, model=model, source="generate"),
+            stop_reason=self.stop_reason,
+            logprobs=Logprobs(content=content) if content else None,
+        )
+
+
+def _decoded(
+    job: SearchJob, solution: Solution, planned: _Planned, decode: Any
+) -> tuple[list[_Choice], Cost]:
+    """The choices of plain decoding."""
+    asked = planned.asked
+    answers = PlainAnswers(
+        decode, job.run.prompt, asked.choices, asked.ends, with_logprobs=asked.with_logprobs
+    )
+    texts = [""] * asked.choices
+    tokens: list[list[TextToken]] = [[] for _ in texts]
+    lengths, stopped = [0] * asked.choices, [False] * asked.choices
+    number: dict[int, int] = {}  # of the choice, by block
+    for event in _events(job):
+        match event:
+            case Opened(node=node, parent=0, index=index):
+                number[node] = index
+            case Boundary(node=node, ids=ids):
+                lengths[number[node]] = len(ids)
+            case _:
+                pass
+        for delta in answers.feed(event):
+            texts[delta.choice] += delta.text
+            tokens[delta.choice] += delta.tokens
+            stopped[delta.choice] |= delta.finish == "stop"
+    return [
+        _Choice(text, planned.stop_reason(ended, length), found)
+        for text, ended, length, found in zip(texts, stopped, lengths, tokens, strict=True)
+    ], answers.cost
+
+
+def _searched(
+    job: SearchJob, solution: Solution, planned: _Planned, decode: Any
+) -> tuple[list[_Choice], Cost]:
+    """The choices of a search: its best path, then other finished ones."""
+    asked = planned.asked
+    paths, cost = PathTokens(), Cost()
+    for event in _events(job):
+        paths.feed(event)
+        cost.count(event)
+    finished = [each.node for each in solution.candidates]
+    best = solution.path[-1:]
+    choices = []
+    for node in list(dict.fromkeys([*best, *finished]))[: asked.choices]:
+        ids = paths.ids(node)
+        stream = TextStream(decode, job.run.prompt, asked.ends)
+        pieces = [
+            stream.feed(ids, paths.logprobs(node) if asked.with_logprobs else ()),
+            stream.end(),
+        ]
+        # the longest continuation ends a path too
+        full = asked.search is not None and asked.search.task is None
+        ended = stream.stopped or paths.stop(node) == "eos" or (node in finished and not full)
+        text = "".join(piece.text for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        choices.append(_Choice(text, planned.stop_reason(ended, len(ids)), tokens))
+    return choices or [_Choice("", "max_tokens", ())], cost
+
+
+def _events(job: SearchJob) -> Iterator[Any]:
+    while (event := job.events.get()) is not None:
+        yield event
+
+
+def _facts(solution: Solution, seed: int, searched: bool) -> dict[str, Any]:
+    """What the log has of a run in addition."""
+    metrics = solution.metrics
+    facts: dict[str, Any] = {
+        "seed": seed,
+        "status": solution.finish_reason,
+        "limit": solution.limit,
+        "tokens_generated": metrics.tokens_generated,
+        "tokens_recomputed": metrics.tokens_recomputed,
+        "tokens_fetched": metrics.tokens_fetched,
+        "peak_tokens": metrics.peak_tokens,
+        "budget_tokens": metrics.budget_tokens,
+        "seconds": metrics.wall_s,
+    }
+    if searched:
+        facts |= {
+            "answer": solution.answer,
+            "score": solution.score,
+            "blocks": metrics.blocks,
+            "finished_paths": len(solution.candidates),
+        }
+    return facts
+
+
+def _turn(message: ChatMessage) -> dict[str, str]:
+    """A message as the chat template reads it.
+
+    Raises:
+        UsageError: it has something other than text.
+    """
+    parts = [] if isinstance(message.content, str) else message.content
+    other = [part.type for part in parts if part.type not in ("text", "reasoning")]
+    if other:
+        raise UsageError("inspect-messages", f"a message has {other[0]}.", "arbor reads text only.")
+    return {"role": message.role, "content": message.text}
+
+
+def _text(value: Any) -> Any:
+    """A setting; inspect's command line cuts ``tot,beam=3`` at the comma."""
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return ",".join(value)
+    return value
+
+
+@contextmanager
+def _reported_by_inspect() -> Iterator[None]:
+    """Report a user's mistake as inspect does: in a sentence, without a traceback."""
+    try:
+        yield
+    except UsageError as error:
+        raise PrerequisiteError(str(error)) from error
+    except ArborError as error:
+        if error.exit_code != 5:  # no such model, or one that arbor does not run
+            raise
+        raise PrerequisiteError(str(error)) from error

@@ -1,0 +1,113 @@
+"""Conversations: as token ids, as the problem of a task, and the runs that continue them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from arbor import components
+from arbor.aggregate.best import Best
+from arbor.controllers.chain import Chain
+from arbor.errors import UsageError
+from arbor.model.sampling_params import Sampling
+from arbor.tasks.base import BlockLimits, Converses, Task
+from arbor.tasks.plain_text import PlainText, SteppedText
+from arbor.verifiers.exact import Exact
+
+
+def conversation_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation, up to the beginning of the next message.
+
+    Without a chat template it is the contents, separated by empty lines.
+
+    Args:
+        tokenizer: of the model.
+        messages: each with ``role`` and ``content``.
+
+    Raises:
+        Exception: the chat template's own, where it refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer.encode("\n\n".join(each["content"] for each in messages)))
+    encoded = tokenizer.apply_chat_template(
+        [dict(each) for each in messages], add_generation_prompt=True, return_dict=True
+    )
+    return list(encoded["input_ids"])
+
+
+def problem_of(messages: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+    """System message and problem of a conversation that a task reads.
+
+    Args:
+        messages: each with ``role`` and ``content``.
+
+    Raises:
+        UsageError: more than one problem, or none.
+    """
+    system = "\n\n".join(each["content"] for each in messages if each["role"] == "system")
+    others = [each for each in messages if each["role"] != "system"]
+    if len(others) != 1 or others[0]["role"] != "user":
+        raise UsageError(
+            "conversation",
+            f"{len(others)} messages without the system message, and a task reads one problem.",
+            "Give one user message, perhaps after a system message.",
+        )
+    return system, others[0]["content"]
+
+
+def with_system(task: Task, system: str) -> Task:
+    """A task with a system message of a conversation; an empty one changes nothing.
+
+    Raises:
+        UsageError: it takes none.
+    """
+    if not system:
+        return task
+    if not isinstance(task, Converses) or "system" not in components.settings_of(task):
+        raise UsageError(
+            "conversation",
+            f"the task '{task.name}' takes no system message.",
+            "Leave it out, or name a task in words.",
+        )
+    changed: Task = components.build("task", task, system=system)
+    return changed
+
+
+def plain_decoding(
+    ends: Sequence[str], max_tokens: int, sampling: Sampling, choices: int = 1
+) -> dict[str, Any]:
+    """The fields of `Setup` that make a run continue a text without a search.
+
+    Args:
+        ends: strings that end a continuation.
+        max_tokens: of a continuation.
+        sampling: how tokens are chosen.
+        choices: continuations.
+    """
+    return {
+        "task": PlainText(),
+        "controller": Chain(choices),
+        "verifier": Exact(),
+        "aggregate": Best(),
+        "boundary": BlockLimits(tuple(ends), max_tokens, 1),
+        "given_sampling": sampling,
+        "max_expansions": None,
+        "branch_stop": None,
+        "verifier_models": {},
+    }
+
+
+def stepped_search(
+    ends: Sequence[str], max_tokens: int, step_tokens: int, sampling: Sampling
+) -> dict[str, Any]:
+    """The fields of `Setup` that make a search continue a text, step by step.
+
+    Args:
+        ends: strings that end a continuation.
+        max_tokens: of a continuation.
+        step_tokens: of a step; one also ends with a line.
+        sampling: how tokens are chosen.
+    """
+    step = min(step_tokens, max_tokens)
+    task = SteppedText(tuple(ends), max_tokens=step, max_depth=-(-max_tokens // step))
+    return {"task": task, "boundary": task.boundary, "given_sampling": sampling}

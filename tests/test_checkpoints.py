@@ -1,0 +1,497 @@
+"""Other checkpoints: quantized weights, GGUF files, adapters; each loads, or is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arbor import ModelError, Solver, UsageError
+from arbor.kernels.linear import PackedLinear, batch_dependent, is_plain, pack_linears
+from arbor.model import adapters, loading, quantized
+from arbor.model.kv_identity import model_identity
+from arbor.model.loading import BUILTIN, locate_model
+from arbor.model.quantized import check_quantized, quantization_of
+
+HEADS, KV_HEADS, WIDTH, LAYERS = 4, 2, 64, 2
+BEFORE, AFTER = [1, 40, 77, 301, 12, 9, 500, 33], [14, 222, 8, 61]
+OPENED: dict[str, Any] = {"controller": "chain,samples=2", "verifier": "exact", "max_expansions": 2}
+needs_load = pytest.mark.filterwarnings("ignore")  # of the packages that quantize
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=640,
+        hidden_size=WIDTH,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def with_tokenizer(folder: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN["sapling"] / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    llama().save_pretrained(folder)
+    return with_tokenizer(folder)
+
+
+def own_logprobs(model: Any) -> list[float]:
+    """Of `AFTER` after `BEFORE`, by the model's own forward."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*BEFORE, *AFTER]])).logits[0].float()
+    chosen = logits.log_softmax(-1)[len(BEFORE) - 1 : -1]
+    return [float(row[token]) for row, token in zip(chosen, AFTER, strict=True)]
+
+
+def logprobs(solver: Solver) -> list[float]:
+    (found,) = solver.logprobs([(BEFORE, AFTER)])
+    return list(found.logprobs)
+
+
+def linears(solver: Solver) -> dict[str, nn.Module]:
+    """The projections of the loaded model."""
+    model = solver.engine.runner.model
+    return {name: each for name, each in model.named_modules() if name.endswith("_proj")}
+
+
+# Quantized weights
+
+
+def saved(plain: Path, folder: Path, quantization: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=quantization, dtype=torch.float32, device_map="cpu"
+    )
+    model.save_pretrained(folder)
+
+
+def bitsandbytes(bits: int) -> Callable[[Path, Path], None]:
+    def make(plain: Path, folder: Path) -> None:
+        from transformers import BitsAndBytesConfig
+
+        settings = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+        saved(plain, folder, settings)
+
+    return make
+
+
+def torchao(plain: Path, folder: Path) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    saved(plain, folder, TorchAoConfig(Int8WeightOnlyConfig()))
+
+
+def written(
+    plain: Path, folder: Path, about: dict[str, Any], change: Callable[[str, Tensor], Any]
+) -> None:
+    """A checkpoint whose projections are changed tensors, as published ones are."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(plain / "model.safetensors").items():
+        tensors |= change(name, weight) if "_proj" in name else {name: weight}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = about
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def fp8(plain: Path, folder: Path) -> None:
+    size = 32
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+        rows, columns = weight.shape
+        blocks = weight.view(rows // size, size, columns // size, size)
+        scale = blocks.abs().amax(dim=(1, 3), keepdim=True) / largest
+        codes = (blocks / scale).view(rows, columns).to(torch.float8_e4m3fn)
+        return {name: codes, f"{name}_scale_inv": scale[:, 0, :, 0].contiguous()}
+
+    about = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    written(plain, folder, about | {"weight_block_size": [size, size]}, change)
+
+
+def compressed(plain: Path, folder: Path) -> None:
+    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        codes = (weight / scale).round().to(torch.int8)
+        return {name: codes, f"{name}_scale": scale.contiguous()}
+
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights = {**numbers, "strategy": "channel"}
+    inputs = {**numbers, "strategy": "token", "dynamic": True}
+    about = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        },
+    }
+    written(plain, folder, about, change)
+
+
+KINDS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "bitsandbytes-8": ("bitsandbytes", bitsandbytes(8)),
+    "bitsandbytes-4": ("bitsandbytes", bitsandbytes(4)),
+    "torchao": ("torchao", torchao),
+    "fp8": ("accelerate", fp8),
+    "compressed-tensors": ("compressed_tensors", compressed),
+}
+
+
+@needs_load
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_checkpoint_computes_what_transformers_computes(
+    kind: str, plain: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    package, make = KINDS[kind]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    folder = tmp_path / "quantized"
+    make(plain, folder)
+    with_tokenizer(folder)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    with Solver(folder, dtype="float32", **OPENED) as solver:
+        found = logprobs(solver)
+        solution = solver.solve("4 5 6 10")
+        layers = linears(solver)
+        dense = logprobs_of(plain)
+
+    assert found == pytest.approx(own_logprobs(own), abs=2e-3)
+    assert found != pytest.approx(dense, abs=1e-4), "the quantized weights are used"
+    assert solution.metrics.blocks == 2
+    assert len(layers) == 7 * LAYERS
+    packed = [name for name, each in layers.items() if isinstance(each, PackedLinear)]
+    if kind == "fp8":  # on a CPU transformers makes them dense
+        assert len(packed) in (0, len(layers))
+    else:
+        assert not packed, "quantized layers are left alone"
+
+
+def logprobs_of(folder: Path) -> list[float]:
+    with Solver(folder, **OPENED) as solver:
+        return logprobs(solver)
+
+
+@needs_load
+@pytest.mark.slow
+def test_a_model_that_was_quantized_in_memory_is_left_alone(plain: Path) -> None:
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, QuantoConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=QuantoConfig(weights="int8"), dtype=torch.float32
+    ).eval()
+    own = own_logprobs(model)
+
+    with Solver(model, tokenizer=AutoTokenizer.from_pretrained(plain), **OPENED) as solver:
+        assert logprobs(solver) == pytest.approx(own, abs=2e-3)
+        assert not any(isinstance(each, PackedLinear) for each in linears(solver).values())
+
+
+class Scaled(nn.Linear):
+    """Like a quantized layer: a linear layer with a forward of its own."""
+
+
+def quantized_layers() -> list[nn.Module]:
+    scaled = nn.Linear(4, 4)
+    scaled.register_buffer("weight_scale", torch.ones(4, 1))
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    codes = nn.Linear(4, 4)
+    codes.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    half = nn.Linear(4, 4)
+    half.weight = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    return [Scaled(4, 4), scaled, patched, codes, half]
+
+
+@pytest.mark.parametrize("layer", quantized_layers(), ids=["class", "scale", "own", "int8", "fp8"])
+def test_layers_that_are_not_plain_are_neither_packed_nor_independent(layer: nn.Module) -> None:
+    model = nn.Sequential(layer, nn.Linear(4, 4))
+
+    pack_linears(model)
+
+    assert model[0] is layer and not is_plain(layer)
+    assert list(batch_dependent(model)) == ["0"]
+
+
+def test_layers_of_integer_buffers_are_dependent() -> None:
+    class Codes(nn.Module):  # as in GPTQ and AWQ
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("qweight", torch.zeros(2, 4, dtype=torch.int32))
+
+    assert batch_dependent(nn.Sequential(Codes())) == {"0": "Codes"}
+
+
+class Config:
+    def __init__(self, method: str | None) -> None:
+        if method is not None:
+            self.quantization_config = {"quant_method": method}
+
+    def get_text_config(self) -> Any:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("method", "missing", "words"),
+    [
+        ("gptq", ("gptqmodel",), "pip install gptqmodel"),
+        ("bitsandbytes", ("bitsandbytes", "accelerate"), "pip install bitsandbytes accelerate"),
+        ("quanto", ("optimum.quanto",), "pip install optimum-quanto"),
+        ("hqq", (), "GPU only"),
+    ],
+)
+def test_quantized_weights_that_cannot_be_loaded_here_are_refused_by_name(
+    method: str, missing: Sequence[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_is_installed", lambda name: name not in missing)
+
+    with pytest.raises(ModelError, match=words) as refused:
+        check_quantized(Config(method), "my-model", "cpu")
+
+    assert method in refused.value.message and refused.value.code == "model-quantized"
+
+
+def test_other_weights_are_left_to_transformers() -> None:
+    for method in (None, "a-new-one"):
+        assert quantization_of(Config(method)) == method
+        check_quantized(Config(method), "my-model", "cpu")
+
+
+# GGUF files
+
+
+def write_gguf(model: Any, path: Path, quantized: bool = False) -> None:
+    """The model as llama.cpp writes it: heads of q and k are interleaved."""
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, "llama")
+    config = model.config
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    alphabet = gguf_alphabet()
+    tokens = ["<pad>", "<bos>", "<eos>", *alphabet, "4Ġ"]
+    tokens += [f"<unused{number}>" for number in range(config.vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["4 Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for name, weight in model.state_dict().items():
+        short = name.removesuffix(".weight")
+        for own, theirs in names.items():
+            short = short.replace(own, theirs) if short.endswith(own) else short
+        short = short.replace("model.layers", "blk")
+        data = weight.float().numpy()
+        for part, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+            if short.endswith(part):
+                split = data.reshape(heads, 2, data.shape[0] // heads // 2, data.shape[1])
+                data = np.ascontiguousarray(split.swapaxes(1, 2).reshape(data.shape))
+        if quantized and data.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{short}.weight", gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{short}.weight", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+@needs_load
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True], ids=["F32", "Q8_0"])
+def test_a_gguf_file_is_a_model(quantized: bool, plain: Path, tmp_path: Path) -> None:
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package, reason="the extra `gguf` is not installed")
+    path = tmp_path / "tiny.gguf"
+    write_gguf(llama(), path, quantized)
+
+    with Solver(path, **OPENED) as solver:
+        found = logprobs(solver)
+        solution = solver.solve("4 5 6 10")
+        info = solver.describe()
+        assert all(isinstance(each, PackedLinear) for each in linears(solver).values())
+
+    wanted = logprobs_of(plain)
+    assert found == pytest.approx(wanted, abs=0.05 if quantized else 1e-4)
+    assert quantized == (found != pytest.approx(wanted, abs=1e-4))
+    assert (info.layers, info.vocabulary, info.supported) == (LAYERS, 640, True)
+    assert solution.metrics.blocks == 2
+
+
+def test_a_gguf_file_needs_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+
+    with pytest.raises(UsageError, match=r"arbor-search\[gguf\]"):
+        locate_model(path)
+    with pytest.raises(UsageError, match=r"arbor-search\[gguf\]"):
+        locate_model("OWNER/MODEL/tiny.gguf")
+
+
+def test_a_gguf_file_is_located_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "find_spec", lambda name: object())
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(b"GGUF")
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF other")
+
+    here, there = locate_model(path), locate_model("OWNER/MODEL/file.gguf")
+
+    assert (here.path, here.gguf, here.place) == (str(tmp_path), "tiny.gguf", str(path))
+    assert (there.path, there.gguf) == ("OWNER/MODEL", "file.gguf")
+    assert here.loading["gguf_file"] == "tiny.gguf"
+    assert model_identity(here) != model_identity(locate_model(other))
+    with pytest.raises(ModelError, match=r"Name the file: .*other\.gguf"):
+        locate_model(tmp_path)
+
+
+# Adapters
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, plain: Path) -> Path:
+    pytest.importorskip("peft", reason="the extra `adapters` is not installed")
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        llama(), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
+    )
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+@needs_load
+@pytest.mark.slow
+def test_an_adapter_is_merged(plain: Path, adapter: Path) -> None:
+    from peft import PeftModel
+
+    own = own_logprobs(PeftModel.from_pretrained(llama(), adapter).eval())
+
+    with Solver(plain, adapter=adapter, **OPENED) as solver:
+        found = logprobs(solver)
+        config = solver.config
+        assert all(isinstance(each, PackedLinear) for each in linears(solver).values())
+    again = Solver.from_config(config)
+
+    assert found == pytest.approx(own, abs=1e-4)
+    assert found != pytest.approx(logprobs_of(plain), abs=1e-2)
+    assert again.config == config and config["adapter"] == str(adapter)
+    with_adapter, without = locate_model(plain, adapter=adapter), locate_model(plain)
+    assert model_identity(with_adapter) != model_identity(without)
+    assert with_adapter.place != without.place
+
+
+@needs_load
+@pytest.mark.slow
+def test_an_adapter_of_another_model_is_refused(adapter: Path) -> None:
+    with pytest.raises(ModelError, match="does not fit the model"), Solver(adapter=adapter) as it:
+        it.load()
+
+
+@needs_load
+@pytest.mark.slow
+def test_an_adapter_of_quantized_weights_is_refused(
+    plain: Path, adapter: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    folder = tmp_path / "quantized"
+    bitsandbytes(8)(plain, folder)
+    with_tokenizer(folder)
+
+    with (
+        pytest.raises(ModelError, match="not merged into weights quantized by bitsandbytes"),
+        Solver(folder, adapter=adapter) as solver,
+    ):
+        solver.load()
+
+
+def test_other_folders_than_adapters_are_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "adapter_config.json"
+
+    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
+        Solver(adapter=tmp_path)
+    config.write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="not a peft config"):
+        Solver(adapter=tmp_path)
+    config.write_text('{"peft_type": "PREFIX_TUNING"}', encoding="utf-8")
+    with pytest.raises(ModelError, match="PREFIX_TUNING"):
+        Solver(adapter=tmp_path)
+    config.write_text('{"peft_type": "LORA"}', encoding="utf-8")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"arbor-search\[adapters\]"):
+        adapters.check_adapter(str(tmp_path))

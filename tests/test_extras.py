@@ -1,0 +1,86 @@
+"""Extras: their states in doctor, and the files that installing and packaging rest on."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from arbor.cli import extras
+from arbor.cli.app import cli
+from arbor.cli.extras import EXTRAS, extra_states
+from arbor.cli.man import man_page
+
+ROOT = Path(__file__).parents[1]
+FOR_DEVELOPERS = {"dev", "test"}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found: dict[str, Any] = tomllib.loads(text)["project"]
+    return found
+
+
+def distribution(requirement: str) -> str:
+    return re.split(r"[><=!~ ;\[]", requirement)[0]
+
+
+def test_doctor_knows_every_extra_and_its_packages(project: dict[str, Any]) -> None:
+    declared = project["optional-dependencies"]
+
+    assert EXTRAS.keys() == declared.keys() - FOR_DEVELOPERS
+    for name, extra in EXTRAS.items():
+        assert set(extra.packages) == {distribution(each) for each in declared[name]}, name
+
+
+def test_a_missing_extra_says_what_it_would_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "version_of", lambda name: None if name == "uvicorn" else "1")
+
+    states = extra_states()
+
+    assert states["server"] == "adds arbor serve; not installed: uvicorn"
+    assert states["math"] == "installed: the grader math"
+
+
+def test_the_guide_lists_every_extra() -> None:
+    guide = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in guide.splitlines() if line.startswith("| `")]
+
+    assert sorted(re.findall(r"`([^`]+)`", " ".join(rows))) == sorted(EXTRAS)
+
+
+def test_the_manual_page_has_every_command_and_option() -> None:
+    root = click.Context(cli, info_name="arbor")
+    page = "\n".join(man_page(root))
+    plain = page.replace("\\-", "-").replace("\\e", "\\")
+
+    assert page.startswith('.TH ARBOR 1 ""')
+    for name in cli.list_commands(root):
+        assert f".SS arbor {name}" in plain
+    for words in (".SS arbor trace convert", ".SS arbor calibrate msve", "--budget", "--adapter"):
+        assert words in plain
+    known = r"\.(TH|SH|SS|PP|TP|B|nf|fi)\b|[^.']"
+    assert all(re.match(known, line) for line in page.splitlines() if line)
+    assert not re.search(r"(?<!\\)-", page.partition(".SH NAME")[2]), "a hyphen is escaped"
+
+
+def test_the_container_copies_and_starts_what_there_is(project: dict[str, Any]) -> None:
+    text = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    ignored = (ROOT / ".containerignore").read_text(encoding="utf-8").split()
+    (wanted,) = set(re.findall(r"python:(3\.\d+)-slim", text))
+    (named,) = re.findall(r"\*\.whl\)\[([a-z,-]+)\]", text)
+
+    assert f"Programming Language :: Python :: {wanted}" in project["classifiers"]
+    assert set(named.split(",")) <= EXTRAS.keys()
+    for part in ("arbor", "kernels", "controllers", "verifiers", "pyproject.toml", "setup.py"):
+        assert part not in ignored and (ROOT / part).exists()
+    assert project["readme"] not in ignored
+    (words,) = re.findall(r"^CMD \[(.*)\]$", text, re.MULTILINE)
+    name, *options = re.findall(r'"([^"]+)"', words)
+    serve = cli.get_command(click.Context(cli), name)
+    assert serve is not None and serve.make_context(name, options).params["bind"] == "0.0.0.0"
