@@ -8,7 +8,6 @@ child i of a fork starts with token 5 + i, then greedily; token counts are fixed
 prefix is not timed. Thread CPU time, contestants in turn within each round after one that warms up;
 reported are the median of the per-round ratios and its bootstrap 95 % interval, and how many of the
 tokens are those of arbor (rounding turns near ties of a random model, more often in bfloat16).
-llama.cpp's side has not run yet.
 vLLM shares prefixes by blocks of 32 tokens, so each level computes up to 31 tokens of a path again.
 """
 
