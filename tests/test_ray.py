@@ -26,7 +26,10 @@ pytestmark = [
 ]
 
 EVAL = ("eval", "game24", "--set", "beam=2", "--set", "width=3", "--concurrency", "1")
-SECONDS = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s", "cpu_s")
+SECONDS = (
+    *("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s", "cpu_s"),
+    "tok_per_s",
+)
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
