@@ -26,7 +26,10 @@ pytestmark = [
 ]
 
 EVAL = ("eval", "game24", "--set", "beam=2", "--set", "width=3", "--concurrency", "1")
-SECONDS = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s", "cpu_s")
+SECONDS = (
+    *("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s", "cpu_s"),
+    "tok_per_s",
+)
 
 
 def rows(folder: Path) -> dict[str, dict[str, Any]]:
@@ -130,7 +133,6 @@ def test_after_a_killed_driver_finished_samples_are_there_and_stay(
 
     assert process.returncode == 0, err
     assert (folder / "samples.jsonl").read_bytes().startswith(kept)
-    assert f"{kept.count(10)} of 8 samples are finished".encode() in err
     found = rows(folder)
     assert found.keys() == expected.keys()
     for name, row in found.items():

@@ -17,6 +17,8 @@ from arbor.measure.workers.engine_process import EngineProcess
 from arbor.measure.workers.worker_place import RUNNING, WorkerPlace, check_ray
 
 CALLS = 2  # of one actor at a time: `take` waits while `give` comes
+LOCAL_STARTS = 2  # Ray gives its processes half a minute, too little on a busy machine
+REGISTER_S = 300  # in which a process of a worker has to answer Ray, for the same reason
 STORE_BYTES = 256 * 2**20  # of a cluster that is begun here; outcomes are small
 
 logger = logging.getLogger(__name__)
@@ -160,30 +162,44 @@ class RayCluster:
         Raises:
             UsageError: none answers.
         """
-        address, number = self._place.address, self._place.number
-        try:
-            if address is None:
-                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is uploaded
-                self._ray.init(
-                    address="local",
-                    num_cpus=max(os.cpu_count() or 1, (number or 1) * self._threads),
-                    object_store_memory=STORE_BYTES,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-            else:
-                self._ray.init(
-                    address="auto" if address == RUNNING else address,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
-        except Exception as error:
-            raise UsageError(
-                "ray-unreachable",
-                f"--workers {self._place}: {_first_line(error)}",
-                "See 'ray status', or begin processes of this machine: --workers 2.",
-            ) from error
+        address = self._place.address
+        failed: Exception | None = None
+        for _ in range(LOCAL_STARTS if address is None else 1):
+            try:
+                if address is None:
+                    self._begin_here()
+                else:
+                    self._ray.init(
+                        address="auto" if address == RUNNING else address, **self._quiet()
+                    )
+                return
+            except Exception as error:
+                failed = error
+                with contextlib.suppress(Exception):
+                    self._ray.shutdown()
+        assert failed is not None, "a connection that is not made has failed"
+        raise UsageError(
+            "ray-unreachable",
+            f"--workers {self._place}: {_first_line(failed)}",
+            "See 'ray status', or begin processes of this machine: --workers 2.",
+        ) from failed
+
+    def _begin_here(self) -> None:
+        """Begin a cluster of this machine's processes, which end with this one."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is uploaded
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", str(REGISTER_S))
+        self._ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, (self._place.number or 1) * self._threads),
+            object_store_memory=STORE_BYTES,
+            include_dashboard=False,
+            **self._quiet(),
+        )
+
+    @staticmethod
+    def _quiet() -> dict[str, Any]:
+        """Arguments by which Ray writes nothing of its own next to the command's output."""
+        return {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 @contextlib.contextmanager
