@@ -35,6 +35,7 @@ from arbor.retention.base import Blocks, Tokens
 from arbor.retention.head_selection import HeadScorer, HeadSelection, select_by_head
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.selection import Selection, select
+from arbor.retention.token_kv import NO_KV
 
 DIM = 64
 
@@ -43,7 +44,9 @@ def offer(sizes: NDArray[np.int64], mass: NDArray[np.float64]) -> Blocks:
     """Blocks of these sizes, all on the device, with the attention their tokens received."""
     count = len(mass)
     tokens = Tokens.when_read(
-        {"position": lambda _: np.arange(count)},
+        {name: lambda _: np.zeros(count) for name in ("latest", "queries", "activated")}
+        | {name: lambda _: np.zeros(count) for name in ("recurrence", "lately", "credit", "key")}
+        | {"position": lambda _: np.arange(count), "kv": lambda _: NO_KV},
         block=np.repeat(np.arange(len(sizes)), sizes),
         offset=np.arange(count) - np.repeat(np.cumsum(sizes) - sizes, sizes),
         mass=mass,

@@ -532,9 +532,17 @@ def examples(of: Iterable[str] = COMMANDS) -> list[str]:
     return list(dict.fromkeys(line for line in lines if line.startswith(("arbor ", "echo "))))
 
 
-LIGHT = ("solve", "eval", "compare", "bench", "list", "prompt", "trace", "completion", "view")
+LIGHT = (
+    *("solve", "eval", "compare", "bench", "list", "prompt", "trace", "completion", "view"),
+    "man",
+)
 HEAVY = tuple(name for name in COMMANDS if name not in LIGHT)
-STUBS = {"jq": "exec cat > /dev/null", "vizviewer": 'exec test -s "$1"', "browser": "exit 0"}
+STUBS = {
+    "jq": "exec cat > /dev/null",
+    "less": "exec cat > /dev/null",
+    "vizviewer": 'exec test -s "$1"',
+    "browser": "exit 0",
+}
 
 
 @pytest.fixture(scope="module")
@@ -548,6 +556,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
                 for event in fake_run(seed=1):
                     writer(event)
     (folder / ".config" / "fish" / "completions").mkdir(parents=True)
+    (folder / ".local" / "share" / "man" / "man1").mkdir(parents=True)
     (folder / "bin").mkdir()
     for name, text in {"arbor": f'exec "{sys.executable}" -c "{FAKE}" "$@"', **STUBS}.items():
         program = folder / "bin" / name
@@ -573,6 +582,8 @@ def test_every_example_of_a_help_page_runs(
     example: str, shell: tuple[Path, dict[str, str]]
 ) -> None:
     folder, settings = shell
+    if "--workers" in example:
+        pytest.importorskip("ray")
     if "--trace run.arbor.jsonl" in example:  # a search does not overwrite the trace of another
         (folder / "run.arbor.jsonl").unlink()
 

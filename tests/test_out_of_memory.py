@@ -179,8 +179,9 @@ def test_weights_that_do_not_fit_are_no_broken_model(monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.nn.Module, "to", fail)
-        with pytest.raises(OutOfMemory, match="cpu: the weights take ") as caught:
-            load_model(source, torch.float32, CPU)
+        patched.setattr("transformers.utils.import_utils.is_accelerate_available", lambda: False)
+        with pytest.raises(OutOfMemory, match="meta: the weights take ") as caught:
+            load_model(source, torch.float32, torch.device("meta"))
     assert stored / 2 < caught.value.data["weights_bytes"] < stored * 4
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     with pytest.raises(OutOfMemory, match=r"the weights do not fit, and .* are free\. Try --dtype"):

@@ -537,13 +537,14 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
     assert named.name == changed.name == spec["name"] == "lowest"
     assert spec["allocator"] == {"reserve": 2} and spec["scorer"] == {"name": "random", "seed": 0}
     assert build("policy", spec) == changed != named == build("policy", "lowest")
-    assert components.settings_of(named)[:7] == (
+    assert components.settings_of(named)[:8] == (
         "allocator",
         "scorer",
         "protect",
         "spares_paths",
         "among",
         "trigger",
+        "granularity",
         "reserve",
     )
     assert own.policy("lowest", Policy(Lowest())).protect == Protect(), "a notebook's cell, edited"
@@ -625,6 +626,7 @@ def test_the_defaults_of_a_component_are_its_settings() -> None:
         "spares_paths",
         "among",
         "trigger",
+        "granularity",
     ]
 
 
@@ -646,6 +648,7 @@ def test_flat_defaults_have_the_settings_of_parts() -> None:
         "above": 1.0,
         "spare": 0,
         "prompt": False,
+        "granularity": "token",
     }
 
 
