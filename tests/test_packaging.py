@@ -151,8 +151,13 @@ def test_the_wheel_installs_into_a_clean_environment(wheel_file: Path, tmp_path:
     venv.create(tmp_path / "env", with_pip=False)
     own = tmp_path / "env/bin/python"
     install = [sys.executable, "-m", "pip", "--python", str(own), "install", "--no-deps"]
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [*install, "--no-index", str(wheel_file)], capture_output=True, text=True, cwd=tmp_path
+        [*install, "--no-index", str(wheel_file)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=alone,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
