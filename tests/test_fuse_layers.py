@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -196,6 +197,22 @@ def test_threads_change_no_bits() -> None:
         torch.set_num_threads(threads)
 
     assert torch.equal(together, alone)
+
+
+def test_engines_in_several_threads_share_a_model() -> None:
+    runner = prepared("llama")
+    runner.fuse_layers()
+    sizes = (5, 60, MOST_ROWS)
+    alone = [rows(runner, count)[0] for count in sizes]
+
+    def again(count: int) -> list[Tensor]:
+        return [rows(runner, count)[0] for _ in range(20)]
+
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        together = list(threads.map(again, sizes))
+
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(each, expected) for each in found)
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,13 @@ class StoppableLayers(nn.ModuleList):
     @contextmanager
     def replaced_by(self, layer: nn.Module) -> Iterator[None]:
         """Within, the model's loop runs over this one layer."""
+        outer = self._instead
         # not by assignment, which would make it one of the layers
         self.__dict__["_instead"] = layer
         try:
             yield
         finally:
-            del self.__dict__["_instead"]
+            self.__dict__["_instead"] = outer
 
     def __iter__(self) -> Iterator[nn.Module]:
         if self._instead is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class StagedBackend(Protocol):
 class ModelRunner:
     """An unmodified Hugging Face decoder whose attention reads our slots.
 
+    Engines in several threads may share it: they run their forwards one after the other.
+
     Args:
         model: a `*ForCausalLM`; switched to our attention in place and put into eval mode.
         backend: runs the attention.
@@ -143,6 +146,8 @@ class ModelRunner:
         self._unembedding: Unembedding | None = None
         self._rotations: dict[int, PairRotation | None] = {}
         self._whole: WholeDecoder | None = None
+        # one forward at a time: hooks and buffers are the model's; a forward may call `unembed`
+        self._turn = threading.RLock()
         self.graphs: DecodeGraphs | None = None
         if recorder is not None and isinstance(backend, FixedBackend):
             staging = Staging(self.device)  # a buffer of its own: both may be in use
@@ -200,7 +205,7 @@ class ModelRunner:
         assert 0 <= last < self.layer_count, f"layer {last} of {self.layer_count}"
         observed = bool(mass or queries)
         plain = stop_after is None and not hidden and leave is None and not observed
-        with self._launches():
+        with self._turn, self._launches():
             if self.graphs is not None and plain and pool.reader is None:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
@@ -222,9 +227,9 @@ class ModelRunner:
         Returns:
             [n, V] or [n, len(ids)] float32.
         """
-        if self._unembedding is None:
-            self._unembedding = Unembedding(self.model, self._layers)
-        with self._layers_context():
+        with self._turn, self._layers_context():
+            if self._unembedding is None:
+                self._unembedding = Unembedding(self.model, self._layers)
             return self._unembedding(state, ids, norm=norm)
 
     def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation | None]:
