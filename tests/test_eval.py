@@ -124,6 +124,21 @@ def test_a_run_leaves_settings_samples_traces_results_and_a_page(command: Arbor)
         assert Replay.of(read_trace(Path("out", row["trace"]))).problems == []
 
 
+def test_every_sample_has_a_seed_of_its_own_by_content(command: Arbor) -> None:
+    run(command, three())
+    run(command, dataset({"problem": "three"}, {"problem": "one"}), output="others")
+    run(command, three(), "--seed", "1", output="another")
+
+    seeds = {row["problem"]: row["seed"] for row in rows()}
+    assert len(set(seeds.values())) == 3
+    assert all(0 <= seed < 2**32 for seed in seeds.values())
+    for row in rows():
+        header = read_trace(Path("out", row["trace"])).header
+        assert header is not None and header.seed == row["seed"]
+    assert all(row["seed"] == seeds[row["problem"]] for row in rows("others"))
+    assert not {row["seed"] for row in rows("another")} & set(seeds.values())
+
+
 def test_without_json_the_results_are_lines(command: Arbor) -> None:
     ran = command("eval", three(), "--task", "reasoning", "--output", "out", "-q")
 

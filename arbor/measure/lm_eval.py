@@ -19,6 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from arbor.errors import UsageError
+from arbor.measure.evaluation.sample_seed import sample_seed
 from arbor.model.sampling_params import Sampling
 from arbor.run.choices import PathTokens
 from arbor.run.conversation import plain_decoding, stepped_search
@@ -54,7 +55,7 @@ class ArborLM(TemplateLM):
         max_length: tokens of a context; by default the model's.
         max_gen_toks: tokens of a continuation where the task names no number.
         add_bos_token, prefix_token_id: as for ``hf``.
-        seed: of every continuation.
+        seed: of the run; that of a continuation follows from it and the prompt's tokens.
         device: as in `Solver`; lm-eval's default is a GPU, or the CPU where there is none.
         batch_size, max_batch_size: without effect; batches are as large as their KV.
         settings: others of `Solver`: dtype, device, backend, revision, threads, policy and so on.
@@ -265,7 +266,7 @@ class ArborLM(TemplateLM):
         sampling: Sampling,
     ) -> Run:
         problem = plain_problem(prompt or [self.prefix_token_id], "")
-        options: Options = {"seed": self._seed}
+        options: Options = {"seed": sample_seed(self._seed, " ".join(map(str, prompt)))}
         if self._searches:
             changes = stepped_search(ends, most, self._step_tokens, sampling)
             changes["max_expansions"] = self._max_expansions

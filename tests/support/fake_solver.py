@@ -6,7 +6,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from arbor.aggregate.base import AnswerVotes
 from arbor.budget import Budget, Footprint, Plan
 from arbor.cli.option_records import SolverOptions
 from arbor.errors import ArborError, InputError
-from arbor.events import Answered, Ended, Event
+from arbor.events import Answered, Ended, Event, Header
 from arbor.metrics import Metrics, MetricsFold
 from arbor.run.request import Options
 from arbor.tasks.base import Grade, Problem
@@ -65,9 +65,14 @@ class FakeStream:
     """
 
     def __init__(
-        self, solver: FakeSolver, problem: str | Problem, trace: TraceWriter | None
+        self,
+        solver: FakeSolver,
+        problem: str | Problem,
+        trace: TraceWriter | None,
+        seed: int | None = None,
     ) -> None:
         self._solver, self._problem, self._trace = solver, problem, trace
+        self._seed = seed
         self._stopped: str | None = None
         self._solution: FakeSolution | None = None
         self.waits = True  # for its own end; else it gives None while it is endless
@@ -146,6 +151,8 @@ class FakeStream:
                     time.sleep(3600)
                 if "none" in words:
                     event = Answered(None, (), None, 0.0, None)
+            if isinstance(event, Header) and self._seed is not None:
+                event = replace(event, seed=self._seed)
             if isinstance(event, Ended) and self._stopped:
                 event = Ended("interrupted", event.nodes, event.metrics)
             yield event
@@ -258,6 +265,7 @@ class FakeSolver:
         max_tokens: int | None = None,
         first: str | None = None,
         confidence: float | None = None,
+        seed: int | None = None,
         trace: TraceWriter | None = None,
         trace_level: str = "events",
     ) -> FakeStream:
@@ -268,7 +276,7 @@ class FakeSolver:
         self.config["confidence"] = confidence
         self.config["trace_level"] = trace_level
         self.config["problem"] = problem
-        return FakeStream(self, problem, trace)
+        return FakeStream(self, problem, trace, seed)
 
 
 def install() -> None:

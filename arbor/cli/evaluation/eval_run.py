@@ -17,6 +17,7 @@ from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
 from arbor.measure.evaluation.results import is_right
+from arbor.measure.evaluation.sample_seed import sample_seed
 from arbor.measure.outcomes import Job, Outcome, outcomes
 from arbor.tasks.base import Task
 
@@ -116,7 +117,8 @@ def _jobs(options: EvalOptions, folder: RunFolder, samples: Sequence[Sample]) ->
     for place, sample in enumerate(samples):
         assert sample.problem is not None, "a job is of a problem"
         trace = folder.trace_path(sample.id) if options.trace == "on" else None
-        yield Job(place, sample.problem, given, trace, text)
+        own: Options = {**given, "seed": sample_seed(options.solver.seed, sample.id)}
+        yield Job(place, sample.problem, own, trace, text)
 
 
 def _outcomes(
@@ -173,6 +175,7 @@ def _row(
         "id": sample.id,
         "problem": sample.text,
         "expected": sample.expected,
+        "seed": sample_seed(options.solver.seed, sample.id),
         **outcome,
         "trace": None if trace is None else trace.relative_to(folder.path).as_posix(),
     }
