@@ -1,4 +1,4 @@
-"""The seed of one sample of an evaluation."""
+"""Seeds of samples: each has its own, by the run's seed and its id."""
 
 from __future__ import annotations
 
