@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -121,3 +122,64 @@ def test_a_signal_ends_it_after_what_is_in_progress(number: int) -> None:
         assert rest[-1].choices[0].finish_reason in ("stop", "length")
         assert process.wait(60) == 0
         assert process.stderr.read() == ""
+
+
+def started(port: int) -> tuple[subprocess.Popen[str], str]:
+    """A server on a port (0: a free one), ready, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "arbor", "serve", "--port", str(port), "--json"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, str(json.loads(process.stdout.readline())["url"])
+
+
+@pytest.mark.slow
+def test_a_killed_server_fails_its_clients_at_once_and_starts_again() -> None:
+    import openai
+
+    process, url = started(0)
+    errors: list[Exception] = []
+    begun = threading.Barrier(5)
+
+    def ask(searched: bool) -> None:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            try:
+                if searched:
+                    begun.wait()
+                    client.chat.completions.create(
+                        model="builtin:sapling",
+                        messages=[{"role": "user", "content": "1 1 1 1"}],
+                        extra_body={"arbor": {"controller": {"name": "tot", "beam": 60}}},
+                    )
+                else:
+                    chunks = client.completions.create(
+                        model="builtin:sapling", prompt="4 5 6 10\n", max_tokens=900, stream=True
+                    )
+                    for number, _ in enumerate(chunks):
+                        if number == 0:
+                            begun.wait()
+            except Exception as error:
+                errors.append(error)
+
+    clients = [threading.Thread(target=ask, args=(number % 2 == 0,)) for number in range(4)]
+    with process:
+        for each in clients:
+            each.start()
+        begun.wait()
+        process.kill()
+        for each in clients:
+            each.join(20)
+
+    assert not any(each.is_alive() for each in clients)
+    assert [type(error) for error in errors] == [openai.APIConnectionError] * 4, errors
+    process, again = started(int(url.rpartition(":")[2]))
+    with process, openai.OpenAI(base_url=f"{again}/v1", api_key="none") as client:
+        assert again == url
+        made = client.completions.create(model="builtin:sapling", prompt="4 5 6 10\n", max_tokens=4)
+        assert made.usage is not None and made.usage.completion_tokens == 4
+        process.kill()

@@ -119,6 +119,7 @@ class Generating(Body):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    extra_body: Annotated[dict[str, Any], Field(max_length=0)] | None = None  # its_hub sends {}
 
     @property
     def search(self) -> Search | None:
