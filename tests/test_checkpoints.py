@@ -159,12 +159,66 @@ def compressed(plain: Path, folder: Path) -> None:
     written(plain, folder, about, change)
 
 
+def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes in 0..15 with 8 for zero, [in, out], and the scale of each group, [in / group, out]."""
+    columns = weight.t().contiguous()
+    groups = columns.view(-1, group, columns.shape[1])
+    scale = groups.abs().amax(1) / 7
+    codes = (groups / scale[:, None]).round() + 8
+    return codes.view_as(columns).to(torch.int32), scale.half()
+
+
+def in_words(codes: Tensor, order: Sequence[int], dim: int) -> Tensor:
+    """Eight codes along a dimension in each int32, the first of `order` in the lowest bits."""
+    parts = codes.long().unflatten(dim, (-1, 8)).movedim(dim + 1, 0)
+    whole = sum(parts[place] << (4 * bits) for bits, place in enumerate(order))
+    assert isinstance(whole, Tensor)
+    return (whole - ((whole >> 31) << 32)).to(torch.int32)
+
+
+GROUP = 32
+
+
+def gptq(plain: Path, folder: Path) -> None:
+    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+        base = name.removesuffix("weight")
+        codes, scale = four_bits(weight, GROUP)
+        zeros = torch.full_like(scale, 7, dtype=torch.int32)  # the format stores one less
+        return {
+            f"{base}qweight": in_words(codes, range(8), 0),
+            f"{base}qzeros": in_words(zeros, range(8), 1),
+            f"{base}scales": scale,
+            f"{base}g_idx": torch.arange(len(codes), dtype=torch.int32) // GROUP,
+        }
+
+    about = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+    written(plain, folder, about, change)
+
+
+def awq(plain: Path, folder: Path) -> None:
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+        base = name.removesuffix("weight")
+        codes, scale = four_bits(weight, GROUP)
+        return {
+            f"{base}qweight": in_words(codes, order, 1),
+            f"{base}qzeros": in_words(torch.full_like(scale, 8, dtype=torch.int32), order, 1),
+            f"{base}scales": scale,
+        }
+
+    about = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+    written(plain, folder, about | {"zero_point": True}, change)
+
+
 KINDS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "bitsandbytes-8": ("bitsandbytes", bitsandbytes(8)),
     "bitsandbytes-4": ("bitsandbytes", bitsandbytes(4)),
     "torchao": ("torchao", torchao),
     "fp8": ("accelerate", fp8),
     "compressed-tensors": ("compressed_tensors", compressed),
+    "gptq": ("gptqmodel", gptq),
+    "awq": ("gptqmodel", awq),
 }
 
 

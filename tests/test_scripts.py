@@ -47,6 +47,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_fetch": ("--models sapling --rounds 1 --csv FOLDER/out.csv",),
     "bench_host": ("--controllers tot --problems 2 --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
+    "soak_server": ("--minutes 0.05 --clients 3 --shares plain=2 leave=1 --csv FOLDER/out.csv",),
     "bench_server": ("--clients 1 2 --requests 2 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
     "bench_sharing": ("--prefixes 8 40 --branches 2 --rounds 1 --json FOLDER/out.json",),
     "bench_sampling": ("--rows 2 --vocabularies 1500 --rounds 3 --json FOLDER/out.json",),
