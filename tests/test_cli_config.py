@@ -50,6 +50,8 @@ from arbor.retention.msve import MSVE
 from arbor.run.presets import preset
 from arbor.trace import TraceWriter
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 @pytest.fixture
 def command(

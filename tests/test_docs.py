@@ -17,6 +17,8 @@ from support import warm_process
 import arbor.errors
 from arbor.errors import ArborError
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.glob("*.md") if not path.name.startswith("view"))

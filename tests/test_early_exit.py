@@ -33,6 +33,8 @@ from arbor.model.runner import ModelRunner
 from arbor.verifiers.cgee import CGEE
 from arbor.verifiers.exact import Exact
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 LAYERS = 3  # of the small models
 NEVER = LayerExit(threshold=0.0)
 # leaves after so many layers, whatever the state: a check before it, and entropy is at most 1

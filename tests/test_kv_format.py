@@ -27,6 +27,8 @@ from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
 from arbor.memory.stores import DiskStore, HostStore, Store
 from arbor.run.solution import Solution
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 CPU = torch.device("cpu")
 LAYERS = [LayerKV(1, 2, 1), LayerKV(2, 40, 64)]
 PUZZLES = ("4 5 6 10", "1 2 3 4", "2 3 7 11")

@@ -21,6 +21,8 @@ from arbor.run.limits import Limits, check_confidence, check_first
 from arbor.run.solution import Solution
 from arbor.trace import read_trace
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PUZZLE = "4 5 6 10"
 SEVERAL = "best-of-n,samples=12"  # paths that end at different times, most of them wrong
 

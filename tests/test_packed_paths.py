@@ -36,6 +36,8 @@ from arbor.support.packed_size import BITS, GROUP
 from arbor.trace.fold import Replay
 from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 16, scaling=0.25)
 TOGETHER = 4  # tokens that are packed together

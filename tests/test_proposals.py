@@ -25,6 +25,8 @@ from arbor.tasks.base import Problem, Proposal
 from arbor.tree import Node, NodeState, ThoughtTree
 from arbor.verifiers.self_eval import SelfEval
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ASKED = len("next?")
 NINE = Proposal("next?", 9)
 PROMPT = len("go:")

@@ -17,6 +17,8 @@ from arbor.tasks.base import BlockLimits, Problem, Question
 from arbor.tasks.game24 import Game24
 from arbor.tree import ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PUZZLE = "4 5 6 10"
 EACH = 40  # words more in a question for each thought of its path
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support import warm_process
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

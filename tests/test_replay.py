@@ -22,6 +22,8 @@ from arbor.run.callbacks import StopSearch
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
 SEARCHES = (
     {"controller": {"name": "tot", "beam": 2, "width": 3}},
@@ -162,6 +164,7 @@ def test_a_round_that_the_limit_on_tokens_made_narrower_is_replayed(tokenizer: o
     assert len(second) < 3 or second[-1][1] < 6, "the second round is cut"
 
 
+@pytest.mark.usefixtures("loads_itself")
 def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:

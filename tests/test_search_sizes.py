@@ -36,6 +36,8 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 from measure_sizes import KINDS, measure
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PUZZLE = "4 5 6 10"
 SMALL = ToT(beam=4, width=6)  # nothing is measured for it
 KIND = SearchKind('{"name": "a"}', '{"name": "b"}', '{"name": "c"}', 32, 3)

@@ -18,6 +18,8 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Forwarded, Rehydrated
 from arbor.tasks.base import BlockLimits
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 DEPTH = 4
 QUESTIONS = ((7, 8, 9), (11,))
 ENDS = range(0, 80, 6)  # tokens that end a block before its bound

@@ -52,6 +52,8 @@ from arbor.tasks.game24 import Game24
 from arbor.trace import TraceWriter, read_trace
 from arbor.verifiers.base import Verdict
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SAPLING = BUILTIN["sapling"]
 CONTROLLERS = sorted(registry.BUILTIN["controller"])
 PUZZLE = "4 5 6 10"
@@ -756,6 +758,7 @@ def test_an_unreadable_generation_config_is_left_out(
     assert "generation_config.json" in caplog.text and "is left out" in caplog.text
 
 
+@pytest.mark.usefixtures("loads_itself")
 def test_the_log_says_what_was_loaded_searched_and_found(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "arbor")
     with Solver(controller=SMALL) as solver:

@@ -21,6 +21,8 @@ from arbor.model.loading import load_tokenizer, locate_model
 from arbor.tasks.base import BlockLimits
 from arbor.tasks.step_format import StepFormat
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 STEP = r"\d+ [-+*/] \d+ = \d+ \(left: [\d ]+\)"
 ODD = r"(plus|minus) [1-9]{1,3}"
 SMALL: dict[str, Any] = {"controller": {"name": "tot", "beam": 2, "width": 3}, "seed": 2}

@@ -59,6 +59,8 @@ from arbor.retention.trigger import Trigger
 from arbor.trace.fold import Replay
 from arbor.tree import Node, NodeState, ThoughtTree, Tier
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 16, scaling=0.25)
 STAGING = 3

@@ -17,6 +17,8 @@ from arbor.retention.policy import POLICIES, Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.testing import check_policy, make_offer, reordered
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_policy_of_ours_passes(name: str) -> None:

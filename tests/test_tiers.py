@@ -30,6 +30,8 @@ from arbor.trace import read_trace
 from arbor.trace.fold import Replay
 from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 CPU = torch.device("cpu")
 LAYERS = [LayerKV(1, 2, 1), LayerKV(2, 3, 5)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -41,6 +41,8 @@ from arbor.run.keep_kv import KeepKV
 from arbor.trace.fold import Replay
 from arbor.tree import ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ONE, OTHER = "1" * 32, "2" * 32
 NUMBERS = 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
