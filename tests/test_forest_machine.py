@@ -1012,8 +1012,8 @@ def refuse_memory(*args: Any) -> None:
 
 
 for each in (LosslessGrove, AlikeGrove, TieredGrove, LossyGrove, PackedGrove):
-    each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TieredGrove.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+    each.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TieredGrove.TestCase.settings = settings(max_examples=8, stateful_step_count=20, deadline=None)
 TestLossless = LosslessGrove.TestCase
 TestAlike = AlikeGrove.TestCase
 TestLossy = LossyGrove.TestCase

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.models import build
 from support.run_cli import in_process
+from support.slow_cases import every
 from support.trees import Lab, grown, own_answers, relative_error
 
 from arbor import Solver
@@ -174,7 +175,8 @@ def full() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "lower", [{}, {"host": "1MiB", "fetch": "always"}, {"disk": "60tok", "fetch": "always"}]
+    "lower",
+    every(2, [{}, {"host": "1MiB", "fetch": "always"}, {"disk": "60tok", "fetch": "always"}]),
 )
 def test_a_small_budget_gives_the_tree_of_a_full_one(
     full: dict[str, Any], lower: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.run_cli import in_process, spawn
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
@@ -60,7 +61,7 @@ def tight(record: Recording, tokenizer: object) -> int:
     return replay_smallest(record, tokenizer, policy="lru", slots=10)[0]
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", every(3, SEARCHES))
 def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer: object) -> None:
     whole, events = live(search)
     record = Recording.of(events)
@@ -102,7 +103,7 @@ def test_spans_cost_more_than_missing_tokens(tokenizer: object) -> None:
     assert cost["selective"].tokens_generated == cost["span"].tokens_generated
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", every(3, SEARCHES))
 def test_the_clairvoyant_is_the_bound_up_to_the_order_of_waves(
     search: dict[str, object], tokenizer: object
 ) -> None:

@@ -509,7 +509,7 @@ def test_what_could_not_be_loaded_is_computed_once_for_all(
     assert files_in(tmp_path).find(np.array(FIRST)) == COMMON, "it is kept anew"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kept=st.lists(st.integers(0, 5), max_size=3),
     opened_now=st.lists(st.integers(0, 5), min_size=1, max_size=4),
