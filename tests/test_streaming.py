@@ -279,7 +279,7 @@ def reference(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     batch=batches(),
     window=st.sampled_from([None, 1, 3, 5]),
@@ -493,7 +493,7 @@ class Split(RuleBasedStateMachine):
 
 
 TestSplit = pytest.mark.slow(Split.TestCase)
-TestSplit.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestSplit.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 
 
 def test_a_forward_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
