@@ -133,6 +133,20 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, Path], None]:
     return compare
 
 
+@pytest.fixture
+def loaded_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Solvers of the built-in model share what one of them has loaded."""
+    from support import loaded_once
+
+    if "loads_itself" not in request.fixturenames:
+        loaded_once.install(monkeypatch)
+
+
+@pytest.fixture
+def loads_itself() -> None:
+    """For a test about loading in a file that asks for ``loaded_once``."""
+
+
 @pytest.fixture(scope="module")
 def checkpoint() -> Iterator[Checkpoint]:
     """The built-in model, loaded once for a file of tests."""

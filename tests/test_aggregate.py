@@ -27,6 +27,8 @@ from arbor.tasks.base import Grade, Problem
 from arbor.tasks.reasoning import Reasoning
 from arbor.tree import Node, NodeState, ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 STEPS = ("last", "min", "mean", "product")
 
 # Best first, as a controller ranks them: by the last value.

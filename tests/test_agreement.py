@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import ARCHITECTURES, Words, build, config_of, random_model
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.errors import ModelError
@@ -34,11 +35,17 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        *((name, torch.float32) for name in ARCHITECTURES),
-        *((name, torch.bfloat16) for name in ("llama", "gemma2", "glm4_moe", "olmoe", "gpt_oss")),
-        ("olmoe", torch.float16),
-    ],
+    every(
+        3,
+        [
+            *((name, torch.float32) for name in ARCHITECTURES),
+            *(
+                (name, torch.bfloat16)
+                for name in ("llama", "gemma2", "glm4_moe", "olmoe", "gpt_oss")
+            ),
+            ("olmoe", torch.float16),
+        ],
+    ),
 )
 def test_every_architecture_agrees_with_itself(name: str, dtype: torch.dtype) -> None:
     model = build(name).to(dtype)

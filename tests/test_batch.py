@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow_cases import every
 
 from arbor import Solver, StopSearch
 from arbor.errors import BudgetInfeasible, InputError
@@ -91,7 +92,7 @@ def smallest_of(solver: Solver) -> str:
 
 
 @pytest.mark.parametrize(
-    ("budget", "policy"), [("full", "lru"), ("smallest", "reentry"), (0.9, "lru")]
+    ("budget", "policy"), every(3, [("full", "lru"), ("smallest", "reentry"), (0.9, "lru")])
 )
 def test_solutions_do_not_depend_on_how_many_are_searched_at_a_time(
     checkpoint: Checkpoint, budget: Any, policy: str
@@ -554,12 +555,12 @@ QUICK: dict[str, Any] = {
 @pytest.mark.parametrize("policy", ["lru", "h2o"])
 def test_many_problems_leave_nothing_behind(checkpoint: Checkpoint, policy: str) -> None:
     solver = solver_of(checkpoint, policy=policy, **QUICK)
-    check_no_leak(*solve_many(solver, 200 if policy == "lru" else 50))
+    check_no_leak(*solve_many(solver, 100 if policy == "lru" else 50))
     assert is_idle(solver)
 
 
 @pytest.mark.slow
-def test_three_thousand_problems_leave_nothing_behind(checkpoint: Checkpoint) -> None:
+def test_a_thousand_problems_leave_nothing_behind(checkpoint: Checkpoint) -> None:
     solver = solver_of(checkpoint, policy="h2o", **QUICK)
-    check_no_leak(*solve_many(solver, 3_000))
+    check_no_leak(*solve_many(solver, 1_000))
     assert is_idle(solver)

@@ -27,6 +27,8 @@ from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, NodeState, ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 LONGEST = 9
 WIDTH = 4
 # weights are random and p is about 1/V everywhere: only the gap matters

@@ -19,6 +19,8 @@ from arbor.errors import UsageError
 from arbor.measure.calibrate import Example, calibrate, collect
 from arbor.retention.msve import MSVE
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 def test_a_hidden_block_is_as_good_as_evicted() -> None:
     logits = []

@@ -35,6 +35,8 @@ from arbor.verifiers.exit_thresholds import ExitThresholds, load_thresholds, sav
 from arbor.verifiers.self_eval import SelfEval
 from arbor.verifiers.vote import Vote
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 LAYERS = 4
 
 

@@ -27,6 +27,8 @@ from arbor.verifiers.exact import Exact
 from arbor.verifiers.self_eval import CERTAIN, SelfEval
 from arbor.verifiers.vote import Vote
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PROBLEM = Problem("0", "fake", "fake")
 DECISIVE = CGEE(confidence=0.8, gap=0.1)
 

@@ -20,6 +20,7 @@ from typing import Any
 import click
 import huggingface_hub.constants
 import pytest
+from support import warm_process
 from support.fake_run import fake_run, tick
 from support.run_cli import FAKE, Arbor, environment, in_process
 
@@ -48,6 +49,8 @@ from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
 from arbor.run.presets import preset
 from arbor.trace import TraceWriter
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 
 @pytest.fixture
@@ -558,7 +561,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     (folder / ".config" / "fish" / "completions").mkdir(parents=True)
     (folder / ".local" / "share" / "man" / "man1").mkdir(parents=True)
     (folder / "bin").mkdir()
-    for name, text in {"arbor": f'exec "{sys.executable}" -c "{FAKE}" "$@"', **STUBS}.items():
+    warm_process.program(folder / "bin" / "arbor", "-c", FAKE)
+    for name, text in STUBS.items():
         program = folder / "bin" / name
         program.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         program.chmod(0o755)

@@ -21,6 +21,8 @@ from arbor.verifiers.exact import Exact
 from arbor.verifiers.self_eval import SelfEval
 from arbor.verifiers.vote import Vote
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 HALF, THIRD = Verdict((0.5, 1.0), 2), Verdict((1 / 3, 0.9), 0)
 
 

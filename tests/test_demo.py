@@ -25,6 +25,8 @@ from arbor.metrics import Metrics
 from arbor.trace import Replay, read_trace
 from arbor.view.live import ShowView
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 

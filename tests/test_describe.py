@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from support.models import ARCHITECTURES, build, config_of
+from support.slow_cases import only
 
 from arbor.memory.pool import LayerKV, bytes_per_token
 from arbor.model.attention import probe
@@ -16,7 +17,7 @@ from arbor.model.loading import ModelLocation
 HERE = ModelLocation("here", "")
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("dtype", only([None], [None, "float32", "float16"]))
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_is_described_in_every_dtype(name: str, dtype: str | None) -> None:
     model_type, settings = ARCHITECTURES[name]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import ARCHITECTURES, Words, build, config_of, random_model
+from support.slow_cases import every
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -172,7 +173,7 @@ def check(
     assert same(rows.path([ROWS]), rows.path([3, 1, 8, 5])), (size, dtype)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", every(4, DENSE))
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     size = SIZES[DENSE.index(name) % len(SIZES)]
     with without_native():

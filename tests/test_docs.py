@@ -12,9 +12,12 @@ import types
 from pathlib import Path
 
 import pytest
+from support import warm_process
 
 import arbor.errors
 from arbor.errors import ArborError
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -78,9 +81,7 @@ def test_the_python_of_a_page_runs(
 def test_the_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
-    program = programs / "arbor"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m arbor "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
+    warm_process.program(programs / "arbor", "-m", "arbor")
     path = os.pathsep.join((str(programs), os.environ["PATH"]))
 
     for block in blocks(page, "bash"):
@@ -110,13 +111,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def test_the_generated_parts_are_those_of_the_code() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/docs.py", "--check"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = warm_process.run("scripts/docs.py", "--check", cwd=ROOT)
 
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -694,7 +694,13 @@ def test_a_recorded_search_is_replayed_with_its_counters(
 
 
 @pytest.mark.parametrize(
-    "mode", [("lossy", "off"), ("lossy", "selective"), ("lossless", "span")], ids=str
+    "mode",
+    [
+        ("lossy", "off"),
+        pytest.param(("lossy", "selective"), marks=pytest.mark.slow),
+        ("lossless", "span"),
+    ],
+    ids=str,
 )
 def test_every_mode_runs_it_in_the_smallest_budget(
     mode: tuple[Any, Any], checkpoint: Checkpoint, tmp_path: Path

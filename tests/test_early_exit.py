@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fakes import FakeTask
 from support.models import ARCHITECTURES, build
+from support.slow_cases import every
 from support.trees import Lab, grown, leaves_of, relative_error
 from test_cgee import branches, silent
 from torch import Tensor
@@ -32,6 +33,8 @@ from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ModelRunner
 from arbor.verifiers.cgee import CGEE
 from arbor.verifiers.exact import Exact
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 LAYERS = 3  # of the small models
 NEVER = LayerExit(threshold=0.0)
@@ -179,7 +182,7 @@ def truncated(lab: Lab, layers: int, nodes: Sequence[Any], asked: Sequence[Seque
 
 
 @pytest.mark.parametrize("slots", [4096, SQUEEZED])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(4, NAMES))
 def test_a_question_leaves_with_the_truncated_models_answer_and_its_path_stays_whole(
     name: str, slots: int
 ) -> None:

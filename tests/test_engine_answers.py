@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.models import VOCABULARY, Words, build
+from support.slow_cases import every
 from support.trees import GREEDY, LENGTH, PROMPT, Lab, relative_error
 
 from arbor.engine.token_source import ModelSampler
@@ -236,7 +237,7 @@ def complaints(kind: str, name: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), every(3, CASES))
 def test_a_wrong_answer_is_refused_and_nothing_is_lost(kind: str, name: str) -> None:
     assert complaints(kind, name) == []
 

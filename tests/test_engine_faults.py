@@ -29,6 +29,8 @@ from arbor.trace.fold import Replay
 from arbor.tree import NodeState, ThoughtTree
 from arbor.verifiers.base import Verdict
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 class Failure(RuntimeError):
     """Stands for an out-of-memory error in the middle of a forward."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm_process
 
 from arbor.registry import KINDS, plural
 
@@ -94,13 +93,8 @@ def test_the_guide_shows_the_module_and_the_entry_point(kind: str) -> None:
 def test_the_example_is_found_by_its_entry_point_and_searches(kind: str, tmp_path: Path) -> None:
     name, value = install(EXAMPLES[kind], tmp_path)
 
-    done = subprocess.run(
-        [sys.executable, "-c", SEARCH, kind, name],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
-        capture_output=True,
-        text=True,
-    )
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = warm_process.run("-c", SEARCH, kind, name, cwd=tmp_path, env=variables)
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

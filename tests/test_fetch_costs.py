@@ -22,6 +22,8 @@ from arbor.model.fetch_probe import costs_for, measure
 from arbor.model.runner import ModelRunner
 from arbor.support.cache_dir import cache_dir
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 COSTS = FetchCosts((("host", 100.0, 1.0), ("disk", 200.0, 5.0)), 0.1, ((1, 900.0), (11, 1000.0)))
 BOTH = LowerRoom(100, 100)
 

@@ -71,7 +71,7 @@ QUESTION = (7, 8, 9)
 FAILURES = ("forward", "policy", "memory", "policy", "forward", "interruption")
 COPIES = ("store", "fetch", "cancelled store", "cancelled fetch")
 DISK_FAULTS = ("none", "full", "short", "torn", "unreadable")
-STEPS = int(os.environ.get("ARBOR_FUZZ_STEPS", "15000"))  # of each machine in the slow test
+STEPS = int(os.environ.get("ARBOR_FUZZ_STEPS", "5000"))  # of each machine in the slow test
 # a fetch is worth it always, sometimes, never
 COSTS = tuple(
     f"host={event}+1;disk={event}+3;key=0.1;forward=1:10,8:30,64:400" for event in (0, 40, 10**6)
@@ -1012,8 +1012,8 @@ def refuse_memory(*args: Any) -> None:
 
 
 for each in (LosslessGrove, AlikeGrove, TieredGrove, LossyGrove, PackedGrove):
-    each.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TieredGrove.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
+    each.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
+TieredGrove.TestCase.settings = settings(max_examples=8, stateful_step_count=20, deadline=None)
 TestLossless = LosslessGrove.TestCase
 TestAlike = AlikeGrove.TestCase
 TestLossy = LossyGrove.TestCase

@@ -17,6 +17,8 @@ from arbor.measure.replay import Recording, replay
 from arbor.run.full_retention import FullRetention
 from arbor.trace import read_trace
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.arbor.jsonl"))
 
 

@@ -521,6 +521,7 @@ def test_the_kernels_of_cuda_are_tritons_and_those_of_a_cpu_native(
     assert "libcuda.so.1: cannot open" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_cpu_never_imports_triton_for_them() -> None:
     code = (
         "import sys, arbor.solver, arbor.model.fuse\n"

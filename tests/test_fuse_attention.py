@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import ARCHITECTURES, build
+from support.slow_cases import every
 from test_layers import batch
 from torch import Tensor, nn
 
@@ -91,7 +92,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", every(3, ARCHITECTURES))
 def test_a_fused_forward_has_the_bits_of_the_models_own(name: str, dtype: torch.dtype) -> None:
     model = build(name).to(dtype)
     runner = prepared(model)

@@ -33,6 +33,8 @@ from arbor.retention.token_kv import KVScorer, KVSequence
 from arbor.retention.trigger import Trigger
 from arbor.tree import Node, ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SLOTS = 24
 LONG = 40
 SCORED = {

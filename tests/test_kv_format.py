@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.models import build
 from support.run_cli import in_process
+from support.slow_cases import every
 from support.trees import Lab, grown, own_answers, relative_error
 
 from arbor import Solver
@@ -26,6 +27,8 @@ from arbor.memory.kv_format import Int8KV, PlainKV, kv_format
 from arbor.memory.pool import KVPool, LayerKV, bytes_per_token
 from arbor.memory.stores import DiskStore, HostStore, Store
 from arbor.run.solution import Solution
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 CPU = torch.device("cpu")
 LAYERS = [LayerKV(1, 2, 1), LayerKV(2, 40, 64)]
@@ -172,7 +175,8 @@ def full() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "lower", [{}, {"host": "1MiB", "fetch": "always"}, {"disk": "60tok", "fetch": "always"}]
+    "lower",
+    every(2, [{}, {"host": "1MiB", "fetch": "always"}, {"disk": "60tok", "fetch": "always"}]),
 )
 def test_a_small_budget_gives_the_tree_of_a_full_one(
     full: dict[str, Any], lower: dict[str, Any]

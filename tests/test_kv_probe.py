@@ -23,6 +23,8 @@ from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ModelRunner
 from arbor.support.cache_dir import cache_dir
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 
 @pytest.fixture
 def runner() -> ModelRunner:

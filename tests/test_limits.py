@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.slow_cases import only
 
 from arbor import Solver
 from arbor.aggregate.argmax import Argmax
@@ -20,6 +21,8 @@ from arbor.run.config import config_text
 from arbor.run.limits import Limits, check_confidence, check_first
 from arbor.run.solution import Solution
 from arbor.trace import read_trace
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 PUZZLE = "4 5 6 10"
 SEVERAL = "best-of-n,samples=12"  # paths that end at different times, most of them wrong
@@ -144,7 +147,7 @@ def test_a_verified_answer_is_one_that_the_verifier_accepts() -> None:
     assert never.limit is None
 
 
-@pytest.mark.parametrize("controller", ["dpts", "tot,strategy=dfs", "mcts"])
+@pytest.mark.parametrize("controller", only(["dpts"], ["dpts", "tot,strategy=dfs", "mcts"]))
 def test_searches_with_and_without_rounds_end_at_the_first_solution(controller: str) -> None:
     events: list[Event] = []
 

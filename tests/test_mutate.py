@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.slow_cases import every
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,6 +150,7 @@ def test_a_module_is_mutated_alone(tmp_path: Path) -> None:
     assert {each.file for each in mutate.all_mutants(tmp_path, ["arbor/b.py"])} == {"arbor/b.py"}
 
 
+@pytest.mark.slow
 def test_every_listed_equivalent_is_a_mutant() -> None:
     files = {each.file for each in mutate.EQUIVALENT}
     found = set()
@@ -164,7 +166,7 @@ def test_every_listed_equivalent_is_a_mutant() -> None:
     assert all(each.why for each in mutate.EQUIVALENT)
 
 
-@pytest.mark.parametrize("folder", mutate.FOLDERS)
+@pytest.mark.parametrize("folder", every(3, mutate.FOLDERS))
 def test_every_module_has_tests(folder: str) -> None:
     for path in (ROOT / folder).rglob("*.py"):
         files = mutate.tests_of(ROOT, str(path.relative_to(ROOT)))

@@ -18,6 +18,8 @@ from arbor.errors import UsageError
 from arbor.events import Ended, Header
 from arbor.view.notebook import NotebookView
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -30,6 +30,8 @@ from arbor.trace import read_trace
 from arbor.trace.fold import Replay
 from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 CPU = torch.device("cpu")
 LAYERS = [LayerKV(1, 32, 16), LayerKV(2, 16, 24)]
 KEYS, VALUES = 64, 64

@@ -14,6 +14,8 @@ from arbor.retention.base import NEVER
 from arbor.retention.future_reads import FutureReads
 from arbor.run.presets import PRESETS, preset
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SHAPES = {"config-s": (3, 6, 64), "config-l": (5, 8, 256)}
 
 

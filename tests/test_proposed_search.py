@@ -28,6 +28,8 @@ from arbor.tasks.reasoning import Reasoning
 from arbor.tasks.recall import Recall
 from arbor.trace import Replay, read_trace
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PROBLEM = "What is 2+3?"
 PUZZLE = "4 5 6 10"
 SHALLOW = ToT(beam=2, width=3, threshold=-1.0, generate="propose")

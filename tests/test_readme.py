@@ -10,6 +10,9 @@ import types
 from pathlib import Path
 
 import pytest
+from support import warm_process
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,9 +29,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     """An empty folder, and an environment in which `arbor` is this checkout."""
     folder = tmp_path_factory.mktemp("readme")
     programs = tmp_path_factory.mktemp("bin")
-    arbor = programs / "arbor"
-    arbor.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m arbor "$@"\n', encoding="utf-8")
-    arbor.chmod(0o755)
+    warm_process.program(programs / "arbor", "-m", "arbor")
     settings = dict(os.environ)
     settings["PATH"] = os.pathsep.join((str(programs), settings["PATH"]))
     settings["PYTHONPATH"] = str(ROOT)

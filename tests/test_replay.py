@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.run_cli import in_process, spawn
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.errors import BudgetInfeasible, TraceError
@@ -21,6 +22,8 @@ from arbor.retention.msve import MSVE
 from arbor.run.callbacks import StopSearch
 from arbor.trace.fold import Replay
 from arbor.trace.read import read_trace
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 TIMES = ("wall_s", "prefill_s", "decode_s", "verify_s", "rehydrate_s", "policy_s")
 SEARCHES = (
@@ -58,7 +61,7 @@ def tight(record: Recording, tokenizer: object) -> int:
     return replay_smallest(record, tokenizer, policy="lru", slots=10)[0]
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", every(3, SEARCHES))
 def test_a_replay_has_the_counters_of_a_run(search: dict[str, object], tokenizer: object) -> None:
     whole, events = live(search)
     record = Recording.of(events)
@@ -100,7 +103,7 @@ def test_spans_cost_more_than_missing_tokens(tokenizer: object) -> None:
     assert cost["selective"].tokens_generated == cost["span"].tokens_generated
 
 
-@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("search", every(3, SEARCHES))
 def test_the_clairvoyant_is_the_bound_up_to_the_order_of_waves(
     search: dict[str, object], tokenizer: object
 ) -> None:
@@ -162,6 +165,7 @@ def test_a_round_that_the_limit_on_tokens_made_narrower_is_replayed(tokenizer: o
     assert len(second) < 3 or second[-1][1] < 6, "the second round is cut"
 
 
+@pytest.mark.usefixtures("loads_itself")
 def test_a_block_that_the_model_ended_is_an_end_in_the_replay_too(
     monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:

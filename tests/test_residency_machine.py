@@ -214,6 +214,6 @@ class LossySearches(Searches):
 
 
 for each in (LosslessSearches, LossySearches):
-    each.TestCase.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+    each.TestCase.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)
 TestLossless = LosslessSearches.TestCase
 TestLossy = LossySearches.TestCase

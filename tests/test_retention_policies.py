@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.offers import EVERY, SEEDS, evict, held, offer, permuted, room_for
 
@@ -27,6 +27,7 @@ from arbor.retention.selection import best_tokens, select, select_all_but, selec
 DIVIDING = {"ams", "chunkkv", "strata"}
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
+FEW = settings(max_examples=15)  # of each of many policies
 
 
 def unseen(blocks: Blocks) -> Blocks:
@@ -39,6 +40,7 @@ def unseen(blocks: Blocks) -> Blocks:
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS, share=SHARES)
 def test_counts_lie_between_floor_and_resident_and_use_all_the_room(
     policy: Policy, seed: int, share: float
@@ -54,6 +56,7 @@ def test_counts_lie_between_floor_and_resident_and_use_all_the_room(
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS, share=SHARES)
 def test_kept_sets_are_sorted_parts_of_what_is_resident_and_hold_what_is_protected(
     policy: Policy, seed: int, share: float
@@ -73,6 +76,7 @@ def test_kept_sets_are_sorted_parts_of_what_is_resident_and_hold_what_is_protect
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS)
 def test_where_everything_fits_everything_stays_unseen(policy: Policy, seed: int) -> None:
     blocks = offer(seed)
@@ -87,6 +91,7 @@ def test_where_everything_fits_everything_stays_unseen(policy: Policy, seed: int
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS, shares=st.lists(SHARES, min_size=2, max_size=5))
 def test_under_repeated_pressure_kept_sets_only_shrink(
     policy: Policy, seed: int, shares: list[float]
@@ -102,6 +107,7 @@ def test_under_repeated_pressure_kept_sets_only_shrink(
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS, share=SHARES)
 def test_an_answer_is_the_same_twice_and_whatever_was_asked_before(
     policy: Policy, seed: int, share: float
@@ -120,6 +126,7 @@ def test_an_answer_is_the_same_twice_and_whatever_was_asked_before(
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS, share=SHARES)
 def test_blocks_under_other_ids_keep_the_same_tokens(
     policy: Policy, seed: int, share: float
@@ -142,6 +149,7 @@ def test_blocks_under_other_ids_keep_the_same_tokens(
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS)
 def test_at_their_floors_blocks_stay_as_they_are(policy: Policy, seed: int) -> None:
     blocks = offer(seed)
@@ -233,6 +241,7 @@ def test_a_block_keeps_its_best_tokens(
 
 
 @every_policy
+@FEW
 @given(seed=SEEDS, share=SHARES, ties=st.booleans())
 def test_what_an_allocator_of_tokens_gives_up_is_what_kept_sets_lack(
     policy: Policy, seed: int, share: float, ties: bool

@@ -25,6 +25,7 @@ from support.reward_models import (
     tag_score,
     token_score,
 )
+from support.slow_cases import every
 
 from arbor.errors import ArborError, BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.events import Event, Scored
@@ -146,7 +147,7 @@ def small(verifier: RewardModel) -> str:
 # Agreement
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(3, CASES))
 def test_scores_are_those_of_transformers_for_each_path_from_nothing(
     name: str, tmp_path: Path
 ) -> None:
@@ -173,7 +174,7 @@ def test_scores_are_those_of_transformers_for_each_path_from_nothing(
     assert least.mirror.cost.peak <= least.plan.smallest_tokens < full.mirror.cost.peak
 
 
-@pytest.mark.parametrize("steps", ["last", "min", "mean", "product"])
+@pytest.mark.parametrize("steps", every(3, ["last", "min", "mean", "product"]))
 def test_a_path_is_valued_by_the_scores_of_its_steps(steps: Any, tmp_path: Path) -> None:
     made = case("prm-mistral-tokens", tmp_path / "model")
     opened = Opened(ProcessRewardModel(made.verifier.model, steps=steps))

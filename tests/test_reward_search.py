@@ -28,6 +28,8 @@ from arbor.verifiers.combined import Combined
 from arbor.verifiers.reward.engine import RewardEngine
 from arbor.verifiers.reward_model import OutcomeRewardModel, ProcessRewardModel
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PROBLEMS = ("4 5 6 10", "1 1 4 6", "3 3 8 8")
 SMALL: Mapping[str, Any] = {"controller": "tot,width=4,beam=2", "deterministic": True}
 # a second copy of the built-in model, which is asked the question that the verifier self asks

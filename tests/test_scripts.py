@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import chromium
+from support import chromium, warm_process
 from support.reward_models import byte_tokenizer, save
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -106,14 +104,7 @@ def check(name: str, arguments: str, folder: Path) -> None:
     if name == "bench_workers":
         pytest.importorskip("ray", reason="the extra `ray` is not installed")
     given = arguments.replace("FOLDER", str(folder)).split()
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / f"{name}.py"), *given],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = warm_process.run(str(SCRIPTS / f"{name}.py"), *given, cwd=folder, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     if "out.json" in arguments:
@@ -205,11 +196,6 @@ def test_the_tables_of_a_checkpoint_are_resumed_and_refuse_other_settings(tmp_pa
     assert [row["arm"] for row in rows][:2] == ["greedy", "best-of-4"]
     assert len({row["kv_tokens"] for row in rows}) == 1, "the same KV for every search"
     other = arguments.replace("--tokens 60", "--tokens 61").replace("FOLDER", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "evidence.py"), *other.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm_process.run(str(SCRIPTS / "evidence.py"), *other.split())
     assert done.returncode == 2 and "was measured with tokens 60" in done.stderr
     assert "Traceback" not in done.stderr

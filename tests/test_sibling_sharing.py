@@ -34,6 +34,8 @@ from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay
 from arbor.tree import NO_RECORD, Node, NodeState, ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 LENGTH = 14
 COMMON = 10
 HEAD = tuple(8 + (5 * i) % 70 for i in range(COMMON))

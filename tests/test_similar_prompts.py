@@ -28,6 +28,8 @@ from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay, read_trace
 from arbor.tree import ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 HEAD = tuple(8 + (7 * i * i + 3 * i) % 80 for i in range(36))
 FIRST = (*HEAD, 9, 3, 60, 61, 62)
 SECOND = (*HEAD, 71, 9, 9, 61, 62)

@@ -20,6 +20,8 @@ from arbor.run.open_telemetry import SearchSpans
 from arbor.trace.otlp import to_otlp
 from arbor.trace.spans import SEARCH, Moment, SpanBegins, SpanChange, SpanEnds, SpanFold
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 SMALL: dict[str, Any] = {"controller": "beam,beam_size=2,width=3", "budget": "300tok"}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import warm_process
 from support.run_cli import in_process
 
 from arbor import InputError, Solver, UsageError
@@ -20,6 +19,8 @@ from arbor.engine.grammar import Grammar
 from arbor.model.loading import load_tokenizer, locate_model
 from arbor.tasks.base import BlockLimits
 from arbor.tasks.step_format import StepFormat
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 STEP = r"\d+ [-+*/] \d+ = \d+ \(left: [\d ]+\)"
 ODD = r"(plus|minus) [1-9]{1,3}"
@@ -231,7 +232,7 @@ def test_without_xgrammar_the_extra_is_named() -> None:
         "try: Solver(step_format='regex:a')\n"
         "except UsageError as error: print(error.code, error.hint)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = warm_process.run("-c", code, check=True)
     assert done.stdout.startswith("extra-missing pip install 'arbor-search[structured]'")
 
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 from support.masked_reads import masked_logits, recorded
 from support.models import build, path_logits
+from support.slow_cases import only
 from support.trees import (
     GREEDY,
     PROMPT,
@@ -58,6 +59,8 @@ from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger
 from arbor.trace.fold import Replay
 from arbor.tree import Node, NodeState, ThoughtTree, Tier
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, 16, scaling=0.25)
@@ -276,7 +279,7 @@ def reference(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     batch=batches(),
     window=st.sampled_from([None, 1, 3, 5]),
@@ -364,7 +367,7 @@ def roomy(name: str) -> tuple[list[list[int]], Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("slots", [12, 16, 25, 60])
+@pytest.mark.parametrize("slots", only([16], [12, 16, 25, 60]))
 def test_a_path_longer_than_the_budget_reads_like_full_attention(name: str, slots: int) -> None:
     paths, answers = roomy(name)
     lab = lab_of(name)
@@ -490,7 +493,7 @@ class Split(RuleBasedStateMachine):
 
 
 TestSplit = pytest.mark.slow(Split.TestCase)
-TestSplit.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestSplit.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 
 
 def test_a_forward_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

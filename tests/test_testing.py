@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.slow_cases import every
 
 from arbor import registry
 from arbor.retention.allocators.lru import LRU
@@ -17,8 +18,10 @@ from arbor.retention.policy import POLICIES, Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.testing import check_policy, make_offer, reordered
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+
+@pytest.mark.parametrize("name", every(5, sorted(POLICIES)))
 def test_every_policy_of_ours_passes(name: str) -> None:
     check_policy(name)
 

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.run_cli import in_process
+from support.slow_cases import every
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
@@ -29,6 +30,8 @@ from arbor.run.tier_sizes import TierSizes
 from arbor.trace import read_trace
 from arbor.trace.fold import Replay
 from arbor.tree import NO_RECORD, NO_SLOT, Node, ThoughtTree, Tier
+
+pytestmark = pytest.mark.usefixtures("loaded_once")
 
 CPU = torch.device("cpu")
 LAYERS = [LayerKV(1, 2, 1), LayerKV(2, 3, 5)]
@@ -466,7 +469,7 @@ def outcome(solution: Any) -> Any:
 
 @pytest.mark.parametrize(
     "lower",
-    [{"host": "9999tok"}, {"host": "60tok", "disk": "9999tok"}, {"disk": "9999tok"}],
+    every(2, [{"host": "9999tok"}, {"host": "60tok", "disk": "9999tok"}, {"disk": "9999tok"}]),
     ids=["host", "both", "disk"],
 )
 def test_a_search_with_room_below_computes_nothing_again(lower: dict[str, str]) -> None:

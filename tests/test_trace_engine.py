@@ -23,6 +23,8 @@ from arbor.metrics import Metrics, MetricsFold
 from arbor.trace import Replay, read_trace
 from arbor.tree import NodeState
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 CONTROLLERS = {
     "beam": Beam(beam_size=2, width=3),
     "bfs": ToT(beam=2, width=3),

@@ -105,7 +105,7 @@ def test_the_trace_of_any_search_is_consistent(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=100, phases=[Phase.explicit, Phase.generate])
 @given(search=SEARCHES)
 def test_the_traces_of_many_searches_are_consistent(
     sapling: Model, tmp_path_factory: pytest.TempPathFactory, search: Search

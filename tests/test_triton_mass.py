@@ -217,6 +217,7 @@ def test_the_kernel_plans_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -
     assert seen[0] is seen[1] and not plan.tasks
 
 
+@pytest.mark.slow
 def test_a_cpu_never_imports_triton() -> None:
     code = (
         "import sys, torch\n"

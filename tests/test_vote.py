@@ -16,6 +16,8 @@ from arbor.verifiers.base import Inquires, Verifier
 from arbor.verifiers.self_eval import CERTAIN
 from arbor.verifiers.vote import Vote
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 TASK = FakeTask()
 PROBLEM = TASK.parse("fake")
 

@@ -41,6 +41,8 @@ from arbor.run.keep_kv import KeepKV
 from arbor.trace.fold import Replay
 from arbor.tree import ThoughtTree
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 ONE, OTHER = "1" * 32, "2" * 32
 NUMBERS = 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -507,7 +509,7 @@ def test_what_could_not_be_loaded_is_computed_once_for_all(
     assert files_in(tmp_path).find(np.array(FIRST)) == COMMON, "it is kept anew"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kept=st.lists(st.integers(0, 5), max_size=3),
     opened_now=st.lists(st.integers(0, 5), min_size=1, max_size=4),

@@ -26,6 +26,8 @@ from arbor.tasks.reasoning import Reasoning
 from arbor.tasks.recall import Recall
 from arbor.trace import Replay, read_trace
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 TASKS = (Game24(), Countdown(), Chains(), Recall(), Reasoning())
 MILLION = "x" * 10**6
 TEXTS = (

@@ -43,7 +43,7 @@ from arbor.view import html_page, notebook_frame, page_trace_of, read_page_trace
 from arbor.view.draw import ASCII, draw
 from arbor.view.live import LiveView, ShowView
 
-SEEDS = 25
+SEEDS = 10
 # cursor movements of a live display
 DISPLAY = {"\x1b[2K", "\x1b[1A", "\x1b[?25l", "\x1b[?25h", "\r"}
 SEQUENCE = re.compile(f"\x1b\\[[0-9;?]*[A-Za-z]|{OBEYED.pattern}")

@@ -20,6 +20,8 @@ from arbor.tree import Node
 from arbor.verifiers.base import Verdict
 from arbor.verifiers.exact import Exact
 
+pytestmark = pytest.mark.usefixtures("loaded_once")
+
 PUZZLE = "4 5 6 10"
 SMALL = ToT(width=4, beam=2)
 BUDGET = "110tok"

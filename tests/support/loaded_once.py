@@ -1,0 +1,51 @@
+"""The built-in model, read and loaded once in this process for each of its settings.
+
+A test file whose subject is not loading asks for the fixture ``loaded_once``; its solvers share
+one runner of each kind, as the searches of one solver do. Solvers of other models, and those of
+ready ones, load their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from arbor.model import weights
+from arbor.model.files import Files
+from arbor.model.loading import BUILTIN, ModelLocation
+
+FILES: dict[Any, Files] = {}
+WEIGHTS: dict[Any, weights.Weights] = {}
+PLACES = {str(path) for path in BUILTIN.values()}
+
+_read_files, _load_weights = weights.read_files, weights.load_weights
+
+
+def read_files(
+    source: ModelLocation, given: Any, tokenizer: Any, dtype: str, *, keep: bool
+) -> Files:
+    """`weights.read_files`, once."""
+    if source.path not in PLACES or given is not None or tokenizer is not None or keep:
+        return _read_files(source, given, tokenizer, dtype, keep=keep)
+    if (source, dtype) not in FILES:
+        FILES[source, dtype] = _read_files(source, given, tokenizer, dtype, keep=keep)
+    return FILES[source, dtype]
+
+
+def load_weights(
+    source: ModelLocation, given: Any, files: Files, **settings: Any
+) -> weights.Weights:
+    """`weights.load_weights`, once."""
+    if source.path not in PLACES or given is not None:
+        return _load_weights(source, given, files, **settings)
+    key = (source, files.info.dtype, *sorted(settings.items()))
+    if key not in WEIGHTS:
+        WEIGHTS[key] = _load_weights(source, given, files, **settings)
+    return WEIGHTS[key]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the solvers of a test share what was loaded."""
+    monkeypatch.setattr(weights, "read_files", read_files)
+    monkeypatch.setattr(weights, "load_weights", load_weights)
