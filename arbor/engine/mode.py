@@ -207,9 +207,7 @@ class Streamed(Lossless):
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as its path fits into host memory, and new tokens on the device."""
-        return StreamedScheduler(
-            self._memory, lambda node: len(self._missing(node)), self._keeps
-        )
+        return StreamedScheduler(self._memory, lambda node: len(self._missing(node)), self._keeps)
 
     def _missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are computed before a block's path runs."""
