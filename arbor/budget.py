@@ -172,6 +172,12 @@ class Plan:
         return self.full_tokens if self.expected_tokens is None else self.expected_tokens
 
     @property
+    def most_held(self) -> int:
+        """Most slots of blocks and questions under full retention: the worst case without the
+        staging buffer."""
+        return self.full_tokens - self.staging_tokens
+
+    @property
     def ratio(self) -> float:
         """The part of `reference_tokens` kept, in (0, 1]; 1 for more than all of them."""
         return min(1.0, self.budget_tokens / self.reference_tokens)

@@ -208,6 +208,29 @@ class HeadNormJob(Structure):
     _fields_ = (("heads", NormJob), ("row", c_int64), ("rows", c_int32))
 
 
+class HeadSelectJob(Structure):
+    """`HeadSelectJob` of native.h."""
+
+    _fields_ = (
+        ("scores", c_void_p),
+        ("guard", c_void_p),
+        ("sizes", c_void_p),
+        ("lose", c_void_p),
+        ("gone", c_void_p),
+        ("left", c_void_p),
+        ("leaving", c_void_p),
+        ("moved", c_void_p),
+        ("head", c_void_p),
+        ("source", c_void_p),
+        ("target", c_void_p),
+        ("row", c_int64),
+        ("heads", c_int32),
+        ("tokens", c_int32),
+        ("blocks", c_int32),
+        ("words", c_int32),
+    )
+
+
 class Call(Structure):
     """`Call` of native.h."""
 
@@ -233,11 +256,14 @@ class Library:
         self.gated = loaded.arbor_native_gated
         self.store = loaded.arbor_native_store
         self.rotary = loaded.arbor_native_rotary
+        self.select_heads = loaded.arbor_native_select_heads
+        self.list_moves = loaded.arbor_native_list_moves
         self.run = loaded.arbor_native_run
         self.run.argtypes, self.run.restype = (c_void_p, c_int32, c_int32), None
         for call in (self.attention, self.linear):
             call.argtypes, call.restype = (c_void_p, c_int32), None
-        for call in (self.norm, self.gated, self.store, self.rotary):
+        single = (self.norm, self.gated, self.store, self.rotary)
+        for call in (*single, self.select_heads, self.list_moves):
             call.argtypes, call.restype = (c_void_p,), None
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -276,7 +302,7 @@ def _layout() -> int:
     """The library's own number for these structures."""
     layout = LAYOUT_VERSION
     sent = (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob)
-    for each in (*sent, AddJob, HeadNormJob, Call):
+    for each in (*sent, AddJob, HeadNormJob, HeadSelectJob, Call):
         layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
     return layout
 

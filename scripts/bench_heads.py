@@ -9,6 +9,7 @@ tokens, with random figures; a part of the tokens stays, or all but one. Timed a
     heads    the event of `granularity=head`: the scores of all heads are there, as one array
              what the places of each block are worth (of several blocks), Pooled, what each head
              gives up, which slots leave, and what moves
+    numpy    the same without the native kernel
     carried  K and V moved from slot to slot, float16, 64 numbers a head
     moved    heads of tokens moved, per head
 
@@ -21,6 +22,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Tokens
-from arbor.retention.head_selection import HeadScorer, HeadSelection, select_by_head
+from arbor.retention.head_selection import HeadScorer, HeadSelection, Mover, select_by_head
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.selection import Selection, select
 from arbor.retention.token_kv import NO_KV
@@ -101,11 +104,14 @@ def measure(
         def token(mass: NDArray[np.float64] = mass) -> Selection:
             return select(offer(sizes, mass), room, Pooled(), HeavyHitters())[1]
 
-        def head(mass: NDArray[np.float64] = mass, show: Any = by_head) -> Selection:
-            scorer = HeadScorer(HeavyHitters(), show)
+        def head(
+            mover: Mover | None, mass: NDArray[np.float64] = mass, show: Any = by_head
+        ) -> Selection:
+            scorer = HeadScorer(HeavyHitters(), show, mover)
             return select_by_head(offer(sizes, mass), room, Pooled(), scorer)[1]
 
-        for name, work in (("token", token), ("heads", head)):
+        works = {"token": token, "numpy": partial(head, None), "heads": partial(head, head_moves)}
+        for name, work in works.items():
             spent, chosen = timed(work)
             times.setdefault(name, []).append(spent)
         if pool is not None and isinstance(chosen, HeadSelection):

@@ -17,6 +17,8 @@ from arbor import Solver
 from arbor.engine.mode import Rehydrate
 from arbor.errors import ModelError, UsageError
 from arbor.events import Evicted, Forwarded
+from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.memory.stores import LowerRoom
 from arbor.retention.allocators.pooled import Pooled
@@ -225,6 +227,57 @@ def test_moves_bring_what_heads_keep_to_later_slots_that_stay(
     slots[head, target] = source
     for each, kept in zip(slots, ~gone, strict=True):
         assert sorted(each[~leaving]) == np.flatnonzero(kept).tolist()
+
+
+def same_moves(offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> bool:
+    """Whether the native kernel moves the same as numpy, where it can."""
+    moved = head_moves(*offer)
+    if moved is None:
+        return False
+    expected = moves_of(given_up(*offer))
+    for mine, reference in zip(moved, expected, strict=True):
+        assert mine.tolist() == reference.tolist()
+    return True
+
+
+@given(offers())
+def test_the_native_kernel_moves_what_numpy_moves(
+    offer: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    computed = same_moves(offer)
+    assert computed == (native_library() is not None and offer[0].dtype == np.float32)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1000], [64], [63, 65], [2, 700, 1, 128, 3]], ids=lambda sizes: str(len(sizes))
+)
+@pytest.mark.parametrize("kind", ["uniform", "both signs", "few", "huge", "zeros"])
+def test_the_native_kernel_moves_what_numpy_moves_of_long_blocks(
+    sizes: list[int], kind: str
+) -> None:
+    draw = np.random.default_rng(5)
+    each = np.array(sizes)
+    shape = 6, sum(sizes)
+    scores = {
+        "uniform": lambda: draw.random(shape),
+        "both signs": lambda: draw.standard_normal(shape),
+        "few": lambda: draw.integers(-2, 2, shape),
+        "huge": lambda: draw.choice([-3.4e38, -1e-45, 1e-45, 3.4e38, 1.0], shape),
+        "zeros": lambda: draw.choice([-0.0, 0.0], shape),
+    }[kind]().astype(np.float32)
+    for share in (0.0, 0.3, 1.0):
+        protected = draw.random(shape[1]) < share / 2
+        lose = np.maximum(1, (each * share).astype(np.int64))
+        offer = scores, protected, each, lose
+        assert same_moves(offer) == (native_library() is not None)
+        wide = np.concatenate([scores, scores], axis=1)[:, : shape[1]]  # rows further apart
+        assert same_moves((wide, *offer[1:])) == (native_library() is not None)
+
+
+def test_without_the_library_numpy_moves() -> None:
+    offer = np.ones((2, 4), np.float32), np.zeros(4, np.bool_), np.array([4]), np.array([2])
+    with without_native():
+        assert head_moves(*offer) is None
 
 
 @given(offers())

@@ -202,6 +202,7 @@ class Engine:
         outlook: Callable[[], Mapping[int, float]] = dict,
         interrupted: Callable[[], bool] = bool,
         reads: FutureReads | None = None,
+        most: int | None = None,
     ) -> None:
         """Begin a run on a tree, next to those in progress; the KV of finished trees is freed.
 
@@ -215,6 +216,9 @@ class Engine:
             outlook: probability that a later operation reads the path to a block, by node id.
             interrupted: asked after every decode step whether to give up the blocks in progress.
             reads: future reads of a recorded run of the same search, for the clairvoyant policy.
+            most: tokens that full retention of the search holds at most, the longest planned
+                question included. Where there is room for those of all searches, nothing leaves to
+                make room: questions wait for one another instead. None: unknown.
 
         Raises:
             OutOfMemory: the machine has less memory than that.
@@ -227,7 +231,7 @@ class Engine:
         memory = self._opened.state.memory
         memory.adopt(tree)
         run = RunHooks(emit, detail, outlook, interrupted)
-        self._latest = OpenTree(tree, memory, slots, run, reads)
+        self._latest = OpenTree(tree, memory, slots, run, reads, most)
         self._opened.state.open(self._latest)
 
     def _parts_for(self, slots: int) -> _Parts:

@@ -85,6 +85,17 @@ class ForestState:
         self._turns += 1
         self.table.touch(opened.tree.root)
 
+    @property
+    def fits_whole(self) -> bool:
+        """Whether nothing ever has to leave: there are slots for full retention of all open trees
+        at their worst."""
+        total = 0
+        for opened in self.trees.values():
+            if opened.most is None:
+                return False
+            total += opened.most
+        return total <= self.memory.slots
+
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""
         rows = self.memory.drop(opened.tree, keep_prompt=self.keeps_prompts)

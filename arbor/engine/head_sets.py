@@ -13,6 +13,7 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.head_statistics import HeadStatistics
 from arbor.engine.policy_view import GOLDEN, ShowsKV
 from arbor.errors import ModelError
+from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.model.runner import ModelRunner
 from arbor.retention.base import Tokens
@@ -51,7 +52,7 @@ class HeadSets:
         Args:
             leaves: ends of the running paths.
         """
-        return HeadScorer(self._scorer, partial(self._tokens, leaves=leaves))
+        return HeadScorer(self._scorer, partial(self._tokens, leaves=leaves), head_moves)
 
     def moves(self, chosen: Selection) -> HeadMoves | None:
         """What heads keep of the slots that leave; None: nothing."""

@@ -82,12 +82,12 @@ class HeadStatistics:
         activated.copy_(torch.where(active | (written & some), total, activated))
 
     def move(
-        self, head: NDArray[np.int64], source: NDArray[np.int32], target: NDArray[np.int32]
+        self, head: NDArray[np.integer], source: NDArray[np.int32], target: NDArray[np.int32]
     ) -> None:
         """Let figures follow what KV heads have moved; after the memory has done so.
 
         Args:
-            head: int64 [m], numbers of KV heads.
+            head: whole numbers [m], those of KV heads.
             source, target: int32 [m], slots.
         """
         numbers = np.stack([head, source, target]).astype(np.int64)

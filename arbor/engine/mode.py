@@ -125,6 +125,10 @@ class Lossless:
         self._keeps_all = policy.keeps_all
         self._rehydrate = rehydrate
 
+    def _keeps(self) -> bool:
+        """Whether nothing has to leave."""
+        return self._keeps_all or self._state.fits_whole
+
     def required(self, node: Node) -> int:
         """The whole path."""
         return node.end
@@ -143,7 +147,7 @@ class Lossless:
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
-        return Scheduler(self._memory, keeps_all=self._keeps_all, overlap=self._state.overlap)
+        return Scheduler(self._memory, keeps=self._keeps, overlap=self._state.overlap)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """Whole paths."""
@@ -203,7 +207,7 @@ class Streamed(Lossless):
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as its path fits into host memory, and new tokens on the device."""
-        return StreamedScheduler(self._memory, lambda node: len(self._missing(node)))
+        return StreamedScheduler(self._memory, lambda node: len(self._missing(node)), self._keeps)
 
     def _missing(self, node: Node) -> NDArray[np.int64]:
         """Offsets of the tokens that are computed before a block's path runs."""
@@ -289,7 +293,7 @@ class Lossy:
 
     def scheduler(self) -> Scheduler:
         """Blocks join in waves, as any token may leave for good."""
-        return WaveScheduler(self._memory)
+        return WaveScheduler(self._memory, keeps=lambda: self._state.fits_whole)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """The newest tokens of the open blocks."""

@@ -67,6 +67,7 @@ class OpenTree:
         slots: the budget of this search alone, in tokens.
         run: the hooks of the run.
         reads: future reads of a recorded run, for the clairvoyant policy.
+        most: tokens that full retention of the search holds at most; None: unknown.
 
     Attributes:
         run: the run in progress; after `finish` one that listens to nothing.
@@ -86,9 +87,11 @@ class OpenTree:
         slots: int,
         run: RunHooks,
         reads: FutureReads | None = None,
+        most: int | None = None,
     ) -> None:
         self.tree = tree
         self.slots = slots
+        self.most = most
         self.run = run
         self.reads = reads
         self.turn = 0

@@ -198,7 +198,8 @@ class Scheduler:
 
     Args:
         memory: the budget, and what is free of it.
-        keeps_all: the policy evicts nothing, so that questions have only what is free.
+        keeps: asked whether nothing has to leave, so that work has only what is free; by default
+            never.
         overlap: tokens of blocks that are on the device once for several of them; None: always 0.
 
     Attributes:
@@ -212,13 +213,13 @@ class Scheduler:
         self,
         memory: KVMemory,
         *,
-        keeps_all: bool = False,
+        keeps: Callable[[], bool] = bool,
         overlap: Callable[[Sequence[Node]], int] | None = None,
     ) -> None:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self._memory = memory
-        self._keeps_all = keeps_all
+        self._keeps = keeps
         self._overlap_of = overlap
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
@@ -230,6 +231,11 @@ class Scheduler:
 
     def __bool__(self) -> bool:
         return bool(self.operations)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether nothing has to leave: no work joins for which something would."""
+        return self._keeps()
 
     @property
     def waiting(self) -> bool:
@@ -249,13 +255,17 @@ class Scheduler:
         """The work that joins now; one piece in any case if nothing runs."""
         joined = Joined()
         self._asked = self._missing = 0
+        keeps = self.keeps
         for operation in self.operations:
             while operation.waiting:
                 work = operation.waiting[0]
                 fresh = [node for node in work.leaf.path if node.row not in self._users]
                 new = self._missing + self._new(fresh)
                 full = joined and new + self._asked + _question(work) > self._most_new
-                if full or ((self.rows or joined) and not self._fits(work, joined, fresh, new)):
+                if not full and (self.rows or joined):
+                    full = keeps and not self._is_free(work, new)
+                    full = full or not self._fits(work, joined, fresh, new)
+                if full:
                     self._in_order(joined)
                     return joined
                 if (part := self._part(work, new)) is not None:
@@ -321,6 +331,16 @@ class Scheduler:
             return None
         return Visit(work.operation, work.place, work.leaf, MOST_NEW)
 
+    def _is_free(self, work: Work, new: int) -> bool:
+        """Whether there are free slots for the next forward if work joins it.
+
+        Args:
+            work: the next piece.
+            new: tokens of paths that the next forward computes if it joins.
+        """
+        rows = len(self.rows) + isinstance(work, Row)
+        return new + self._asked + _question(work) + rows <= self._memory.available
+
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         """Whether work can be expected to fit with all that runs and joins.
 
@@ -336,8 +356,6 @@ class Scheduler:
         if isinstance(work, Row):
             return paths + most_held((*self.rows, work)) <= self._memory.slots
         asked = _question(work)
-        if self._keeps_all:
-            return new + self._asked + asked + len(self.rows) <= self._memory.available
         grown = sum(len(row.node.tokens) + 1 for row in self.rows)
         return paths + asked + grown <= self._memory.slots
 
@@ -382,10 +400,13 @@ class StreamedScheduler(Scheduler):
     Args:
         memory: the slots, and the room for running paths.
         missing: tokens of a block that are computed before its path runs.
+        keeps: as in `Scheduler`.
     """
 
-    def __init__(self, memory: KVMemory, missing: Callable[[Node], int]) -> None:
-        super().__init__(memory)
+    def __init__(
+        self, memory: KVMemory, missing: Callable[[Node], int], keeps: Callable[[], bool]
+    ) -> None:
+        super().__init__(memory, keeps=keeps)
         self._missing_of = missing
 
     def _new(self, nodes: Sequence[Node]) -> int:

@@ -298,8 +298,8 @@ class Stepper:
     # Room for the next tokens
 
     def _make_room(self) -> bool:
-        """Make room for the next tokens of each row: `MARGIN` where something can leave, one in any
-        case.
+        """Make room for the next tokens of each row: `MARGIN` where something has to leave anyway
+        and can, one in any case.
 
         Rows wait again where what is pinned leaves no room for all; one always fits.
 
@@ -313,8 +313,9 @@ class Stepper:
             preempted = True
         rows, nodes = scheduler.rows, scheduler.nodes
         most = slots - self._pinned()
+        margin = 1 if scheduler.keeps else MARGIN
         try:
-            lost = self._residency.fit(min(MARGIN * len(rows), most), nodes, "pressure")
+            lost = self._residency.fit(min(margin * len(rows), most), nodes, "pressure")
         except BudgetInfeasible:  # the policy gives up less than that
             lost = self._residency.fit(len(rows), nodes, "pressure")
         if lost:

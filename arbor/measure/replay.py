@@ -211,10 +211,17 @@ def replay(
         slots,
         emit,
         reads=record.reads,
+        most=most_held(record.header),
     )
     emit(record.header)
     session.run([0] * record.prompt, record.header.problem)
     return metrics.metrics()
+
+
+def most_held(header: Header) -> int | None:
+    """`Plan.most_held` of a recorded search; None: its header does not say."""
+    full = header.kv.get("full_tokens")
+    return None if full is None else int(full) - int(header.kv.get("staging_tokens", 0))
 
 
 def replay_smallest(

@@ -17,12 +17,12 @@ class HeadMoves:
     """K and V that single KV heads take from slots that are about to be freed to slots that stay.
 
     Attributes:
-        head: int64 [m], numbers of KV heads, non-decreasing; see `HeadTable`.
+        head: whole numbers [m], those of KV heads, non-decreasing; see `HeadTable`.
         source: int32 [m], slots.
         target: int32 [m], slots of the same blocks, none of them a source.
     """
 
-    head: NDArray[np.int64]
+    head: NDArray[np.integer]
     source: NDArray[np.int32]
     target: NDArray[np.int32]
 

@@ -12,6 +12,10 @@ from arbor.retention.selection import Selection, checked_scores, select
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
 ByHead = Callable[[Tokens], Tokens]
+# of the heads, sources and targets of the moves, and the slots that leave, see `moves_of`
+Moved = tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer], Bools]
+# `moves_of` what is `given_up`, by a kernel; None: it cannot
+Mover = Callable[[Floats, Bools, Ints, Ints], Moved | None]
 
 
 class HeadScorer:
@@ -25,9 +29,11 @@ class HeadScorer:
     Args:
         scorer: of the policy.
         by_head: shows it what each head holds.
+        mover: says what moves, the same as numpy; None: numpy does.
     """
 
-    def __init__(self, scorer: Scorer, by_head: ByHead) -> None:
+    def __init__(self, scorer: Scorer, by_head: ByHead, mover: Mover | None = None) -> None:
+        self.mover = mover
         self._scorer = scorer
         self._by_head = by_head
         self._known: tuple[Tokens, Floats] | None = None
@@ -93,15 +99,15 @@ class HeadSelection(Selection):
     them moves to slots that stay.
 
     Attributes:
-        head: int64 [m], numbers of KV heads, non-decreasing.
-        source: int64 [m], indices into `tokens` of what leaves.
-        target: int64 [m], indices into `tokens` of what stays.
+        head: whole numbers [m], those of KV heads, non-decreasing.
+        source: whole numbers [m], indices into `tokens` of what leaves.
+        target: whole numbers [m], indices into `tokens` of what stays.
         tokens: of the blocks that keep a part.
     """
 
-    def __init__(self, blocks: Blocks, counts: Ints, tokens: Tokens, gone: Bools) -> None:
-        """gone: bool [C, T], what each head gives up; of each block as many in every head."""
-        self.head, self.source, self.target, leaving = moves_of(gone)
+    def __init__(self, blocks: Blocks, counts: Ints, tokens: Tokens, moved: Moved) -> None:
+        """moved: what heads move, and the slots of `tokens` that leave."""
+        self.head, self.source, self.target, leaving = moved
         self.tokens = tokens
         super().__init__(blocks, counts, tokens, ~leaving)
 
@@ -122,8 +128,11 @@ def select_by_head(
         return counts, chosen
     tokens, scores = scorer.of_some(blocks, parted)
     resident = blocks.resident[parted]
-    gone = given_up(scores, tokens.protected, resident, resident - counts[parted])
-    return counts, HeadSelection(blocks, counts, tokens, gone)
+    offer = scores, tokens.protected, resident, resident - counts[parted]
+    moved = None if scorer.mover is None else scorer.mover(*offer)
+    if moved is None:
+        moved = moves_of(given_up(*offer))
+    return counts, HeadSelection(blocks, counts, tokens, moved)
 
 
 def given_up(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Bools:

@@ -285,6 +285,7 @@ class Run:
                 pool=self.pool,
                 aggregate=setup.aggregate,
                 opened=self._open_verifiers(emit, verifiers),
+                most=self.plan.most_held,
             )
             text = self.task.prompt(self.problem)
             self.session = session(emit=emit)

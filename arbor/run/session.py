@@ -106,6 +106,7 @@ class Session:
         aggregate: chooses the answer among those of the finished paths.
         opened: this search in the models of verifiers that have their own.
         compares: the prompt is compared with earlier ones where the engine shares similar ones.
+        most: tokens that full retention of the search holds at most, see `Engine.open`.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Session:
         aggregate: Aggregate | None = None,
         opened: Mapping[Verifier, VerifierSearch] | None = None,
         compares: bool = True,
+        most: int | None = None,
     ) -> None:
         self.engine = engine
         self.task = checked_task(task)
@@ -140,6 +142,7 @@ class Session:
         self.detail = detail
         self.reads = reads
         self.pool = pool
+        self.most = most
         self.aggregate = aggregate or Best()
         self.verification = Verification(
             engine, self.task, problem, verifier, questions, opened or {}, emit
@@ -207,6 +210,7 @@ class Session:
             interrupted=self._over,
             reads=self.reads,
             pool=self.pool,
+            most=self.most,
         )
 
     def _report(self, found: Comparison, prompt: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "fused.h"
+#include "head_select.h"
 #include "int8.h"
 #include "linear.h"
 #include "rotary.h"
@@ -10,4 +11,4 @@
 #define ARBOR_KERNELS(name) \
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
                                                   linear_parts, linear, norm, gated, store_int8, rotary, \
-                                                  add}
+                                                  add, select_heads, list_moves}

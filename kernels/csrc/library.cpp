@@ -167,7 +167,7 @@ EXPORT int64_t arbor_native_layout() {
     int64_t layout = LAYOUT_VERSION;
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
                         sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob), sizeof(AddJob),
-                        sizeof(HeadNormJob), sizeof(Call)}) {
+                        sizeof(HeadNormJob), sizeof(HeadSelectJob), sizeof(Call)}) {
         layout = (layout * 1009 + static_cast<int64_t>(size)) % (int64_t{1} << 40);
     }
     return layout;
@@ -206,6 +206,12 @@ EXPORT void arbor_native_gated(const GatedJob* job) { chosen->gated(*job); }
 EXPORT void arbor_native_store(const StoreJob* job) { chosen->store(*job); }
 
 EXPORT void arbor_native_rotary(const RotaryJob* job) { chosen->rotary(*job); }
+
+EXPORT void arbor_native_select_heads(const HeadSelectJob* job) {
+    chosen->select_heads(*job, &own_scratch);
+}
+
+EXPORT void arbor_native_list_moves(const HeadSelectJob* job) { chosen->list_moves(*job); }
 
 namespace {
 

@@ -139,6 +139,27 @@ struct RotaryJob {
     int32_t table_number;   // of cos and sin
 };
 
+// Which tokens each KV head gives up, and what moves, see head_select.h.
+struct HeadSelectJob {
+    enum Guard : uint8_t { NONE, LAST, FIRST };  // by its score; after all others; before them
+    const float* scores;    // [heads, tokens], block after block; `row` apart
+    const uint8_t* guard;   // [tokens]
+    const int64_t* sizes;   // [blocks], summing to tokens
+    const int64_t* lose;    // [blocks], 1 to size
+    uint64_t* gone;         // [heads, words], written: a bit for each token
+    uint64_t* left;         // [words], likewise: the slots that leave
+    uint8_t* leaving;       // [tokens], the same as bytes
+    int64_t* moved;         // how many moves there are
+    int32_t* head;          // [moved] each, written by `list_moves`
+    int32_t* source;
+    int32_t* target;
+    int64_t row;
+    int32_t heads;
+    int32_t tokens;
+    int32_t blocks;
+    int32_t words;          // 64 tokens each
+};
+
 // One of the jobs above, to be done after those before it in a list.
 struct Call {
     enum Kind : int32_t { LINEAR, NORM, HEAD_NORM, ROTARY, ATTENTION, GATED, ADD };
@@ -164,6 +185,8 @@ struct Kernels {
     void (*store)(const StoreJob&);
     void (*rotary)(const RotaryJob&);
     void (*add)(const AddJob&);
+    void (*select_heads)(const HeadSelectJob&, Scratch*);
+    void (*list_moves)(const HeadSelectJob&);
 };
 
 // Those of the machine are defined, each by a source of its own.

@@ -26,6 +26,17 @@ namespace {
 // Asks for the line of a cache that holds this address; any address will do.
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+#if !defined(__AVX512F__)
+
+// The places of the bits that are set, after `base`; how many there are.
+inline int store_places(uint16_t bits, int32_t base, int32_t* out) {
+    int count = 0;
+    for (uint32_t rest = bits; rest; rest &= rest - 1) out[count++] = base + __builtin_ctz(rest);
+    return count;
+}
+
+#endif
+
 #if !defined(__AVX512BF16__) && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 // Two factors in bfloat16, for pairs of numbers.

@@ -27,6 +27,15 @@ inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 
+// The places of the bits that are set, after `base`; how many there are.
+inline int store_places(uint16_t bits, int32_t base, int32_t* out) {
+    __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    __m512i places = _mm512_add_epi32(_mm512_set1_epi32(base), lanes);
+    int count = __builtin_popcount(bits);
+    _mm512_mask_storeu_epi32(out, first_lanes(count), _mm512_maskz_compress_epi32(bits, places));
+    return count;
+}
+
 // The first n (< WIDTH) numbers; the other lanes are `rest`.
 inline Vec load_first(const float* p, int n, float rest) {
     return {_mm512_mask_loadu_ps(_mm512_set1_ps(rest), first_lanes(n), p)};
