@@ -110,7 +110,11 @@ def measure(
             scorer = HeadScorer(HeavyHitters(), show, mover)
             return select_by_head(offer(sizes, mass), room, Pooled(), scorer)[1]
 
-        works = {"token": token, "numpy": partial(head, None), "heads": partial(head, head_moves)}
+        works: dict[str, Callable[[], Selection]] = {
+            "token": token,
+            "numpy": partial(head, None),
+            "heads": partial(head, head_moves),
+        }
         for name, work in works.items():
             spent, chosen = timed(work)
             times.setdefault(name, []).append(spent)

@@ -34,6 +34,10 @@ void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint8_t* g
     }
     // at least `wanted` are up to `high`, fewer are below `low`
     int32_t found = static_cast<int32_t>(count);
+    if (wanted == 1 && low < high) {
+        high = low;
+        found = count_up_to(keys, count, low);
+    }
     while (low < high) {
         uint32_t middle = low + (high - low) / 2;
         int32_t here = count_up_to(keys, count, middle);
