@@ -43,7 +43,8 @@ struct Pointer {
 };
 
 const char* const CALLS[] = {"arbor_native_attention", "arbor_native_linear", "arbor_native_norm",
-                             "arbor_native_gated",     "arbor_native_store",  "arbor_native_rotary"};
+                             "arbor_native_gated",     "arbor_native_store",  "arbor_native_rotary",
+                             "arbor_native_select_heads", "arbor_native_list_moves"};
 
 [[noreturn]] void fail(const char* what) {
     std::fprintf(stderr, "native_runner: %s\n", what);

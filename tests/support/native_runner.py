@@ -27,6 +27,7 @@ from arbor.kernels.native import (
     INT8,
     AttentionJob,
     GatedJob,
+    HeadSelectJob,
     LevelStruct,
     LinearJob,
     NormJob,
@@ -188,6 +189,21 @@ def rotary_memory(job: RotaryJob, memory: Memory) -> None:
         memory.follow(job, name, wide * numbers, True)
 
 
+def head_memory(job: HeadSelectJob, memory: Memory) -> None:
+    """Scores, blocks, bits of what leaves, and the moves where they are asked for."""
+    memory.follow(job, "scores", 4 * extent((job.heads, job.row), (job.tokens, 1)))
+    memory.follow(job, "guard", job.tokens)
+    memory.follow(job, "sizes", 8 * job.blocks)
+    memory.follow(job, "lose", 8 * job.blocks)
+    memory.follow(job, "gone", 8 * job.heads * job.words, True)
+    memory.follow(job, "left", 8 * job.words, True)
+    memory.follow(job, "leaving", job.tokens, True)
+    memory.follow(job, "moved", 8, True)
+    moves = ctypes.c_int64.from_address(job.moved).value if job.head else 0
+    for name in ("head", "source", "target"):
+        memory.follow(job, name, 4 * moves, True)
+
+
 # In the order of CALLS in the runner.
 CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "attention": (AttentionJob, attention_memory),
@@ -196,6 +212,8 @@ CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "gated": (GatedJob, gated_memory),
     "store": (StoreJob, store_memory),
     "rotary": (RotaryJob, rotary_memory),
+    "select_heads": (HeadSelectJob, head_memory),
+    "list_moves": (HeadSelectJob, head_memory),
 }
 
 
