@@ -169,7 +169,7 @@ def visit(
                 tally.busy += 1
                 time.sleep(float(error.response.headers["retry-after"]))
             except Exception as error:
-                broken = isinstance(error, openai.APIConnectionError | openai.APIError)
+                broken = isinstance(error, openai.APIConnectionError)
                 if broken and (server.down.is_set() or len(server.starts) > starts):
                     tally.cut += 1
                 else:

@@ -234,10 +234,11 @@ class ModelRunner:
 
     def rotations(self, layers: Sequence[int]) -> dict[int, PairRotation | None]:
         """How layers encode positions, found once; None where that is not a known rotation."""
-        missing = [layer for layer in layers if layer not in self._rotations]
-        if missing:
-            self._rotations |= rotations_of(self.model, missing)
-        return {layer: self._rotations[layer] for layer in layers}
+        with self._turn:
+            missing = [layer for layer in layers if layer not in self._rotations]
+            if missing:
+                self._rotations |= rotations_of(self.model, missing)
+            return {layer: self._rotations[layer] for layer in layers}
 
     @torch.inference_mode()
     def fuse_layers(self) -> str:
