@@ -156,6 +156,9 @@ KINDS = tuple(BUILTIN)
 # earlier names that traces still hold, and today's
 RENAMED: Mapping[tuple[str, str], str] = {("scorer", "chance"): "random"}
 
+# packages whose classes are made into components, and what does so
+ADAPTERS: Mapping[str, str] = {"kvpress": "arbor.retention.press:adapted"}
+
 C = TypeVar("C")
 T = TypeVar("T", bound=type[Any])
 
@@ -248,7 +251,8 @@ def resolve(kind: str, name: str) -> Any:
 
     Raises:
         UnknownName: unknown name; suggests the closest match.
-        UsageError: a plugin or dotted path that cannot be imported, or holds a function or module.
+        UsageError: a plugin or dotted path that cannot be imported, or holds a function or module;
+            or a class of `ADAPTERS` that cannot be that component.
     """
     if name in builtin(kind):
         return _load(builtin(kind)[name], name)
@@ -270,6 +274,9 @@ def resolve(kind: str, name: str) -> Any:
             name=name,
             path=path,
         ) from error
+    for base in getattr(found, "__mro__", ()):
+        if adapter := ADAPTERS.get(base.__module__.partition(".")[0]):
+            return _load(adapter, name)(kind, found, name)
     if inspect.isroutine(found) or inspect.ismodule(found):
         raise UsageError(
             f"{kind}-broken",
