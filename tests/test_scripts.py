@@ -45,6 +45,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     "eval_packed": ("game24 --n 1 --bits 4 --csv FOLDER/out.csv",),
     "bench_fetch": ("--models sapling --rounds 1 --csv FOLDER/out.csv",),
+    "bench_native": (
+        "search --n 1 --rounds 1 --controllers tot --csv FOLDER/out.csv",
+        "threads --size 5m --shapes F8 --dtypes float32 --rounds 1 --csv FOLDER/other.csv",
+    ),
     "bench_host": ("--controllers tot --problems 2 --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
     "soak_server": ("--minutes 0.05 --clients 3 --shares plain=2 leave=1 --csv FOLDER/out.csv",),

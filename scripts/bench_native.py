@@ -1,0 +1,144 @@
+"""What the native kernels save in a whole search, and what a second thread saves in decoding.
+
+    python scripts/bench_native.py search --n 30 --rounds 7 --csv ../docs/experiments/native_use.csv
+    python scripts/bench_native.py threads --threads 1 2 --rounds 7
+
+`search`: puzzles of game24, solved by the built-in model at full retention with the native kernels
+and without them, in turn; one thread, thread CPU time. Without them torch computes what they do,
+with weights packed for MKL or oneDNN.
+
+`threads`: tree decode of a random Llama by numbers of threads, in turn, by the wall clock, so that
+nothing else may run on the machine.
+
+Ratios are per round, their medians with bootstrap 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from bench_decode import SHAPES, Arbor, generated, interval
+from experiment_table import ExperimentTable, add_options
+from random_llama import random_llama
+
+from arbor import Solver
+from arbor.kernels.native import native_library, native_state, without_native
+
+
+def search(given: argparse.Namespace, table: ExperimentTable) -> None:
+    """Time of puzzles with and without native kernels."""
+    torch.set_num_threads(1)
+    for controller in given.controllers:
+        with ExitStack() as stack:
+            solvers: dict[str, Solver] = {}
+            for arm in ("native", "torch"):
+                with nullcontext() if arm == "native" else without_native():
+                    made = Solver(controller=controller, budget="full", threads=1)
+                    solvers[arm] = stack.enter_context(made)
+                    puzzles = list(made.task.problems("test", given.n))
+                    made.solve(puzzles[0])  # loads the model, and warms up
+            seconds: dict[str, list[float]] = {arm: [] for arm in solvers}
+            same = 0
+            for at in range(given.rounds):
+                paths: dict[str, list[Any]] = {}
+                for arm in list(solvers)[:: 1 if at % 2 == 0 else -1]:
+                    with nullcontext() if arm == "native" else without_native():
+                        began = time.thread_time()
+                        found = [solvers[arm].solve(puzzle) for puzzle in puzzles]
+                        seconds[arm].append(time.thread_time() - began)
+                    paths[arm] = [(each.text, each.metrics.tokens_generated) for each in found]
+                same = sum(a == b for a, b in zip(paths["native"], paths["torch"], strict=True))
+        ratio, low, high = interval(np.array(seconds["torch"]) / np.array(seconds["native"]))
+        row = {
+            "question": "search",
+            "model": "Sapling",
+            "dtype": "float32",
+            "case": f"game24, {controller}",
+            "against": "arbor without native kernels",
+            "clock": "thread CPU",
+            "seconds": round(float(np.median(seconds["native"])) / given.n, 4),
+            "other_seconds": round(float(np.median(seconds["torch"])) / given.n, 4),
+            "seconds_of": "puzzle",
+            "ratio": round(ratio, 3),
+            "ratio_low": round(low, 3),
+            "ratio_high": round(high, 3),
+            "same_answers": f"{same} of {given.n}",
+            "n": given.rounds,
+            "n_of": "rounds",
+        }
+        print(row, flush=True)
+        table.add(row, native_state())
+
+
+def threads(given: argparse.Namespace, table: ExperimentTable) -> None:
+    """Time of decoding by number of threads."""
+    first, *others = given.threads
+    for dtype in given.dtypes:
+        for shape in given.shapes:
+            model = random_llama(given.size, getattr(torch, dtype))
+            contestant = Arbor(model, shape, model.config.vocab_size)
+            seconds: dict[int, list[float]] = {count: [] for count in given.threads}
+            for at in range(given.rounds + 1):  # the first one warms up
+                for count in given.threads[:: 1 if at % 2 == 0 else -1]:
+                    torch.set_num_threads(count)
+                    contestant.prepare()
+                    began = time.perf_counter()
+                    contestant.run()
+                    if at:
+                        seconds[count].append(time.perf_counter() - began)
+            for count in others:
+                ratio, low, high = interval(np.array(seconds[first]) / np.array(seconds[count]))
+                row = {
+                    "question": "threads",
+                    "model": f"{given.size} Llama",
+                    "dtype": dtype,
+                    "case": f"{shape}, {count} threads",
+                    "against": f"{first} thread" + "s" * (first > 1),
+                    "clock": "wall",
+                    "seconds": round(float(np.median(seconds[count])), 4),
+                    "other_seconds": round(float(np.median(seconds[first])), 4),
+                    "seconds_of": f"decode of {generated(shape)} tokens",
+                    "ratio": round(ratio, 3),
+                    "ratio_low": round(low, 3),
+                    "ratio_high": round(high, 3),
+                    "same_answers": "",
+                    "n": given.rounds,
+                    "n_of": "rounds",
+                }
+                print(row, flush=True)
+                table.add(row, native_state())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("question", choices=("search", "threads"))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--n", type=int, default=30, help="puzzles; of search")
+    parser.add_argument(
+        "--controllers", nargs="+", default=["tot", "tot,strategy=dfs"], help="of search"
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of threads")
+    parser.add_argument("--size", default="100m", choices=["5m", "100m"], help="of threads")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of threads")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["F8", "F32x48", "T4"],
+        choices=list(SHAPES),
+        help="of threads",
+    )
+    add_options(parser)
+    given = parser.parse_args()
+    if native_library() is None:
+        raise SystemExit(f"no native kernels: {native_state()}")
+    table = ExperimentTable(given)
+    {"search": search, "threads": threads}[given.question](given, table)
+
+
+if __name__ == "__main__":
+    main()
