@@ -16,9 +16,13 @@ Ratios are per round, their medians with bootstrap 95 % intervals.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from contextlib import ExitStack, nullcontext
 from typing import Any
+
+# As `import arbor` does where torch is not imported first.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch

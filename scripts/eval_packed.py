@@ -145,13 +145,16 @@ def solved(task: str, n: int, bits: int | None, scheme: str) -> list[Solution]:
         stack.enter_context(solver)
         stack.enter_context(managed(search, solver))
         problems = list(solver.task.problems("test", n))
-        return solver.solve_batch(problems, concurrency=AT_ONCE, max_tokens=most)
+        return solver.solve_batch(problems, concurrency=AT_ONCE, max_tokens=most, on_error="return")
 
 
 def rows_of(
     task: str, n: int, bits: Sequence[int], schemes: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Share solved of each arm, and the paired difference to exact host memory."""
+    """Share solved of each arm, and the paired difference to exact host memory.
+
+    A search that fails, as where packed keys make the logits overflow, has not solved its problem.
+    """
     exact: list[Solution] = []
     for arm in [None, *((scheme, each) for scheme in schemes for each in bits)]:
         found = solved(task, n, None if arm is None else arm[1], "once" if arm is None else arm[0])
@@ -160,7 +163,9 @@ def rows_of(
         against = paired(right, [bool(each.correct) for each in exact])
         low, high = clopper_pearson(sum(right), n)
         other = sum(texts(one) != texts(two) for one, two in zip(found, exact, strict=True))
-        moved = [each.metrics.tokens_fetched / each.metrics.tokens_generated for each in found]
+        moved = [
+            each.metrics.tokens_fetched / max(each.metrics.tokens_generated, 1) for each in found
+        ]
         yield {
             "case": task,
             "scheme": "exact" if arm is None else arm[0],
@@ -180,7 +185,9 @@ def rows_of(
 
 
 def texts(solution: Solution) -> list[tuple[int | None, str]]:
-    """Every block's parent and text."""
+    """Every block's parent and text; none of a search that failed."""
+    if solution.error is not None:
+        return []
     blocks = solution.replay().blocks
     return [(blocks[number].parent, blocks[number].text) for number in sorted(blocks)]
 
