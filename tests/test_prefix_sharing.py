@@ -12,10 +12,12 @@ from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, relative_error
 
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
-from arbor.events import Event, Evicted, Forwarded, Shared
+from arbor.events import Event, Evicted, Forwarded, Rehydrated, Shared
 from arbor.forest import LEAST_COMMON
 from arbor.memory.prefix_cache import MOST_PREFIXES
+from arbor.memory.stores import LowerRoom
 from arbor.metrics import MetricsFold
+from arbor.model.fetch_costs import FetchCosts
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
 
@@ -202,6 +204,36 @@ def test_shared_tokens_leave_last_and_come_back_once() -> None:
     is_as_alone(lab, first)
     is_as_alone(lab, second)
     is_as_alone(lab, other)
+
+
+COSTS = "host=%s+%s;key=0.1;forward=1:10.0,8:30.0,64:400.0"
+CHEAP, DEAR = (FetchCosts.parse(COSTS % cost) for cost in (("0.1", "0.01"), ("4000.0", "1.0")))
+LAST = len(FIRST) - 1
+
+
+@pytest.mark.parametrize("gone", [(20, 21), (LAST - 1, LAST)], ids=["inside", "last"])
+@pytest.mark.parametrize("prompt", [FIRST, (*FIRST, 5), SECOND], ids=["same", "longer", "other"])
+@pytest.mark.parametrize("costs", [None, CHEAP, DEAR], ids=["no costs", "cheap", "dear"])
+def test_two_prompts_want_what_only_one_has_stored(
+    costs: FetchCosts | None, prompt: tuple[int, ...], gone: tuple[int, ...]
+) -> None:
+    """Where a copy costs more than it saves, the one computes the tokens and the other follows."""
+    lab = Lab(build("llama"), debug=True, lower=LowerRoom(60), costs=costs)
+    (first,) = opened(lab, FIRST)
+    extended(lab, first)
+    lab.memory.evict(first.root, np.array(gone))
+    lab.memory.lower.take_moves()
+    (second,) = opened(lab, prompt)
+    lab.events.clear()
+    extended(lab, first, second)
+
+    # both compute their last tokens, for logits
+    common = next((i for i in range(LAST) if prompt[i] != FIRST[i]), LAST)
+    assert slots(first, common) == slots(second, common)
+    fetches = [e for e in lab.events if isinstance(e, Rehydrated) and e.mode == "fetch"]
+    assert bool(fetches) == (costs is not DEAR)
+    is_as_alone(lab, first)
+    is_as_alone(lab, second)
 
 
 def test_shared_tokens_stay_while_the_path_of_one_tree_runs() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,13 +81,17 @@ class Fetching:
         """
         if not self._memory.lower:
             return _NO_FETCH
-        stored = self._stored(path, holes, wanted, most)
+        own = self._stored(path, holes, wanted, most)
+        lent = self._lent(path, holes, wanted, most)
+        stored = dict(own)
+        for each in lent:
+            _add(each.offsets, each.leader.row, stored)
         if self._costs is not None and stored:
             stored = self._worth_it(self._costs, stored, holes, rows)
-        lent = self._lent(path, holes, wanted, most)
-        for each in lent:
-            own = stored.get(each.leader.row, _NOTHING)
-            stored[each.leader.row] = np.union1d(own, each.offsets)
+            for row, offsets in own.items():
+                _add(np.setdiff1d(offsets, stored.get(row, _NOTHING)), row, holes)
+            lent = [_loan(each, stored, holes) for each in lent]
+            lent = [each for each in lent if len(each.offsets)]
         self._memory.lower.spare(self._at(stored))
         return Fetch(stored, lent)
 
@@ -136,14 +140,17 @@ class Fetching:
     def _lent(
         self, path: Sequence[Node], holes: Holes, wanted: set[int], most: int | None
     ) -> list[Follower]:
-        """Take out of the holes what lower tiers hold as equal tokens of other blocks. Arguments as
-        for `plan`."""
+        """Take out of the holes what lower tiers hold as equal tokens of other blocks, but for what
+        these compute anyway. Arguments as for `plan`."""
         lent: list[Follower] = []
         for node, hole in self._fetchable(path, holes, wanted, most):
             for each in self._sharing.stored(node, hole):
-                lent.append(each)
-                rest = np.setdiff1d(holes[node.row], each.offsets, assume_unique=True)
-                holes[node.row] = rest
+                computed = holes.get(each.leader.row, _NOTHING)
+                offsets = np.setdiff1d(each.offsets, computed, assume_unique=True)
+                if len(offsets):
+                    lent.append(replace(each, offsets=offsets))
+                    rest = np.setdiff1d(holes[node.row], offsets, assume_unique=True)
+                    holes[node.row] = rest
         return lent
 
     def _fetchable(
@@ -160,7 +167,7 @@ class Fetching:
                 return
 
     def _worth_it(self, costs: FetchCosts, stored: Holes, holes: Holes, rows: int) -> Holes:
-        """What of it is fetched, by the measured costs; the rest becomes part of the holes again.
+        """What of it is fetched, by the measured costs.
 
         Args:
             costs: of both ways.
@@ -182,8 +189,8 @@ class Fetching:
         rows += sum(len(offsets) for offsets in holes.values())
         worth: Holes = {}
         for (row, part), fetched in zip(places, costs.fetched(runs, rows), strict=True):
-            into = worth if fetched else holes
-            into[row] = np.union1d(into.get(row, _NOTHING), part)
+            if fetched:
+                _add(part, row, worth)
         return worth
 
     def _at(self, tokens: Holes) -> NDArray[np.int64]:
@@ -191,3 +198,16 @@ class Fetching:
         begins = [self._state.forest[row].span.begin for row in tokens]
         each = [begin + offsets for begin, offsets in zip(begins, tokens.values(), strict=True)]
         return np.concatenate([_NOTHING, *each])
+
+
+def _add(offsets: Offsets, row: int, holes: Holes) -> None:
+    """Add tokens of a block to others of it."""
+    if len(offsets):
+        holes[row] = np.union1d(holes.get(row, _NOTHING), offsets)
+
+
+def _loan(lent: Follower, stored: Holes, holes: Holes) -> Follower:
+    """The part of a loan that is fetched; the rest becomes part of the borrower's holes again."""
+    fetched = np.isin(lent.offsets, stored.get(lent.leader.row, _NOTHING))
+    _add(lent.offsets[~fetched], lent.node.row, holes)
+    return replace(lent, offsets=lent.offsets[fetched])
