@@ -71,7 +71,7 @@ def search(given: argparse.Namespace, table: ExperimentTable) -> None:
             "ratio": round(ratio, 3),
             "ratio_low": round(low, 3),
             "ratio_high": round(high, 3),
-            "same_answers": f"{same} of {given.n}",
+            "same_answers": same,
             "n": given.rounds,
             "n_of": "rounds",
         }
