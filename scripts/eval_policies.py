@@ -345,7 +345,7 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
         longest = LONGEST.get(args.task)  # so that little has to stay free
         settings = {**search, "task": task_of(args), "step_tokens": longest}
         with Solver(args.model, **settings) as solver:
-            chosen = problems_of(solver.task, "test", args.n)
+            chosen = problems_of(solver.task, args.split, args.n)
             full = [solver.solve(problem) for problem in chosen]
         right = np.array([bool(solution.correct) for solution in full])
         peaks = [solution.metrics.peak_tokens for solution in full]
@@ -529,6 +529,7 @@ def main() -> None:
     parser.add_argument("--model", default="builtin:sapling")
     parser.add_argument("--task", default="game24")
     parser.add_argument("--n", type=int, default=100)
+    parser.add_argument("--split", default="test", help="lossy: of the task's problems")
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.5, 0.25, 0.125))
     parser.add_argument("--searches", nargs="+", choices=("chain", *SEARCHES))
     parser.add_argument("--policies", nargs="+", choices=(*sorted(POLICIES), *VARIANTS))

@@ -15,6 +15,7 @@ from support.offers import SEEDS, offer, permuted, room_for
 
 from arbor.errors import UsageError
 from arbor.retention.allocators.belady import Belady
+from arbor.retention.allocators.ends import Ends
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, PerTree
@@ -401,6 +402,31 @@ def test_uniform_keeps_the_same_part_of_every_block(seed: int, share: float) -> 
 
     part = room / max(1, int(blocks.length.sum()))
     assert (np.abs(counts - part * blocks.length) < 1 + 1e-9).all()
+
+
+@given(seed=SEEDS, share=SHARES)
+def test_ends_keeps_paths_before_it_shares_the_rest(seed: int, share: float) -> None:
+    blocks = offer(seed)
+    room = room_for(blocks, share)
+
+    counts = Ends().counts(blocks, room, ANY)
+
+    assert counts.sum() == min(room, blocks.resident.sum())
+    assert (counts >= blocks.floor).all() and (counts <= blocks.resident).all()
+    active, idle = blocks.active, ~blocks.active
+    if (counts[idle] > blocks.floor[idle]).any():
+        assert (counts[active] == blocks.resident[active]).all()
+
+
+def test_ends_is_lru_on_paths_and_uniform_off_them() -> None:
+    blocks = blocks_of(4, length=[10, 10, 10, 20], depth=[0, 1, 2, 2])
+    path = dataclasses.replace(blocks, active=np.ones(4, np.bool_))
+    mixed = dataclasses.replace(blocks, active=np.array([True, True, False, False]))
+
+    assert Ends().counts(path, 25, ANY).tolist() == LRU().counts(path, 25, ANY).tolist()
+    assert Ends().counts(blocks, 25, ANY).tolist() == Uniform().counts(blocks, 25, ANY).tolist()
+    assert Ends().counts(mixed, 35, ANY).tolist() == [10, 10, 5, 10]
+    assert Ends().counts(mixed, 15, ANY).tolist() == [10, 5, 0, 0]
 
 
 # Whole blocks

@@ -11,6 +11,7 @@ from arbor.errors import UsageError
 from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.chunks import Chunks
+from arbor.retention.allocators.ends import Ends
 from arbor.retention.allocators.full import Full
 from arbor.retention.allocators.hierarchy import Hierarchy
 from arbor.retention.allocators.kkt import KKT
@@ -241,6 +242,11 @@ _NAMED = {
         Chunks(),
         Window(),
         summary="Keeps whole chunks of neighbouring tokens that the last queries attended to (ChunkKV).",
+    ),
+    "ends": Policy(
+        Ends(),
+        spares_paths=True,
+        summary="Keeps running paths whole, and the newest tokens of every idle block.",
     ),
     "expected": Policy(
         Pooled(),
