@@ -71,7 +71,7 @@ class HeadScorer:
             return tokens, scores
         asked = np.zeros(len(blocks), np.bool_)
         asked[parted] = True
-        return some, scores[:, asked[tokens.block]]
+        return some, np.compress(asked[tokens.block], scores, 1)
 
     def scores(self, tokens: Tokens) -> Floats:
         """See `Scorer`."""
@@ -88,7 +88,7 @@ class HeadScorer:
         if len(free):
             block = tokens.block[free]
             sizes = np.diff(np.flatnonzero(np.diff(block, prepend=-1, append=block[-1] + 1)))
-            means[free] = ranked_means(scores[:, free], means[free], sizes)
+            means[free] = ranked_means(np.take(scores, free, 1), means[free], sizes)
         return means
 
 
@@ -152,7 +152,7 @@ def given_up(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Bools
         return _lowest(scores, lose)
     result = np.zeros(scores.shape, np.bool_)
     for rows, at, inside in _tables(sizes):
-        table = np.where(inside, scores[:, at], np.inf)
+        table = _table(scores, at, inside)
         gone = _lowest(table, lose[rows])
         result[:, at[inside]] = gone[:, inside]
     return result
@@ -216,7 +216,7 @@ def ranked_means(scores: Floats, means: Floats, sizes: Ints) -> Floats:
     """
     result = np.empty(len(means))
     for _, at, inside in _tables(sizes):
-        table = np.where(inside, scores[:, at], np.inf)
+        table = _table(scores, at, inside)
         table.sort(-1)
         best = table.mean(0, dtype=np.float64)
         order = np.argsort(np.where(inside, means[at], np.inf), axis=-1, kind="stable")
@@ -237,6 +237,15 @@ def _tables(sizes: Ints) -> list[tuple[Ints, NDArray[np.int64], Bools]]:
         inside = place < sizes[rows, None]
         found.append((rows, np.where(inside, begins[rows, None] + place, 0), inside))
     return found
+
+
+def _table(scores: Floats, at: Ints, inside: Bools) -> Floats:
+    """The scores of blocks by row, [C, R, w]; infinite where there is no token."""
+    # an index would put the heads last in memory, and sorting then takes several times as long
+    table: Floats = np.take(scores, at, 1)
+    if not inside.all():
+        table[:, ~inside] = np.inf
+    return table
 
 
 def moves_of(gone: Bools) -> tuple[Ints, Ints, Ints, Bools]:

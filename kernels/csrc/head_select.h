@@ -25,34 +25,49 @@ inline int32_t count_up_to(const uint32_t* keys, int64_t count, uint32_t limit) 
     return found;
 }
 
-// The lowest keys, `wanted` >= 1 of them, of equals the earlier ones, as bytes of 1.
-void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint8_t* gone) {
-    uint32_t low = ~0u, high = 0;
-    for (int64_t i = 0; i < count; i++) {
-        low = keys[i] < low ? keys[i] : low;
-        high = keys[i] > high ? keys[i] : high;
-    }
-    // at least `wanted` are up to `high`, fewer are below `low`
-    int32_t found = static_cast<int32_t>(count);
-    if (wanted == 1 && low < high) {
-        high = low;
-        found = count_up_to(keys, count, low);
-    }
-    while (low < high) {
-        uint32_t middle = low + (high - low) / 2;
-        int32_t here = count_up_to(keys, count, middle);
+constexpr int64_t FEW = 256;  // keys: all of them are counted again and again
+
+// The lowest keys, `wanted` >= 1 of them, of equals the earlier ones: their bits, after `begin`.
+// No key is outside `low` to `high` but those that count as the lowest or the highest of all.
+// `rest` has room for all keys and 16 more.
+void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t low, uint32_t high,
+                 int64_t begin, uint64_t* bits, uint32_t* rest) {
+    // up to `high` are `found`, at least as many as wanted; below `low` are `below`, fewer
+    int64_t found = count_up_to(keys, count, high), below = 0;
+    // keys that the limit may be, all or those between `low` and `high`, and how many are below them
+    const uint32_t* open = keys;
+    int64_t left = count, before = 0;
+    for (bool halve = false; low < high && found != wanted;) {
+        // where the limit would be if keys were evenly spread; the middle where that helped little
+        uint64_t span = high - low;
+        uint64_t part = halve ? span / 2
+                              : span * static_cast<uint64_t>(wanted - below) / (found - below + 1);
+        uint32_t middle = low + static_cast<uint32_t>(part < span ? part : span - 1);
+        if (left > FEW && found - below < left / 4) {
+            left = store_between(open, left, low, high, rest);
+            open = rest;
+            before = below;
+        }
+        int64_t here = before + count_up_to(open, left, middle);
         if (here < wanted) {
             low = middle + 1;
+            below = here;
         } else {
             high = middle;
             found = here;
-            if (here == wanted) break;
         }
+        halve = high - low > span / 2;
     }
-    for (int64_t i = 0; i < count; i++) gone[i] = keys[i] <= high;
+    for (int64_t i = 0; i < count; i += 16) {
+        uint64_t some = up_to(keys + i, high);
+        if (count - i < 16) some &= (1u << (count - i)) - 1;
+        int64_t word = (begin + i) / 64, shift = (begin + i) % 64;
+        bits[word] |= some << shift;
+        if (shift > 48 && some >> (64 - shift)) bits[word + 1] |= some >> (64 - shift);
+    }
     for (int64_t i = count - 1; found > wanted; i--) {
         if (keys[i] != high) continue;
-        gone[i] = 0;
+        bits[(begin + i) / 64] &= ~(uint64_t{1} << (begin + i) % 64);
         found--;
     }
 }
@@ -83,31 +98,41 @@ inline int64_t store_all(uint64_t bits, int32_t base, int32_t* out) {
 // What heads give up, and the slots that leave.
 void select_heads(const HeadSelectJob& job, Scratch* scratch) {
     int64_t padded = static_cast<int64_t>(job.words) * 64;
-    auto* keys = static_cast<uint32_t*>(scratch->take(scratch, padded * 21));
-    auto *keep = keys + padded, *lift = keep + padded;
-    auto* first = reinterpret_cast<int32_t*>(lift + padded);
-    auto* dropped = first + padded;
-    auto* gone = reinterpret_cast<uint8_t*>(dropped + padded);
-    for (int64_t i = 0; i < job.tokens; i++) {
-        keep[i] = job.guard[i] == HeadSelectJob::FIRST ? 0 : ~0u;
-        lift[i] = job.guard[i] == HeadSelectJob::LAST ? ~0u : 0;
+    auto* keys = static_cast<uint32_t*>(scratch->take(scratch, padded * 21 + 64));
+    auto* first = reinterpret_cast<int32_t*>(keys + padded);
+    auto *dropped = first + padded, *guarded = dropped + padded;
+    auto* rest = reinterpret_cast<uint32_t*>(guarded + padded);
+    auto* gone = reinterpret_cast<uint8_t*>(rest + padded + 16);
+    int64_t guards = 0;
+    for (int32_t i = 0; i < job.tokens; i++) {
+        if (job.guard[i] != HeadSelectJob::NONE) guarded[guards++] = i;
         first[i] = job.tokens;
     }
-    std::memset(gone, 0, padded);
     for (int32_t head = 0; head < job.heads; head++) {
         const float* scores = job.scores + head * job.row;
-        for (int64_t i = 0; i < job.tokens; i++) {
-            uint32_t bits;
-            std::memcpy(&bits, scores + i, 4);
-            keys[i] = (ordered(bits) & keep[i]) | lift[i];
-        }
-        int64_t begin = 0;
-        for (int32_t block = 0; block < job.blocks; block++) {
-            mark_lowest(keys + begin, job.sizes[block], job.lose[block], gone + begin);
-            begin += job.sizes[block];
-        }
         uint64_t* bits = job.gone + static_cast<int64_t>(head) * job.words;
-        pack_bits(gone, job.words, bits);
+        std::memset(bits, 0, job.words * sizeof(uint64_t));
+        int64_t begin = 0, guard = 0;
+        for (int32_t block = 0; block < job.blocks; block++) {
+            int64_t size = job.sizes[block];
+            uint32_t low = ~0u, high = 0;
+            for (int64_t i = begin; i < begin + size; i++) {
+                uint32_t key;
+                std::memcpy(&key, scores + i, 4);
+                key = ordered(key);
+                low = key < low ? key : low;
+                high = key > high ? key : high;
+                keys[i] = key;
+            }
+            for (; guard < guards && guarded[guard] < begin + size; guard++) {
+                bool leaves = job.guard[guarded[guard]] == HeadSelectJob::FIRST;
+                keys[guarded[guard]] = leaves ? 0 : ~0u;
+                low = leaves ? 0 : low;
+            }
+            mark_lowest(keys + begin, size, job.lose[block], low, high, begin, bits,
+                        rest);
+            begin += size;
+        }
         int64_t count = 0;
         for (int32_t word = 0; word < job.words; word++) {
             if (bits[word]) count += store_all(bits[word], word * 64, dropped + count);

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
+#include <cstring>
 
 #if defined(__aarch64__)
 #include "vector_neon.h"
@@ -27,6 +29,30 @@ namespace {
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #if !defined(__AVX512F__)
+
+// Which of 16 whole numbers are not above a limit, a bit each.
+inline uint16_t up_to(const uint32_t* keys, uint32_t limit) {
+    uint8_t bytes[16];
+    for (int i = 0; i < 16; i++) bytes[i] = keys[i] <= limit;
+    uint64_t low, high;
+    std::memcpy(&low, bytes, 8);
+    std::memcpy(&high, bytes + 8, 8);
+    return static_cast<uint16_t>((low * 0x0102040810204080u >> 56) |
+                                 (high * 0x0102040810204080u >> 56 << 8));
+}
+
+// The keys between two others, both included, in their order; how many there are. `out` may be the
+// keys; it has room for 16 more than that.
+inline int64_t store_between(const uint32_t* keys, int64_t count, uint32_t low, uint32_t high,
+                             uint32_t* out) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t key = keys[i];
+        out[found] = key;
+        found += key - low <= high - low;
+    }
+    return found;
+}
 
 // The places of the bits that are set, after `base`; how many there are.
 inline int store_places(uint16_t bits, int32_t base, int32_t* out) {

@@ -27,6 +27,29 @@ inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 inline __mmask16 first_lanes(int n) { return static_cast<__mmask16>((1u << n) - 1); }
 
+// Which of 16 whole numbers are not above a limit, a bit each.
+inline uint16_t up_to(const uint32_t* keys, uint32_t limit) {
+    return _mm512_cmple_epu32_mask(_mm512_loadu_si512(keys),
+                                   _mm512_set1_epi32(static_cast<int32_t>(limit)));
+}
+
+// The keys between two others, both included, in their order; how many there are. `out` may be the
+// keys; it has room for 16 more than that.
+inline int64_t store_between(const uint32_t* keys, int64_t count, uint32_t low, uint32_t high,
+                             uint32_t* out) {
+    __m512i from = _mm512_set1_epi32(static_cast<int32_t>(low));
+    __m512i span = _mm512_set1_epi32(static_cast<int32_t>(high - low));
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i += 16) {
+        __mmask16 here = count - i < 16 ? first_lanes(static_cast<int>(count - i)) : 0xffff;
+        __m512i key = _mm512_maskz_loadu_epi32(here, keys + i);
+        here = _mm512_mask_cmple_epu32_mask(here, _mm512_sub_epi32(key, from), span);
+        _mm512_storeu_si512(out + found, _mm512_maskz_compress_epi32(here, key));
+        found += __builtin_popcount(here);
+    }
+    return found;
+}
+
 // The places of the bits that are set, after `base`; how many there are.
 inline int store_places(uint16_t bits, int32_t base, int32_t* out) {
     __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
