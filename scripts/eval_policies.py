@@ -39,6 +39,7 @@ from arbor.events import Boundary, Event, Forwarded, Verified
 from arbor.measure.replay import Recording, replay, replay_smallest
 from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
+from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.base import Scorer
 from arbor.retention.msve import MSVE
@@ -118,6 +119,22 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of thei
     "lazyeviction-paper-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="paper")), None),
     "lazyeviction-off-each": (dataclasses.replace(LAZY, scorer=LazyEviction(h2="off")), None),
 }
+for _allocator, _scorer in itertools.product(("ams", "strata"), ("keydiff", "rkv")):
+    VARIANTS[f"{_allocator}-{_scorer}-each"] = (
+        dataclasses.replace(
+            POLICIES[_allocator],
+            scorer=POLICIES[_scorer].scorer,
+            protect=PROTECT,
+            trigger=Trigger(),
+        ),
+        None,
+    )
+VARIANTS["ams-no-credit-each"] = (
+    dataclasses.replace(
+        POLICIES["ams"], allocator=AMS(blend=1.0), protect=PROTECT, trigger=Trigger()
+    ),
+    None,
+)
 HEADED = ("h2o", "snapkv", "keydiff", "rkv", "rpc", "tova", "lazyeviction")
 for _name in HEADED:
     _policy = dataclasses.replace(POLICIES[_name], protect=PROTECT, trigger=Trigger())

@@ -1,0 +1,148 @@
+"""Decoding after a long prompt with a part of its KV, against full retention.
+
+    python scripts/bench_compressed.py --prompt 8192 --part 0.25 --rounds 7 \
+        --csv docs/experiments/compressed_speed.csv
+
+Every contestant reads the same prompt of a random Llama and decodes the same number of tokens after
+it, greedily, on one path; lossy mode, nothing comes back, 4 sinks and the last 32 tokens protected.
+A policy with `/32` behind its name acts every 32 tokens instead of at every one, with `/heads` each
+KV head keeps tokens of its own. Prefill is not in the
+ratios; it is reported, since policies act while a prompt is read too. One thread, thread CPU time,
+contestants in turn within each round; a ratio is full retention's time over the contestant's,
+median of the rounds with its bootstrap 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from bench_decode import interval
+from experiment_table import ExperimentTable, add_options
+from random_llama import NoText, fixed_length, prefix, random_llama
+
+from arbor.engine.engine import Engine
+from arbor.engine.token_source import Growth
+from arbor.kernels.fused import fused_ops
+from arbor.kernels.linear import pack_linears
+from arbor.kernels.native_cascade import NativeCascade
+from arbor.kernels.rotary import rotary_ops
+from arbor.model.fuse import fuse
+from arbor.model.fuse_attention import fuse_attention
+from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
+from arbor.retention.policy import POLICIES, Policy, Protect
+from arbor.retention.trigger import Trigger
+from arbor.tree import Node, ThoughtTree
+
+POLICY_NAMES = (
+    *("full", "streaming", "lru", "h2o", "h2o/32", "snapkv", "snapkv/32", "keydiff/32"),
+    *("strata/32", "h2o/heads/32", "snapkv/heads/32"),
+)
+SPARE = 32
+
+
+def policy_of(name: str) -> Policy:
+    """A policy as it is named here, with the protection that all have."""
+    base, *rest = name.split("/")
+    policy = replace(
+        POLICIES[base],
+        protect=Protect(sinks=4, recent=32),
+        trigger=Trigger(spare=SPARE if str(SPARE) in rest else 0),
+    )
+    return replace(policy, granularity="head") if "heads" in rest else policy
+
+
+class Decoder:
+    """One path of an engine: a prompt, then block after block."""
+
+    def __init__(self, name: str, given: argparse.Namespace) -> None:
+        self.name = name
+        model = random_llama(given.size, getattr(torch, given.dtype))
+        device = torch.device("cpu")
+        runner = ModelRunner(model, NativeCascade(), deterministic=True)
+        pack_linears(model, deterministic=True)
+        if (ops := fused_ops(device)) is not None:
+            fuse(model, ops)
+        if (rotary := rotary_ops(device)) is not None:
+            fuse_attention(model, rotary)
+        runner.fuse_layers()
+        whole = name == "full"
+        self.engine = Engine(
+            runner,
+            NoText(),
+            policy=POLICIES["full"] if whole else policy_of(name),
+            mode="lossless" if whole else "lossy",
+            rehydrate="selective" if whole else "off",
+        )
+        most = given.prompt + (given.rounds + 1) * given.tokens
+        self.slots = most if whole else math.ceil(given.part * most)
+        self.tree = ThoughtTree(prefix(given.prompt, model.config.vocab_size))
+        self.engine.open(self.tree, self.slots)
+        self.growth = Growth(0, Sampling(temperature=0), fixed_length(given.tokens))
+        began = time.thread_time()
+        self.engine.extend(self.tree.root)
+        self.prefill = time.thread_time() - began
+        self.leaf: Node = self.tree.root
+
+    def run(self) -> float:
+        """Thread CPU seconds of one more block."""
+        child = self.tree.fork(self.leaf)
+        self.tree.append(child, 5)
+        began = time.thread_time()
+        self.engine.decode([child], self.growth)
+        self.leaf = child
+        return time.thread_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="100m", choices=["5m", "100m"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens")
+    parser.add_argument(
+        "--part", type=float, default=0.25, help="of all tokens, that the device holds"
+    )
+    parser.add_argument("--tokens", type=int, default=32, help="decoded in each round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--policies", nargs="+", default=list(POLICY_NAMES[1:]))
+    add_options(parser)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    table = ExperimentTable(given)
+    decoders = [Decoder(name, given) for name in ("full", *given.policies)]
+    seconds: dict[str, list[float]] = {each.name: [] for each in decoders}
+    for at in range(given.rounds + 1):  # the first one warms up
+        for each in decoders[:: 1 if at % 2 == 0 else -1]:
+            spent = each.run()
+            if at:
+                seconds[each.name].append(spent)
+    for each in decoders:
+        ratio, low, high = interval(np.array(seconds["full"]) / np.array(seconds[each.name]))
+        memory = each.engine.memory
+        row = {
+            "model": f"{given.size} Llama",
+            "dtype": given.dtype,
+            "prompt": given.prompt,
+            "policy": each.name,
+            "slots": each.slots,
+            "peak_slots": memory.peak,
+            "peak_mb": round(memory.peak * memory.bytes_per_token / 1e6, 1),
+            "prefill_s": round(each.prefill, 2),
+            "ms_per_token": round(1e3 * float(np.median(seconds[each.name])) / given.tokens, 2),
+            "ratio": round(ratio, 3),
+            "ratio_low": round(low, 3),
+            "ratio_high": round(high, 3),
+            "n": given.rounds,
+            "n_of": "rounds",
+        }
+        print(row, flush=True)
+        table.add(row)
+
+
+if __name__ == "__main__":
+    main()
