@@ -479,7 +479,7 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     sparing = {name for name, policy in POLICIES.items() if policy.spares_paths}
     published = {name for name, policy in POLICIES.items() if policy.protect.tail}
 
-    assert sparing == {"arborkv", "belady", "kkt", "lru", "reentry", "rsbcm"}
+    assert sparing == {"arborkv", "belady", "ends", "kkt", "lru", "reentry", "rsbcm"}
     assert published == {"arborkv", "kkt"}
     assert Protect() == Protect(sinks=4, recent=8, tail=0, floor=0, threshold=1e-4)
     own = dict.fromkeys(published, Protect(tail=8, floor=4))

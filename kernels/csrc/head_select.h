@@ -28,12 +28,12 @@ inline int32_t count_up_to(const uint32_t* keys, int64_t count, uint32_t limit) 
 constexpr int64_t FEW = 256;  // keys: all of them are counted again and again
 
 // The lowest keys, `wanted` >= 1 of them, of equals the earlier ones: their bits, after `begin`.
-// No key is outside `low` to `high` but those that count as the lowest or the highest of all.
+// No key is below `low`, and `found` are up to `high`.
 // `rest` has room for all keys and 16 more.
 void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t low, uint32_t high,
-                 int64_t begin, uint64_t* bits, uint32_t* rest) {
+                 int64_t found, int64_t begin, uint64_t* bits, uint32_t* rest) {
     // up to `high` are `found`, at least as many as wanted; below `low` are `below`, fewer
-    int64_t found = count_up_to(keys, count, high), below = 0;
+    int64_t below = 0;
     // keys that the limit may be, all or those between `low` and `high`, and how many are below them
     const uint32_t* open = keys;
     int64_t left = count, before = 0;
@@ -43,7 +43,7 @@ void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t l
         uint64_t part = halve ? span / 2
                               : span * static_cast<uint64_t>(wanted - below) / (found - below + 1);
         uint32_t middle = low + static_cast<uint32_t>(part < span ? part : span - 1);
-        if (left > FEW && found - below < left / 4) {
+        if (left > FEW && found - below < left / 2) {
             left = store_between(open, left, low, high, rest);
             open = rest;
             before = below;
@@ -116,6 +116,7 @@ void select_heads(const HeadSelectJob& job, Scratch* scratch) {
         for (int32_t block = 0; block < job.blocks; block++) {
             int64_t size = job.sizes[block];
             uint32_t low = ~0u, high = 0;
+            int64_t found = size;
             for (int64_t i = begin; i < begin + size; i++) {
                 uint32_t key;
                 std::memcpy(&key, scores + i, 4);
@@ -128,9 +129,10 @@ void select_heads(const HeadSelectJob& job, Scratch* scratch) {
                 bool leaves = job.guard[guarded[guard]] == HeadSelectJob::FIRST;
                 keys[guarded[guard]] = leaves ? 0 : ~0u;
                 low = leaves ? 0 : low;
+                found -= !leaves;
             }
-            mark_lowest(keys + begin, size, job.lose[block], low, high, begin, bits,
-                        rest);
+            mark_lowest(keys + begin, size, job.lose[block], low, high, found, begin,
+                        bits, rest);
             begin += size;
         }
         int64_t count = 0;
