@@ -27,7 +27,7 @@ from arbor.aggregate.base import Aggregate
 from arbor.budget import Budget, Plan
 from arbor.controllers.base import Controller
 from arbor.engine.branch_stop import BranchStop
-from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share
+from arbor.engine.mode_names import SHARE_THRESHOLD, Mode, Rehydrate, Share, default_policy
 from arbor.errors import ArborError, UsageError
 from arbor.events import Event, Listener
 from arbor.model.checkpoint import Checkpoint
@@ -135,7 +135,8 @@ class Solver:
         budget: the part of the expected peak of full retention that is kept, in (0, 1], or of the
             worst case, ``0.25max``; or ``8192tok``, ``6GiB``; ``full``.
         policy: what blocks off the running paths keep on the device: likewise a name, a table or a
-            ready policy; an allocator alone stands for `Policy(allocator)`.
+            ready policy; an allocator alone stands for `Policy(allocator)`. By default ``reentry``,
+            and ``ends`` in lossy mode where nothing comes back.
         mode: ``lossless``: the result is full retention's at any budget; ``lossy``: tokens of
             running paths may leave too.
         rehydrate: ``selective``: missing tokens come back; ``span``: whole blocks do; ``off``:
@@ -220,7 +221,7 @@ class Solver:
         verifier: str | Mapping[str, Any] | Verifier = "self",
         aggregate: str | Mapping[str, Any] | Aggregate = "best",
         budget: float | str | Budget = "full",
-        policy: str | Mapping[str, Any] | Policy | Allocator = "reentry",
+        policy: str | Mapping[str, Any] | Policy | Allocator | None = None,
         mode: Mode = "lossless",
         rehydrate: Rehydrate | None = None,
         host: str | int | None = None,
@@ -260,8 +261,10 @@ class Solver:
         self.verifier: Verifier = resolve_component("verifier", verifier, Verifier)
         self.aggregate: Aggregate = resolve_component("aggregate", aggregate, Aggregate)
         self.budget = Budget.parse(budget)
-        self.policy: Policy = resolve_component("policy", policy, Policy)
         self.mode, self.rehydrate = resolve_mode(mode, rehydrate)
+        if policy is None:
+            policy = default_policy(self.mode, self.rehydrate)
+        self.policy: Policy = resolve_component("policy", policy, Policy)
         check_destroying(self.policy, self.mode, self.rehydrate)
         self.lower = resolve_tiers(
             host,

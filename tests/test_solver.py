@@ -814,3 +814,24 @@ def test_a_policy_says_itself_that_it_needs_a_recorded_run(tmp_path: Path) -> No
 def test_levels_of_a_cascade_have_to_pay_on_a_gpu_only() -> None:
     assert least_saved_reads(torch.device("cpu")) == 0
     assert least_saved_reads(torch.device("cuda:0")) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, "reentry"),
+        ({"mode": "lossy"}, "ends"),
+        ({"mode": "lossy", "rehydrate": "off"}, "ends"),
+        ({"mode": "lossy", "rehydrate": "selective"}, "reentry"),
+        ({"mode": "lossy", "policy": "h2o"}, "h2o"),
+    ],
+    ids=str,
+)
+def test_the_default_policy_is_another_one_where_what_leaves_is_lost(
+    settings: dict[str, Any], policy: str
+) -> None:
+    solver = Solver(**settings)
+
+    assert solver.policy.name == policy
+    assert solver.config["policy"]["name"] == policy
+    assert Solver.from_config(solver.config).policy == solver.policy

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from arbor.cli.component_settings import KINDS
 from arbor.cli.configure import all_settings
+from arbor.engine.mode_names import default_policy
 from arbor.events import Detail
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class SolverOptions:
     step_tokens: int | None
     set: tuple[str, ...]
     budget: str
-    policy: str
+    policy: str | None
     mode: Literal["lossless", "lossy"]
     rehydrate: Literal["selective", "span", "off"] | None
     msve: str | None
@@ -80,7 +81,8 @@ class SolverOptions:
     @property
     def components(self) -> dict[str, str]:
         """Kind -> name, perhaps with settings."""
-        return {kind: getattr(self, kind) for kind in KINDS}
+        policy = self.policy or default_policy(self.mode, self.rehydrate)
+        return {kind: getattr(self, kind) for kind in KINDS if kind != "policy"} | {"policy": policy}
 
     @property
     def sampling(self) -> dict[str, float]:

@@ -226,12 +226,11 @@ budget_option = option(
 
 policy_option = option(
     "--policy",
-    default="reentry",
     metavar="NAME[,KEY=VALUE]",
     heading="KV budget",
     common=True,
     shell_complete=names_of("policy"),
-    help="Chooses the KV to evict; see 'arbor list policies'.",
+    help="Chooses the KV to evict; default: reentry, in lossy mode ends.",
 )
 
 retention_options = option_group(

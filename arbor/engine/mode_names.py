@@ -9,3 +9,8 @@ Rehydrate = Literal["selective", "span", "off"]
 Share = Literal["exact", "prompts", "off", "similar", "audit"]
 SHARE_THRESHOLD = 0.82  # least similarity of prompts; the tau of RKSC
 SIMILAR = ("similar", "audit")  # lossy: a prompt may be replaced by a similar one
+
+
+def default_policy(mode: str, rehydrate: str | None) -> str:
+    """The policy of a run that names none: `ends` where what leaves is lost, else `reentry`."""
+    return "ends" if mode == "lossy" and rehydrate in (None, "off") else "reentry"
