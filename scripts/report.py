@@ -160,14 +160,14 @@ TABLES: dict[str, Table] = {
         {
             "n": "500",
             "task": "chains of 4 to 6 steps, test; open blocks lose tokens too",
-            "policy": ("lru", "lazyeviction-each", "ams-each"),
+            "policy": ("lru", "keydiff", "lazyeviction-each"),
         },
     ),
     "lossy_trees": Table(
         "lossy_trees",
         {"policy": "policy"},
         (lost("off", "0.75"), lost("off", "0.5"), lost("selective", "0.5"), lost("off", "0.35")),
-        {"n": "500", "policy": ("uniform", "lru", "arborkv")},
+        {"n": "500", "policy": ("ends", "lru", "arborkv")},
     ),
     "step_speed": Table(
         "step_speed",
