@@ -58,7 +58,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "measure_sizes": ("--n 1 --tasks game24 --controllers chain --out FOLDER/out.json",),
     "bench_budget": ("--n 1 --searches tot-dfs --budgets 0.5 --host --csv FOLDER/out.csv",),
     "bench_compressed": (
-        "--size 5m --prompt 128 --rounds 1 --tokens 4 --policies streaming h2o/32 snapkv/heads/32",
+        "--size 5m --prompt 128 --part 0.5 --rounds 1 --tokens 4 --policies streaming h2o/32 snapkv/heads/32",
     ),
     "bench_concurrency": (
         "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
