@@ -21,26 +21,19 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from bench_decode import interval
+from bench_decode import fused_runner, interval
 from experiment_table import ExperimentTable, add_options
 from random_llama import NoText, fixed_length, prefix, random_llama
 
 from arbor.engine.engine import Engine
 from arbor.engine.token_source import Growth
-from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import pack_linears
-from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.rotary import rotary_ops
-from arbor.model.fuse import fuse
-from arbor.model.fuse_attention import fuse_attention
-from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.tree import Node, ThoughtTree
 
 POLICY_NAMES = (
-    *("full", "streaming", "lru", "h2o", "h2o/32", "snapkv", "snapkv/32", "keydiff/32"),
+    *("streaming", "lru", "h2o", "h2o/32", "snapkv", "snapkv/32", "keydiff/32"),
     *("strata/32", "h2o/heads/32", "snapkv/heads/32"),
 )
 SPARE = 32
@@ -63,17 +56,9 @@ class Decoder:
     def __init__(self, name: str, given: argparse.Namespace) -> None:
         self.name = name
         model = random_llama(given.size, getattr(torch, given.dtype))
-        device = torch.device("cpu")
-        runner = ModelRunner(model, NativeCascade(), deterministic=True)
-        pack_linears(model, deterministic=True)
-        if (ops := fused_ops(device)) is not None:
-            fuse(model, ops)
-        if (rotary := rotary_ops(device)) is not None:
-            fuse_attention(model, rotary)
-        runner.fuse_layers()
         whole = name == "full"
         self.engine = Engine(
-            runner,
+            fused_runner(model),
             NoText(),
             policy=POLICIES["full"] if whole else policy_of(name),
             mode="lossless" if whole else "lossy",
@@ -109,7 +94,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=32, help="decoded in each round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--policies", nargs="+", default=list(POLICY_NAMES[1:]))
+    parser.add_argument("--policies", nargs="+", default=list(POLICY_NAMES))
     add_options(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -81,6 +81,30 @@ def _fuse(model: Any, layers: bool) -> None:
         fuse_attention(model, rotary)
 
 
+def fused_runner(
+    model: Any,
+    backend: AttentionBackend | None = None,
+    *,
+    layers: bool = True,
+    joint: bool = True,
+    whole: bool = True,
+    deterministic: bool | None = None,
+) -> ModelRunner:
+    """A runner as `load_weights` makes it; arguments as for `Arbor`."""
+    if backend is None:
+        backend = TorchCascade() if native_library() is None else NativeCascade()
+    if deterministic is None:
+        deterministic = isinstance(backend, NativeCascade)
+    runner = ModelRunner(model, backend, deterministic=deterministic)
+    if runner.device.type == "cpu":
+        pack_linears(model, deterministic=deterministic)
+        with nullcontext() if joint else separate_projections():
+            _fuse(model, layers)
+        if whole:
+            runner.fuse_layers()
+    return runner
+
+
 class Arbor:
     """The engine, on a tree with a filled root.
 
@@ -106,18 +130,10 @@ class Arbor:
         prompt: int = PREFIX,
     ) -> None:
         self.fans, self.tokens = SHAPES[shape]
-        if backend is None:
-            backend = TorchCascade() if native_library() is None else NativeCascade()
-        if deterministic is None:
-            deterministic = isinstance(backend, NativeCascade)
-        runner = ModelRunner(model, backend, deterministic=deterministic)
+        runner = fused_runner(
+            model, backend, layers=layers, joint=joint, whole=whole, deterministic=deterministic
+        )
         self.engine = Engine(runner, NoText(), policy=POLICIES["lru"])
-        if runner.device.type == "cpu":
-            pack_linears(model, deterministic=deterministic)
-            with nullcontext() if joint else separate_projections():
-                _fuse(model, layers)
-            if whole:
-                runner.fuse_layers()
         self.slots = prompt + generated(shape)
         self.prompt = prefix(prompt, vocabulary)
         self.growth = Growth(0, Sampling(temperature=0), fixed_length(self.tokens))

@@ -7,8 +7,8 @@ import pytest
 
 from arbor import Solver
 from arbor.budget import Budget, Footprint
+from arbor.cli.option_records import SolverOptions, read_options
 from arbor.cli.solve import solve as command
-from arbor.engine.mode_names import default_policy
 from arbor.errors import BudgetInfeasible, UnknownName
 from arbor.events import Opened, Selected, Verified
 from arbor.retention.base import NEVER
@@ -45,12 +45,16 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         preset("config-x")
 
 
-def test_the_command_and_the_solver_have_the_same_defaults() -> None:
-    given = {option.name: option.default for option in command.params}
-    solver = Solver()
-    assert default_policy(given["mode"], None) == solver.policy.name
-    assert given["mode"] == solver.mode
-    assert not isinstance(given["policy"], str)
+@pytest.mark.parametrize(
+    "given", [(), ("--mode", "lossy"), ("--mode", "lossy", "--rehydrate", "span")], ids=str
+)
+def test_the_command_and_the_solver_have_the_same_defaults(given: tuple[str, ...]) -> None:
+    options = read_options(
+        SolverOptions, command.make_context("solve", ["4 5 6 10", *given]).params
+    )
+    solver = Solver(mode=options.mode, rehydrate=options.rehydrate)
+    assert options.components["policy"] == solver.policy.name
+    assert Solver().mode == command.make_context("solve", ["4 5 6 10"]).params["mode"]
 
 
 def test_a_lossy_budget_may_be_smaller_than_a_path_and_says_when_it_is_too_small() -> None:

@@ -82,9 +82,7 @@ class SolverOptions:
     def components(self) -> dict[str, str]:
         """Kind -> name, perhaps with settings."""
         policy = self.policy or default_policy(self.mode, self.rehydrate)
-        return {kind: getattr(self, kind) for kind in KINDS if kind != "policy"} | {
-            "policy": policy
-        }
+        return {kind: getattr(self, kind) for kind in KINDS} | {"policy": policy}
 
     @property
     def sampling(self) -> dict[str, float]:

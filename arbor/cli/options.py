@@ -230,7 +230,7 @@ policy_option = option(
     heading="KV budget",
     common=True,
     shell_complete=names_of("policy"),
-    help="Chooses the KV to evict; default: reentry, in lossy mode ends.",
+    help="Eviction policy (arbor list policies). Default: reentry; lossy: ends.",
 )
 
 retention_options = option_group(
