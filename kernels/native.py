@@ -312,13 +312,25 @@ def _load() -> tuple[Library | None, str]:
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "off":
         return None, f"off ({VARIABLE})"
-    if not FILE.exists():
+    return open_library(FILE, wanted)
+
+
+def open_library(file: Path, wanted: str = "") -> tuple[Library | None, str]:
+    """The library in a file; several can be open at once, to compare builds.
+
+    Args:
+        wanted: the instruction set to use, one of `SETS`; empty: the best that the CPU has.
+
+    Returns:
+        The library and "", or None and why it cannot be used.
+    """
+    if not file.exists():
         return (
             None,
             "not built: no C++ compiler when arbor was installed, or neither x86-64 nor aarch64",
         )
     try:
-        loaded = ctypes.CDLL(str(FILE))
+        loaded = ctypes.CDLL(str(file))
         use, layout = loaded.arbor_native_use, loaded.arbor_native_layout
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}"

@@ -35,7 +35,7 @@ from arbor.engine.token_source import Growth
 from arbor.kernels.base import AttentionBackend
 from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import pack_linears
-from arbor.kernels.native import native_library, native_state, without_native
+from arbor.kernels.native import native_library, native_state, open_library, without_native
 from arbor.kernels.native_cascade import NativeCascade
 from arbor.kernels.rotary import rotary_ops
 from arbor.kernels.torch_cascade import TorchCascade
@@ -70,6 +70,20 @@ def separate_projections() -> Iterator[None]:
         patch("arbor.model.fuse.joint_linear", return_value=None),
         patch("arbor.model.fuse_attention.joint_linear", return_value=None),
     ):
+        yield
+
+
+@contextmanager
+def library_of(file: Path) -> Iterator[None]:
+    """Within, what is built uses the native kernels in this file.
+
+    Raises:
+        SystemExit: they cannot be used here.
+    """
+    library, reason = open_library(file)
+    if library is None:
+        raise SystemExit(f"--library {file}: {reason}")
+    with patch("arbor.kernels.native._load", return_value=(library, "")):
         yield
 
 
@@ -265,9 +279,17 @@ def main() -> None:
     parser.add_argument(
         "--loose", action="store_true", help="also arbor with bits that depend on the batch"
     )
+    parser.add_argument(
+        "--library",
+        type=Path,
+        help="also arbor with another build of the native kernels, this file",
+    )
     parser.add_argument("--no-generate", action="store_true", help="without batched `generate`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    others = (args.torch, args.library, args.layers, args.separate, args.calls, args.loose)
+    if args.no_generate and not any((*others, args.deepcopy)):
+        parser.error("--no-generate leaves nothing to compare with; name another contestant")
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
     rows = []
@@ -281,6 +303,10 @@ def main() -> None:
             with without_native():
                 plain = random_llama(args.size, dtype)
                 contestants["torch"] = Arbor(plain, shape, vocabulary)
+        if args.library:
+            with library_of(args.library):
+                plain = random_llama(args.size, dtype)
+                contestants["library"] = Arbor(plain, shape, vocabulary)
         if args.layers:
             plain = random_llama(args.size, dtype)
             contestants["layers"] = Arbor(plain, shape, vocabulary, layers=False)

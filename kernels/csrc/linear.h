@@ -19,32 +19,71 @@ constexpr int PANEL = 16;
 constexpr int VECS = PANEL / Vec::WIDTH;     // vectors of a panel
 constexpr int INPUTS = 128;                  // inputs whose weights stay in the L1 cache
 constexpr int PANELS = Vec::WIDTH == 16 ? 4 : 1;  // of a group: one part of a job
-constexpr int LINEAR_ROWS = Vec::WIDTH == 4 ? 5 : 6;  // whose sums stay in registers
 // From so many rows on, storing and loading the sums of a block takes longer than weights from L2.
 constexpr int MANY_ROWS = Vec::WIDTH == 16 ? 128 : 1 << 30;  // measured with AVX-512 alone
+constexpr int AHEAD = 8192;  // bytes of weights on their way to L2 while sums stay in registers
 constexpr int MOST_ROWS = 512;  // that meet all weights, so that x and sums stay in the L2 cache
+
+// A dot adds what a step of x, one number or two of each row, gives with the weights of a panel.
 
 // float32: one input at a time.
 struct SingleDot {
-    using X = float;
+    using Number = float;  // of the job
+    using X = float;       // in which x is read
     static constexpr int STEP = 1;
-    static void add(Vec* acc, const float* x, const char* weight) {
-        Vec factor = set1(*x);
-        for (int c = 0; c < VECS; c++) {
-            const float* at = reinterpret_cast<const float*>(weight) + c * Vec::WIDTH;
-            acc[c] = fma(factor, load(at), acc[c]);
+    static constexpr int ROWS = Vec::WIDTH == 4 ? 5 : 6;  // whose sums stay in registers
+
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P][VECS], int p, const float* const* x, int at, const char* weight) {
+        for (int r = 0; r < R; r++) {
+            Vec factor = set1(x[r][at]);
+            for (int c = 0; c < VECS; c++) {
+                const float* from = reinterpret_cast<const float*>(weight) + c * Vec::WIDTH;
+                acc[r][p][c] = fma(factor, load(from), acc[r][p][c]);
+            }
         }
     }
 };
 
 // bfloat16: two inputs at a time.
 struct PairDot {
-    using X = bf16;
+    using Number = bf16;
     static constexpr int STEP = 2;
-    static void add(Vec* acc, const bf16* x, const char* weight) {
-        Pair factors = pair_of(x);
-        for (int c = 0; c < VECS; c++) acc[c] = fma(factors, weight + c * Vec::WIDTH * 4, acc[c]);
+    static constexpr int ROWS = Vec::WIDTH == 16 ? 6 : 5;
+
+#if defined(HAS_PAIRS)
+    using X = bf16;
+
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P][VECS], int p, const bf16* const* x, int at, const char* weight) {
+        for (int r = 0; r < R; r++) {
+            Pair factors = pair_of(x[r] + at);
+            for (int c = 0; c < VECS; c++) {
+                acc[r][p][c] = fma(factors, weight + c * Vec::WIDTH * 4, acc[r][p][c]);
+            }
+        }
     }
+#else
+    using X = float;  // widened once, not for every panel
+
+    // One half of the pairs after the other, so that sums and weights fit into the registers.
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P][VECS], int p, const float* const* x, int at, const char* weight) {
+        for (int half = 0; half < 2; half++) {
+            Vec numbers[VECS];
+            for (int c = 0; c < VECS; c++) {
+                const char* pairs = weight + c * Vec::WIDTH * 4;
+                numbers[c] = half ? odd_of(pairs) : even_of(pairs);
+            }
+            for (int r = 0; r < R; r++) {
+                Vec factor = set1(x[r][at + half]);
+                for (int c = 0; c < VECS; c++) {
+                    acc[r][p][c] = fma(factor, numbers[c], acc[r][p][c]);
+                }
+            }
+        }
+    }
+#endif
 };
 
 inline int64_t steps_of(const LinearJob& job) {
@@ -57,6 +96,7 @@ struct InputBlock {
     int steps;
     bool begins;    // the sums begin at zero here, else they go on
     int out_row;    // numbers from one row of sums to the next
+    int64_t ahead;  // bytes from a step's weights to those to fetch meanwhile
 };
 
 // out[r][16 outputs of P panels] += x[r] times the panels.
@@ -76,8 +116,9 @@ void linear_tile(const typename Dot::X* const* x, const char* weights, const Inp
     for (int step = 0; step < block.steps; step++) {
         for (int p = 0; p < P; p++) {
             const char* weight = weights + p * block.panel_bytes + step * 64;
-            prefetch(weight + 1024);
-            for (int r = 0; r < R; r++) Dot::add(acc[r][p], x[r] + step * Dot::STEP, weight);
+            prefetch_far(weight + block.ahead);
+            if (Vec::WIDTH != 8) prefetch(weight + 1024);  // AVX2 has no loads to spare
+            Dot::add(acc, p, x, step * Dot::STEP, weight);
         }
     }
     for (int r = 0; r < R; r++) {
@@ -125,56 +166,77 @@ int32_t linear_parts(const LinearJob& job) {
     return (job.outputs + PANELS * PANEL - 1) / (PANELS * PANEL);
 }
 
-// The rows of x, with zeros behind them where whole steps go past the last input.
-template <class Number>
-const Number* padded_rows(const LinearJob& job, int64_t width, Number* room, int64_t* row) {
-    const Number* x = static_cast<const Number*>(job.x);
+inline void copy_row(const float* from, int64_t count, float* to) {
+    std::memcpy(to, from, sizeof(float) * count);
+}
+
+inline void copy_row(const bf16* from, int64_t count, bf16* to) {
+    std::memcpy(to, from, sizeof(bf16) * count);
+}
+
+inline void copy_row(const bf16* from, int64_t count, float* to) {
+    int64_t i = 0;
+    for (; i + Vec::WIDTH <= count; i += Vec::WIDTH) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = to_float(from[i]);
+}
+
+// Some rows of x as they are read: with zeros behind them where whole steps go past the last input.
+// They are copied to `room` unless they lie in memory like that.
+template <class Number, class X>
+const X* rows_of(const LinearJob& job, int first_row, int rows, int64_t width, X* room, int64_t* row) {
+    const Number* x = static_cast<const Number*>(job.x) + first_row * job.x_row;
     *row = job.x_row;
-    if (width == job.inputs) return x;
+    if constexpr (sizeof(Number) == sizeof(X)) {
+        if (width == job.inputs) return x;
+    }
     *row = width;
-    for (int r = 0; r < job.rows; r++) {
-        std::memcpy(room + r * width, x + r * job.x_row, sizeof(Number) * job.inputs);
-        std::memset(room + r * width + job.inputs, 0, sizeof(Number) * (width - job.inputs));
+    for (int r = 0; r < rows; r++) {
+        copy_row(x + r * job.x_row, job.inputs, room + r * width);
+        std::memset(room + r * width + job.inputs, 0, sizeof(X) * (width - job.inputs));
     }
     return room;
 }
 
-// Some rows of x times the panels of a part.
+// Some rows of x, which begin at `x`, times the panels of a part.
 template <class Dot>
 void linear_block(const LinearJob& job, const typename Dot::X* x, int64_t x_row, int first_row,
                   int rows, int first_group, int end_group, float* sums) {
     using X = typename Dot::X;
-    constexpr int OUT_ROW = PANELS * PANEL, BLOCK = INPUTS / Dot::STEP;
+    constexpr int OUT_ROW = PANELS * PANEL, BLOCK = INPUTS / Dot::STEP, ROWS = Dot::ROWS;
     int64_t steps = steps_of(job), panel_bytes = steps * 64;
     int panels = (job.outputs + PANEL - 1) / PANEL;
     // few and many rows keep their sums in registers from the first input to the last
-    bool whole = rows <= LINEAR_ROWS || rows >= MANY_ROWS;
+    bool whole = rows <= ROWS || rows >= MANY_ROWS;
     int64_t block = whole ? steps : BLOCK;
     for (int group = first_group; group < end_group; group++) {
         int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
         const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
         for (int64_t step = 0; step < steps; step += block) {
             int some = static_cast<int>(steps - step < block ? steps - step : block);
-            for (int row = 0; row < rows; row += LINEAR_ROWS) {
-                int together = rows - row < LINEAR_ROWS ? rows - row : LINEAR_ROWS;
-                const X* x_at[LINEAR_ROWS];
+            // the last rows of a block fetch the next one, of these panels or of the next ones
+            int64_t next = step + block < steps ? block * 64 : PANELS * panel_bytes - step * 64;
+            int64_t ahead = whole ? AHEAD : next;
+            for (int row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; tiles--) {
+                int together = (rows - row + tiles - 1) / tiles;
+                const X* x_at[ROWS];
                 for (int r = 0; r < together; r++) {
-                    x_at[r] = x + (first_row + row + r) * x_row + step * Dot::STEP;
+                    x_at[r] = x + (row + r) * x_row + step * Dot::STEP;
                 }
                 float* out = sums + static_cast<int64_t>(row) * OUT_ROW;
                 const char* from = weights + step * 64;
-                InputBlock inputs{panel_bytes, some, step == 0, OUT_ROW};
+                InputBlock inputs{panel_bytes, some, step == 0, OUT_ROW, tiles == 1 ? ahead : 0};
                 if (here == PANELS) {
-                    linear_rows<Dot, LINEAR_ROWS, PANELS>(together, x_at, from, inputs, out);
+                    linear_rows<Dot, ROWS, PANELS>(together, x_at, from, inputs, out);
                 } else {
                     for (int p = 0; p < here; p++) {
-                        linear_rows<Dot, LINEAR_ROWS, 1>(
+                        linear_rows<Dot, ROWS, 1>(
                             together, x_at, from + p * panel_bytes, inputs, out + p * PANEL);
                     }
                 }
+                row += together;
             }
         }
-        finish<X>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
+        finish<typename Dot::Number>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
     }
 }
 
@@ -185,16 +247,17 @@ void linear_groups(const LinearJob& job, int part, int parts, Scratch* scratch) 
     int blocks = (job.rows + MOST_ROWS - 1) / MOST_ROWS;
     int most_rows = blocks ? (job.rows + blocks - 1) / blocks : 0;  // blocks of about one size
     int64_t sums_bytes = static_cast<int64_t>(most_rows) * PANELS * PANEL * 4;
-    char* memory = static_cast<char*>(
-        scratch->take(scratch, sums_bytes + job.rows * width * static_cast<int64_t>(sizeof(X))));
+    int64_t x_bytes = most_rows * width * static_cast<int64_t>(sizeof(X));
+    char* memory = static_cast<char*>(scratch->take(scratch, sums_bytes + x_bytes));
     float* sums = reinterpret_cast<float*>(memory);
-    int64_t x_row;
-    const X* x = padded_rows(job, width, reinterpret_cast<X*>(memory + sums_bytes), &x_row);
+    X* room = reinterpret_cast<X*>(memory + sums_bytes);
     int groups = linear_parts(job);
     int first_group = static_cast<int>(static_cast<int64_t>(groups) * part / parts);
     int end_group = static_cast<int>(static_cast<int64_t>(groups) * (part + 1) / parts);
     for (int row = 0; row < job.rows; row += most_rows) {
         int rows = job.rows - row < most_rows ? job.rows - row : most_rows;
+        int64_t x_row;
+        const X* x = rows_of<typename Dot::Number>(job, row, rows, width, room, &x_row);
         linear_block<Dot>(job, x, x_row, row, rows, first_group, end_group, sums);
     }
 }
@@ -232,7 +295,8 @@ inline void linear_tiles(const LinearJob& job, int part, int parts, Scratch* scr
     char* memory = static_cast<char*>(scratch->take(scratch, sums_bytes + job.rows * width * 2));
     float* sums = reinterpret_cast<float*>(memory);
     int64_t x_row;
-    const bf16* x = padded_rows(job, width, reinterpret_cast<bf16*>(memory + sums_bytes), &x_row);
+    bf16* room = reinterpret_cast<bf16*>(memory + sums_bytes);
+    const bf16* x = rows_of<bf16>(job, 0, job.rows, width, room, &x_row);
     int panels = (job.outputs + PANEL - 1) / PANEL, pairs = (panels + 1) / 2;
     int first = static_cast<int>(static_cast<int64_t>(pairs) * part / parts);
     int end = static_cast<int>(static_cast<int64_t>(pairs) * (part + 1) / parts);

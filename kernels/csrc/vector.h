@@ -28,6 +28,9 @@ namespace {
 // Asks for the line of a cache that holds this address; any address will do.
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+// The same for the L2 cache, where more lines can be on their way from memory at once.
+inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 #if !defined(__AVX512F__)
 
 // Which of 16 whole numbers are not above a limit, a bit each.
@@ -59,22 +62,6 @@ inline int store_places(uint16_t bits, int32_t base, int32_t* out) {
     int count = 0;
     for (uint32_t rest = bits; rest; rest &= rest - 1) out[count++] = base + __builtin_ctz(rest);
     return count;
-}
-
-#endif
-
-#if !defined(__AVX512BF16__) && !defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-
-// Two factors in bfloat16, for pairs of numbers.
-struct Pair {
-    Vec even, odd;
-};
-
-inline Pair pair_of(const bf16* x) { return {set1(to_float(x[0])), set1(to_float(x[1]))}; }
-
-// WIDTH pairs of bfloat16 times the factors, added to the sums.
-inline Vec fma(Pair factors, const void* pairs, Vec sums) {
-    return fma(factors.odd, odd_of(pairs), fma(factors.even, even_of(pairs), sums));
 }
 
 #endif

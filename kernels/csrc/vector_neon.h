@@ -86,6 +86,8 @@ inline Vec odd_of(const void* p) {
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
+#define HAS_PAIRS
+
 // Two factors in bfloat16, for pairs of numbers.
 struct Pair {
     bfloat16x8_t v;

@@ -176,6 +176,8 @@ inline Vec magnitude(Vec a) { return {_mm512_abs_ps(a.v)}; }
 
 #if defined(__AVX512BF16__)
 
+#define HAS_PAIRS
+
 // Two factors in bfloat16, for pairs of numbers.
 struct Pair {
     __m512bh v;
