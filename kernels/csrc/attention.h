@@ -25,18 +25,28 @@ using arbor::Scratch;
 
 constexpr int WIDTH = Vec::WIDTH;
 constexpr int KEYS = 32;        // keys of a transposed tile
-constexpr int TILE = WIDTH == 4 ? 4 : KEYS / WIDTH;  // vectors that meet queries together
-constexpr int VALUES = 64;      // keys whose values are read again from the L1 cache
+// Keys whose values are read again from the L1 cache; only with AVX2 were fewer measured to be better.
+constexpr int VALUES = WIDTH == 8 ? 32 : 64;
 // Queries that share a tile in registers, and rows that share values: sums and what they read fit.
-constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : WIDTH == 8 ? 2 : 4;
-constexpr int VALUE_ROWS = WIDTH == 16 ? 6 : WIDTH == 8 ? 4 : 5;
-constexpr int VALUE_VECS = WIDTH == 8 ? 2 : 4;
+constexpr int LOGIT_ROWS = WIDTH == 16 ? 8 : WIDTH == 8 ? 6 : 4;
+constexpr int VALUE_ROWS = WIDTH == 16 || WIDTH == 8 ? 6 : 5;
+
+// Vectors of 32 keys that meet R queries together, and vectors of a value that are added to R rows:
+// fewer where AVX2's 16 registers would not hold the sums of more rows.
+constexpr int key_vectors(int queries) { return WIDTH == 16 || (WIDTH == 8 && queries > 2) ? 2 : 4; }
+constexpr int value_vectors(int rows) { return WIDTH == 8 && rows > 2 ? 2 : 4; }
 constexpr int MOST_DIM = 256;   // as in kernels/native.py
 constexpr int MARGIN = KEYS;    // numbers before and after a row's list that a tile may write
 constexpr int64_t BLOCK_BYTES = 512 << 10;  // logits of a block of rows; half of a small L2 cache
 
 inline int least(int a, int b) { return a < b ? a : b; }
 inline int most(int a, int b) { return a > b ? a : b; }
+
+// Asks for keys or values that are read soon. They lie some heads apart, often in the same few sets of
+// the L1 cache, where they would drive each other out; that was measured with AVX2 alone.
+inline void fetch_ahead(const char* from, int bytes) {
+    for (int b = 0; b < bytes; b += 64) WIDTH == 8 ? prefetch_far(from + b) : prefetch(from + b);
+}
 
 // Where the keys of a row are: on one level, keys first .. end of its request.
 struct Reads {
@@ -78,10 +88,10 @@ inline int block_rows(const AttentionJob& job, int* longest) {
     return least(most(rows, 1), job.row_count);
 }
 
-// Products of R queries with TILE vectors of the 32 keys, beginning with key `first`, to each query's
-// list.
+// Products of R queries with some of the 32 keys, beginning with key `first`, to each query's list.
 template <int R>
 void logit_tile(const float* tile, int first, int dim, const float* queries, float* const* to) {
+    constexpr int TILE = key_vectors(R);
     Vec acc[R][TILE];
     WRITTEN_OUT for (int r = 0; r < R; r++) {
         WRITTEN_OUT for (int c = 0; c < TILE; c++) acc[r][c] = set1(0.0f);
@@ -104,7 +114,7 @@ void logit_rows(
     int rows, const float* tile, int dim, const float* queries, float* const* to) {
     if constexpr (R > 0) {
         if (rows == R) {
-            for (int first = 0; first < KEYS; first += TILE * WIDTH) {
+            for (int first = 0; first < KEYS; first += key_vectors(R) * WIDTH) {
                 logit_tile<R>(tile, first, dim, queries, to);
             }
             return;
@@ -275,7 +285,7 @@ struct Block {
             int ahead = least(KEYS, stop - key - KEYS);
             for (int i = 0; i < ahead; i++) {
                 const char* next = reinterpret_cast<const char*>(key_of(level.slots[key + KEYS + i]));
-                for (int b = 0; b < bytes_of(dim); b += 64) prefetch(next + b);
+                fetch_ahead(next, bytes_of(dim));
             }
 #if defined(__AMX_BF16__)
             if constexpr (TILES) {
@@ -422,7 +432,7 @@ struct Block {
             for (int i = 0; i < ahead; i++) {
                 const char* next =
                     reinterpret_cast<const char*>(value_of(level.slots[key + VALUES + i]));
-                for (int b = 0; b < bytes_of(dim); b += 64) prefetch(next + b);
+                fetch_ahead(next, bytes_of(dim));
             }
             if constexpr (CODED) {
                 for (int i = 0; i < some; i++) decode_head(at_slots[i], dim, values + i * dim);
@@ -464,11 +474,12 @@ struct Block {
                     float* const* out) const {
         const Value* values_at[VALUES];
         float* out_at[VALUE_ROWS];
-        for (int d = 0; d < job.dim_vo; d += VALUE_VECS * WIDTH) {
+        int vectors = value_vectors(together);
+        for (int d = 0; d < job.dim_vo; d += vectors * WIDTH) {
             for (int i = 0; i < keys; i++) values_at[i] = from[i] + d;
             for (int r = 0; r < together; r++) out_at[r] = out[r] + d;
-            int vectors = least(VALUE_VECS, (job.dim_vo - d) / WIDTH);
-            add_vectors<VALUE_VECS>(vectors, together, values_at, keys, weights, out_at);
+            int here = least(vectors, (job.dim_vo - d) / WIDTH);
+            add_vectors<4>(here, together, values_at, keys, weights, out_at);
         }
     }
 
