@@ -760,9 +760,15 @@ class Muon(torch.optim.Optimizer):
     )
 
     def __init__(
-        self, params: Any, lr: float, momentum: float = 0.95, weight_decay: float = 0.02
+        self,
+        params: Any,
+        lr: float,
+        dtype: torch.dtype,
+        momentum: float = 0.95,
+        weight_decay: float = 0.02,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.dtype = dtype  # of the iterations
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -779,7 +785,7 @@ class Muon(torch.optim.Optimizer):
                     assert p.grad is not None
                     state["m"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(state["m"], group["momentum"]))
-                x = torch.stack(updates).bfloat16()
+                x = torch.stack(updates).to(self.dtype)
                 tall = shape[0] > shape[1]
                 x = x.mT.contiguous() if tall else x
                 x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-7)
@@ -874,16 +880,23 @@ def rate(share: float, hold: float = 0.35, floor: float = 0.01) -> float:
     )
 
 
+def quick_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device has instructions for it; emulated on a CPU, it takes a hundred
+    times as long as float32."""
+    slow = device.type == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return torch.float32 if slow else torch.bfloat16
+
+
 def loss_of(
-    model: Any, weight: Tensor, batch: Batch, device: torch.device
+    model: Any, weight: Tensor, batch: Batch, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted sum of cross entropies, cross entropy of each target [M], and whether each was the
-    most likely."""
+    most likely; activations have `dtype`."""
     ids, positions, mask, at, target, w = (
         torch.from_numpy(a).to(device)
         for a in (batch.ids, batch.positions, batch.mask, batch.at, batch.target, batch.weight)
     )
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
         hidden = model(ids, positions, mask).flatten(0, 1)
         logits = (hidden.index_select(0, at) @ weight.T).float()
     each = F.cross_entropy(logits, target, reduction="none")
@@ -917,6 +930,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of activations (default: bfloat16 where the device has instructions for it)",
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the forward pass")
     parser.add_argument("--muon", type=float, default=0.006, help="learning rate of the matrices")
     parser.add_argument(
@@ -934,6 +952,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else quick_dtype(device)
     args.work.mkdir(parents=True, exist_ok=True)
     tokens = args.work / "tokenizer"
     if not (tokens / "tokenizer.json").exists():
@@ -963,7 +982,7 @@ def main() -> None:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
     optimisers: list[torch.optim.Optimizer] = [
-        Muon(matrices, lr=args.muon),
+        Muon(matrices, lr=args.muon, dtype=dtype),
         torch.optim.AdamW(others, lr=args.adam, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     ]
     step, spent, seen, reached = 0, 0.0, 0, args.level
@@ -1027,7 +1046,7 @@ def main() -> None:
                 group["lr"] = lr * factor
         total = sum(float(batch.weight.sum()) for batch in micro)
         for batch in micro:
-            loss, each, right = loss_of(run, model.embed_tokens.weight, batch, device)
+            loss, each, right = loss_of(run, model.embed_tokens.weight, batch, device, dtype)
             (loss / total).backward()
             seen += int((batch.positions > 0).sum())
             for index, kind in enumerate(KINDS):
