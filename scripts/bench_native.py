@@ -1,7 +1,11 @@
-"""What the native kernels save in a whole search, and what a second thread saves in decoding.
+"""What the native kernels save in a whole search, what a second thread saves in decoding, and what
+has changed since another checkout.
 
     python scripts/bench_native.py search --n 30 --rounds 7 --csv ../docs/experiments/native_use.csv
     python scripts/bench_native.py threads --threads 1 2 --rounds 7
+    # arbor of the commit before the native kernels
+    git worktree add --detach ../before f3a8eca
+    python scripts/bench_native.py checkout --other ../before --n 15 --rounds 7
 
 `search`: puzzles of game24, solved by the built-in model at full retention with the native kernels
 and without them, in turn; one thread, thread CPU time. Without them torch computes what they do,
@@ -10,15 +14,22 @@ with weights packed for MKL or oneDNN.
 `threads`: tree decode of a random Llama by numbers of threads, in turn, by the wall clock, so that
 nothing else may run on the machine.
 
+`checkout`: the puzzles of `search`, by this checkout and by another one, each in a process of its
+own, in turn; one thread, thread CPU time.
+
 Ratios are per round, their medians with bootstrap 95 % intervals.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 import time
 from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 # As `import arbor` does where torch is not imported first.
@@ -79,6 +90,96 @@ def search(given: argparse.Namespace, table: ExperimentTable) -> None:
         table.add(row, native_state())
 
 
+# Solves the puzzles once for every line that it reads, with the arbor of the folder it runs in.
+SOLVES = """
+import json, sys, time
+import arbor, torch
+torch.set_num_threads(1)
+solver = arbor.Solver(controller=sys.argv[1], budget="full")
+puzzles = list(solver.task.problems("test", int(sys.argv[2])))
+solver.solve(puzzles[0])  # loads the model, and warms up
+for _ in sys.stdin:
+    began = time.thread_time()
+    found = [solver.solve(puzzle) for puzzle in puzzles]
+    taken = time.thread_time() - began
+    paths = [(each.text, each.metrics.tokens_generated) for each in found]
+    print(json.dumps([arbor.__file__, taken, paths]), flush=True)
+"""
+
+
+def checkout(given: argparse.Namespace, table: ExperimentTable) -> None:
+    """Time of puzzles by this checkout and by another one.
+
+    Raises:
+        SystemExit: the other checkout has no arbor that runs.
+    """
+    folders = {"this": Path(__file__).resolve().parents[1], "other": given.other.resolve()}
+    named = subprocess.run(
+        ["git", "rev-parse", "--short=7", "HEAD"],
+        cwd=folders["other"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    for controller in given.controllers:
+        with ExitStack() as stack:
+            workers = {
+                arm: stack.enter_context(
+                    subprocess.Popen(
+                        [sys.executable, "-c", SOLVES, controller, str(given.n)],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        cwd=folder,  # first on the path of a command
+                    )
+                )
+                for arm, folder in folders.items()
+            }
+            seconds: dict[str, list[float]] = {arm: [] for arm in workers}
+            paths: dict[str, list[Any]] = {}
+            for at in range(given.rounds):
+                for arm in list(workers)[:: 1 if at % 2 == 0 else -1]:
+                    place, taken, paths[arm] = _solved(workers[arm])
+                    if not Path(place).is_relative_to(folders[arm]):
+                        raise SystemExit(f"{folders[arm]} has no arbor; {place} was imported")
+                    seconds[arm].append(taken)
+        ratio, low, high = interval(np.array(seconds["other"]) / np.array(seconds["this"]))
+        row = {
+            "question": "checkout",
+            "model": "Sapling",
+            "dtype": "float32",
+            "case": f"game24, {controller}",
+            "against": f"arbor at {named}",
+            "clock": "thread CPU",
+            "seconds": round(float(np.median(seconds["this"])) / given.n, 4),
+            "other_seconds": round(float(np.median(seconds["other"])) / given.n, 4),
+            "seconds_of": "puzzle",
+            "ratio": round(ratio, 3),
+            "ratio_low": round(low, 3),
+            "ratio_high": round(high, 3),
+            "same_answers": sum(a == b for a, b in zip(paths["this"], paths["other"], strict=True)),
+            "n": given.rounds,
+            "n_of": "rounds",
+        }
+        print(row, flush=True)
+        table.add(row, native_state())
+
+
+def _solved(worker: subprocess.Popen[str]) -> Any:
+    """Has a process solve its puzzles: where its arbor lies, the seconds, and each path's text and
+    tokens."""
+    assert worker.stdin is not None and worker.stdout is not None
+    try:
+        worker.stdin.write("again\n")
+        worker.stdin.flush()
+        answer = worker.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    if not answer:
+        raise SystemExit("a checkout's process has ended; its messages are above")
+    return json.loads(answer)
+
+
 def threads(given: argparse.Namespace, table: ExperimentTable) -> None:
     """Time of decoding by number of threads."""
     first, *others = given.threads
@@ -120,11 +221,15 @@ def threads(given: argparse.Namespace, table: ExperimentTable) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("question", choices=("search", "threads"))
+    parser.add_argument("question", choices=("search", "threads", "checkout"))
+    parser.add_argument("--other", type=Path, help="another checkout; of checkout")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--n", type=int, default=30, help="puzzles; of search")
+    parser.add_argument("--n", type=int, default=30, help="puzzles; of search and checkout")
     parser.add_argument(
-        "--controllers", nargs="+", default=["tot", "tot,strategy=dfs"], help="of search"
+        "--controllers",
+        nargs="+",
+        default=["tot", "tot,strategy=dfs"],
+        help="of search and checkout",
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of threads")
     parser.add_argument("--size", default="100m", choices=["5m", "100m"], help="of threads")
@@ -140,8 +245,10 @@ def main() -> None:
     given = parser.parse_args()
     if native_library() is None:
         raise SystemExit(f"no native kernels: {native_state()}")
+    if given.question == "checkout" and given.other is None:
+        parser.error("checkout needs --other DIRECTORY")
     table = ExperimentTable(given)
-    {"search": search, "threads": threads}[given.question](given, table)
+    {"search": search, "threads": threads, "checkout": checkout}[given.question](given, table)
 
 
 if __name__ == "__main__":

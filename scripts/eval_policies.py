@@ -559,7 +559,6 @@ def compared(
         "over_budget": over,
         "recomputed": recomputed,
         "generated": generated,
-        "mean_tokens": float(np.mean([m.mean_tokens for m in held])) if held else 0.0,
     }
 
 

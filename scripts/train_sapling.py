@@ -881,8 +881,8 @@ def rate(share: float, hold: float = 0.35, floor: float = 0.01) -> float:
 
 
 def quick_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device has instructions for it; emulated on a CPU, it takes a hundred
-    times as long as float32."""
+    """bfloat16 where the device has instructions for it; a CPU without them trains more than ten
+    times as fast in float32 (67 and 900 tokens a second)."""
     slow = device.type == "cpu" and not torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.float32 if slow else torch.bfloat16
 

@@ -16,10 +16,13 @@ import pytest
 from support import chromium, warm_process
 from support.reward_models import byte_tokenizer, save
 
+from arbor.kernels.native import FILE
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 HELPERS = {"experiment_table", "mutate_server", "random_llama"}  # used by other scripts
 
-# script -> arguments of its small runs; FOLDER is an empty folder
+# script -> arguments of its small runs; FOLDER is an empty folder, CHECKOUT this one, LIBRARY its
+# native kernels
 QUICK: dict[str, tuple[str, ...]] = {
     "bench_start": ("--n 1 --commands version --json FOLDER/out.json",),
     "bench_heads": (
@@ -48,6 +51,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_native": (
         "search --n 1 --rounds 1 --controllers tot --csv FOLDER/out.csv",
         "threads --size 5m --shapes F8 --dtypes float32 --rounds 1 --csv FOLDER/other.csv",
+        "checkout --other CHECKOUT --n 1 --rounds 1 --controllers chain --csv FOLDER/third.csv",
     ),
     "bench_host": ("--controllers tot --problems 2 --rounds 1 --csv FOLDER/out.csv",),
     "bench_exit": ("--size 5m --prompt 16 --leaves 2 --rounds 3 --json FOLDER/out.json",),
@@ -64,7 +68,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "--problems 2 --rounds 1 --at-a-time 1 2 --only searches --csv FOLDER/out.csv",
     ),
     "bench_decode": (
-        "--size 5m --shapes F8 --rounds 1 --deepcopy --layers --separate --loose --json FOLDER/out.json",
+        "--size 5m --shapes F8 --rounds 1 --deepcopy --layers --separate --loose --library LIBRARY --json FOLDER/out.json",
     ),
     "bench_dpts": (
         "--n 1 --verifiers exact --width 3 --visited 3 --json FOLDER/out.json",
@@ -115,7 +119,9 @@ def check(name: str, arguments: str, folder: Path) -> None:
         pytest.skip(chromium.MISSING)
     if name == "bench_workers":
         pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    given = arguments.replace("FOLDER", str(folder)).split()
+    for word, place in {"FOLDER": folder, "CHECKOUT": SCRIPTS.parent, "LIBRARY": FILE}.items():
+        arguments = arguments.replace(word, str(place))
+    given = arguments.split()
     script = str(SCRIPTS / f"{name}.py")
     if name in WITH_PROCESSES:
         done = subprocess.run(
