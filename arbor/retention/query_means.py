@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from arbor.errors import UsageError
 from arbor.support.atomic_write import write_atomically
 
-FILE = "queries.npz"  # its usual name
-
 _FORMAT = "arbor.queries/1"
 _ABOUT = "about"  # member of the archive with all that is not a number of a layer
 
