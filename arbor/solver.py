@@ -66,6 +66,7 @@ from arbor.run.settings import (
     check_fetch,
     check_kv_probe,
     check_plain_types,
+    check_queries,
     refuse_unknown,
     resolve_boundary,
     resolve_branch_stop,
@@ -265,6 +266,7 @@ class Solver:
         if policy is None:
             policy = default_policy(self.mode, self.rehydrate)
         self.policy: Policy = resolve_component("policy", policy, Policy)
+        check_queries(self.policy)
         check_destroying(self.policy, self.mode, self.rehydrate)
         self.lower = resolve_tiers(
             host,

@@ -33,7 +33,7 @@ import torch
 from eval_sapling import share
 
 from arbor import Solver
-from arbor.components import build
+from arbor.components import build, split_spec
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Forwarded, Verified
 from arbor.measure.replay import Recording, replay, replay_smallest
@@ -453,6 +453,14 @@ def recall_of(task: Chains, problem: Problem) -> int:
     return max((place[fact.who] - place[name] for fact in sums for name in fact.needs), default=0)
 
 
+def policy_name(text: str) -> str:
+    """A policy's name, also with settings (``triattention,queries=FILE``), or that of a variant."""
+    if text not in VARIANTS and split_spec(text)[0] not in POLICIES:
+        known = ", ".join((*sorted(POLICIES), *VARIANTS))
+        raise argparse.ArgumentTypeError(f"{text} is not one of {known}")
+    return text
+
+
 def variant(name: str) -> tuple[Policy, MSVE | None]:
     """A policy by its name or that of a variant, and its block values; None: those of the model."""
     if name in VARIANTS:
@@ -590,9 +598,12 @@ def main() -> None:
     parser.add_argument("--split", default="test", help="lossy: of the task's problems")
     parser.add_argument("--budgets", type=float, nargs="+", default=(0.5, 0.25, 0.125))
     parser.add_argument("--searches", nargs="+", choices=("chain", *SEARCHES))
-    parser.add_argument("--policies", nargs="+", choices=(*sorted(POLICIES), *VARIANTS))
+    parser.add_argument("--policies", nargs="+", type=policy_name, metavar="NAME[,KEY=VALUE]")
     parser.add_argument(
-        "--baseline", choices=(*sorted(POLICIES), *VARIANTS), help="lossy: paired with this one too"
+        "--baseline",
+        type=policy_name,
+        metavar="NAME[,KEY=VALUE]",
+        help="lossy: paired with this one too",
     )
     parser.add_argument("--rehydrate", nargs="+", default=("off", "selective"))
     parser.add_argument(

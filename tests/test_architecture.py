@@ -46,6 +46,7 @@ TORCH = (
     "kernels",
     "measure.calibrate",
     "measure.calibrate_exit",
+    "measure.calibrate_queries",
     "measure.calibrate_window",
     "measure.inspect_model",
     "measure.lm_eval",

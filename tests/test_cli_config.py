@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 import huggingface_hub.constants
+import numpy as np
 import pytest
 from support import warm_process
 from support.fake_run import fake_run, tick
@@ -27,6 +28,7 @@ from support.run_cli import FAKE, Arbor, environment, in_process
 import arbor.cli.demo
 import arbor.measure.calibrate
 import arbor.measure.calibrate_exit
+import arbor.measure.calibrate_queries
 import arbor.measure.calibrate_window
 import arbor.server.serving
 from arbor import Solution, Solver, registry
@@ -44,9 +46,11 @@ from arbor.cli.trace import ConvertOptions, RepairOptions
 from arbor.cli.view import ViewOptions
 from arbor.measure.calibrate import Example
 from arbor.measure.calibrate_exit import Verification
+from arbor.measure.calibrate_queries import CollectedQueries
 from arbor.measure.calibrate_window import Recurrence
 from arbor.model.loading import BUILTIN
 from arbor.retention.msve import MSVE
+from arbor.retention.query_means import LayerMeans, QueryMeans
 from arbor.run.presets import preset
 from arbor.trace import TraceWriter
 
@@ -615,6 +619,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Solution]:
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("abc", encoding="utf-8")
     MSVE().save(folder / "msve.json")
+    MADE_UP_QUERIES.means.save(folder / "queries.npz")
     (folder / "keys.txt").write_text("a-key-of-sixteen-characters\n", encoding="utf-8")
     with Solver(controller="beam", verifier="exact", max_expansions=2) as solver:
         return folder, solver.solve("4 5 6 10", trace=folder / "run.arbor.jsonl")
@@ -652,6 +657,11 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
         "calibrate_window",
         lambda solver, problems, percentile: MADE_UP_WINDOW,
     )
+    monkeypatch.setattr(
+        arbor.measure.calibrate_queries,
+        "collect_queries",
+        lambda solver, problems: MADE_UP_QUERIES,
+    )
 
     program, *arguments = shlex.split(example)
     ran = command(*arguments)
@@ -662,6 +672,11 @@ def test_every_example_of_a_help_page_that_needs_a_model_runs(
 
 
 MADE_UP_WINDOW = Recurrence(25, 80, 8, 900, 0.98, {50: 9, 80: 25}, 0.5)
+MADE_UP_QUERIES = CollectedQueries(  # of the built-in model's sizes
+    QueryMeans((LayerMeans(np.ones((8, 64), np.float32), np.ones((8, 32), np.float32)),) * 6, 900),
+    problems=8,
+    concentration=(0.7,) * 6,
+)
 
 
 def made_up_losses() -> list[Example]:

@@ -67,6 +67,7 @@ def calibrate() -> None:
       arbor solve "4 5 6 10" --policy arborkv --msve msve.json
       arbor calibrate exit --task game24 --n 200 --risk 0.02
       arbor calibrate window --task chains
+      arbor calibrate queries --task chains
     """
 
 
@@ -375,6 +376,97 @@ def window(
             f"were read again; longest intervals: "
             + ", ".join(f"{percent} % within {most}" for percent, most in found.intervals.items())
             + f"; a fifth of the tokens receives {100 * found.heavy:.1f} % of the attention"
+        )
+    return 0
+
+
+@calibrate.command(cls=Command)
+@fitted_to("chains")
+@option(
+    "--seed",
+    type=Integer(0),
+    default=0,
+    metavar="N",
+    heading="Search",
+    help="Seed of all random streams.",
+)
+@option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="queries.npz",
+    metavar="FILE",
+    heading="Output",
+    common=True,
+    help="File for the setting queries of triattention.",
+)
+@output_options
+@click.pass_obj
+def queries(
+    output: Output,
+    /,
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    task: str,
+    n: int,
+    seed: int,
+    out: Path,
+) -> int:
+    """Average the queries that TriAttention scores with: solve problems, with everything kept.
+
+    \b
+      arbor calibrate queries
+      arbor calibrate queries --task chains,fewest=4,most=6 --n 200 --out queries.npz
+      arbor solve "4 5 6 10" --mode lossy --budget 80tok --policy triattention,queries=queries.npz
+    """
+    refuse_unwritable("--out", out)
+
+    from arbor.measure.calibrate_queries import EveryQuery, collect_queries
+    from arbor.retention.allocators.pooled import Pooled
+    from arbor.retention.policy import Policy
+    from arbor.solver import Solver
+
+    with Solver(
+        model,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        task=task,
+        controller="chain",
+        policy=Policy(Pooled(), EveryQuery()),
+        share="off",  # the queries of tokens that prompts have in common count for each
+        seed=seed,
+    ) as solver:
+        problems = list(itertools.islice(solver.task.problems("train"), n))
+        output.say(f"solving {len(problems)} problems of {task}, with everything kept")
+        found = collect_queries(solver, problems)
+    heads, dim, _ = found.means.layers[0].sizes
+    figures: dict[str, Any] = {
+        "model": model,
+        "revision": revision,
+        "task": task,
+        "seed": seed,
+        "created": datetime.now(UTC).date().isoformat(),
+        "problems": found.problems,
+        "concentration": [round(each, 4) for each in found.concentration],
+    }
+    found.means.save(out, **figures)
+    if output.json:
+        sizes = {"layers": len(found.means.layers), "heads": heads, "head_dim": dim}
+        output.document(
+            {
+                "schema": "arbor.calibration/1",
+                "out": str(out),
+                "queries": found.means.queries,
+                **sizes,
+                **figures,
+            }
+        )
+    else:
+        output.print(str(out))
+        output.say(
+            f"means of {found.means.queries:,} queries of {found.problems} problems, in "
+            f"{len(found.concentration)} layers; length of the mean by mean length, by layer: "
+            + ", ".join(f"{each:.2f}" for each in found.concentration)
         )
     return 0
 

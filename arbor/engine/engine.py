@@ -43,6 +43,7 @@ from arbor.engine.operation import (
     Operation,
     Reading,
 )
+from arbor.engine.query_window import QueryWindow
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
@@ -381,6 +382,12 @@ class Engine:
     @property
     def residency(self) -> Residency:
         return self._parts.residency
+
+    @property
+    def query_window(self) -> QueryWindow | None:
+        """The last queries of the running paths; None: the policy wants none, or no tree was
+        opened."""
+        return None if self._opened is None else self._opened.forwards.observer.window
 
     @property
     def kv(self) -> KV:

@@ -39,6 +39,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
+from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
@@ -187,6 +188,9 @@ def replay(
     runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     chosen: Policy = resolve_component("policy", policy, Policy)
     check_granularity(chosen, "lossless")
+    if isinstance(chosen.scorer, TriAttention):  # calibrated queries would meet no keys
+        scorer = dataclasses.replace(chosen.scorer, queries="")
+        chosen = dataclasses.replace(chosen, scorer=scorer)
     engine = Engine(
         runner,
         tokenizer,

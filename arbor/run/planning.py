@@ -10,6 +10,7 @@ from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
+from arbor.retention.scorers.triattention import TriAttention
 from arbor.run.conversation import conversation_tokens
 from arbor.run.limits import check_count
 from arbor.run.plugin_answers import (
@@ -91,12 +92,16 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
         InputError: the longest path would not fit the model's context.
         BudgetInfeasible: the budget is too small; names the smallest that works, which is full
             retention for a policy that evicts nothing.
-        UsageError: the verifier cannot read verdicts from this model.
+        UsageError: the verifier cannot read verdicts from this model, or the policy's calibrated
+            queries are of another one.
     """
     files, boundary, protect = setup.checkpoint.read(), setup.boundary, setup.policy.protect
     info = files.info
     if not info.supported:
         raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info MODEL'.")
+    scorer = setup.policy.scorer
+    if isinstance(scorer, TriAttention) and scorer.means is not None:
+        scorer.means.check_model(info.layers, info.num_qo_heads, info.head_dim)
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, Words(files.tokenizer))

@@ -17,6 +17,8 @@ from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
+from arbor.retention.policy import Policy
+from arbor.retention.scorers.triattention import TriAttention
 from arbor.run.limits import (
     check_count,
     check_rehydration,
@@ -72,6 +74,16 @@ def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocat
     if not folder.is_dir():
         fitted = msve_file(source.place, source.revision)
     return MSVE.load(fitted) if fitted.is_file() else MSVE()
+
+
+def check_queries(policy: Policy) -> None:
+    """Read the calibrated queries that a policy names, before anything loads.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    if isinstance(policy.scorer, TriAttention):
+        _ = policy.scorer.means
 
 
 def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:

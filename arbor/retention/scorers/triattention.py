@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from arbor.components import ONLY_IF_SET
 from arbor.errors import UsageError
 from arbor.retention.observation import Observation
+from arbor.retention.query_means import QueryMeans
 from arbor.retention.token_kv import (
     HeadKVScorer,
     KVSequence,
@@ -32,21 +36,25 @@ class TriAttention(HeadKVScorer):
     as complex numbers; q and k are those before it, phi_f is the angle of E q_f conj(k_f), p the
     last position, d = 1, 2, 4, ... `farthest`.
     Source: TriAttention (arXiv 2604.04921) and its code. The average over d is taken of the mean
-    query instead of the score, which is the same sum, and keys stay encoded. Differs: the means are
-    those of the last `window` queries of the search, not calibrated beforehand on other texts; the
-    mean over the query heads of a KV head, and where one set is kept for all heads, over those of
-    the observed layers, where the code takes the largest; no noise: of equal scores the later token
-    stays; numbers of a head that are not turned count by their plain product; all tokens of the
-    prompt are protected, as in the paper, by `Protect.prompt` of the policy; in a tree, the last
-    queries of all running paths.
+    query instead of the score, which is the same sum, and keys stay encoded. The means are those
+    that were calibrated beforehand on other texts (`queries`, as published), or without such a file
+    those of the last `window` queries of the search. Differs: the mean over the query heads of a KV
+    head, and where one set is kept for all heads, over those of the observed layers, where the code
+    takes the largest; no noise: of equal scores the later token stays; numbers of a head that are
+    not turned count by their plain product; all tokens of the prompt are protected, as in the
+    paper, by `Protect.prompt` of the policy; p is the position of the last query, in a tree of
+    those of all running paths; with calibrated means, which need none, that of the last token on
+    the device, which is the same while the newest token is protected (`Protect.recent`).
 
     Attributes:
         farthest: largest distance, >= 1.
-        window: queries, >= 1.
+        window: queries, >= 1; not used with `queries`.
+        queries: a file of ``arbor calibrate queries``; empty: the running mean.
     """
 
     farthest: int = 65536
     window: int = 256
+    queries: str = field(default="", metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
         for name in ("farthest", "window"):
@@ -54,21 +62,36 @@ class TriAttention(HeadKVScorer):
                 value = getattr(self, name)
                 raise UsageError("setting-range", f"{name}={value}: it must be 1 or more.")
 
+    @cached_property
+    def means(self) -> QueryMeans | None:
+        """The calibrated means, read once; None: the running mean counts.
+
+        Raises:
+            UsageError: the file cannot be read, or holds something else.
+        """
+        return QueryMeans.load(Path(self.queries)) if self.queries else None
+
     @property
     def observation(self) -> Observation:
-        """Keys, and queries that can be moved to other positions."""
-        return Observation(keys=True, window=self.window, rotation=True)
+        """Keys, and without calibrated means queries that can be moved to other positions."""
+        return Observation(keys=True, window=0 if self.queries else self.window, rotation=True)
 
     def of_heads(self, sequence: KVSequence, layer: int) -> Tensor:
-        keys = sequence.keys(layer)
-        if not len(sequence.asked):
+        keys, rotation = sequence.keys(layer), sequence.rotation(layer)
+        if self.means is None and not len(sequence.asked):
             return keys.new_zeros(keys.shape[1], len(keys))
-        rotation = sequence.rotation(layer)
-        ahead = int(sequence.asked.max()) + 2 ** np.arange(self.farthest.bit_length())
-        queries = plain_queries(sequence, layer)
-        mean = queries.mean(0)
+        if self.means is None:
+            last = sequence.asked.max()
+            queries = plain_queries(sequence, layer)
+            mean, size = queries.mean(0), _lengths(rotation, queries).mean(0)
+        else:
+            last = sequence.positions.max()
+            _, heads, dim = sequence.queries(layer).shape
+            known = self.means.of_layer(layer, heads, dim, len(rotation.frequencies))
+            mean, size = (keys.new_tensor(each) for each in known)
+        ahead = int(last) + 2 ** np.arange(self.farthest.bit_length())
         near = products_of(rotation.mean(mean, ahead), keys)
-        spread = _lengths(rotation, queries).mean(0) - _lengths(rotation, mean)
+        spread = size - _lengths(rotation, mean)
         near = near.view(keys.shape[1], -1, len(keys)).mean(1)  # of a group
         spread = spread.view(keys.shape[1], -1, spread.shape[-1]).mean(1)
         lengths = _lengths(rotation, keys)  # encoded: scaled by s once
