@@ -63,10 +63,10 @@ from arbor.run.scoring import Scoring
 from arbor.run.search_sizes import SearchSizes
 from arbor.run.searches import as_completed
 from arbor.run.settings import (
+    check_calibration,
     check_fetch,
     check_kv_probe,
     check_plain_types,
-    check_queries,
     refuse_unknown,
     resolve_boundary,
     resolve_branch_stop,
@@ -266,7 +266,7 @@ class Solver:
         if policy is None:
             policy = default_policy(self.mode, self.rehydrate)
         self.policy: Policy = resolve_component("policy", policy, Policy)
-        check_queries(self.policy)
+        check_calibration(self.policy)
         check_destroying(self.policy, self.mode, self.rehydrate)
         self.lower = resolve_tiers(
             host,

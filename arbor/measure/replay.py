@@ -36,10 +36,10 @@ from arbor.model.attention import LayerSpec
 from arbor.model.plan import ForwardPlan
 from arbor.model.runner import ForwardResult
 from arbor.model.sampling_params import Sampling
+from arbor.retention.base import CalibratedScorer
 from arbor.retention.future_reads import FutureReads
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.triattention import TriAttention
 from arbor.retention.token_kv import PairRotation
 from arbor.run.callbacks import Broadcast
 from arbor.run.component_checks import resolve_component
@@ -188,9 +188,8 @@ def replay(
     runner: Any = _NoModel(max(len(tokenizer), largest + 1))
     chosen: Policy = resolve_component("policy", policy, Policy)
     check_granularity(chosen, "lossless")
-    if isinstance(chosen.scorer, TriAttention):  # calibrated queries would meet no keys
-        scorer = dataclasses.replace(chosen.scorer, queries="")
-        chosen = dataclasses.replace(chosen, scorer=scorer)
+    if isinstance(chosen.scorer, CalibratedScorer):
+        chosen = dataclasses.replace(chosen, scorer=chosen.scorer.without_file())
     engine = Engine(
         runner,
         tokenizer,

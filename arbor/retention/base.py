@@ -187,6 +187,36 @@ class Scorer(Protocol):
 
 
 @runtime_checkable
+class CalibratedScorer(Scorer, Protocol):
+    """A scorer that may read figures of one model from a file."""
+
+    def check_file(self) -> None:
+        """Read the file, if there is one.
+
+        Raises:
+            UsageError: it cannot be read, or holds something else.
+        """
+        ...
+
+    def check_model(self, layers: int, heads: int, head_dim: int) -> None:
+        """Refuse a model that the file is not of.
+
+        Args:
+            layers: of the model.
+            heads: query heads of its first layer.
+            head_dim: numbers of a query there.
+
+        Raises:
+            UsageError: names the sizes of both.
+        """
+        ...
+
+    def without_file(self) -> Scorer:
+        """The same scorer without the file's figures, for replays, which have no keys."""
+        ...
+
+
+@runtime_checkable
 class Allocator(Protocol):
     """How many tokens each block keeps.
 

@@ -10,7 +10,7 @@ from arbor.controllers.base import Controller
 from arbor.errors import BudgetInfeasible, InputError, ModelError, UsageError
 from arbor.model.names import BYTES_OF
 from arbor.registry import name_of
-from arbor.retention.scorers.triattention import TriAttention
+from arbor.retention.base import CalibratedScorer
 from arbor.run.conversation import conversation_tokens
 from arbor.run.limits import check_count
 from arbor.run.plugin_answers import (
@@ -100,8 +100,8 @@ def plan_search(setup: Setup, problem: Problem, prompt_tokens: int, budget: Budg
     if not info.supported:
         raise ModelError("arch-unsupported", f"{info.id}: {info.reason}", "See 'arbor info MODEL'.")
     scorer = setup.policy.scorer
-    if isinstance(scorer, TriAttention) and scorer.means is not None:
-        scorer.means.check_model(info.layers, info.num_qo_heads, info.head_dim)
+    if isinstance(scorer, CalibratedScorer):
+        scorer.check_model(info.layers, info.num_qo_heads, info.head_dim)
     for part in parts_of(setup.verifier):
         if isinstance(part, ChecksQuestions):
             part.check(checked_task(setup.task), problem, Words(files.tokenizer))

@@ -16,9 +16,9 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.level_rule import LevelRule
 from arbor.model.loading import ModelLocation
 from arbor.model.sampling_params import Sampling
+from arbor.retention.base import CalibratedScorer
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.retention.scorers.triattention import TriAttention
 from arbor.run.limits import (
     check_count,
     check_rehydration,
@@ -76,14 +76,14 @@ def resolve_msve(given: MSVE | str | os.PathLike[str] | None, source: ModelLocat
     return MSVE.load(fitted) if fitted.is_file() else MSVE()
 
 
-def check_queries(policy: Policy) -> None:
-    """Read the calibrated queries that a policy names, before anything loads.
+def check_calibration(policy: Policy) -> None:
+    """Read the file of a calibrated scorer, before anything loads.
 
     Raises:
         UsageError: the file cannot be read, or holds something else.
     """
-    if isinstance(policy.scorer, TriAttention):
-        _ = policy.scorer.means
+    if isinstance(policy.scorer, CalibratedScorer):
+        policy.scorer.check_file()
 
 
 def resolve_verifier(verifier: Verifier, task: Task, source: ModelLocation) -> Verifier:

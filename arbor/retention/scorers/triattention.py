@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +70,19 @@ class TriAttention(HeadKVScorer):
             UsageError: the file cannot be read, or holds something else.
         """
         return QueryMeans.load(Path(self.queries)) if self.queries else None
+
+    def check_file(self) -> None:
+        """See `CalibratedScorer`."""
+        _ = self.means
+
+    def check_model(self, layers: int, heads: int, head_dim: int) -> None:
+        """See `CalibratedScorer`."""
+        if self.means is not None:
+            self.means.check_model(layers, heads, head_dim)
+
+    def without_file(self) -> TriAttention:
+        """See `CalibratedScorer`."""
+        return replace(self, queries="")
 
     @property
     def observation(self) -> Observation:
