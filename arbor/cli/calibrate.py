@@ -414,10 +414,12 @@ def queries(
 ) -> int:
     """Average the queries that TriAttention scores with: solve problems, with everything kept.
 
+    A search reads the file with --policy triattention,queries=FILE.
+
     \b
       arbor calibrate queries
-      arbor calibrate queries --task chains,fewest=4,most=6 --n 200 --out queries.npz
-      arbor solve "4 5 6 10" --mode lossy --budget 80tok --policy triattention,queries=queries.npz
+      arbor calibrate queries --task chains --n 200 --out queries.npz
+      arbor calibrate queries --model ./model
     """
     refuse_unwritable("--out", out)
 
