@@ -38,7 +38,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 from bench_decode import SHAPES, Arbor, generated, interval
-from experiment_table import ExperimentTable, add_options
+from experiment_table import ExperimentTable, add_options, commit
 from random_llama import random_llama
 
 from arbor import Solver
@@ -114,13 +114,6 @@ def checkout(given: argparse.Namespace, table: ExperimentTable) -> None:
         SystemExit: the other checkout has no arbor that runs.
     """
     folders = {"this": Path(__file__).resolve().parents[1], "other": given.other.resolve()}
-    named = subprocess.run(
-        ["git", "rev-parse", "--short=7", "HEAD"],
-        cwd=folders["other"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     for controller in given.controllers:
         with ExitStack() as stack:
             workers = {
@@ -149,7 +142,7 @@ def checkout(given: argparse.Namespace, table: ExperimentTable) -> None:
             "model": "Sapling",
             "dtype": "float32",
             "case": f"game24, {controller}",
-            "against": f"arbor at {named}",
+            "against": f"arbor at {commit(folders['other'])}",
             "clock": "thread CPU",
             "seconds": round(float(np.median(seconds["this"])) / given.n, 4),
             "other_seconds": round(float(np.median(seconds["other"])) / given.n, 4),

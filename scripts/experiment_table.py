@@ -20,11 +20,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conditions", default="", help="what else ran, for the table")
 
 
-def commit() -> str:
-    """The checked-out commit, seven digits; empty outside a repository."""
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit checked out in a folder, seven digits; empty outside a repository."""
     found = subprocess.run(
         ["git", "rev-parse", "--short=7", "HEAD"],
-        cwd=Path(__file__).parent,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
