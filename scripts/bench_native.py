@@ -45,6 +45,27 @@ from arbor import Solver
 from arbor.kernels.native import native_library, native_state, without_native
 
 
+def puzzles_row(
+    given: argparse.Namespace, controller: str, mine: list[float], others: list[float]
+) -> dict[str, Any]:
+    """What two contestants took for the puzzles, round by round in seconds, as a row."""
+    ratio, low, high = interval(np.array(others) / np.array(mine))
+    return {
+        "model": "Sapling",
+        "dtype": "float32",
+        "case": f"game24, {controller}",
+        "clock": "thread CPU",
+        "seconds": round(float(np.median(mine)) / given.n, 4),
+        "other_seconds": round(float(np.median(others)) / given.n, 4),
+        "seconds_of": "puzzle",
+        "ratio": round(ratio, 3),
+        "ratio_low": round(low, 3),
+        "ratio_high": round(high, 3),
+        "n": given.rounds,
+        "n_of": "rounds",
+    }
+
+
 def search(given: argparse.Namespace, table: ExperimentTable) -> None:
     """Time of puzzles with and without native kernels."""
     torch.set_num_threads(1)
@@ -68,23 +89,10 @@ def search(given: argparse.Namespace, table: ExperimentTable) -> None:
                         seconds[arm].append(time.thread_time() - began)
                     paths[arm] = [(each.text, each.metrics.tokens_generated) for each in found]
                 same = sum(a == b for a, b in zip(paths["native"], paths["torch"], strict=True))
-        ratio, low, high = interval(np.array(seconds["torch"]) / np.array(seconds["native"]))
-        row = {
+        row = puzzles_row(given, controller, seconds["native"], seconds["torch"]) | {
             "question": "search",
-            "model": "Sapling",
-            "dtype": "float32",
-            "case": f"game24, {controller}",
             "against": "arbor without native kernels",
-            "clock": "thread CPU",
-            "seconds": round(float(np.median(seconds["native"])) / given.n, 4),
-            "other_seconds": round(float(np.median(seconds["torch"])) / given.n, 4),
-            "seconds_of": "puzzle",
-            "ratio": round(ratio, 3),
-            "ratio_low": round(low, 3),
-            "ratio_high": round(high, 3),
             "same_answers": same,
-            "n": given.rounds,
-            "n_of": "rounds",
         }
         print(row, flush=True)
         table.add(row, native_state())
@@ -136,23 +144,11 @@ def checkout(given: argparse.Namespace, table: ExperimentTable) -> None:
                     if not Path(place).is_relative_to(folders[arm]):
                         raise SystemExit(f"{folders[arm]} has no arbor; {place} was imported")
                     seconds[arm].append(taken)
-        ratio, low, high = interval(np.array(seconds["other"]) / np.array(seconds["this"]))
-        row = {
+        same = sum(a == b for a, b in zip(paths["this"], paths["other"], strict=True))
+        row = puzzles_row(given, controller, seconds["this"], seconds["other"]) | {
             "question": "checkout",
-            "model": "Sapling",
-            "dtype": "float32",
-            "case": f"game24, {controller}",
             "against": f"arbor at {commit(folders['other'])}",
-            "clock": "thread CPU",
-            "seconds": round(float(np.median(seconds["this"])) / given.n, 4),
-            "other_seconds": round(float(np.median(seconds["other"])) / given.n, 4),
-            "seconds_of": "puzzle",
-            "ratio": round(ratio, 3),
-            "ratio_low": round(low, 3),
-            "ratio_high": round(high, 3),
-            "same_answers": sum(a == b for a, b in zip(paths["this"], paths["other"], strict=True)),
-            "n": given.rounds,
-            "n_of": "rounds",
+            "same_answers": same,
         }
         print(row, flush=True)
         table.add(row, native_state())

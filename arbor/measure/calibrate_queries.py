@@ -96,10 +96,9 @@ class QuerySums:
         for layer in window.layers:
             rotation = self._rotations[layer]
             assert rotation is not None, "checked when the tree was opened"
-            plain = rotation.undone(window.queries(layer, at), window.position[at])
-            first, second = rotation.pairs(plain.cpu().double())
-            lengths = torch.hypot(first, second).sum(0)
-            query = plain.cpu().double().sum(0)
+            plain = rotation.undone(window.queries(layer, at), window.position[at]).cpu().double()
+            lengths = torch.hypot(*rotation.pairs(plain)).sum(0)
+            query = plain.sum(0)
             if layer in self._sums:
                 before = self._sums[layer]
                 query, lengths = before[0] + query, before[1] + lengths

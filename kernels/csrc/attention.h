@@ -42,8 +42,8 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;  // logits of a block of rows; half o
 inline int least(int a, int b) { return a < b ? a : b; }
 inline int most(int a, int b) { return a > b ? a : b; }
 
-// Asks for keys or values that are read soon. They lie some heads apart, often in the same few sets of
-// the L1 cache, where they would drive each other out; that was measured with AVX2 alone.
+// Asks for keys or values that are read soon: for L2 where that was measured to be faster, perhaps
+// because keys that lie some heads apart share few sets of the L1 cache. Only AVX2 was measured.
 inline void fetch_ahead(const char* from, int bytes) {
     for (int b = 0; b < bytes; b += 64) WIDTH == 8 ? prefetch_far(from + b) : prefetch(from + b);
 }
