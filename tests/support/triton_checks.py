@@ -1,6 +1,6 @@
 """Checks of the Triton kernels in a process of their own: in the interpreter, or compiled only.
 
-Triton reads TRITON_INTERPRET when it is imported. The interpreter multiplies tiles with numpy, so
+Triton reads TRITON_INTERPRET when it is imported. The interpreter computes tiles with numpy, so
 it checks what a tile reads, masks and writes, and not the last bits of a GPU.
 
     TRITON_INTERPRET=1 python -m support.triton_checks sums   # prints {check: "" or what is wrong}
@@ -313,23 +313,28 @@ def close(found: Tensor, right: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.float(), right.float(), atol=tolerance, rtol=tolerance)
 
 
-def multiply_bfloat16() -> None:
-    """Give the interpreter products of bfloat16, which it keeps as the integers of their bits."""
+def sum_products_in_one_order() -> None:
+    """Make the interpreter multiply tiles one term after another.
+
+    Its own product is numpy's, whose BLAS sums a row in an order that depends on the row's place in
+    the tile (OpenBLAS on CPUs with AVX2 alone does), and it keeps bfloat16 as the integers of its
+    bits. On a GPU every element of a tile is summed in one order.
+    """
     from triton.runtime import interpreter
 
-    builder = interpreter.InterpreterBuilder
-    plain = builder.create_dot
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain(self, widened(a), widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        left, right = widened(a).astype(d.data.dtype), widened(b).astype(d.data.dtype)
+        total = d.data.copy()
+        for term in range(left.shape[-1]):
+            total += left[..., :, term, None] * right[..., None, term, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar.name != "bf16":
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+            return handle.data
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
-    builder.create_dot = create_dot
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 CHECKS = {
@@ -340,7 +345,7 @@ CHECKS = {
 def main() -> None:
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        multiply_bfloat16()
+        sum_products_in_one_order()
         kernels.CHUNK_KEYS, kernels.BLOCK_KEYS = 32, 16
     found = {}
     for name in sys.argv[1:]:
