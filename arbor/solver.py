@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from arbor.engine.likelihood import TokenScores
     from arbor.memory.prompt_files import PromptFiles
     from arbor.memory.stores import LowerRoom
+    from arbor.model.int8_weights import WeightRounding
     from arbor.model.runner import ModelRunner
     from arbor.run.session import Status
     from arbor.run.stream import SearchStream
@@ -184,6 +185,9 @@ class Solver:
         kv_dtype: ``int8`` keeps K and V in 8 bits, rounded once when a token is written: lossy, and
             up to nearly four times the tokens in the same bytes (CPU only; docs/kv-dtype.md).
             ``auto`` is the model's dtype.
+        weights: ``int8`` keeps the weights of linear layers in 8 bits with a scale for each 64,
+            rounded once when the model is loaded: lossy (CPU only; docs/weights.md). ``auto``
+            keeps them as they are.
         backend: what computes attention: ``auto``, ``native`` (CPU), ``torch``, ``flashinfer``
             (CUDA), ``rowwise``, ``invariant`` (CUDA), ``reference``, a plugin. ``auto`` is the
             native kernels on a CPU and FlashInfer on CUDA, where they are installed and compute
@@ -246,6 +250,7 @@ class Solver:
         dtype: str = "auto",
         device: str = "auto",
         kv_dtype: str = "auto",
+        weights: str = "auto",
         backend: str = "auto",
         threads: int | None = None,
         seed: int = 0,
@@ -319,6 +324,7 @@ class Solver:
             deterministic=deterministic,
             cuda_graphs=cuda_graphs,
             kv_dtype=kv_dtype,
+            weights=weights,
         )
         placement = Placement(device, backend, deterministic, debug)
         self.verifier_models: dict[Verifier, VerifierModel] = {
@@ -408,6 +414,12 @@ class Solver:
     def describe(self) -> ModelInfo:
         """What the model needs, from its config alone."""
         return self.checkpoint.read().info
+
+    @property
+    def rounding(self) -> WeightRounding | None:
+        """What `weights` changed in the model; None without it, before the model is loaded, and for
+        a model that another solver had loaded so."""
+        return self.checkpoint.rounding
 
     @property
     def tokenizer(self) -> Any:

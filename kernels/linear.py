@@ -69,10 +69,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .hugepages import on_huge_pages
+from .int8_weights import PANEL, int8_bytes, int8_panels
 from .invariant import ALIGNMENT_BYTES
-from .native import NUMBERS, Library, LinearJob, native_library
+from .native import INT8, NUMBERS, Library, LinearJob, native_library
 
-Packing = Literal["native", "mkl", "onednn", "dense"]
+Packing = Literal["native", "int8", "mkl", "onednn", "dense"]
+NATIVE = ("native", "int8")  # packings that the native kernels read
 
 # Smaller weights lose more to oneDNN's call than its layout gains.
 ONEDNN_ELEMENTS = {"GenuineIntel": 1 << 19}
@@ -116,7 +118,8 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: the layer to replace; its weight is not kept unless `packing` is "dense".
-        packing: see `packing`.
+        packing: see `packing`; "int8" is for the native kernels too, and changes the weight
+            (`int8_weights`).
         deterministic: a row's result does not depend on the batch: always so by the native
             kernels, in chunks of exactly `CHUNK_ROWS` rows (zero padded) by others on a CPU, by
             `arbor.kernels.invariant_triton` on CUDA.
@@ -145,12 +148,12 @@ class PackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         self.compute = compute or weight.dtype
-        added = torch.float32 if packing == "native" else self.compute
+        added = torch.float32 if packing in NATIVE else self.compute
         self.bias = None if linear.bias is None else linear.bias.detach().to(added)
         self.weight: Tensor = weight
         self._ghost = weight
         self._packed: Tensor | None = None
-        self._library = native_library() if packing == "native" else None
+        self._library = native_library() if packing in NATIVE else None
         if packing != "dense":
             self._packed = _pack(weight.to(self.compute), packing)
             self.weight = weight.new_full((1, 1), torch.nan).expand(weight.shape)
@@ -163,7 +166,7 @@ class PackedLinear(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        if self.packing == "native":
+        if self.packing in NATIVE:
             rows = x.reshape(-1, self.in_features)
             packed = cast(Tensor, self._packed)
             out = _native(self._library, rows, packed, self.out_features, self.bias)
@@ -246,10 +249,13 @@ class JointLinear:
 
 def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
     """Layers as one product; None unless all are packed for the native kernels, alike."""
-    if not all(isinstance(each, PackedLinear) and each.packing == "native" for each in layers):
+    if not all(isinstance(each, PackedLinear) and each.packing in NATIVE for each in layers):
         return None
     packed = cast(Sequence[PackedLinear], layers)
-    kinds = {(each.in_features, each.dtype, each.compute, each.bias is None) for each in packed}
+    kinds = {
+        (each.in_features, each.packing, each.dtype, each.compute, each.bias is None)
+        for each in packed
+    }
     whole = all(each.out_features % PANEL == 0 for each in packed)
     if len(kinds) > 1 or not whole or packed[0].compute != packed[0].dtype:
         return None
@@ -264,7 +270,8 @@ class Product:
         packed: the weight in panels.
         bias: float32 [outputs], or None.
         inputs, outputs: numbers of a row.
-        number: of the weight's dtype, as in `NUMBERS`.
+        number: of the rows' dtype, as in `NUMBERS`.
+        packed_number: likewise of the weight's; `INT8` if it is in 8 bits.
     """
 
     packed: Tensor
@@ -272,6 +279,7 @@ class Product:
     inputs: int
     outputs: int
     number: int
+    packed_number: int
 
 
 def native_product(layer: nn.Module | JointLinear | None) -> Product | None:
@@ -279,14 +287,15 @@ def native_product(layer: nn.Module | JointLinear | None) -> Product | None:
     in its own dtype."""
     if isinstance(layer, JointLinear):
         first, packed, bias = layer.layers[0], layer._packed, layer._bias
-    elif isinstance(layer, PackedLinear) and layer.packing == "native":
+    elif isinstance(layer, PackedLinear) and layer.packing in NATIVE:
         first, packed, bias = layer, cast(Tensor, layer._packed), layer.bias
     else:
         return None
     if first.compute != first.dtype:
         return None
     number = _NUMBERS[first.dtype]
-    return Product(packed, bias, first.in_features, layer.out_features, number)
+    inputs, outputs = first.in_features, layer.out_features
+    return Product(packed, bias, inputs, outputs, number, _packed_number(packed))
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
@@ -334,7 +343,7 @@ def weight_bytes(model: nn.Module) -> int:
             if module.packing == "dense":
                 parts.append(module.weight)
             else:
-                packed += module.in_features * module.out_features * module.compute.itemsize
+                packed += _packed_bytes(module.packing, module._ghost, module.compute)
             found |= {each.data_ptr(): each.nbytes for each in parts if each is not None}
     return sum(found.values()) + packed
 
@@ -365,10 +374,13 @@ def pack_linears(
             faster, twice the weights' bytes); None = if that takes at most half of the machine's
             memory.
         choose: a packing for all layers instead of the rule of `packing`; layers it cannot do stay
-            dense.
+            dense. "int8" changes the model.
 
     Returns:
         What was packed.
+
+    Raises:
+        ValueError: `choose` is "int8", and a weight is NaN or infinite; names the layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
@@ -380,6 +392,7 @@ def pack_linears(
         for module in model.modules():
             if isinstance(module, PackedLinear):
                 module.deterministic = True
+    if deterministic or choose == "int8":
         _transpose(model)
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -415,10 +428,12 @@ def pack_linears(
                 continue
         else:
             packed.setdefault(kind, []).append(name)
-            kept = weight.itemsize if shared else 0
-            extra_bytes += weight.numel() * (compute.itemsize - weight.itemsize + kept)
+            extra_bytes += _packed_bytes(kind, weight, compute) - (0 if shared else weight.nbytes)
             upcasts += compute != weight.dtype
-        replacement = PackedLinear(linear, kind, deterministic, compute)
+        try:
+            replacement = PackedLinear(linear, kind, deterministic, compute)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         replacement.train(linear.training)
         setattr(parent, child_name, replacement)
         del linear, weight
@@ -474,7 +489,7 @@ def packing(weight: Tensor, compute: torch.dtype) -> Packing:
 
 def _supported(kind: Packing, weight: Tensor, compute: torch.dtype) -> Packing:
     """`kind` if it works for the weight's device and a dtype, else "dense"."""
-    if kind == "native" and native_library() is None:
+    if kind in NATIVE and native_library() is None:
         return "dense"
     return kind if weight.is_cpu and _works(kind, compute) else "dense"
 
@@ -489,8 +504,10 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
         return True
     if kind == "mkl" and dtype != torch.float32:
         return False
-    if kind == "native" and (native_library() is None or dtype not in _NUMBERS):
+    if kind in NATIVE and (native_library() is None or dtype not in _NUMBERS):
         return False
+    if kind == "int8":
+        return True  # its products are not those of the weight
     grid = torch.arange(48 * 80) * 7919
     weight = (grid % 7 - 3).view(48, 80).to(dtype)
     bias = torch.arange(48).to(dtype)
@@ -507,8 +524,7 @@ def _works(kind: Packing, dtype: torch.dtype) -> bool:
     return True
 
 
-# Outputs of a panel of the native kernels, and inputs up to whose multiple bfloat16 is padded.
-PANEL, PADDED_INPUTS = 16, 32
+PADDED_INPUTS = 32  # bfloat16 is padded to a multiple of so many inputs
 _NUMBERS = {getattr(torch, name): number for name, number in NUMBERS.items()}
 
 
@@ -530,6 +546,17 @@ def _native_panels(weight: Tensor) -> Tensor:
     return packed
 
 
+def _packed_bytes(kind: Packing, weight: Tensor, compute: torch.dtype) -> int:
+    """Bytes of a weight once it is packed, without padding."""
+    if kind == "int8":
+        return int8_bytes(weight.shape[1], weight.shape[0])
+    return weight.numel() * compute.itemsize
+
+
+def _packed_number(packed: Tensor) -> int:
+    return INT8 if packed.dtype == torch.int8 else _NUMBERS[packed.dtype]
+
+
 def _native(
     library: Library | None, rows: Tensor, packed: Tensor, outputs: int, bias: Tensor | None
 ) -> Tensor:
@@ -548,6 +575,7 @@ def _native(
         rows.shape[1],
         outputs,
         _NUMBERS[rows.dtype],
+        _packed_number(packed),
     )
     library.linear(ctypes.addressof(job), torch.get_num_threads())
     return out
@@ -556,6 +584,8 @@ def _native(
 def _pack(weight: Tensor, kind: Packing) -> Tensor:
     if kind == "native":
         return _native_panels(weight)
+    if kind == "int8":
+        return int8_panels(weight)
     if kind == "mkl":
         packed: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), MKL_ROWS)
     else:
@@ -573,7 +603,7 @@ def _apply(
     `ghost` has the weight's shape. MKL's op reads it only where the row counts differ; passing the
     batch's own count avoids that, as its packed weights serve any number of rows.
     """
-    if kind == "native":
+    if kind in NATIVE:
         added = None if bias is None else bias.float()
         return _native(native_library(), rows, packed, ghost.shape[0], added)
     if kind == "mkl":

@@ -17,7 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
-LAYOUT_VERSION = 4  # as in native.h
+LAYOUT_VERSION = 5  # as in native.h
 # Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 VARIABLE = "ARBOR_NATIVE"
@@ -27,7 +27,7 @@ FILE = Path(
 
 # `Number` of native.h, by torch's names of dtypes.
 NUMBERS = {"float32": 0, "bfloat16": 1}
-INT8 = 2  # of pools with 8-bit KV
+INT8 = 2  # of pools with 8-bit KV, and of weights in 8 bits
 
 
 # Head dimensions are multiples of the widest vector.
@@ -121,6 +121,7 @@ class LinearJob(Structure):
         ("inputs", c_int32),
         ("outputs", c_int32),
         ("number", c_int32),
+        ("packed_number", c_int32),
     )
 
 

@@ -283,6 +283,7 @@ class NativeLayers:
             inputs=product.inputs,
             outputs=product.outputs,
             number=product.number,
+            packed_number=product.packed_number,
         )
         self._linears.append(job)
         self._jobs.append(job)

@@ -50,6 +50,7 @@ from arbor.tree import Node, ThoughtTree
 PREFIX = 512
 # fan-out per level, tokens per block
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "F1": ((1,), 128),
     "F8": ((8,), 128),
     "F32": ((32,), 128),
     "F32x48": ((32,), 48),

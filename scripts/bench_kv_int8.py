@@ -73,17 +73,38 @@ def errors(n: int) -> Iterator[Row]:
         yield {"case": kind, "arm": scheme, "unit": "percent", "value": round(value, 4), "n": n}
 
 
-def outcomes(kv_dtype: str, n: int) -> list[Solution]:
+def outcomes(settings: Row, n: int, most_tokens: int | None) -> list[Solution]:
     """The solutions of one arm."""
-    with Solver(controller=CONTROLLER, kv_dtype=kv_dtype, threads=1) as solver:
+    with Solver(threads=1, **settings) as solver:
         problems = list(solver.task.problems("test", n))
-        return solver.solve_batch(problems, concurrency=AT_ONCE, max_tokens=MOST_TOKENS)
+        return solver.solve_batch(problems, concurrency=AT_ONCE, max_tokens=most_tokens)
 
 
-def answers(n: int) -> Iterator[Row]:
-    """Shares solved, and the paired difference."""
-    case = f"{CONTROLLER}, {MOST_TOKENS} tokens"
-    arms = {name: outcomes(name, n) for name in ("auto", "int8")}
+def answers(
+    n: int,
+    setting: str = "kv_dtype",
+    *,
+    task: str = "game24",
+    controller: str = CONTROLLER,
+    most_tokens: int | None = MOST_TOKENS,
+    note: Callable[[Solution], str] = lambda found: (
+        f"KV {found.metrics.bytes_per_token} bytes per token"
+    ),
+) -> Iterator[Row]:
+    """Shares solved with a setting ``auto`` and ``int8``, and the paired difference.
+
+    Args:
+        n: problems of the test split.
+        setting: of `Solver`.
+        task, controller, most_tokens: of the searches.
+        note: on an arm, made of its first solution.
+    """
+    case = controller if most_tokens is None else f"{controller}, {most_tokens} tokens"
+    case = case if task == "game24" else f"{task}, {case}"
+    arms = {
+        name: outcomes({"task": task, "controller": controller, setting: name}, n, most_tokens)
+        for name in ("auto", "int8")
+    }
     right = {name: [bool(each.correct) for each in found] for name, found in arms.items()}
     for name, found in arms.items():
         low, high = clopper_pearson(sum(right[name]), n)
@@ -95,7 +116,7 @@ def answers(n: int) -> Iterator[Row]:
             "value_low": round(100 * low, 2),
             "value_high": round(100 * high, 2),
             "n": n,
-            "note": f"KV {found[0].metrics.bytes_per_token} bytes per token",
+            "note": note(found[0]),
         }
     against = paired(right["int8"], right["auto"])
     low, high = against.interval

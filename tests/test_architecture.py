@@ -60,6 +60,7 @@ TORCH = (
     "model.fuse_attention",
     "model.fuse_layers",
     "model.graphs",
+    "model.int8_weights",
     "model.kv_identity",
     "model.kv_probe",
     "model.layers",

@@ -35,7 +35,7 @@ def blocks(page: Path, language: str) -> list[str]:
 # they evaluate many problems, or run many commands
 SLOW_PAGES = {
     *("aggregate", "budget", "compare", "early-exit", "eval", "exit-codes", "generate"),
-    *("kv-dtype", "prompt", "retention", "reward", "sharing", "tiers", "trace"),
+    *("kv-dtype", "prompt", "retention", "reward", "sharing", "tiers", "trace", "weights"),
 }
 SLOW_PYTHON = {
     *(("eval", 0), ("python", 3), ("retention", 0), ("server", 0)),

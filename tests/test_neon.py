@@ -153,7 +153,8 @@ def results(seed: int) -> list[Tensor]:
     dtype = DTYPES[seed % 2]
     x, layer = torch.randn(9, 100).to(dtype), nn.Linear(100, 77).to(dtype)
     ops = test_native.native_ops()
-    found += [PackedLinear(layer, "native")(x), ops.rms_norm(x, x[0], 1e-6, NORM_FORMS[seed % 3])]
+    found += [PackedLinear(layer, kind)(x) for kind in ("native", "int8")]
+    found += [ops.rms_norm(x, x[0], 1e-6, NORM_FORMS[seed % 3])]
     found.append(ops.gated(x[:, :50], x[:, 50:], ACTIVATIONS[seed % 2]))
     form, kv = ROTARY_FORMS[seed % len(ROTARY_FORMS)], torch.randn(2, 4, 2, 32).to(dtype)
     cos, sin = test_rotary.tables(4, 32, form, dtype)

@@ -40,6 +40,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "bench_attention": ("--leaves 8 --rounds 1 --steps 1 --json FOLDER/out.json",),
     "bench_linear": ("--rows 3 --sizes 64x48 --rounds 2 --csv FOLDER/out.csv",),
     "bench_beams": ("--size 5m --beams 4 --prompt 20 --tokens 4 --rounds 1 --csv FOLDER/out.csv",),
+    "bench_int8_weights": ("answers --n 2 --csv FOLDER/out.csv",),
     "bench_kv_int8": ("answers --n 2 --csv FOLDER/out.csv",),
     "bench_store": ("--n 1 --searches beam --csv FOLDER/out.csv",),
     "eval_tiers": (

@@ -15,7 +15,7 @@ from arbor.cli.signals import ending_at_once
 from arbor.controllers.base import Controller
 from arbor.errors import InputError, UsageError
 from arbor.model.loading import locate_model
-from arbor.model.names import check_device, check_dtype
+from arbor.model.names import check_device, check_dtype, check_weights
 from arbor.model.sampling_params import Sampling
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
@@ -96,6 +96,7 @@ def build_solver(
         max_expansions=options.max_expansions,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
+        weights=options.weights,
         device=options.device,
         backend=options.backend,
         threads=options.threads,
@@ -147,7 +148,7 @@ def check_options(options: SolverOptions) -> None:
         _check_name(kind, components.split_spec(component)[0])
     if options.backend not in ("auto", FLASHINFER):
         _check_name("backend", options.backend, ("auto", FLASHINFER))
-    check_device(options.device)
+    check_weights(options.weights, check_device(options.device))
     check_dtype(options.dtype)
     check_sharing(options.share, options.mode, options.rehydrate)
     check_fetch(options.fetch)

@@ -120,6 +120,7 @@ class GenerateOptions:
     trust_remote_code: bool
     dtype: str
     kv_dtype: str
+    weights: str
     device: str
     backend: str
     cuda_graphs: bool
@@ -152,6 +153,7 @@ def generate(output: Output, /, **values: Any) -> int:
         trust_remote_code=options.trust_remote_code,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
+        weights=options.weights,
         device=options.device,
         backend=options.backend,
         threads=options.threads,

@@ -73,6 +73,7 @@ class SolverOptions:
     share_threshold: float = 0.82
     kv_probe: str = "kept"
     kv_dtype: str = "auto"
+    weights: str = "auto"
     seed: int = 0
     deterministic: bool = False
     cuda_graphs: bool = True

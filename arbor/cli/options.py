@@ -13,7 +13,7 @@ from arbor.cli.command import GENERAL, Integer, Number, option, option_group
 from arbor.cli.configure import take_defaults, take_preset
 from arbor.cli.output import LOG_LEVELS, LOG_SETTINGS, Output, configure_log
 from arbor.events import Detail
-from arbor.model.names import KV_DTYPES
+from arbor.model.names import KV_DTYPES, WEIGHTS
 from arbor.run.presets import PRESETS
 
 EXIT_GATE = 7  # a check or a gate failed
@@ -337,6 +337,13 @@ loading_options = option_group(
         default="auto",
         heading="Model",
         help="Data type of the KV; int8: 8 bits with scales, lossy, CPU only; auto: the model's.",
+    ),
+    option(
+        "--weights",
+        type=click.Choice(WEIGHTS),
+        default="auto",
+        heading="Model",
+        help="Weights of linear layers; int8: 8 bits with scales, lossy, CPU only.",
     ),
     option(
         "--device",

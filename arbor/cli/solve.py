@@ -178,7 +178,8 @@ def solve(output: Output, /, **values: Any) -> int:
         if not options.force and str(options.trace) != "off":
             refuse_existing("--trace", options.trace)
         writer = open_trace(options.trace, options.trace_detail.trace_text)
-        output.say(f"loading {options.solver.model} · seed {options.solver.seed}")
+        lossy = "" if options.solver.weights == "auto" else " · weights int8, lossy"
+        output.say(f"loading {options.solver.model}{lossy} · seed {options.solver.seed}")
         stream = solver.stream(
             problem,
             expected=options.expected,
@@ -187,6 +188,7 @@ def solve(output: Output, /, **values: Any) -> int:
             trace_level=options.trace_detail.trace_level,
         )
         solution, events = watch(output, stream, signals, options.html is not None)
+        rounding = solver.rounding
         if writer is not None and solution.trace_path is None:  # stopped before it began
             writer.close()
             if writer.path.is_file():
@@ -205,6 +207,8 @@ def solve(output: Output, /, **values: Any) -> int:
             output.say(line)
     ended = solution.limit or solution.finish_reason
     output.say(numbers_line(ended, solution.metrics, correct))
+    if rounding is not None:
+        output.say(str(rounding))
     if unreached := unreached_line(solution.metrics):
         output.say(unreached)
     if solution.trace_path is not None:

@@ -57,6 +57,12 @@ def arbor_logits(runner: ModelRunner) -> Tensor:
     return torch.cat([head, runner.forward(plan_forward(rest), pool).logits])
 
 
+def logit_error(runner: ModelRunner, own: Tensor) -> float:
+    """How far arbor's logits are from `own`, relative to their length, for the median token:
+    rounding alone sends some tokens to other experts."""
+    return float(((arbor_logits(runner) - own).norm(dim=-1) / own.norm(dim=-1)).median())
+
+
 def check_agreement(runner: ModelRunner, own: Tensor) -> None:
     """Refuse a model with other logits under arbor, for example by a row's place in the batch.
 
@@ -66,8 +72,7 @@ def check_agreement(runner: ModelRunner, own: Tensor) -> None:
     Raises:
         ModelError: the difference is more than rounding.
     """
-    # the median token: rounding alone sends some tokens to other experts
-    error = float(((arbor_logits(runner) - own).norm(dim=-1) / own.norm(dim=-1)).median())
+    error = logit_error(runner, own)
     half = runner.dtype in (torch.float16, torch.bfloat16)
     if not error <= (HALF_TOLERANCE if half else TOLERANCE):
         raise ModelError(

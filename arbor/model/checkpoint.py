@@ -14,7 +14,7 @@ from arbor.model.description_cache import kept_description
 from arbor.model.files import Description, Files
 from arbor.model.loading import ModelLocation, locate_model, revision_error
 from arbor.model.model_info import ModelInfo
-from arbor.model.names import INT8, check_device, check_kv_dtype
+from arbor.model.names import INT8, check_device, check_kv_dtype, check_weights
 from arbor.model.placement import (
     FLASHINFER,
     INVARIANT,
@@ -31,6 +31,7 @@ from arbor.model.placement import (
 if TYPE_CHECKING:
     import torch
 
+    from arbor.model.int8_weights import WeightRounding
     from arbor.model.weights import Weights
 
 
@@ -41,7 +42,7 @@ class Checkpoint:
         model: a name, a directory, a Hub id, or a ready `PreTrainedModel` (then `tokenizer` too).
         tokenizer: for a ready model.
         revision, trust_remote_code, dtype, device, backend, deterministic, cuda_graphs, kv_dtype,
-        adapter: see `Solver`.
+        weights, adapter: see `Solver`.
 
     Raises:
         UsageError: invalid settings; nothing was read.
@@ -61,11 +62,13 @@ class Checkpoint:
         deterministic: bool,
         cuda_graphs: bool,
         kv_dtype: str = "auto",
+        weights: str = "auto",
         adapter: str | os.PathLike[str] | None = None,
     ) -> None:
         self.kv_dtype = check_kv_dtype(kv_dtype)
         if self.kv_dtype == INT8:
             check_int8(check_backend(backend), check_device(device))
+        self.weights = check_weights(weights, check_device(device))
         self._given = None if isinstance(model, str | os.PathLike) else model
         self._tokenizer = tokenizer
         self.dtype = dtype
@@ -106,6 +109,11 @@ class Checkpoint:
             self._device = resolve_device(self.asked_device)
         return self._device
 
+    @property
+    def rounding(self) -> WeightRounding | None:
+        """What weights in 8 bits changed; None without them, or before they are loaded."""
+        return None if self._weights is None else self._weights.rounding
+
     def close(self) -> None:
         """Drop config, tokenizer and weights."""
         self._description = self._files = self._weights = None
@@ -123,7 +131,7 @@ class Checkpoint:
             light = "torch" not in sys.modules and self._given is None and self._tokenizer is None
             if light:
                 kept = kept_description(self.source, self.dtype)
-                self._description = kept and replace(kept, info=self._with_kv(kept.info))
+                self._description = kept and replace(kept, info=self._as_kept(kept.info))
             return self._description or self._read(keep=light)
 
     def read_files(self) -> Files:
@@ -161,6 +169,7 @@ class Checkpoint:
                     deterministic=self.deterministic,
                     cuda_graphs=self.cuda_graphs,
                     int8_kv=self.kv_dtype == INT8,
+                    int8_weights=self.weights == INT8,
                 )
             return self._weights
 
@@ -176,11 +185,12 @@ class Checkpoint:
         from arbor.model.weights import read_files
 
         files = read_files(self.source, self._given, self._tokenizer, self.dtype, keep=keep)
-        self._files = replace(files, info=self._with_kv(files.info))
+        self._files = replace(files, info=self._as_kept(files.info))
         return self._files
 
-    def _with_kv(self, info: ModelInfo) -> ModelInfo:
-        """The sizes of the model with KV as it is kept here."""
+    def _as_kept(self, info: ModelInfo) -> ModelInfo:
+        """The model with weights and KV as they are kept here."""
+        info = replace(info, weights=self.weights)
         return info.with_int8_kv() if self.kv_dtype == INT8 else info
 
     def backend_name(self, info: ModelInfo) -> str:

@@ -33,6 +33,7 @@ class ModelInfo:
         context: longest path that runs exactly, tokens.
         vocabulary: number of token ids.
         kv_dtype: of the KV, as in `Solver`.
+        weights: of linear layers, as in `Solver`.
     """
 
     id: str
@@ -54,6 +55,7 @@ class ModelInfo:
     context: int
     vocabulary: int
     kv_dtype: str = "auto"
+    weights: str = "auto"
 
     def with_int8_kv(self) -> ModelInfo:
         """The same model with 8-bit KV."""
@@ -64,6 +66,8 @@ class ModelInfo:
         return asdict(self)
 
     def to_header(self) -> dict[str, Any]:
-        """The fields that a trace's header holds; `kv_dtype` only where it is not ``auto``."""
-        left_out = ("kv_bytes_int8", *(("kv_dtype",) if self.kv_dtype == "auto" else ()))
+        """The fields that a trace's header holds; `kv_dtype` and `weights` only where they are not
+        ``auto``."""
+        usual = [name for name in ("kv_dtype", "weights") if getattr(self, name) == "auto"]
+        left_out = ("kv_bytes_int8", *usual)
         return {name: value for name, value in asdict(self).items() if name not in left_out}

@@ -8,8 +8,9 @@ from arbor.errors import UsageError
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}  # of a number
 DTYPES = tuple(BYTES_OF)
-INT8 = "int8"  # K and V in 8 bits
+INT8 = "int8"  # K and V, or weights, in 8 bits
 KV_DTYPES = ("auto", INT8)
+WEIGHTS = ("auto", INT8)
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -65,3 +66,36 @@ def check_kv_dtype(kv_dtype: str) -> str:
             f"Use {' or '.join(KV_DTYPES)}.",
         )
     return kv_dtype
+
+
+def check_weights(weights: str, device: str) -> str:
+    """How weights are kept, by name.
+
+    Args:
+        weights: the name.
+        device: by name.
+
+    Raises:
+        UsageError: not one of `WEIGHTS`, or not on this device.
+    """
+    if weights not in WEIGHTS:
+        raise UsageError(
+            "weights", f"--weights {weights} is not supported.", f"Use {' or '.join(WEIGHTS)}."
+        )
+    if weights == INT8:
+        check_int8_weights(device)
+    return weights
+
+
+def check_int8_weights(device: str) -> None:
+    """Refuses weights in 8 bits where no kernel reads them.
+
+    Raises:
+        UsageError: the device, by name, is not a CPU.
+    """
+    if device.startswith("cuda"):
+        raise UsageError(
+            "weights",
+            f"--weights {INT8} runs on a CPU only, and the device is {device}.",
+            "Use --device cpu, or a quantised checkpoint (docs/compatibility.md).",
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,13 +15,14 @@ from arbor.kernels.fused import fused_ops
 from arbor.kernels.linear import batch_dependent, pack_linears
 from arbor.kernels.rotary import rotary_ops
 from arbor.memory.out_of_memory import is_out_of_memory, weights_too_large
-from arbor.model.agreement import check_agreement, own_logits
+from arbor.model.agreement import check_agreement, logit_error, own_logits
 from arbor.model.describe import describe_attention
 from arbor.model.description_cache import keep_description
 from arbor.model.files import Files
 from arbor.model.fuse import fuse, unfuse
 from arbor.model.fuse_attention import fuse_attention
 from arbor.model.graphs import CudaRecorder
+from arbor.model.int8_weights import WeightRounding, check_packed_before, round_weights
 from arbor.model.loading import (
     ModelLocation,
     eos_ids,
@@ -32,6 +33,7 @@ from arbor.model.loading import (
     load_tokenizer,
     sampling_defaults,
 )
+from arbor.model.names import INT8
 from arbor.model.placement import (
     FLASHINFER,
     NATIVE,
@@ -52,11 +54,13 @@ class Weights:
         runner: over the model with arbor's attention.
         eos: token ids that end a text.
         backend: name of the attention backend in use.
+        rounding: what `int8_weights` changed; None without it.
     """
 
     runner: ModelRunner
     eos: tuple[int, ...]
     backend: str
+    rounding: WeightRounding | None = None
 
 
 def read_files(
@@ -101,6 +105,7 @@ def load_weights(
     deterministic: bool,
     cuda_graphs: bool,
     int8_kv: bool = False,
+    int8_weights: bool = False,
 ) -> Weights:
     """The weights, checked against the model's own forward, packed where that is faster.
 
@@ -115,15 +120,19 @@ def load_weights(
         deterministic: as in `Solver`; False: only where the native kernels compute the whole model.
         cuda_graphs: as in `Solver`.
         int8_kv: whether searches keep KV in 8 bits; the check of the logits does not.
+        int8_weights: whether linear layers keep their weights in 8 bits; the logits are checked
+            before they are rounded.
 
     Raises:
         ModelError: incomplete or unreadable.
         UsageError: `deterministic`, and layers of the model depend on the batch; or FlashInfer is
-            required and cannot run.
+            required and cannot run; or weights cannot be in 8 bits here.
     """
     info = files.info
     name, attend = _backend(files, device, backend, required)
     model = given or load_model(source, getattr(torch, info.dtype), device)
+    if given is not None:
+        check_packed_before(model, INT8 if int8_weights else "auto")
     if deterministic:
         refuse_batch_dependent(model, device)
     elif name == NATIVE and runs_native(info, device):
@@ -133,7 +142,12 @@ def load_weights(
     recorder = CudaRecorder(device) if graphs else None
     kv_dtype = torch.int8 if int8_kv else None
     runner = ModelRunner(model, attend, recorder, deterministic=deterministic, kv_dtype=kv_dtype)
-    if runner.device.type == "cpu" or deterministic:
+    rounding = None
+    if int8_weights:
+        if own is not None:
+            _check_agreement(model, runner, own, attention)
+        rounding = round_weights(model, runner.device, deterministic=deterministic)
+    elif runner.device.type == "cpu" or deterministic:
         pack_linears(model, deterministic=deterministic)
     ops = fused_ops(runner.device)
     if ops is not None and deterministic and not ops.row_invariant:
@@ -147,12 +161,10 @@ def load_weights(
             fuse_attention(model, rotary)
             if reason := runner.fuse_layers():
                 logger.debug("layers run one by one: %s", reason)
-    if own is not None:
-        try:
-            check_agreement(runner, own)
-        except ModelError:
-            model.set_attn_implementation(attention)  # or a second load would skip the check
-            raise
+    if rounding is not None and own is not None:
+        rounding = replace(rounding, logit_error=logit_error(runner, own))
+    elif own is not None:
+        _check_agreement(model, runner, own, attention)
     logger.info(
         "%s: %s weights, %s on %s, attention by %s",
         source.name,
@@ -161,7 +173,18 @@ def load_weights(
         runner.device,
         type(attend).__name__,
     )
-    return Weights(runner, eos_ids(model, files.tokenizer), name)
+    if rounding is not None:
+        logger.info("%s", rounding)
+    return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
+
+
+def _check_agreement(model: Any, runner: ModelRunner, own: torch.Tensor, attention: str) -> None:
+    """Refuse a model with other logits under arbor; it then has its own attention again."""
+    try:
+        check_agreement(runner, own)
+    except ModelError:
+        model.set_attn_implementation(attention)  # or a second load would skip the check
+        raise
 
 
 def _backend(

@@ -50,6 +50,7 @@ TEXTS = (
     "msve",
     "dtype",
     "kv_dtype",
+    "weights",
     "device",
     "backend",
 )

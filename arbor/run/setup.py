@@ -109,7 +109,8 @@ class Setup:
         A ratio as a budget has its expected peak, or is one of the worst case where there is none:
         the solver that is built again gives it the same slots. Named only where they are not the
         default: `adapter`, `aggregate`, `host`, `host_bits`, `staging`, `disk`, `fetch`, `share`,
-        `kv_probe`, `cuda_graphs`, `kv_dtype`, `step_format`, `branch_stop`.
+        `kv_probe`, `cuda_graphs`, `kv_dtype`, `weights`, `step_format`,
+        `branch_stop`.
         """
         source = self.checkpoint.source
         return {
@@ -151,4 +152,5 @@ class Setup:
             **(
                 {} if self.checkpoint.kv_dtype == "auto" else {"kv_dtype": self.checkpoint.kv_dtype}
             ),
+            **({} if self.checkpoint.weights == "auto" else {"weights": self.checkpoint.weights}),
         }

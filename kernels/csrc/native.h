@@ -7,10 +7,10 @@
 namespace arbor {
 
 // Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
-constexpr int64_t LAYOUT_VERSION = 4;
+constexpr int64_t LAYOUT_VERSION = 5;
 
-// Numbers of the pool, the queries, the weights and the results; sums are always in float32. Only
-// pools are INT8: codes and scales, see int8.h.
+// Numbers of the pool, the queries, the weights and the results; sums are always in float32. Pools
+// and packed weights can be INT8: codes and scales, see int8.h and linear.h.
 enum Number : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
 // One level of a cascade, as `CascadeLevel` in kernels/base.py.
@@ -69,7 +69,8 @@ struct LinearJob {
     int32_t rows;
     int32_t inputs;
     int32_t outputs;
-    int32_t number;         // of x, packed and out
+    int32_t number;         // of x and out
+    int32_t packed_number;  // of the weight: the same, or INT8
 };
 
 // RMS norm: out = x / sqrt(mean(x^2) + eps) * (weight + offset).

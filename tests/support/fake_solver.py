@@ -161,6 +161,8 @@ class FakeStream:
 class FakeSolver:
     """A solver with the real one's arguments; words in ``--device`` choose its behaviour."""
 
+    rounding = None
+
     def __init__(self, model: Any = "builtin:sapling", **settings: Any) -> None:
         self.config = {"model": str(model), **{k: repr(v) for k, v in settings.items()}}
         self.settings = settings

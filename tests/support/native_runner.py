@@ -23,6 +23,7 @@ import numpy as np
 
 from arbor.kernels import native
 from arbor.kernels.int8 import stored_width
+from arbor.kernels.int8_weights import GROUP, GROUP_BYTES
 from arbor.kernels.native import (
     INT8,
     AttentionJob,
@@ -125,9 +126,14 @@ def attention_memory(job: AttentionJob, memory: Memory) -> None:
 def linear_memory(job: LinearJob, memory: Memory) -> None:
     """Rows, the packed weight, the bias and the result."""
     wide = BYTES[job.number]
-    padded = job.inputs if wide == 4 else -(-job.inputs // PADDED_INPUTS) * PADDED_INPUTS
     memory.follow(job, "x", wide * extent((job.rows, job.x_row), (job.inputs, 1)))
-    memory.follow(job, "packed", wide * padded * (-(-job.outputs // PANEL) * PANEL))
+    panels = -(-job.outputs // PANEL)
+    if job.packed_number == INT8:
+        size = GROUP_BYTES * -(-job.inputs // GROUP)
+    else:
+        padded = job.inputs if wide == 4 else -(-job.inputs // PADDED_INPUTS) * PADDED_INPUTS
+        size = wide * padded * PANEL
+    memory.follow(job, "packed", panels * size)
     memory.follow(job, "bias", 4 * job.outputs)
     memory.follow(job, "out", wide * job.rows * job.outputs, True)
 

@@ -1,0 +1,117 @@
+"""--weights int8: the linear layers of a loaded model in 8 bits, and what that changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from arbor.errors import ModelError, UsageError
+from arbor.kernels.linear import PackedLinear, pack_linears, weight_bytes
+from arbor.kernels.native import NUMBERS, native_library, native_state
+from arbor.model.names import INT8, check_int8_weights
+from arbor.model.placement import dtype_name
+from arbor.support.units import human_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRounding:
+    """What rounding the weights of linear layers to 8 bits changed.
+
+    Attributes:
+        layers: linear layers in 8 bits.
+        bytes_before, bytes_after: of all weights of the model.
+        logit_error: distance of the logits from those of the model as it was, relative to their
+            length, for the median of some random tokens; None if its own were not known.
+    """
+
+    layers: int
+    bytes_before: int
+    bytes_after: int
+    logit_error: float | None = None
+
+    def __str__(self) -> str:
+        sizes = f"{human_bytes(self.bytes_before)} to {human_bytes(self.bytes_after)}"
+        moved = "" if self.logit_error is None else f", logits change by {self.logit_error:.2%}"
+        return f"weights {INT8}, lossy: {self.layers:,} linear layers, {sizes}{moved}"
+
+
+def round_weights(
+    model: nn.Module, device: torch.device, *, deterministic: bool
+) -> WeightRounding | None:
+    """Replaces the linear layers of a loaded model by ones in 8 bits, in place.
+
+    What is not a plain linear layer keeps its weights: embeddings, norms, the experts of mixtures.
+
+    Args:
+        model: its weights in float32 or bfloat16.
+        device: where it runs.
+        deterministic: as in `pack_linears`.
+
+    Returns:
+        What changed; None if its weights are in 8 bits already.
+
+    Raises:
+        UsageError: not on a CPU, no native kernels, another dtype than they compute in, or no
+            plain linear layer.
+        ModelError: a weight is NaN or infinite.
+    """
+    check_int8_weights(str(device))
+    dtype = dtype_name(next(model.parameters()).dtype)
+    if native_library() is None:
+        raise UsageError(
+            "weights",
+            f"--weights {INT8} needs the native kernels: {native_state()}.",
+            "See docs/cpu.md, or leave --weights out.",
+        )
+    if dtype not in NUMBERS:
+        raise UsageError(
+            "weights",
+            f"--weights {INT8}: no kernels for {dtype}.",
+            f"Add --dtype {' or '.join(NUMBERS)}.",
+        )
+    if packed_before(model):
+        return None
+    before = weight_bytes(model)
+    try:
+        report = pack_linears(model, deterministic=deterministic, choose="int8")
+    except ValueError as error:
+        raise ModelError("weights-not-finite", f"{error}.", "Take an intact checkpoint.") from error
+    layers = report.packed.get("int8", ())
+    if not layers:
+        raise UsageError(
+            "weights",
+            f"--weights {INT8}: no linear layer of the model is in full precision.",
+            "Leave --weights out.",
+        )
+    return WeightRounding(len(layers), before, weight_bytes(model))
+
+
+def packed_before(model: nn.Module) -> bool:
+    """Whether linear layers of a model were packed already."""
+    return any(each.packing != "dense" for each in _packed(model))
+
+
+def check_packed_before(model: nn.Module, weights: str) -> None:
+    """Refuse a ready model whose linear layers another solver packed in another way.
+
+    Args:
+        model: perhaps loaded by a solver before.
+        weights: as in `Solver`.
+
+    Raises:
+        UsageError: its weights are no longer what they were.
+    """
+    in_8_bits = any(each.packing == INT8 for each in _packed(model))
+    if packed_before(model) and in_8_bits != (weights == INT8):
+        raise UsageError(
+            "weights",
+            f"a solver with weights={INT8 if in_8_bits else 'auto'!r} has replaced the linear layers "
+            "of this model.",
+            "Load it again.",
+        )
+
+
+def _packed(model: nn.Module) -> list[PackedLinear]:
+    return [each for each in model.modules() if isinstance(each, PackedLinear)]
