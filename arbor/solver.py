@@ -350,7 +350,7 @@ class Solver:
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
         # a lossy search depends on what shares its budget
-        at_once = 1 if self.mode == "lossy" else CONCURRENCY
+        at_once = self._at_once
         self._worker = Worker(at_once, self._lend, self._next.locked)
 
     @classmethod
@@ -653,7 +653,7 @@ class Solver:
 
         Those that are awaited together are searched together, see `stream`.
         """
-        stream = self._stream(problem, options)
+        stream = self._stream(problem, options, keeps_events=False)
         self._start_soon()
         return await stream.wait()
 
@@ -663,13 +663,15 @@ class Solver:
         self._start_soon()
         return aiter(stream)
 
-    def _stream(self, problem: str | Problem, options: Options) -> SearchStream:
+    def _stream(
+        self, problem: str | Problem, options: Options, *, keeps_events: bool = True
+    ) -> SearchStream:
         """A stream that the worker has not been started for."""
         from arbor.model.threads import keep_threads
         from arbor.run.stream import SearchStream
 
         keep_threads()
-        job = SearchJob(Run(self._setup, problem, Request(**options)))
+        job = SearchJob(Run(self._setup, problem, Request(**options)), keeps_events=keeps_events)
         self._worker.add(job)
         return SearchStream(job, self._refuse_waiting)
 
@@ -720,7 +722,7 @@ class Solver:
         self,
         jobs: Iterable[tuple[str | Problem, Options] | None],
         *,
-        concurrency: int = CONCURRENCY,
+        concurrency: int | None = None,
         listen: Callable[[int, Event], None] | None = None,
     ) -> Generator[tuple[int, Solution | ArborError], None, None]:
         """Solve many problems, several at a time in one engine, each with options of its own.
@@ -729,20 +731,21 @@ class Solver:
             jobs: problems, and keyword arguments of `solve` for each; read `concurrency` ahead.
                 None where none is ready yet, while others are in progress: the next is asked for
                 after a step of the engine.
-            concurrency: as in `imap`.
+            concurrency: as in `imap`; None: 8, or 1 in lossy mode, where a search depends on what
+                shares its budget.
             listen: called with the job's place, 0-based, and every event of its search.
 
         Yields:
             the job's place, and its solution or the error that ended it, as they are found. Closing
             the generator gives up what is in progress.
         """
-        check_count("concurrency", concurrency)
+        at_once = check_count("concurrency", concurrency) or self._at_once
         source = iter(jobs)
-        first = list(islice(source, concurrency))
+        first = list(islice(source, at_once))
         ready = [job for job in first if job is not None]
         batch = Batch(self._setup, ready, source, listen, several=len(first) > 1)
         with self._lend(batch) as engine:
-            for search in as_completed(engine, batch.searches(engine), concurrency):
+            for search in as_completed(engine, batch.searches(engine), at_once):
                 batch.over(search.place)
                 if isinstance(search.error, ArborError):
                     yield search.place, search.error
@@ -756,12 +759,19 @@ class Solver:
         self,
         problems: Iterable[str | Problem],
         *,
-        concurrency: int = CONCURRENCY,
+        concurrency: int | None = None,
         on_error: OnError = "raise",
         **options: Unpack[Options],
     ) -> list[Solution]:
-        """`imap`, all at once."""
-        return list(self.imap(problems, concurrency=concurrency, on_error=on_error, **options))
+        """`imap`, all at once: `concurrency` of them in progress at a time; None: 8, or 1 in lossy
+        mode, where a search depends on what shares its budget."""
+        at_once = check_count("concurrency", concurrency) or self._at_once
+        return list(self.imap(problems, concurrency=at_once, on_error=on_error, **options))
+
+    @property
+    def _at_once(self) -> int:
+        """Searches in progress at a time, by default."""
+        return 1 if self.mode == "lossy" else CONCURRENCY
 
     def generate(
         self,
@@ -812,7 +822,9 @@ class Solver:
         with self._lend(generation) as engine:
             return generation.run(engine, self.eos)
 
-    def logprobs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[TokenScores]:
+    def logprobs(
+        self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[TokenScores | None]:
         """The log probability of given tokens after given tokens; no search.
 
             before, yes, no = map(solver.tokenizer.encode, ("2 + 2 = 4.", " yes", " no"))
@@ -825,7 +837,7 @@ class Solver:
             pairs: (token ids before, token ids to score), at least one of each.
 
         Returns:
-            the scores of each, in their order; those so far after `stop`.
+            the scores of each, in their order; None for those that `stop` left out.
 
         Raises:
             InputError, UsageError, ModelError: before anything is computed.

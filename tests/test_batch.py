@@ -183,6 +183,32 @@ def test_solutions_come_in_the_problems_order_or_as_they_are_found(checkpoint: C
     assert [by_problem[each.problem] for each in ordered] == list(map(approximately, ordered))
 
 
+def test_a_problem_with_a_budget_of_its_own_waits_for_the_others(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint)
+    small = solver.plan(PROBLEMS[1]).smallest_tokens + 20
+    budgets = ("full", f"{small}tok", "full")
+    jobs = [(each, {"budget": of}) for each, of in zip(PROBLEMS, budgets, strict=False)]
+
+    results = dict(solver.as_completed(jobs, concurrency=3))
+
+    assert results[1].metrics.budget_tokens == small
+    assert results[1].metrics.peak_tokens <= small
+    alone = [solver.solve(problem, **options) for problem, options in jobs]
+    assert [found(results[place]) for place in range(3)] == list(map(found, alone))
+
+
+def test_lossy_problems_are_searched_one_by_one(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint, mode="lossy", budget=0.9)
+    most = Together()
+    solver.listeners = (most,)
+
+    together = solver.solve_batch(PROBLEMS[:3])
+
+    assert most.most == 1
+    solver.listeners = ()
+    assert list(map(approximately, together)) == list(map(approximately, solver.imap(PROBLEMS[:3])))
+
+
 def test_jobs_that_come_late_join_between_two_steps(solver: Solver) -> None:
     """A source says None while it has none; what is in progress goes on meanwhile."""
     alone = [found(each) for each in solver.imap(PROBLEMS)]

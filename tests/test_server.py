@@ -139,6 +139,18 @@ def test_the_seed_decides_and_is_reported(client: Any) -> None:
     assert other.choices[0].message.content != free.choices[0].message.content
 
 
+def test_a_stream_names_its_seed_where_each_choice_ends(client: Any) -> None:
+    fields = chat("4 5 6 10", max_tokens=24, temperature=1, n=2)
+
+    chunks = list(client.chat.completions.create(**fields, stream=True))
+
+    ends = [chunk for chunk in chunks if chunk.choices[0].finish_reason is not None]
+    (seed,) = {chunk.arbor["seed"] for chunk in ends}
+    again = client.chat.completions.create(**fields, seed=seed)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == 0)
+    assert len(ends) == 2 and again.choices[0].message.content == text
+
+
 def test_a_prompt_that_was_read_before_is_reused(client: Any) -> None:
     prompt = "7 8 9 10\n" * 20
 
@@ -232,6 +244,21 @@ def test_a_search_streams_its_answer_at_the_end(client: Any) -> None:
         whole.choices[0].message.content
     )
     assert chunks[-1].choices[0].arbor["answer"] == whole.choices[0].arbor["answer"]
+
+
+def test_every_choice_of_a_streamed_search_begins_with_its_role(client: Any) -> None:
+    search = {"arbor": {"controller": "chain,samples=3", "verifier": "exact"}}
+
+    chunks = client.chat.completions.create(
+        **chat(HANDS[0], seed=3, n=3), extra_body=search, stream=True
+    )
+
+    roles: dict[int, list[str | None]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            roles.setdefault(choice.index, []).append(choice.delta.role)
+    assert len(roles) == 3
+    assert all(found[0] == "assistant" and set(found[1:]) <= {None} for found in roles.values())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from arbor.events import Audited, Boundary, Compared, Event, Opened, Shared
 from arbor.metrics import MetricsFold
 from arbor.model.similarity import layer_weights
 from arbor.run.callbacks import StopSearch
+from arbor.run.session import Session
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay, read_trace
 from arbor.tree import ThoughtTree
@@ -335,6 +336,23 @@ def test_a_search_that_is_stopped_is_not_audited() -> None:
         solver.solve(PHRASINGS[1])
 
     assert of(heard, Compared) and not of(heard, Audited)
+
+
+def test_an_audit_that_does_not_end_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, begun = Session.steps, []
+
+    def stopped_second(session: Session, *given: Any) -> Any:
+        begun.append(session)
+        if len(begun) == 2:
+            session.stop("timeout")
+        return (yield from steps(session, *given))
+
+    with Solver(share="audit", share_threshold=-1.0, **SMALL) as solver:
+        run(solver, PHRASINGS[0])
+        monkeypatch.setattr(Session, "steps", stopped_second)
+        heard = run(solver, PHRASINGS[1])
+
+    assert len(begun) == 2 and of(heard, Compared) and not of(heard, Audited)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -835,3 +836,28 @@ def test_the_default_policy_is_another_one_where_what_leaves_is_lost(
     assert solver.policy.name == policy
     assert solver.config["policy"]["name"] == policy
     assert Solver.from_config(solver.config).policy == solver.policy
+
+
+def test_scores_after_a_stop_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are scored in the order of their tokens, not of the list."""
+    from arbor.engine import likelihood
+
+    scoring = likelihood.score_tokens
+
+    def stopped(*given: Any) -> Iterator[Any]:
+        for batch in scoring(*given):
+            solver.stop()
+            yield batch
+
+    monkeypatch.setattr(likelihood, "score_tokens", stopped)
+    monkeypatch.setattr("arbor.run.scoring.SLOTS", 4)
+    with Solver() as solver:
+        texts = [solver.tokenizer.encode(f"{number} 5 6 10") for number in (9, 4, 7)]
+        pairs = [(text[:1], text[1:]) for text in texts]
+        found = solver.logprobs(pairs)
+        alone = [solver.logprobs([pair])[0] for pair in pairs]
+
+    assert len(found) == 3 and None in found
+    assert any(each is not None for each in found)
+    for each, right in zip(found, alone, strict=True):
+        assert each is None or right is None or each.total == pytest.approx(right.total, abs=1e-4)

@@ -6,9 +6,11 @@ import copy
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,9 @@ from support.damage import VALUES
 from support.fake_run import fake_run, tick
 from test_trace_tools import violations
 
-from arbor.events import Boundary, Event, Forwarded, Opened
+from arbor import Solver
+from arbor.controllers.base import Expansion
+from arbor.events import Boundary, Event, Forwarded, Opened, Selected
 from arbor.trace import Replay, TraceWriter, read_trace
 from arbor.trace.records import (
     MOST_DEPTH,
@@ -29,6 +33,7 @@ from arbor.trace.records import (
 )
 from arbor.trace.repair import repair_trace
 from arbor.trace.schema import trace_schema
+from arbor.tree import Node, ThoughtTree
 from arbor.view import read_page_trace
 
 SCHEMA = trace_schema()
@@ -248,3 +253,36 @@ def test_defaults_and_words_that_were_left_out_are_filled_in() -> None:
 
     assert isinstance(event, Forwarded) and (event.held, event.kv.host) == (0, 0)
     assert isinstance(opened, Opened) and opened.text == ""
+
+
+def test_whole_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
+    """A controller may compute its widths with numpy."""
+
+    class Counting:
+        def __init__(self, tree: ThoughtTree) -> None:
+            self._leaves: list[Node] = [tree.root]
+
+        def ask(self, room: int) -> list[Expansion]:
+            return [Expansion(leaf, np.int64(2)) for leaf in self._leaves]  # type: ignore[arg-type]
+
+        def tell(self, children: Sequence[Node]) -> None:
+            self._leaves = []
+
+        def best(self) -> list[Node]:
+            return []
+
+    class Counts:
+        def start(self, tree: ThoughtTree, max_depth: int) -> Counting:
+            return Counting(tree)
+
+        def max_blocks(self, max_depth: int) -> int:
+            return 2
+
+    path = tmp_path / "run.jsonl"
+    with Solver(controller=Counts(), verifier="exact") as solver:
+        solver.solve("4 5 6 10", trace=path)
+
+    trace = read_trace(path)
+    assert not trace.bad
+    (selected,) = [event for event in trace.events if isinstance(event, Selected)]
+    assert [width for _, width in selected.leaves] == [2]

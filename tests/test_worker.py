@@ -218,6 +218,36 @@ def test_a_search_that_needs_more_waits_until_the_engine_is_idle(checkpoint: Che
     assert is_idle(solver)
 
 
+def test_searches_with_budgets_of_their_own_do_not_share_one(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint)
+    small = f"{solver.plan(PROBLEMS[0]).smallest_tokens + 20}tok"
+    together = Together()
+    solver.listeners = (together,)
+
+    async def solve_all() -> list[Solution]:
+        budgets = ("full", small, small, "full")
+        asked = zip(PROBLEMS, budgets, strict=False)
+        return await asyncio.gather(*(solver.asolve(each, budget=of) for each, of in asked))
+
+    found = asyncio.run(solve_all())
+
+    assert together.most == 2  # the two small ones
+    for solution in found:
+        assert solution.metrics.peak_tokens <= solution.metrics.budget_tokens
+    small_ones = [each.metrics for each in found[1:3]]
+    assert all(each.budget_tokens == int(small[:-3]) for each in small_ones)
+
+
+def test_an_awaited_search_keeps_no_events(solver: Solver, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[SearchJob] = []
+    add = Worker.add
+    monkeypatch.setattr(Worker, "add", lambda self, job: (jobs.append(job), add(self, job))[1])
+
+    solutions(gather(solver, *PROBLEMS[:2]))
+
+    assert len(jobs) == 2 and all(job.events.qsize() == 1 for job in jobs)  # the end alone
+
+
 def test_where_nothing_is_evicted_a_lone_search_has_the_engine(checkpoint: Checkpoint) -> None:
     solver = solver_of(checkpoint, policy="full", budget="full")
     opened: list[SearchStream] = []

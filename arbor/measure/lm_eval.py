@@ -170,8 +170,11 @@ class ArborLM(TemplateLM):
         for _, before, tokens in requests:
             left = max(0, len(before) + len(tokens) - 1 - self._context)
             pairs.append((before[left:], tokens))
-        found = self._solver.logprobs(pairs)
-        scores = [(each.total, all(each.greedy)) for each in found]
+        scores = []
+        for each in self._solver.logprobs(pairs):
+            if each is None:
+                raise RuntimeError("the solver was stopped while it scored")
+            scores.append((each.total, all(each.greedy)))
         for (key, _, _), score in zip(requests, scores, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, score)

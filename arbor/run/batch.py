@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 from arbor.budget import Budget, Plan
@@ -30,6 +30,9 @@ CONCURRENCY = 8  # searches in progress at a time, by default
 class Pool:
     """The budget of all searches in an engine, set while it is idle.
 
+    Searches share it whose budgets are given alike; one with another budget waits until the engine
+    is idle, so that none holds more than it was given.
+
     Attributes:
         tokens: of KV.
         verifiers: tokens of KV in the models of verifiers that have their own.
@@ -38,11 +41,14 @@ class Pool:
     def __init__(self) -> None:
         self.tokens = 0
         self.verifiers: dict[Verifier, int] = {}
+        self._given: tuple[str, float] | None = None
 
     def set(self, runs: Sequence[Run]) -> None:
-        """Set it by the searches that run at first."""
-        self.tokens = pool_of(runs)
-        self.verifiers = verifier_pools(runs)
+        """Set it by the searches that run at first: those up to the first with another budget."""
+        alike = list(takewhile(lambda run: _given(run) == _given(runs[0]), runs))
+        self._given = _given(runs[0]) if runs else None
+        self.tokens = pool_of(alike)
+        self.verifiers = verifier_pools(alike)
 
     def admits(self, run: Run, running: Iterable[Run], idle: bool) -> bool:
         """Whether a search may begin; in an idle engine it may, and the budget grows to its own.
@@ -52,6 +58,10 @@ class Pool:
             running: the searches in progress.
             idle: whether the engine is idle.
         """
+        if self._given not in (None, _given(run)):
+            if not idle:
+                return False
+            self.set([run])
         plan = run.plan
         verifiers = run.verifier_plans
         if idle:
@@ -101,7 +111,8 @@ class Batch:
 
     The budget of all is set by the problems that come first, as many as run at a time: the sum of
     theirs if it is a ratio, else the amount given, at most full retention of them all. It stays
-    until the engine is idle. A problem that needs more waits until then; where the policy evicts
+    until the engine is idle. A problem that needs more, or has another budget, waits until then;
+    where the policy evicts
     nothing, so does one whose full retention is not free.
 
     Args:
@@ -182,6 +193,11 @@ class Batch:
             return run.steps(engine, *heard)
         pool, verifiers = self._pool.tokens, self._pool.verifiers
         return run.steps(engine, *heard, pool=pool, verifier_pools=verifiers)
+
+
+def _given(run: Run) -> tuple[str, float]:
+    """The budget of a search as it was given, whatever peak is expected of it."""
+    return run.budget.unit, run.budget.amount
 
 
 def pool_of(runs: Sequence[Run]) -> int:

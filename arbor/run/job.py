@@ -24,6 +24,7 @@ class SearchJob:
 
     Args:
         run: the search.
+        keeps_events: for a reader; else they are dropped, and only the end is kept.
 
     Attributes:
         events: those not read yet; None after the last.
@@ -31,8 +32,9 @@ class SearchJob:
         abandoned: nobody waits for its solution any more; the worker gives it up.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, keeps_events: bool = True) -> None:
         self.run = run
+        self._keeps_events = keeps_events
         self.events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.ended = False
         self.abandoned = False
@@ -62,6 +64,8 @@ class SearchJob:
 
     def emit(self, event: Event) -> None:
         """Hand out an event of the search."""
+        if not self._keeps_events:
+            return
         self.events.put(event)
         _call_all(self._at_news)
 

@@ -225,7 +225,7 @@ class CheckedTask:
         ):
             wanted = "a Proposal with texts and a number of at least 1"
             raise self._answers.wrong("proposal", found, wanted)
-        return dataclasses.replace(found, stop=tuple(found.stop))
+        return dataclasses.replace(found, stop=tuple(found.stop), max_tokens=int(found.max_tokens))
 
     def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> Sequence[str]:
         """See `Proposes.proposals`."""
@@ -258,7 +258,12 @@ def check_boundary(task: Task) -> BlockLimits:
         or not isinstance(found.form, StepFormat | None)
     ):
         raise answers.wrong("boundary", found, "BlockLimits with texts and numbers of at least 1")
-    return dataclasses.replace(found, stop=tuple(found.stop))
+    return dataclasses.replace(
+        found,
+        stop=tuple(found.stop),
+        max_tokens=int(found.max_tokens),
+        max_depth=int(found.max_depth),
+    )
 
 
 # Controllers
@@ -336,7 +341,7 @@ class _CheckedSearch:
         if proposed > self._proposals:
             wanted = f"at most {self._proposals} Expansions that propose (most_proposals)"
             raise self._answers.wrong("ask", found, wanted)
-        return list(found)
+        return [dataclasses.replace(each, width=int(each.width)) for each in found]
 
     def tell(self, children: Sequence[Node]) -> None:
         """See `Search.tell`."""

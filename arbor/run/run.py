@@ -298,8 +298,9 @@ class Run:
                     began = time.perf_counter()
                     self.session = session(emit=ignore, compares=False)
                     honest = yield from self.session.steps(self.prompt, text)
-                    same = honest.answer == outcome.answer
-                    emit(Audited(honest.answer, same, elapsed_s=time.perf_counter() - began))
+                    if honest.status not in ("timeout", "interrupted"):  # else it was not compared
+                        same = honest.answer == outcome.answer
+                        emit(Audited(honest.answer, same, elapsed_s=time.perf_counter() - began))
             except BaseException:
                 cost = metrics.metrics()
                 emit.fail(Ended("error", cost.nodes, cost.to_dict()))

@@ -64,8 +64,10 @@ class Scoring:
         """
         self._stopped = True
 
-    def run(self, lend: Callable[[Scoring], AbstractContextManager[Engine]]) -> list[TokenScores]:
-        """The scores, in the order of the texts; those so far after `stop`.
+    def run(
+        self, lend: Callable[[Scoring], AbstractContextManager[Engine]]
+    ) -> list[TokenScores | None]:
+        """The scores, in the order of the texts; None for those that `stop` left out.
 
         Args:
             lend: the engine, loaded, for as long as that takes.
@@ -78,4 +80,4 @@ class Scoring:
                 found.update(batch)
                 if self._stopped:
                     break
-        return [found[place] for place in sorted(found)]
+        return [found.get(place) for place in range(len(self._given))]

@@ -31,9 +31,10 @@ class SharedEngine:
         job.solution()
 
     A search joins between two steps of the engine, in the order of arrival, as soon as a place is
-    free; every step serves all that are in progress. The budget of all is fixed; a search has all
-    of it unless it asks for less. `SearchJob.stop` ends one with its best so far,
-    `SearchJob.abandon` gives one up, and its KV with it. Nothing is learned from these searches.
+    free; every step serves all that are in progress. The budget of all is fixed, and they share
+    it: a search that asks for less is planned for less, and may hold what others leave free.
+    `SearchJob.stop` ends one with its best so far, `SearchJob.abandon` gives one up, and its KV
+    with it. Nothing is learned from these searches.
 
     Args:
         setup: the parts and settings of the solver, those of a search that changes none.

@@ -56,6 +56,7 @@ class Format:
             "system_fingerprint": FINGERPRINT,
         }
         self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()  # choices of a streamed chat whose role was sent
 
     def index(self, run: int, choice: int) -> int:
         """The number of a run's choice among all of the response."""
@@ -116,21 +117,27 @@ class Format:
     # Chunks
 
     def roles(self) -> list[bytes]:
-        """The first chunk of each choice of a chat."""
+        """The first chunk of each choice of a chat; those of a search but the first come with
+        their text, as a search may find fewer."""
         if not self._chat:
             return []
         delta = {"role": "assistant", "content": ""}
-        count = len(self._planned.runs) * (1 if self._planned.searched else self._planned.choices)
+        runs = range(len(self._planned.runs))
+        choices = range(1 if self._planned.searched else self._planned.choices)
+        self._begun = {self.index(run, choice) for run in runs for choice in choices}
         return [
             self._chunk([{"index": index, "delta": delta, "finish_reason": None, "logprobs": None}])
-            for index in range(count)
+            for index in sorted(self._begun)
         ]
 
     def chunk(self, run: int, delta: Delta) -> bytes:
-        """What a choice has grown by."""
+        """What a choice has grown by; with its end comes the seed, which repeats the request."""
         index = self.index(run, delta.choice)
         if self._chat:
-            content: dict[str, Any] = {"delta": {"content": delta.text} if delta.text else {}}
+            role = {} if index in self._begun else {"role": "assistant"}
+            self._begun.add(index)
+            text = {"content": delta.text} if delta.text else {}
+            content: dict[str, Any] = {"delta": role | text}
         else:
             content = {"text": delta.text}
         choice = {
@@ -140,6 +147,8 @@ class Format:
             "logprobs": self._logprobs(delta.tokens),
             **({} if delta.found is None else {"arbor": delta.found}),
         }
+        if delta.finish is not None:
+            return self._chunk([choice], arbor={"seed": self._planned.seed})
         return self._chunk([choice])
 
     def last(self, ended: Sequence[tuple[int, Ended]]) -> bytes:
