@@ -17,7 +17,7 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from pathlib import Path
 from typing import Any
 
-LAYOUT_VERSION = 5  # as in native.h
+LAYOUT_VERSION = 6  # as in native.h
 # Instruction sets of the kernels, of x86-64 and of aarch64, each from the least to the best.
 SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 VARIABLE = "ARBOR_NATIVE"
@@ -200,7 +200,13 @@ class RotaryJob(Structure):
 class AddJob(Structure):
     """`AddJob` of native.h."""
 
-    _fields_ = (("x", c_void_p), ("y", c_void_p), ("count", c_int64), ("number", c_int32))
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("count", c_int64),
+        ("number", c_int32),
+        ("factor", c_float),
+    )
 
 
 class HeadNormJob(Structure):

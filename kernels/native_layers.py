@@ -56,6 +56,7 @@ class LayerParts:
         down: of the gated part.
         before: norms of the inputs of the attention and of the gated part; None without.
         after: norms of their results, before these are added; None without.
+        factor: of the results, once they are normed.
     """
 
     shape: AttentionShape
@@ -69,6 +70,7 @@ class LayerParts:
     down: Product
     before: tuple[Norm | None, Norm | None]
     after: tuple[Norm | None, Norm | None]
+    factor: float = 1.0
 
 
 class NativeLayers:
@@ -125,8 +127,7 @@ class NativeLayers:
     def run(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        tables: Sequence[tuple[Tensor, Tensor]],
         slots: Tensor,
         pools: tuple[Sequence[Tensor], Sequence[Tensor]],
         plan_of: Callable[[AttentionShape], NativePlan],
@@ -135,7 +136,8 @@ class NativeLayers:
 
         Args:
             hidden: [T, d], T at most `MOST_ROWS`, what the first layer is given.
-            cos, sin: [T, numbers], tables of the rows, in the dtype of the layers or float32.
+            tables: cos and sin of the rows, [T, numbers] each, in the dtype of the layers or
+                float32; for each layer, or one for all.
             slots: int64 [T], where K and V of a row are written.
             pools: K and V of each layer, [slots, H_kv, D], in the dtype of the layers.
             plan_of: the plan of a layer's attention, one for each shape.
@@ -150,14 +152,16 @@ class NativeLayers:
         if place != self._pools:
             self._set_pools(pools)
             self._pools = place
-        cos, sin, slots = _dense(cos), _dense(sin), slots.contiguous()
-        at_cos, at_sin, at_slots = cos.data_ptr(), sin.data_ptr(), slots.data_ptr()
-        cos_row, sin_row = cos.stride(0), sin.stride(0)
-        table_number = 0 if cos.dtype == torch.float32 else 1
-        for each, job in zip(self._layers, self._rotaries, strict=True):
-            job.cos, job.sin, job.slots = at_cos, at_sin, at_slots
-            job.cos_row, job.sin_row, job.table_number = cos_row, sin_row, table_number
-            job.rotated = 0 if each.rotary is None else each.rotary.rotated(cos)
+        slots = slots.contiguous()
+        at_slots = slots.data_ptr()
+        dense = [(_dense(cos), _dense(sin)) for cos, sin in tables]
+        places = [_place_of(cos, sin) for cos, sin in dense]
+        several = len(dense) > 1
+        for index, (each, job) in enumerate(zip(self._layers, self._rotaries, strict=True)):
+            table = index if several else 0
+            job.cos, job.sin, job.cos_row, job.sin_row, job.table_number = places[table]
+            job.slots = at_slots
+            job.rotated = 0 if each.rotary is None else each.rotary.rotated(dense[table][0])
         plans: dict[AttentionShape, NativePlan] = {}
         for shape, attention in zip(self._shapes, self._attentions, strict=True):
             plan = plans.get(shape)
@@ -199,7 +203,7 @@ class NativeLayers:
         self._add_linear(layer.projections, read, "qkv")
         self._add_attention(layer)
         self._add_linear(layer.output, "attended", "result")
-        self._add_residual(layer.after[0])
+        self._add_residual(layer.after[0], layer.factor)
         read = self._add_norm(second)
         self._add_linear(layer.gate_up, read, "both")
         width = layer.down.inputs
@@ -216,7 +220,7 @@ class NativeLayers:
         self._gated.append(job)
         self._jobs.append(job)
         self._add_linear(layer.down, "gated", "result")
-        self._add_residual(layer.after[1])
+        self._add_residual(layer.after[1], layer.factor)
 
     def _add_attention(self, layer: LayerParts) -> None:
         shape, row = layer.shape, layer.projections.outputs
@@ -297,14 +301,14 @@ class NativeLayers:
         self._jobs.append(job)
         return "normed"
 
-    def _add_residual(self, norm: Norm | None) -> None:
+    def _add_residual(self, norm: Norm | None, factor: float) -> None:
         source = self._at["result"]
         if norm is not None:
             job = self._norm_job(norm, source, self._at["normed"], self._width)
             self._norms.append(job)
             self._jobs.append(job)
             source = self._at["normed"]
-        added = AddJob(x=source, y=self._at["hidden"], number=self._number)
+        added = AddJob(x=source, y=self._at["hidden"], number=self._number, factor=factor)
         self._adds.append(added)
         self._jobs.append(added)
 
@@ -324,6 +328,12 @@ class NativeLayers:
     def _place(self, name: str, number: int) -> int:
         """The address of a number of a buffer."""
         return self._at[name] + number * self._buffers[name].itemsize
+
+
+def _place_of(cos: Tensor, sin: Tensor) -> tuple[int, int, int, int, int]:
+    """Addresses of tables, numbers from row to row, and their `Number`."""
+    number = 0 if cos.dtype == torch.float32 else 1
+    return cos.data_ptr(), sin.data_ptr(), cos.stride(0), sin.stride(0), number
 
 
 def _dense(table: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from arbor.model.fuse_attention import FusedAttention
 from arbor.model.layers import InPlaceOfLayers, StoppableLayers
 from arbor.model.plan import ForwardPlan, Segment, plan_forward
 
+Tables = tuple[Tensor, Tensor]  # cos and sin of the rows of a batch, [T, numbers]
+
 # Names of norms by place: before and after the attention, before and after the gated part.
 PLACES = (
     ("input_layernorm", None, "post_attention_layernorm", None),
@@ -64,20 +66,50 @@ class ReadsPool(Protocol):
         ...
 
 
+class Noted(InPlaceOfLayers):
+    """In place of a layer: its tables of angles are noted, for the call after it.
+
+    Args:
+        tables: where to.
+        like, in_tuple: see `InPlaceOfLayers`.
+    """
+
+    def __init__(self, tables: list[Tables], like: nn.Module, in_tuple: bool) -> None:
+        super().__init__(like, in_tuple)
+        self.__dict__["tables"] = tables
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The state as it came."""
+        self.__dict__["tables"].append(_tables_of(kwargs))
+        return self.returned(hidden_states)
+
+
 class WholeDecoder(InPlaceOfLayers):
     """In place of all layers: one native call.
 
     Args:
         native: the layers.
         layers: the decoder's own.
+        several_tables: whether layers have tables of angles of their own (Gemma 3); the layers
+            before the last are then stood for by ones that note them.
     """
 
-    def __init__(self, native: NativeLayers, layers: StoppableLayers) -> None:
+    def __init__(self, native: NativeLayers, layers: StoppableLayers, several_tables: bool) -> None:
         super().__init__(layers[0], layers.in_tuples)
         watched = [each for layer in layers for each in layer.modules()]
         hooks: list[Any] = [each._forward_hooks for each in watched]
         hooks += [each._forward_pre_hooks for each in watched]
-        self.__dict__.update(native=native, hooks=hooks)
+        tables: list[Tables] = []
+        before = list(layers)[:-1] if several_tables else []
+        noted = [Noted(tables, each, layers.in_tuples) for each in before]
+        self.__dict__.update(native=native, hooks=hooks, tables=tables, stand_ins=(*noted, self))
+
+    @property
+    def stand_ins(self) -> tuple[nn.Module, ...]:
+        """What the model's loop runs over in place of its layers; the last one is this."""
+        found: tuple[nn.Module, ...] = self.__dict__["stand_ins"]
+        self.__dict__["tables"].clear()  # of a forward that failed
+        return found
 
     @property
     def hooked(self) -> bool:
@@ -87,14 +119,27 @@ class WholeDecoder(InPlaceOfLayers):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The state [1, T, d] after the last layer."""
         reads = cast(ReadsPool, answering())
-        cos, sin = kwargs["position_embeddings"]
+        noted: list[Tables] = self.__dict__["tables"]
+        tables = [*noted, _tables_of(kwargs)]
+        noted.clear()
         native: NativeLayers = self.__dict__["native"]
-        state = native.run(hidden_states[0], cos[0], sin[0], reads.write, reads.pools, reads.plan)
+        state = native.run(hidden_states[0], tables, reads.write, reads.pools, reads.plan)
         return self.returned(state[None])
 
 
-def whole_decoder(layers: StoppableLayers) -> WholeDecoder | str:
-    """All layers as one call, not compared with anything yet; or the reason why they are not."""
+def _tables_of(given: dict[str, Any]) -> Tables:
+    """The tables of angles among the arguments of a layer, without the dimension of the batch."""
+    cos, sin = given["position_embeddings"]
+    return cos[0], sin[0]
+
+
+def whole_decoder(layers: StoppableLayers, several_tables: bool) -> WholeDecoder | str:
+    """All layers as one call, not compared with anything yet; or the reason why they are not.
+
+    Args:
+        layers: the decoder's.
+        several_tables: see `WholeDecoder`.
+    """
     library = native_library()
     if library is None:
         return "the native kernels are not built"
@@ -108,7 +153,7 @@ def whole_decoder(layers: StoppableLayers) -> WholeDecoder | str:
     if len(kinds) > 1:
         return "its layers are of several widths or dtypes"
     dtype = torch.bfloat16 if found[0].projections.number else torch.float32
-    return WholeDecoder(NativeLayers(library, found, dtype), layers)
+    return WholeDecoder(NativeLayers(library, found, dtype), layers, several_tables)
 
 
 def _parts(layer: nn.Module) -> LayerParts | str:
@@ -163,6 +208,7 @@ def _parts(layer: nn.Module) -> LayerParts | str:
         down=down,
         before=(at[0], at[2]),
         after=(at[1], at[3]),
+        factor=float(getattr(layer, "residual_multiplier", 1.0)),
     )
 
 

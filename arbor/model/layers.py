@@ -73,7 +73,7 @@ class StoppableLayers(nn.ModuleList):
 
     stop_after: int | None = None
     in_tuples = False  # whether the layers return tuples
-    _instead: nn.Module | None = None
+    _instead: tuple[nn.Module, ...] | None = None
 
     @contextmanager
     def giving(self, state: Tensor) -> Iterator[None]:
@@ -82,11 +82,11 @@ class StoppableLayers(nn.ModuleList):
             yield
 
     @contextmanager
-    def replaced_by(self, layer: nn.Module) -> Iterator[None]:
-        """Within, the model's loop runs over this one layer."""
+    def replaced_by(self, *layers: nn.Module) -> Iterator[None]:
+        """Within, the model's loop runs over these layers."""
         outer = self._instead
-        # not by assignment, which would make it one of the layers
-        self.__dict__["_instead"] = layer
+        # not by assignment, which would make them its own layers
+        self.__dict__["_instead"] = layers
         try:
             yield
         finally:
@@ -94,7 +94,7 @@ class StoppableLayers(nn.ModuleList):
 
     def __iter__(self) -> Iterator[nn.Module]:
         if self._instead is not None:
-            yield self._instead
+            yield from self._instead
             return
         for index, layer in enumerate(super().__iter__()):
             if self.stop_after is not None and index > self.stop_after:

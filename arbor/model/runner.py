@@ -253,9 +253,19 @@ class ModelRunner:
         self._whole = None
         if not isinstance(self.backend, NativeCascade) or self.device.type != "cpu":
             return "its attention does not run by the native kernels"
-        whole = whole_decoder(self._layers)
-        if isinstance(whole, str):
-            return whole
+        reason = ""
+        for several_tables in (False, True):
+            whole = whole_decoder(self._layers, several_tables)
+            if isinstance(whole, str):
+                return whole
+            reason = self._try_layers(whole)
+            if not reason:
+                self._whole = whole
+                break
+        return reason
+
+    def _try_layers(self, whole: WholeDecoder) -> str:
+        """Why the layers as one call differ from the layers one by one; "" if they do not."""
         pools = [KVPool(self.layer_kv, TRIAL_SLOTS, self.dtype, self.device) for _ in range(2)]
         for plan in trial_plans(int(self.config.vocab_size)):
             found = []
@@ -270,7 +280,6 @@ class ModelRunner:
             tensors = [(*pool.k, *pool.v, one) for pool, one in zip(pools, found, strict=True)]
             if not all(map(torch.equal, *tensors)):
                 return "its results differ"
-        self._whole = whole
         return ""
 
     def _forward(
@@ -294,7 +303,7 @@ class ModelRunner:
             and pool.dtype == self.dtype
             and not self._whole.hooked
         ):
-            with self._layers.replaced_by(self._whole):
+            with self._layers.replaced_by(*self._whole.stand_ins):
                 logits = self._run(ids, positions, logit_rows, attend)
             return ForwardResult(logits=logits.float())
         tap = None

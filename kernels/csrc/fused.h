@@ -83,10 +83,15 @@ template <class Number>
 void add_numbers(const AddJob& job) {
     const Number* x = static_cast<const Number*>(job.x);
     Number* y = static_cast<Number*>(job.y);
+    Vec factor = set1(job.factor);
+    auto part = [&](Vec number) { return job.factor == 1.0f ? number : rounded(number * factor, x); };
     int64_t at = 0;
-    for (; at + Vec::WIDTH <= job.count; at += Vec::WIDTH) store(y + at, load(y + at) + load(x + at));
+    for (; at + Vec::WIDTH <= job.count; at += Vec::WIDTH) {
+        store(y + at, load(y + at) + part(load(x + at)));
+    }
     int rest = static_cast<int>(job.count - at);
-    if (rest) store_first(y + at, rest, load_first(y + at, rest, 0.0f) + load_first(x + at, rest, 0.0f));
+    if (!rest) return;
+    store_first(y + at, rest, load_first(y + at, rest, 0.0f) + part(load_first(x + at, rest, 0.0f)));
 }
 
 void norm(const NormJob& job) {

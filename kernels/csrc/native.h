@@ -7,7 +7,7 @@
 namespace arbor {
 
 // Raised when a structure changes but not in size, or a packed weight does; as in kernels/native.py.
-constexpr int64_t LAYOUT_VERSION = 5;
+constexpr int64_t LAYOUT_VERSION = 6;
 
 // Numbers of the pool, the queries, the weights and the results; sums are always in float32. Pools
 // and packed weights can be INT8: codes and scales, see int8.h and linear.h.
@@ -99,12 +99,13 @@ struct GatedJob {
     int32_t activation;     // 0: SiLU, 1: GELU (tanh)
 };
 
-// y = y + x, rounded to their dtype: a residual sum.
+// y = y + x * factor, product and sum rounded to their dtype: a residual sum.
 struct AddJob {
     const void* x;
     void* y;
     int64_t count;
     int32_t number;
+    float factor;
 };
 
 // The norms of parts of rows, in place: those of the heads of a row, one after the other.
