@@ -75,6 +75,7 @@ COUNTS = {
     "vaultgemma": (7, 3, 0),
     "gemma4_text": (23, 3, 0),
     "ministral": (7, 3, 0),
+    "ministral3": (7, 3, 0),
     "minimax_m2": (13, 0, 0),
     "glm4_moe": (7, 3, 0),
     "granitemoe": (7, 0, 0),

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.models import ARCHITECTURES, build
+from support.models import ARCHITECTURES, build, path_logits
 from support.slow_cases import every
+from support.trees import relative_error
 from test_layers import batch
 from torch import Tensor, nn
 
@@ -18,15 +20,18 @@ from arbor.kernels.linear import pack_linears, weight_bytes
 from arbor.kernels.native import native_library
 from arbor.kernels.rotary import RotaryOps, rotary_ops
 from arbor.kernels.torch_cascade import TorchCascade
+from arbor.memory.pool import KVPool
 from arbor.model.attention import register_implementation
 from arbor.model.fuse import fuse, unfuse
 from arbor.model.fuse_attention import fuse_attention
+from arbor.model.plan import Segment, plan_forward
 from arbor.model.runner import ForwardResult, ModelRunner
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the library is not built")
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
+SLOTS = np.arange(60, dtype=np.int32)
 
 # Architectures whose layers stay: of another structure, or, where a reason is given, of another
 # formula.
@@ -41,6 +46,7 @@ STAY = {
     "persimmon": "",
     "nanochat": "differ in every known form",
     "gemma4_text": "",
+    "ministral3": "differ in every known form",
 }
 # Forms of rotary embedding other than Llama's, in float32 and in bfloat16, by layer where they
 # differ; where both round alike, the first of `ROTARY_FORMS` is taken.
@@ -113,6 +119,22 @@ def test_a_fused_forward_has_the_bits_of_the_models_own(name: str, dtype: torch.
         assert all((form.joint is None) == (name in APART) for form in forms)
     assert torch.equal(after.logits, before.logits)
     assert same(stored_after, stored)
+
+
+def test_queries_that_are_scaled_by_position_keep_their_scale() -> None:
+    """The scale is 1 up to `original_max_position_embeddings`: near positions do not show it."""
+    model = build("ministral3")
+    ids = [3 + 7 * i % 90 for i in range(60)]
+    wanted = path_logits(model, ids)
+    runner = prepared(model)
+    segment = Segment((), ids, np.arange(60), SLOTS, SLOTS, 60)
+
+    fuse_attention(model, native_rotary())
+    pool = KVPool(runner.layer_kv, 60, runner.dtype, runner.device)
+    found = runner.forward(plan_forward([segment]), pool).logits
+
+    assert model.config.rope_parameters["original_max_position_embeddings"] < 60
+    assert relative_error(found, wanted) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm", "gpt_oss", "smollm3"])

@@ -44,7 +44,7 @@ DEFAULT = (
     *("mistral_window", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "phi", "phi3"),
     *("granite", "olmo2", "olmo3", "smollm3", "cohere2", "starcoder2", "mixtral", "qwen3_moe"),
     *("gpt_oss", "gpt_neox", "gpt2", "opt", "glm4", "seed_oss", "deepseek_v3", "stablelm"),
-    *("nemotron", "exaone4"),
+    *("nemotron", "exaone4", "ministral3"),
 )
 EVERY = [
     *(

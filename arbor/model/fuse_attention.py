@@ -2,8 +2,8 @@
 
 A fused layer multiplies q, k and v as one matrix where their weights are packed for that, and hands
 its heads on before position embedding: the runner rotates them and writes K and V to their slots in
-one call. Layers are found by structure, and each is compared with its own forward on random rows
-and random tables of angles before it is changed.
+one call. Layers are found by structure, and each is compared with its own forward on random rows,
+random tables of angles and random positions before it is changed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 OUTPUTS = ("o_proj", "dense")
 NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 ROWS = 3
+FAR = 1 << 20  # positions of a trial: from here to twice as far
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -121,8 +122,9 @@ class FusedAttention(Fused):
 def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], Mapping[str, str]]:
     """Let the attention layers of a model compute in few kernels, in place.
 
-    A layer is changed only if, for random rows and tables, its queries, keys, values and result
-    have the bits of its own forward. `arbor.model.fuse.unfuse` gives all layers theirs back.
+    A layer is changed only if, for random rows, tables and positions far from the start, its
+    queries, keys, values and result have the bits of its own forward. `arbor.model.fuse.unfuse`
+    gives all layers theirs back.
 
     Args:
         model: with arbor's attention, weights loaded and packed, norms fused, in eval mode.
@@ -238,6 +240,11 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
             for each in tables
         ),
     }
+    positions = arguments.get("position_ids")
+    if isinstance(positions, Tensor):  # far from the start, where scales by position are not 1
+        random["position_ids"] = FAR + torch.randint(
+            FAR, positions.shape, generator=generator, device=x.device, dtype=positions.dtype
+        )
     own = _Answer(ops)
     with answered_by(own):
         wanted = module(**random)

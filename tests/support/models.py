@@ -189,6 +189,22 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phimoe": ("phimoe", {"num_local_experts": 2}),
     "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "ministral3": (  # scales its queries by position
+        "ministral3",
+        {
+            **_HEAD,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 64.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
 }
 
 
