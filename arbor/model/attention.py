@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,8 +16,14 @@ from torch import Tensor, nn
 
 from arbor.kernels.base import AttentionShape
 from arbor.kernels.rotary import RotaryForm, RotaryOps
+from arbor.model.context_limit import context_limit
+
+logger = logging.getLogger(__name__)
 
 IMPLEMENTATION = "arbor_paged"
+# The same, but transformers also makes the masks of sliding windows: for one forward of `probe`.
+WITH_MASKS = "arbor_with_masks"
+WINDOW = "arbor_window"  # attribute of such a mask, and of a layer that has its window from one
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +102,24 @@ def arbor_paged(
     """The function transformers calls for `attn_implementation="arbor_paged"`.
 
     Args:
-        module: the attention layer; only `layer_idx`, and `is_causal` where it says False, are
-            read.
-        attention_mask: None, unless the layer makes a mask of its own.
+        module: the attention layer; only `layer_idx`, `is_causal` where it says False, and the
+            window that `probe` left there, are read.
+        attention_mask: None, unless the layer makes a mask of its own, or the model runs with
+            `WITH_MASKS`.
         query: [1, H_q, T, D_k]; key: [1, H_kv, T, D_k]; value: [1, H_kv, T, D_v].
-        scaling, sliding_window, softcap, s_aux: what this layer asks; never read from the module or
-            the config.
+        scaling, sliding_window, softcap, s_aux: what this layer asks; never read from the config.
+            A layer that leaves its window to its mask has the window that `probe` found in that.
 
     Returns:
         ([1, T, H_q, D_v], None).
     """
     attend = _ATTEND.get()
     assert attend is not None, "this model's attention belongs to arbor; call it through an Engine"
+    masked: int | None = getattr(attention_mask, WINDOW, None)
+    if sliding_window is None:
+        if masked is not None:
+            setattr(module, WINDOW, masked)
+        sliding_window = getattr(module, WINDOW, None)
     shape = AttentionShape(
         num_qo_heads=query.shape[1],
         num_kv_heads=key.shape[1],
@@ -122,7 +136,8 @@ def arbor_paged(
         k=key[0].transpose(0, 1),
         v=value[0].transpose(0, 1),
         sinks=s_aux,
-        causal=attention_mask is None and getattr(module, "is_causal", True) is not False,
+        causal=(attention_mask is None or masked is not None)
+        and getattr(module, "is_causal", True) is not False,
     )
     return attend(call).unsqueeze(0), None
 
@@ -130,9 +145,51 @@ def arbor_paged(
 @functools.cache
 def register_implementation() -> None:
     """Makes the implementation known to transformers; only now imports its modelling code."""
+    from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, arbor_paged)
+    AttentionInterface.register(WITH_MASKS, arbor_paged)
+    AttentionMaskInterface.register(WITH_MASKS, window_mask)
+
+
+def window_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Any,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The function transformers calls for masks of `WITH_MASKS`.
+
+    Args:
+        mask_function: whether the query at one position reads the key at another.
+        local_size: None: the mask is not of a window or chunks.
+        batch_size, q_length, kv_length, device: of the mask.
+
+    Returns:
+        None where there is no `local_size`; else a mask without values that says its window as the
+        attribute `WINDOW`, if it is causal and has that window.
+    """
+    if local_size is None:
+        return None
+    mask = torch.zeros(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    if _is_window(mask_function, local_size):
+        setattr(mask, WINDOW, local_size)
+    return mask
+
+
+def _is_window(mask_function: Any, window: int) -> bool:
+    """Whether each query reads itself and the `window` - 1 keys before it, and no other."""
+    for at in (0, window - 1, window, 2 * window + 1):
+        query, keys = torch.tensor(at, device="cpu"), torch.arange(at + 2, device="cpu")
+        wanted = (keys > at - window) & (keys <= at)
+        if not torch.equal(torch.as_tensor(mask_function(0, 0, query, keys)), wanted):
+            return False
+    return window > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +216,46 @@ def probe(model: nn.Module, layers: int) -> tuple[LayerSpec | None, ...]:
     Flags and configs are not trusted: a config may name KV heads the model does not use, and some
     models accept our implementation without ever calling it. A layer that never called is None.
 
+    Some models leave the window to the mask of a layer and ask for none. If the config has a window
+    that layers do not ask for, the token runs a second time, with masks: a layer's own says its
+    window, and one without a mask has none.
+
     Returns:
-        one entry per layer.
+        one entry per layer; not causal where a mask is of an unknown kind.
+    """
+    specs = _specs(model, layers)
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    window = getattr(config, "sliding_window", None)
+    if (
+        not isinstance(window, int)
+        or not 0 < window < context_limit(config)
+        or all(spec is None or spec.shape.window is not None for spec in specs)
+    ):
+        return specs
+    own = config._attn_implementation
+    try:
+        model.set_attn_implementation(WITH_MASKS)  # type: ignore[operator]
+        return _specs(model, layers, masks=True)
+    except Exception as error:  # code that comes with weights may fail in any way
+        logger.debug("its masks are unknown: %s", error)
+        kinds = getattr(config, "layer_types", None) or ()
+        full = {i for i, kind in enumerate(kinds) if kind == "full_attention"}
+        return tuple(
+            dataclasses.replace(spec, causal=False)
+            if spec is not None and spec.shape.window is None and layer not in full
+            else spec
+            for layer, spec in enumerate(specs)
+        )
+    finally:
+        model.set_attn_implementation(own)  # type: ignore[operator]
+
+
+def _specs(model: nn.Module, layers: int, masks: bool = False) -> tuple[LayerSpec | None, ...]:
+    """The calls of each layer in a forward of one token.
+
+    masks: the token is said not to be padding, so that no mask depends on values, which models on
+        the meta device do not have.
     """
     specs: list[LayerSpec | None] = [None] * layers
 
@@ -172,6 +267,7 @@ def probe(model: nn.Module, layers: int) -> tuple[LayerSpec | None, ...]:
 
     device = next(model.parameters()).device
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    given = {"attention_mask": torch.ones_like(one)} if masks else {}
     with answered_by(record):
-        model(input_ids=one, position_ids=one.clone(), use_cache=False)
+        model(input_ids=one, position_ids=one.clone(), use_cache=False, **given)
     return tuple(specs)
