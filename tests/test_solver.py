@@ -760,6 +760,39 @@ def test_an_unreadable_generation_config_is_left_out(
     assert "generation_config.json" in caplog.text and "is left out" in caplog.text
 
 
+def warned(place: Path, generation: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings of loading a model with such a generation config, and of a search with it."""
+    (place / "generation_config.json").write_text(json.dumps(generation))
+    caplog.clear()
+    solver = Solver(place, device="cpu")
+    assert solver.sampling
+    solver.load()
+    solver.load()
+    own = [each for each in caplog.records if each.name.startswith("arbor")]
+    return [each.getMessage() for each in own if each.levelname == "WARNING"]
+
+
+@pytest.mark.usefixtures("loads_itself")
+def test_settings_of_a_generation_config_that_are_left_out_are_named_once(
+    small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "penalised"
+    shutil.copytree(small, place)
+    applied = {"do_sample": True, "temperature": 0.6, "top_p": 0.8, "top_k": 20, "max_length": 99}
+    ids = {"eos_token_id": [2, 3], "pad_token_id": 0, "transformers_version": "5.0.0"}
+    neutral = {"repetition_penalty": 1.0, "min_p": 0.0, "no_repeat_ngram_size": 0, "typical_p": 1}
+    empty = {"bad_words_ids": None, "suppress_tokens": [], "min_length": 0, "guidance_scale": 1}
+    own = {"min_p": 0.05, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3}
+
+    assert warned(place, {**applied, **ids, **neutral, **empty}, caplog) == []
+    (warning,) = warned(place, {**applied, **ids, **neutral, **own}, caplog)
+    assert "sets repetition_penalty, no_repeat_ngram_size, min_p, which" in warning
+    assert str(place) in warning
+    # transformers applies min_p only where it samples
+    (warning,) = warned(place, {**ids, **own, "do_sample": False}, caplog)
+    assert "sets repetition_penalty, no_repeat_ngram_size, which" in warning
+
+
 @pytest.mark.usefixtures("loads_itself")
 def test_the_log_says_what_was_loaded_searched_and_found(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "arbor")

@@ -26,6 +26,33 @@ GGUF = ".gguf"
 GGUF_PACKAGES = ("gguf", "accelerate")
 LONGEST_REASON = 300  # characters of another library's message in an error
 
+# Settings of a generation config that transformers applies to every next token and arbor does not,
+# each with the value that changes nothing.
+LEFT_OUT = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+    "sequence_bias": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "stop_strings": None,
+    "watermarking_config": None,
+}
+# The same, of configs that sample.
+LEFT_OUT_OF_SAMPLING = {
+    "min_p": 0.0,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+
 BUILTIN = {"sapling": Path(__file__).resolve().parent.parent / "sapling"}
 
 
@@ -474,6 +501,17 @@ def sampling_defaults(generation: Any) -> Sampling:
             f"generation_config.json has invalid sampling settings: {_first_line(error)}",
             "Correct temperature, top_p and top_k there.",
         ) from error
+
+
+def left_out(generation: Any) -> tuple[str, ...]:
+    """Names of the settings of a generation config that change what transformers generates, and not
+    what arbor does."""
+    sampled = LEFT_OUT_OF_SAMPLING if getattr(generation, "do_sample", False) else {}
+    return tuple(
+        name
+        for name, neutral in {**LEFT_OUT, **sampled}.items()
+        if getattr(generation, name, None) not in (None, neutral, [], {}, "")
+    )
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from arbor.model.loading import (
     ModelLocation,
     eos_ids,
     has_generation_config,
+    left_out,
     load_config,
     load_generation_config,
     load_model,
@@ -175,6 +176,12 @@ def load_weights(
     )
     if rounding is not None:
         logger.info("%s", rounding)
+    if names := left_out(getattr(model, "generation_config", None)):
+        logger.warning(
+            "%s: its generation config sets %s, which transformers would apply and arbor leaves out",
+            source.name,
+            ", ".join(names),
+        )
     return Weights(runner, eos_ids(model, files.tokenizer), name, rounding)
 
 
