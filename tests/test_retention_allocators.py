@@ -14,21 +14,35 @@ from hypothesis import strategies as st
 from support.offers import SEEDS, offer, permuted, room_for
 
 from arbor.errors import UsageError
+from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.belady import Belady
+from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.ends import Ends
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.allocators.per_tree import Among, PerTree
+from arbor.retention.allocators.per_tree import Among, PerTree, divided
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.rsbcm import RSBCM
+from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.allocators.waterfill import rounded, waterfill
 from arbor.retention.allocators.weights import log_weights
-from arbor.retention.base import NEVER, Blocks, Floats, Ints, Tokens
+from arbor.retention.base import (
+    NEVER,
+    Allocator,
+    Blocks,
+    Floats,
+    Ints,
+    Scorer,
+    TokenAllocator,
+    Tokens,
+)
 from arbor.retention.ordering import order, ranks
 from arbor.retention.scorers.recency import Recency
+from arbor.retention.scorers.window import Window
+from arbor.retention.selection import select
 
 SHARES = st.floats(0, 1)
 DIVIDED: tuple[Among, ...] = ("fair", "first-come", "shortest-first")
@@ -727,6 +741,77 @@ def test_every_tree_keeps_between_its_floors_and_all(
         counts = PerTree(allocator, among).counts(blocks, room, ANY)
         assert (counts >= blocks.floor).all() and (counts <= blocks.resident).all()
         assert counts.sum() <= room
+
+
+ALL_TOKEN_ALLOCATORS: tuple[TokenAllocator, ...] = (
+    Pooled(),
+    Strata(4),
+    Chunks(3),
+    AMS(delta=0.2, shortest=2, longest=6),
+)
+
+
+def chosen_by(allocator: Allocator, blocks: Blocks, room: int) -> tuple[set[tuple[int, ...]], list]:
+    """The tokens that leave, as block and offset, and what those that stay are credited with."""
+    _, chosen = select(blocks, room, allocator, Window())
+    leaving = {tuple(pair) for pair in np.stack(chosen.leaving(), 1).tolist()}
+    return leaving, [column.tolist() for column in chosen.credited()]
+
+
+@pytest.mark.parametrize("allocator", ALL_TOKEN_ALLOCATORS, ids=repr)
+@pytest.mark.parametrize("among", DIVIDED)
+@given(seed=SEEDS, share=SHARES)
+def test_of_one_tree_the_same_tokens_leave_however_room_is_divided(
+    among: Among, allocator: TokenAllocator, seed: int, share: float
+) -> None:
+    blocks = offer(seed, longest=30)
+    blocks = dataclasses.replace(blocks, turn=np.full(len(blocks), 2))
+    room = room_for(blocks, share)
+
+    assert chosen_by(divided(allocator, among), blocks, room) == chosen_by(allocator, blocks, room)
+
+
+@pytest.mark.parametrize("allocator", ALL_TOKEN_ALLOCATORS, ids=repr)
+@pytest.mark.parametrize("among", DIVIDED)
+@given(seed=SEEDS, share=SHARES)
+def test_within_each_tree_the_allocator_chooses_the_tokens(
+    among: Among, allocator: TokenAllocator, seed: int, share: float
+) -> None:
+    blocks = offer(seed, longest=30)
+    room = room_for(blocks, share)
+    shared = divided(allocator, among)
+
+    leaving, (block, offset, credit) = chosen_by(shared, blocks, room)
+
+    counts = shared.counts(blocks, room, Window())
+    found: set[tuple[int, ...]] = set()
+    credited: dict[tuple[int, int], float] = {}
+    for turn in np.unique(blocks.turn).tolist():
+        mine = np.flatnonzero(blocks.turn == turn)
+        gone, own = chosen_by(allocator, blocks.only(mine), int(counts[mine].sum()))
+        found |= {(int(mine[at]), offset) for at, offset in gone}
+        for at, place, figure in zip(*own, strict=True):
+            credited[int(mine[at]), place] = figure
+    assert leaving == found
+    assert dict(zip(zip(block, offset, strict=True), credit, strict=True)) == credited
+    lost = np.bincount([at for at, _ in leaving], minlength=len(blocks))
+    assert (counts == blocks.resident - lost).all()
+
+
+def test_a_wrong_answer_within_a_tree_names_its_allocator() -> None:
+    class Beyond(Pooled):
+        def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+            return super().leaving(blocks, room, scorer) + len(blocks.tokens.block)
+
+    class Greedy(LRU):
+        def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+            return blocks.resident.copy()
+
+    blocks = offer(3, 12)
+    for allocator in (Beyond(), Greedy()):
+        with pytest.raises(UsageError, match=type(allocator).__name__) as caught:
+            select(blocks, room_for(blocks, 0.5), divided(allocator, "fair"), ANY)
+        assert caught.value.code == "policy-answer"
 
 
 def test_the_offer_of_one_tree_is_what_the_allocator_sees_of_it() -> None:

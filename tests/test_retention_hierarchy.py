@@ -18,9 +18,10 @@ from arbor.components import build as component
 from arbor.errors import UsageError
 from arbor.events import Evicted
 from arbor.retention.allocators.hierarchy import Evict, Hierarchy
-from arbor.retention.base import Blocks, Tokens
+from arbor.retention.base import Blocks, Ints, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.selection import select
 from arbor.retention.trigger import Trigger
 
 EVERY = 8
@@ -235,6 +236,46 @@ def test_trees_of_one_engine_lose_their_own_part() -> None:
     for solution in solutions:
         eligible = solution.metrics.tokens_generated - 2 - 4
         assert 0 < solution.metrics.evicted_tokens <= 0.3 * eligible
+
+
+@pytest.mark.parametrize("among", ["together", "fair", "first-come", "shortest-first"])
+def test_a_search_that_waits_loses_nothing_at_the_clock(among: str) -> None:
+    """One search decodes 20 tokens, another one waits with 60, after prompts of 4."""
+    block = np.repeat(np.arange(4), [4, 20, 4, 60])
+    offset = np.concatenate([np.arange(count) for count in (4, 20, 4, 60)])
+    position = np.array([0, 4, 0, 4])[block] + offset
+
+    def see(indices: Ints) -> Tokens:
+        mine = np.isin(block, indices)
+        return Tokens.when_read(
+            {},
+            block=block[mine],
+            offset=offset[mine],
+            position=position[mine],
+            mass=np.linspace(1, 2, len(position))[mine],
+            queries=np.ones(int(mine.sum()), np.int64),
+            protected=position[mine] < 4,
+        )
+
+    blocks = Blocks.when_read(
+        {},
+        ids=np.arange(4),
+        length=np.array([4, 21, 4, 60]),
+        resident=np.array([4, 20, 4, 60]),
+        floor=np.array([4, 0, 4, 0]),
+        depth=np.array([0, 1, 0, 1]),
+        turn=np.array([0, 0, 1, 1]),
+        active=np.array([True, True, False, False]),
+        scheduled=np.array([9, 0, 9, 9]),
+        see=see,
+    )
+    policy: Policy = component("policy", f"hierarchy,ratio=0.5,among={among}")
+    excess = policy.allocator.excess(blocks)  # type: ignore[attr-defined]
+    assert excess == 8
+
+    counts, _ = select(blocks, 88 - excess, policy.shared_allocator, policy.scorer)
+
+    assert counts.tolist() == [4, 12, 4, 60]
 
 
 def test_the_settings_of_the_paper_are_the_defaults() -> None:

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.models import build
 from support.offers import SEEDS, offer, room_for
-from support.trees import GREEDY, Lab
+from support.trees import GREEDY, PROMPT, Lab
 
 from arbor.errors import UsageError
 from arbor.retention.allocators.ams import AMS, pooled, segments
@@ -23,6 +23,7 @@ from arbor.retention.policy import POLICIES, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.scorers.window import Window
 from arbor.retention.selection import select
+from arbor.tree import ThoughtTree
 
 ALLOCATORS: tuple[TokenAllocator, ...] = (
     Strata(4),
@@ -224,6 +225,23 @@ def test_choosing_what_comes_back_is_not_an_event_of_the_credit() -> None:
 
     after = lab.state.statistics.view(block.row, np.arange(60)).credit
     assert (after == before).all()
+
+
+def test_credit_is_remembered_where_room_is_divided_among_searches() -> None:
+    protect = Protect(sinks=2, recent=4)
+    policy = dataclasses.replace(POLICIES["ams"], protect=protect, among="fair")
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    first, second = ThoughtTree(PROMPT), ThoughtTree(PROMPT[::-1])
+    lab.open(first, 60)
+    lab.open(second, 60, alone=False)
+    for tree in (first, second):
+        lab.extend(tree.root)
+    (one,) = lab.sprout([(first.root, 1)], GREEDY, 40)
+    (other,) = lab.sprout([(second.root, 1)], GREEDY, 40)
+
+    for block in (one, other):
+        credit = lab.state.statistics.view(block.row, np.arange(40)).credit
+        assert (credit[block.span.resident] > 0).any()
 
 
 def test_tokens_of_one_position_are_neighbours() -> None:

@@ -16,7 +16,7 @@ from arbor.retention.allocators.full import Full
 from arbor.retention.allocators.hierarchy import Hierarchy
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
-from arbor.retention.allocators.per_tree import Among, PerTree
+from arbor.retention.allocators.per_tree import Among, divided
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
@@ -181,7 +181,7 @@ class Policy:
         """The allocator, for the blocks of all searches of an engine."""
         if self.among == "together":
             return self.allocator
-        return PerTree(self.allocator, self.among)
+        return divided(self.allocator, self.among)
 
     @property
     def observes(self) -> bool:

@@ -141,31 +141,60 @@ def select(
         UsageError: an answer of the allocator or the scorer that breaks its protocol.
     """
     if isinstance(allocator, TokenAllocator):
-        credit: Floats | None = None
-        if isinstance(allocator, CreditingAllocator):
-            method = "credited"
-            answer = _answer(allocator, method, lambda: allocator.credited(blocks, room, scorer))
-            leaving, credit = _pair(allocator, answer, len(blocks.tokens.block))
-        else:
-            method = "leaving"
-            leaving = _answer(allocator, method, lambda: allocator.leaving(blocks, room, scorer))
-        gone = _whole_numbers(allocator, method, leaving)
-        if len(gone) and not (gone.min() >= 0 and gone.max() < len(blocks.tokens.block)):
-            raise _refused(allocator, f"named a token outside 0 to {len(blocks.tokens.block) - 1}")
-        counts, chosen = select_all_but(blocks, gone, credit)
+        return select_all_but(blocks, *checked_leaving(allocator, blocks, room, scorer))
+    counts = checked_counts(allocator, blocks, room, scorer)
+    return counts, select_by_count(blocks, counts, scorer)
+
+
+def checked_counts(allocator: Allocator, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+    """An allocator's counts, checked: int64 [M], each of at most what its block holds.
+
+    Raises:
+        UsageError: anything else, or more than there is room for.
+    """
+    answer = _answer(allocator, "counts", lambda: allocator.counts(blocks, room, scorer))
+    counts = _whole_numbers(allocator, "counts", answer)
+    if len(counts) != len(blocks):
+        raise _refused(allocator, f"gave {len(counts)} counts for {len(blocks)} blocks")
+    wrong = np.flatnonzero((counts < 0) | (counts > blocks.resident))
+    if len(wrong):
+        count, held = int(counts[wrong[0]]), int(blocks.resident[wrong[0]])
+        raise _refused(allocator, f"gave a count of {count} for a block that holds {held}")
+    _check_room(allocator, int(counts.sum()), room)
+    return counts
+
+
+def checked_leaving(
+    allocator: TokenAllocator, blocks: Blocks, room: int, scorer: Scorer
+) -> tuple[Ints, Floats | None]:
+    """The tokens that an allocator lets go, checked.
+
+    Returns:
+        int64, indices into `blocks.tokens`, and float64 [T], what it credits these tokens with;
+        None if it credits nothing.
+
+    Raises:
+        UsageError: an answer that breaks its protocol, or that leaves more than there is room for.
+    """
+    count = int(blocks.resident.sum())
+    credit: Floats | None = None
+    if isinstance(allocator, CreditingAllocator):
+        method = "credited"
+        answer = _answer(allocator, method, lambda: allocator.credited(blocks, room, scorer))
+        leaving, credit = _pair(allocator, answer, count)
     else:
-        answer = _answer(allocator, "counts", lambda: allocator.counts(blocks, room, scorer))
-        counts = _whole_numbers(allocator, "counts", answer)
-        if len(counts) != len(blocks):
-            raise _refused(allocator, f"gave {len(counts)} counts for {len(blocks)} blocks")
-        wrong = np.flatnonzero((counts < 0) | (counts > blocks.resident))
-        if len(wrong):
-            count, held = int(counts[wrong[0]]), int(blocks.resident[wrong[0]])
-            raise _refused(allocator, f"gave a count of {count} for a block that holds {held}")
-        chosen = select_by_count(blocks, counts, scorer)
-    if int(counts.sum()) > room:
-        raise _refused(allocator, f"keeps {counts.sum()} tokens where there is room for {room}")
-    return counts, chosen
+        method = "leaving"
+        leaving = _answer(allocator, method, lambda: allocator.leaving(blocks, room, scorer))
+    gone = _whole_numbers(allocator, method, leaving)
+    if len(gone) and not (gone.min() >= 0 and gone.max() < count):
+        raise _refused(allocator, f"named a token outside 0 to {count - 1}")
+    _check_room(allocator, count - len(gone), room)
+    return gone, credit
+
+
+def _check_room(allocator: Allocator, kept: int, room: int) -> None:
+    if kept > room:
+        raise _refused(allocator, f"keeps {kept} tokens where there is room for {room}")
 
 
 def _pair(allocator: Allocator, answer: object, count: int) -> tuple[object, Floats]:

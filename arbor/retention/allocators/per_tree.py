@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from arbor.retention.base import Allocator, Blocks, Ints, Scorer
+from arbor.retention.base import (
+    Allocator,
+    Blocks,
+    Bools,
+    CappedAllocator,
+    CreditingAllocator,
+    Floats,
+    Ints,
+    Scorer,
+    TokenAllocator,
+)
 from arbor.retention.ordering import order
+from arbor.retention.selection import checked_counts, checked_leaving
 
 # how the room of an engine is divided among the searches in it
 Among = Literal["together", "fair", "first-come", "shortest-first"]
@@ -17,6 +29,9 @@ Among = Literal["together", "fair", "first-come", "shortest-first"]
 @dataclass(frozen=True)
 class PerTree:
     """The room that each tree gets, then an allocator's counts within it.
+
+    Where just those tokens have to leave that the allocator gives up although there is room
+    (`CappedAllocator`), each tree gives up its own.
 
     Args:
         allocator: divides a tree's room among its blocks.
@@ -30,18 +45,29 @@ class PerTree:
 
     def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
         counts = np.zeros(len(blocks), np.int64)
-        turns, tree = np.unique(blocks.turn, return_inverse=True)
-        if len(turns) < 2:
-            return self.allocator.counts(blocks, room, scorer)
-        for place, part in enumerate(self._rooms(blocks, tree, room)):
-            mine = np.flatnonzero(tree == place)
-            counts[mine] = self.allocator.counts(blocks.only(mine), int(part), scorer)
+        for mine, part, share in self._parts(blocks, room):
+            counts[mine] = checked_counts(self.allocator, part, share, scorer)
         return counts
 
-    def _rooms(self, blocks: Blocks, tree: Ints, room: int) -> Ints:
+    def _parts(self, blocks: Blocks, room: int) -> Iterator[tuple[Ints, Blocks, int]]:
+        """The blocks of each tree: their indices, increasing, their offer, and its room."""
+        turns, tree = np.unique(blocks.turn, return_inverse=True)
+        if len(turns) < 2:
+            yield np.arange(len(blocks)), blocks, room
+            return
+        indices = [np.flatnonzero(tree == place) for place in range(len(turns))]
+        parts = [blocks.only(mine) for mine in indices]
+        rooms = self._rooms(blocks, tree, parts, room)
+        yield from zip(indices, parts, rooms.tolist(), strict=True)
+
+    def _rooms(self, blocks: Blocks, tree: Ints, parts: Sequence[Blocks], room: int) -> Ints:
         """Tokens each tree may keep, int64 [trees]; at least its floors, at most what it holds."""
         least = np.bincount(tree, blocks.floor).astype(np.int64)
         most = np.bincount(tree, blocks.resident).astype(np.int64)
+        if isinstance(self.allocator, CappedAllocator):
+            own: Ints = most - [self.allocator.excess(part) for part in parts]
+            if int(own.sum()) == room and (own >= least).all():
+                return own
         if self.among == "fair":
             return _equal(least, most, room)
         first = order(most) if self.among == "shortest-first" else np.arange(len(most))
@@ -50,6 +76,57 @@ class PerTree:
         rooms = least.copy()
         rooms[first] += np.clip(room - int(least.sum()) - before, 0, spare)
         return rooms
+
+
+@dataclass(frozen=True)
+class PerTreeTokens(PerTree):
+    """`PerTree` for an allocator that names the tokens that leave: it does so for each tree."""
+
+    allocator: TokenAllocator
+
+    def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """Indices of the tokens that leave, int64, distinct."""
+        return self._leaving(blocks, room, scorer)[0]
+
+    def _leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> tuple[Ints, Floats]:
+        """What leaves, and what each token is credited with, float64 [T]; 0 without credit."""
+        credits = np.zeros(int(blocks.resident.sum()))
+        gone = [np.empty(0, np.int64)]
+        for mine, part, share in self._parts(blocks, room):
+            leaving, credit = checked_leaving(self.allocator, part, share, scorer)
+            # tokens lie block after block, here and there
+            places = np.flatnonzero(np.repeat(_flags(mine, len(blocks)), blocks.resident))
+            gone.append(places[leaving])
+            if credit is not None:
+                credits[places] = credit
+        return np.concatenate(gone), credits
+
+
+@dataclass(frozen=True)
+class PerTreeCredit(PerTreeTokens):
+    """`PerTreeTokens` for an allocator that remembers a figure of each token."""
+
+    allocator: CreditingAllocator
+
+    def credited(self, blocks: Blocks, room: int, scorer: Scorer) -> tuple[Ints, Floats]:
+        """What leaves, and what each token is credited with, float64 [T]."""
+        return self._leaving(blocks, room, scorer)
+
+
+def divided(allocator: Allocator, among: Among) -> PerTree:
+    """An allocator that divides the room of each tree as it divides that of a single one."""
+    if isinstance(allocator, CreditingAllocator):
+        return PerTreeCredit(allocator, among)
+    if isinstance(allocator, TokenAllocator):
+        return PerTreeTokens(allocator, among)
+    return PerTree(allocator, among)
+
+
+def _flags(indices: Ints, size: int) -> Bools:
+    """Whether each index below `size` is one of these."""
+    flags = np.zeros(size, np.bool_)
+    flags[indices] = True
+    return flags
 
 
 def _equal(least: Ints, most: Ints, room: int) -> Ints:
