@@ -7,22 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.masked_reads import Reads, masked_logits, recorded
 from support.models import build
-from support.trees import GREEDY, PROMPT, Lab, relative_error
+from support.trees import GREEDY, PROMPT, SAMPLED, Lab, relative_error
 
 from arbor import Solver
 from arbor.components import build as component
 from arbor.errors import UsageError
 from arbor.events import Evicted
 from arbor.retention.allocators.hierarchy import Evict, Hierarchy
-from arbor.retention.base import Blocks, Ints, Tokens
+from arbor.retention.base import Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
+from arbor.retention.scorers.random_tokens import RandomTokens
+from arbor.retention.scorers.recency import Recency
 from arbor.retention.selection import select
 from arbor.retention.trigger import Trigger
+from arbor.tree import NodeState, ThoughtTree
 
 EVERY = 8
 LONG = 60
@@ -211,6 +214,65 @@ def test_at_every_instant_no_more_than_the_part_of_all_eligible_tokens_is_gone()
                 eligible = block.end - len(PROMPT) - 2 - 6
                 assert lost <= 0.3 * eligible
     assert lost > 0.3 * eligible - 3, "the bound is used"
+
+
+def eligible_of(tree: ThoughtTree, first: int) -> int:
+    """Tokens of thoughts but the first ones of each path."""
+    ends = [max(0, node.end - max(node.start, len(PROMPT) + first)) for node in tree.nodes[1:]]
+    return sum(ends)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ratio=st.floats(0.05, 0.95),
+    scorer=st.sampled_from([HeavyHitters(), Recency(), RandomTokens()]),
+    every=st.integers(1, 6),
+    recent=st.integers(1, 8),
+    first=st.integers(0, 3),
+    rounds=st.lists(
+        st.tuples(st.integers(0, 99), st.integers(1, 3), st.integers(1, 9)), min_size=4, max_size=9
+    ),
+)
+@example(0.3, Recency(), 4, 6, 2, [(99, 1, 5)] * 14)
+@example(0.6, HeavyHitters(), 4, 6, 2, [(99, 3, 5)] * 8)
+def test_blocks_that_lose_all_they_have_count_in_the_bound(
+    ratio: float,
+    scorer: Scorer,
+    every: int,
+    recent: int,
+    first: int,
+    rounds: list[tuple[int, int, int]],
+) -> None:
+    """In chains and trees, each round grown from a block among the newest."""
+    policy = Policy(
+        Hierarchy(ratio, first=first),
+        scorer,
+        Protect(recent=recent, prompt=True),
+        trigger=Trigger(every=every),
+    )
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off")
+    tree = lab.plant()
+    for place, width, length in rounds:
+        newest = [node for node in tree.nodes if not node.children]
+        lab.sprout([(newest[place % len(newest)], width)], SAMPLED, length)
+        lost = sum(int((~node.span.resident).sum()) for node in tree.nodes)
+        assert lost <= ratio * eligible_of(tree, first)
+
+
+def test_blocks_given_up_do_not_count_as_destroyed() -> None:
+    lab = lab_of("cumulative", ratio=0.5)
+    tree = lab.plant()
+    (given_up,) = lab.sprout([(tree.root, 1)], GREEDY, 2)
+    (other,) = lab.sprout([(given_up, 1)], GREEDY, 5)
+    for node in (given_up, other):
+        node.state = NodeState.PRUNED
+    lab.forget([given_up, other])
+
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    lost = int((~block.span.resident).sum())
+    eligible = LONG // EVERY * EVERY - 2 - 6  # at the last event
+    assert 0.5 * eligible - 2 < lost <= 0.5 * (LONG - 2 - 6)
 
 
 def test_a_part_of_what_is_left_at_each_event_adds_up() -> None:

@@ -15,7 +15,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import NO_KV, PlacedKV, TokenKV
 from arbor.support.growable import grown
-from arbor.tree import Node
+from arbor.tree import Node, NodeState
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
 # rows of blocks and offsets of tokens, int64 [T] each, and running leaves, to column `Tokens.kv`
@@ -61,6 +61,9 @@ class PolicyView:
     ) -> Blocks:
         """The blocks the policy may take tokens from.
 
+        A policy that destroys tokens also sees the blocks that have none left, unless the search
+        has given them up: what it may still take follows from what they have lost.
+
         Args:
             leaves: ends of the running paths.
             ids: these blocks only, instead of all that may leave.
@@ -81,6 +84,8 @@ class PolicyView:
         counts = self._present() if stored else table.resident
         if ids is None:
             able = counts > 0
+            if self._policy.destroys:
+                able[self._emptied(counts)] = True
             if where != "anywhere":
                 able &= active if where == "on" else ~(active | table.open)
             ids = np.flatnonzero(able)
@@ -213,6 +218,20 @@ class PolicyView:
         leaves = np.fromiter(likely, np.int64, len(likely))
         chance = np.fromiter(likely.values(), np.float64, len(likely))
         return self._table.reentry(leaves, chance)[ids]
+
+    def _emptied(self, counts: NDArray[np.int64]) -> list[int]:
+        """Rows of the blocks that were computed, not given up, and have no tokens left.
+
+        Args:
+            counts: int64 by row, tokens left.
+        """
+        table, computed = self._table, self._state.computed
+        none = np.flatnonzero((counts == 0) & (table.length > 0) & ~table.pruned)
+        return [
+            node.row
+            for node in self._state.forest.nodes(none.tolist())
+            if node.row in computed or (node.state is NodeState.OPEN and not node.given)
+        ]
 
     # Tokens
 

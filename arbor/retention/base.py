@@ -86,6 +86,8 @@ class Tokens(Columns):
 class Blocks(Columns):
     """The blocks a policy may take tokens from, by node id; M in all.
 
+    A policy that destroys tokens (its allocator has ``destroys``) sees those without any left too.
+
     Attributes:
         ids: int64 [M], node ids, increasing.
         length: int64 [M], n, tokens of the block.

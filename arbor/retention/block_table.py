@@ -42,6 +42,7 @@ class BlockTable:
     value: float64 [N], the search's value; nan for an unvalued block.
     confidence: float64 [N], 1 - H / ln|V| at the boundary.
     open: bool [N], still being decoded.
+    pruned: bool [N], given up by the search.
     held: the offsets of the resident tokens.
 
     A row of which neither the block nor a descendant was touched has no tokens and is far from
@@ -63,6 +64,7 @@ class BlockTable:
         self._ints = _UNKNOWN_INTS[:, :0]
         self._floats = _UNKNOWN_FLOATS[:, :0]
         self._open = np.array([], np.bool_)
+        self._pruned = np.array([], np.bool_)
         self._touched: dict[int, Node] = {}  # by row
         self._forgotten = False
         self._levels = _Levels(self.depth, self.parent)
@@ -110,6 +112,10 @@ class BlockTable:
     def open(self) -> Bools:
         return self._open[: self._size]
 
+    @property
+    def pruned(self) -> Bools:
+        return self._pruned[: self._size]
+
     def touch(self, node: Node) -> None:
         """Have a block read at the next `refresh`: it is new or has changed."""
         self._touched[node.row] = node
@@ -121,7 +127,7 @@ class BlockTable:
         known = [row for row in rows if row < self._size]
         self._ints[:, known] = _UNKNOWN_INTS
         self._floats[:, known] = _UNKNOWN_FLOATS
-        self._open[known] = False
+        self._open[known] = self._pruned[known] = False
         self._forgotten = True
 
     def use(self, nodes: Iterable[Node], clock: int) -> None:
@@ -260,11 +266,13 @@ class BlockTable:
         self._floats[0, ids] = [node.value if node.valued else np.nan for node in nodes]
         self._floats[1, ids] = [node.confidence for node in nodes]
         self._open[ids] = [node.state is NodeState.OPEN for node in nodes]
+        self._pruned[ids] = [node.state is NodeState.PRUNED for node in nodes]
 
     def _reserve(self, size: int) -> None:
         self._ints = grown(self._ints, size, _UNKNOWN_INTS)
         self._floats = grown(self._floats, size, _UNKNOWN_FLOATS)
         self._open = grown(self._open, size)
+        self._pruned = grown(self._pruned, size)
 
 
 class _Levels:

@@ -36,7 +36,8 @@ class Hierarchy(Pooled):
     Attributes:
         destroys: what leaves is gone for good: only where nothing is computed again.
         ratio: the part destroyed, in [0, 1].
-        evict: of what it is a part: ``cumulative``, of all tokens that were ever eligible;
+        evict: of what it is a part: ``cumulative``, of all tokens that were ever eligible, in
+            blocks that the search has not given up, those included that have none left;
             ``per_event``, of those left, at each event, as in the paper; ``size``, of nothing: all
             but the best `size` are destroyed, as by policies with a budget of live tokens.
         size: eligible tokens of a path's tree that stay, for ``size``.
@@ -144,7 +145,7 @@ class Hierarchy(Pooled):
             return quotas
         # the last token of a block that decodes is still to be computed
         computed = blocks.length - (blocks.scheduled == 0)
-        lost = np.maximum(computed - blocks.resident, 0)
+        lost = np.where(blocks.depth > 0, np.maximum(computed - blocks.resident, 0), 0)
         gone = np.bincount(blocks.turn, lost, turns).astype(np.int64)
         bound = np.floor(self.ratio * (held + gone)).astype(np.int64)
         quotas = np.clip(bound - gone, 0, held)

@@ -65,7 +65,7 @@ class PerTree:
         least = np.bincount(tree, blocks.floor).astype(np.int64)
         most = np.bincount(tree, blocks.resident).astype(np.int64)
         if isinstance(self.allocator, CappedAllocator):
-            own: Ints = most - [self.allocator.excess(part) for part in parts]
+            own = most - np.array([self.allocator.excess(part) for part in parts], np.int64)
             if int(own.sum()) == room and (own >= least).all():
                 return own
         if self.among == "fair":
