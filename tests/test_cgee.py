@@ -193,9 +193,11 @@ def test_questions_are_checked_and_bounded_as_the_verifiers_own() -> None:
     boundary = FakeTask().boundary
     alike = FakeAsker(lambda node, question: {}, pieces=".")
 
+    task = FakeTask(verdicts={" no": 0.0, " not": 1.0})
+
     with pytest.raises(UsageError, match="verdict-ambiguous"):
-        CGEE().check(FakeTask(), PROBLEM, alike)
-    CGEE(Exact()).check(FakeTask(), PROBLEM, alike)
+        CGEE().check(task, PROBLEM, alike)
+    CGEE(Exact()).check(task, PROBLEM, alike)
     assert CGEE().most_question_tokens(FakeTask(), PROBLEM, boundary, alike) is None
     bound = CGEE(Vote()).most_question_tokens(FakeTask(), PROBLEM, boundary, alike)
     assert bound == Vote().most_question_tokens(FakeTask(), PROBLEM, boundary, alike)

@@ -645,7 +645,7 @@ def test_values_of_other_kinds_of_number_are_floats() -> None:
 
 
 def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes: ' yes' and ' no' begin with the same token."""
+    """A tokenizer of single bytes: ' not' and ' no' begin with the same tokens."""
     alphabet = sorted(ByteLevel.alphabet())
     rules = Tokenizer(BPE({sign: number for number, sign in enumerate(alphabet)}, []))
     rules.pre_tokenizer, rules.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -657,16 +657,18 @@ def test_verdicts_that_begin_alike_are_refused_before_the_weights_load() -> None
     model = sized("llama", tokenizer)
     settings: dict[str, Any] = {"tokenizer": tokenizer, "controller": "chain", "max_depth": 1}
     settings |= {"step_tokens": 4}
-    solver = Solver(model, task="reasoning", **settings)
+    alike = {"name": "reasoning", "yes": " not"}
+    solver = Solver(model, task=alike, **settings)
 
     for ask in (solver.plan, solver.solve):
         with pytest.raises(UsageError, match="verdict-ambiguous") as error:
             ask("1+1?")
         assert "--task reasoning,yes=right,no=wrong" in error.value.hint
     assert solver.checkpoint._weights is None
-    Solver(model, task="reasoning", verifier=Saying(None), **settings).plan("1+1?")
-    with Solver(model, task="reasoning,yes=right,no=wrong", **settings) as other:
-        assert other.solve("1+1?").metrics.asked > 0
+    Solver(model, task=alike, verifier=Saying(None), **settings).plan("1+1?")
+    for told_apart in ("reasoning", "reasoning,yes=right,no=wrong"):
+        with Solver(model, task=told_apart, **settings) as other:
+            assert other.solve("1+1?").metrics.asked > 0
 
 
 class Half:

@@ -169,11 +169,47 @@ def test_verdicts_of_several_tokens_are_identified_by_their_first() -> None:
     assert value == pytest.approx(1 / (1 + math.exp(-3)))
 
 
-def test_verdicts_that_begin_alike_are_refused_by_name() -> None:
-    engine = FakeAsker(lambda node, question: {}, pieces=".")
+def test_what_all_verdicts_begin_with_is_asked_with_the_question() -> None:
+    engine = FakeAsker(
+        lambda node, question: {"y": 3.0, "n": 0.0}, pieces="."
+    )  # a space is a token
 
-    with pytest.raises(UsageError, match="' yes' and ' no'") as caught:
-        SelfEval().verify(FakeTask(), PROBLEM, blocks("a"), engine)
+    [value] = SelfEval().verify(FakeTask(), PROBLEM, blocks("a"), engine).values
+
+    assert value == pytest.approx(1 / (1 + math.exp(-3)))
+    assert [questions for _, questions in engine.calls] == [[" ok? "]]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "start", "worth"),
+    [
+        ({" yes": 1.0, " no": 0.0}, " ", {"y": 1.0, "n": 0.0}),
+        ({"not": 1.0, "now": 0.5, "nor": 0.0}, "no", {"t": 1.0, "w": 0.5, "r": 0.0}),
+        ({"yes": 1.0, "no": 0.0}, "", {"y": 1.0, "n": 0.0}),
+        ({" a": 1.0, "no": 0.0}, "", {" ": 1.0, "n": 0.0}),
+        ({" a": 1.0, " b": 1.0}, "", {" ": 1.0}),  # nothing to tell apart
+        ({" a": 1.0}, "", {" ": 1.0}),
+    ],
+)
+def test_verdicts_are_told_apart_after_their_common_start(
+    verdicts: dict[str, float], start: str, worth: dict[str, float]
+) -> None:
+    engine = FakeAsker(lambda node, question: {}, pieces=".")
+    question = Question("ok?", verdicts)
+
+    found = verdict_tokens(question, engine.encode("ok?"), engine)
+
+    assert engine.decode(found.asked) == f"ok?{start}"
+    assert {engine.decode([token]): value for token, value in found.worth.items()} == worth
+
+
+@pytest.mark.parametrize("verdicts", [{" no": 0.0, " not": 1.0}, {"a": 0.0, "ab": 0.5, "b": 1.0}])
+def test_verdicts_that_begin_alike_are_refused_by_name(verdicts: dict[str, float]) -> None:
+    engine = FakeAsker(lambda node, question: {}, pieces=".")
+    first, second = list(verdicts)[:2]
+
+    with pytest.raises(UsageError, match=f"'{first}' and '{second}'") as caught:
+        SelfEval().verify(FakeTask(verdicts=verdicts), PROBLEM, blocks("a"), engine)
 
     assert caught.value.code == "verdict-ambiguous"
     assert engine.calls == []
@@ -196,7 +232,7 @@ def test_a_verdict_is_the_token_the_tokenizer_writes_after_the_question() -> Non
     engine = Prefixed(lambda node, question: {}, pieces=r"_|\s?[a-z]+|.")
     question = Question("ok?", {" yes": 1.0, " no": 0.0})
 
-    worth = verdict_tokens(question, engine.encode(question.text), engine)
+    worth = verdict_tokens(question, engine.encode(question.text), engine).worth
 
     assert worth == {engine.ids[" yes"]: 1.0, engine.ids[" no"]: 0.0}
 
@@ -205,7 +241,7 @@ def test_a_tokenizer_that_joins_question_and_verdict_still_has_verdict_tokens() 
     engine = FakeAsker(lambda node, question: {}, pieces=r"\? yes|\? no|\s?[a-z]+|.")
     question = Question("ok?", {" yes": 1.0, " no": 0.0})
 
-    worth = verdict_tokens(question, engine.encode(question.text), engine)
+    worth = verdict_tokens(question, engine.encode(question.text), engine).worth
 
     assert worth == {engine.ids[" yes"]: 1.0, engine.ids[" no"]: 0.0}
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from support.fakes import FakeAsker, FakeTask
+from support.models import ARCHITECTURES, config_of
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as InTurn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from arbor import Solver
 from arbor.errors import UsageError
@@ -91,15 +100,103 @@ def test_a_unanimous_vote_is_no_proof() -> None:
 
 
 def test_numbers_with_the_same_first_token_are_refused() -> None:
-    model = FakeAsker(lambda node, question: {}, pieces=".")  # a space is a token
+    class Blind(FakeAsker):
+        """Has one token for all digits."""
+
+        def encode(self, text: str) -> list[int]:
+            return super().encode(re.sub(r"\d", "0", text))
 
     with pytest.raises(UsageError) as caught:
-        Vote().check(TASK, PROBLEM, model)
+        Vote().check(TASK, PROBLEM, Blind(lambda node, question: {}))
     assert caught.value.code == "verdict-ambiguous"
 
 
-def test_no_question_is_longer_than_planned() -> None:
-    limits, model = TASK.boundary, asker([0.5, 0.5, 0.5])
+def test_a_space_that_the_tokenizer_separates_from_digits_is_asked_with_the_question() -> None:
+    shares = {"1": math.log(0.5), "2": math.log(0.2), "3": math.log(0.3)}
+    model = FakeAsker(lambda node, question: shares, pieces=r"\d|\s?[^\W\d]+|.")
+
+    verdict = Vote().verify(TASK, PROBLEM, states("a", "b", "c"), model)
+
+    assert verdict.values == pytest.approx((0.5, 0.2, 0.3))
+    [(_, [question])] = model.calls
+    assert question.endswith("\nThe best choice is ")
+
+
+NUMBERED = {"name": "reasoning", "yes": " 1", "no": " 2"}
+# how these cut a text before their merges: a space joins letters, and not digits
+QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA_3 = QWEN_2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def of_bytes(pattern: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes that cuts texts so first, and has a token for a space and a digit."""
+    vocabulary = {sign: place for place, sign in enumerate(sorted(ByteLevel.alphabet()))}
+    merges = [("\u0120", digit) for digit in "123456789"]
+    for space, digit in merges:
+        vocabulary[space + digit] = len(vocabulary)
+    rules = Tokenizer(BPE(vocabulary, merges))
+    joined = ByteLevel(add_prefix_space=False, use_regex=False)
+    rules.pre_tokenizer = InTurn([Split(Regex(pattern), "isolated"), joined])
+    rules.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=rules)
+
+
+def sized(name: str, tokenizer: Any) -> Any:
+    """A random model of an architecture with a vocabulary for the tokenizer."""
+    model_type, settings = ARCHITECTURES[name]
+    config = config_of(model_type, **settings | {"vocab_size": len(tokenizer)})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "separate"), [(QWEN_2, True), (LLAMA_3, True), (GPT_2, False)], ids="qlg"
+)
+@pytest.mark.parametrize("verifier", ["vote", "self"])
+def test_models_whose_digits_are_tokens_of_their_own_vote(
+    pattern: str, separate: bool, verifier: str
+) -> None:
+    tokenizer = of_bytes(pattern)
+    assert (tokenizer.tokenize("is 1") == ["i", "s", "\u0120", "1"]) is separate
+    settings: dict[str, Any] = {
+        "task": NUMBERED,
+        "controller": {"name": "tot", "beam": 2, "width": 3},
+        "verifier": verifier,
+        "max_depth": 1,
+        "step_tokens": 4,
+        "tokenizer": tokenizer,
+    }
+    with Solver(sized("llama", tokenizer), **settings) as solver:
+        smallest = solver.plan("1+1?").smallest_tokens
+        metrics = solver.solve("1+1?", budget=f"{smallest}tok").metrics
+
+    assert metrics.asked > 0
+    assert metrics.peak_tokens <= smallest
+
+
+@pytest.mark.parametrize(("pattern", "more"), [(QWEN_2, 1), (GPT_2, 0)], ids="qg")
+def test_the_plan_counts_the_space_before_digits(pattern: str, more: int) -> None:
+    tokenizer = of_bytes(pattern)
+    with Solver(
+        sized("llama", tokenizer),
+        task=NUMBERED,
+        tokenizer=tokenizer,
+        controller="chain",
+        max_depth=1,
+        step_tokens=4,
+    ) as solver:
+        question = solver.task.question(solver.task.parse("1+1?"), ())
+        asked = tokenizer.encode(question.text, add_special_tokens=False)
+        assert solver.plan("1+1?").question_tokens == len(asked) + more
+
+
+@pytest.mark.parametrize("pieces", [r"\s?\w+|.", r"\d|\s?[^\W\d]+|."])
+def test_no_question_is_longer_than_planned(pieces: str) -> None:
+    limits, model = TASK.boundary, FakeAsker(lambda node, question: {}, pieces=pieces)
     longest = Vote(choices=3).most_question_tokens(TASK, PROBLEM, limits, model)
     words = " a" * (limits.max_depth * limits.max_tokens)
 

@@ -31,8 +31,9 @@ class SelfEval:
     arXiv 2305.10601, section 3, "value each state independently"). All states are asked in one
     batch; states with the same path and question are asked once.
 
-    A verdict is identified by its first token after the question. Verdicts of different worth need
-    different first tokens; a token that several verdicts of one worth begin with counts once.
+    A verdict is identified by its first token after the question; tokens that all verdicts begin
+    with are a part of the question. Verdicts of different worth need different first tokens then; a
+    token that several verdicts of one worth begin with counts once.
 
     Differs from the paper: one forward pass gives the expectation that the paper estimates from
     n_evaluate sampled evaluations, with no scratch text before the verdict; worths lie in [0, 1]
@@ -75,11 +76,11 @@ class SelfEval:
                 nodes.append(node)
                 questions.append(question)
             rows.append(place[state])
-        encoded = [self._encode(question, encoder) for question in questions]
-        worths = [
-            verdict_tokens(question, tokens, encoder)
-            for question, tokens in zip(questions, encoded, strict=True)
+        asked = [
+            verdict_tokens(question, self._encode(question, encoder), encoder)
+            for question in questions
         ]
+        worths = [each.worth for each in asked]
         columns = sorted({token for worth in worths for token in worth})
         column_of = {token: column for column, token in enumerate(columns)}
 
@@ -91,6 +92,7 @@ class SelfEval:
             ]
             return Verdict(tuple(values[row] for row in rows), len(nodes))
 
+        encoded = [each.asked for each in asked]
         return Inquiry(nodes, encoded, verdict, rows, [list(worth) for worth in worths])
 
     def check(self, task: Task, problem: Problem, encoder: Encoder) -> None:
@@ -131,8 +133,22 @@ def expected_worth(logits: torch.Tensor, worths: Sequence[float]) -> float:
     return min(max(value, 0.0), CERTAIN)
 
 
-def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) -> dict[int, float]:
-    """The first token of each verdict, as written after the question -> the verdict's worth.
+@dataclass(frozen=True)
+class VerdictTokens:
+    """A question as it is asked, and what its verdicts are identified by.
+
+    Attributes:
+        asked: the question's tokens, and those that all of its verdicts begin with
+            (`common_start`).
+        worth: the first token of each verdict after these -> the verdict's worth.
+    """
+
+    asked: list[int]
+    worth: dict[int, float]
+
+
+def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) -> VerdictTokens:
+    """What the model is asked, and the tokens that it answers with.
 
     Args:
         question: text and verdicts.
@@ -141,16 +157,14 @@ def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) ->
     Raises:
         UsageError: a verdict is empty, or two of different worth begin with the same token.
     """
+    tails = _tails(question, asked, engine)
+    start = _start_of(question, tails)
     worth: dict[int, float] = {}
     first_with: dict[int, str] = {}
-    for verdict, value in question.values.items():
-        whole = engine.encode(question.text + verdict)
-        known = list(asked)
-        # A tokenizer may join the verdict to the question's last token; then encode it by itself.
-        tail = whole[len(known) :] if whole[: len(known)] == known else engine.encode(verdict)
+    for (verdict, value), tail in zip(question.values.items(), tails, strict=True):
         if not tail:
             raise UsageError("verdict-empty", f"the verdict '{verdict}' has no token.")
-        token = tail[0]
+        token = tail[len(start)]
         if token in worth and worth[token] != value:
             raise UsageError(
                 "verdict-ambiguous",
@@ -163,4 +177,42 @@ def verdict_tokens(question: Question, asked: Sequence[int], engine: Encoder) ->
         first_with.setdefault(token, verdict)
     if not worth:
         raise UsageError("verdict-empty", "the task's question names no verdict.")
-    return worth
+    return VerdictTokens([*asked, *start], worth)
+
+
+def common_start(question: Question, asked: Sequence[int], engine: Encoder) -> list[int]:
+    """The tokens that all verdicts of a question begin with, such as a space that the tokenizer
+    separates from digits; they are asked with the question.
+
+    At least one token of each verdict is left. Without verdicts of different worth there is nothing
+    to tell apart, and none are asked.
+
+    Args:
+        question: text and verdicts.
+        asked: the question's tokens.
+    """
+    return _start_of(question, _tails(question, asked, engine))
+
+
+def _start_of(question: Question, tails: Sequence[Sequence[int]]) -> list[int]:
+    """`common_start`, of verdicts with these tokens."""
+    if len(set(question.values.values())) < 2:
+        return []
+    most = max(0, min(map(len, tails)) - 1)
+    start: list[int] = []
+    for tokens in zip(*(tail[:most] for tail in tails), strict=True):
+        if len(set(tokens)) > 1:
+            break
+        start.append(tokens[0])
+    return start
+
+
+def _tails(question: Question, asked: Sequence[int], engine: Encoder) -> list[list[int]]:
+    """The tokens of each verdict, as written after the question."""
+    known, tails = list(asked), []
+    for verdict in question.values:
+        whole = list(engine.encode(question.text + verdict))
+        # A tokenizer may join the verdict to the question's last token; then encode it by itself.
+        joined = whole[: len(known)] != known
+        tails.append(list(engine.encode(verdict)) if joined else whole[len(known) :])
+    return tails

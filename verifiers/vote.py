@@ -13,7 +13,7 @@ from arbor.tasks.base import BlockLimits, Problem, Question, Task
 from arbor.tree import Node
 
 from .base import Asker, Encoder, Inquiry, Verdict
-from .self_eval import CERTAIN, expected_worth, verdict_tokens
+from .self_eval import CERTAIN, common_start, expected_worth, verdict_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +29,8 @@ class Vote:
 
     "Vote across states" of Tree of Thoughts (Yao et al., arXiv 2305.10601, section 3, state
     evaluator (b); there for creative writing, 5 votes between 5 plans). The question follows the
-    prompt, lists the states' thoughts with numbers, and asks for the best one. Equal states are one
-    choice.
+    prompt, lists the states' thoughts with numbers, and asks for the best one; a space that the
+    tokenizer separates from the numbers is a part of it. Equal states are one choice.
 
     Args:
         choices: most states of one vote, from 2 to 9. More states are divided, in order, into votes
@@ -79,11 +79,12 @@ class Vote:
         asked = [vote for vote in votes if len(vote) > 1]
         root = candidates[0].path[0] if candidates else None
         questions = [_question([thoughts[place] for place in vote]) for vote in asked]
-        encoded = [encoder.encode(question.text) for question in questions]
-        columns = [
-            list(verdict_tokens(question, tokens, encoder))
-            for question, tokens in zip(questions, encoded, strict=True)
+        told = [
+            verdict_tokens(question, encoder.encode(question.text), encoder)
+            for question in questions
         ]
+        encoded = [each.asked for each in told]
+        columns = [list(each.worth) for each in told]
 
         def verdict(logits: Tensor) -> Verdict:
             values = [CERTAIN] * len(thoughts)
@@ -111,7 +112,9 @@ class Vote:
         self, task: Task, problem: Problem, boundary: BlockLimits, encoder: Encoder
     ) -> int:
         """Tokens of the longest question: every choice is a path of the greatest length."""
-        frame = len(encoder.encode(_question([()] * self.choices).text))
+        question = _question([()] * self.choices)
+        asked = encoder.encode(question.text)
+        frame = len(asked) + len(common_start(question, asked, encoder))
         return frame + self.choices * boundary.max_depth * boundary.max_tokens
 
 

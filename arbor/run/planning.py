@@ -24,6 +24,7 @@ from arbor.run.setup import Setup
 from arbor.support.texts import one_line, refuse_surrogates
 from arbor.tasks.base import BlockLimits, BoundedQuestions, Converses, Problem, Proposes, Task
 from arbor.verifiers.base import ChecksQuestions, Encoder, PlansQuestions, SearchShape, parts_of
+from arbor.verifiers.self_eval import common_start
 
 
 def parse_problem(task: Task, problem: str | Problem) -> Problem:
@@ -182,7 +183,8 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     """Tokens of a question to the model that the plan counts.
 
     They are those of the question at no thoughts, and at least `max_question_tokens` of a task that
-    declares it; or the bound of a verifier that has questions of its own.
+    declares it, and the tokens that all verdicts begin with; or the bound of a verifier that has
+    questions of its own.
 
     Raises:
         UsageError: the declared number is not a whole number of at least 1.
@@ -197,12 +199,14 @@ def question_tokens(setup: Setup, problem: Problem, tokenizer: Any) -> int:
     known = [most for most in bounds if most is not None]
     if known and len(known) == len(asking):
         return max(known)
-    text = checked_task(task).question(problem, ()).text
+    question, encoder = checked_task(task).question(problem, ()), Words(tokenizer)
+    asked = encoder.encode(question.text)
+    more = len(common_start(question, asked, encoder))
     declared = None
     parts = unchecked(task)
     if isinstance(parts, BoundedQuestions):
         declared = check_count("max_question_tokens", parts.max_question_tokens)
-    return max(declared or 0, len(Words(tokenizer).encode(text)), *known)
+    return max(max(declared or 0, len(asked)) + more, max(known, default=0))
 
 
 def proposal_tokens(task: Proposes, problem: Problem, encoder: Encoder) -> int:
