@@ -1,7 +1,7 @@
 """The memory hierarchy inside a path: what splits between tiers change, and what destroying costs.
 
-    python scripts/eval_tiers.py splits --n 500 --csv docs/experiments/hierarchy_splits.csv
-    python scripts/eval_tiers.py destroyed --n 500 --csv docs/experiments/hierarchy_destroyed.csv
+    python scripts/eval_tiers.py splits --n 500 --csv docs/experiments/tiers_splits.csv
+    python scripts/eval_tiers.py destroyed --n 500 --csv docs/experiments/tiers_destroyed.csv
 
 Greedy chains of the test split, by the built-in model, paired with full retention.
 
