@@ -58,3 +58,12 @@ def test_a_model_that_does_not_run_without_weights_is_unsupported() -> None:
 
     assert not info.supported
     assert "model_type 'jetmoe': it does not run without weights (" in info.reason
+
+
+def test_a_config_that_takes_no_other_padding_is_refused_with_a_reason() -> None:
+    names = ("pad", "bos", "eos", "cls", "sep")
+    settings = {"num_attention_heads": 4, **{f"{name}_token_id": 0 for name in names}}
+
+    info = describe_config(config_of("modernbert-decoder", **settings), HERE)
+
+    assert "model_type 'modernbert-decoder': it does not run without weights (" in info.reason

@@ -128,9 +128,9 @@ def _probe_without_weights(config: Any, source: ModelLocation) -> tuple[tuple[La
         ) from error
     parameters = sum(p.numel() for p in model.parameters())
     text = config.get_text_config()
-    # the tokens have no values, and padding would be looked for among them
-    text.pad_token_id = model.config.pad_token_id = None
     try:
+        # the tokens have no values, and padding would be looked for among them
+        text.pad_token_id = model.config.pad_token_id = None  # some configs refuse that
         specs = probe(model, int(text.num_hidden_layers))
     except Exception as error:  # remote code may fail in any way without weights
         raise _unbuilt(config, "it does not run without weights", error) from error
