@@ -104,6 +104,35 @@ def test_lower_tiers_hold_what_proposals_evict(tiers: dict[str, str], tmp_path: 
     assert metrics.tokens_stored > 0 and metrics.tokens_fetched > 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Several(Lists):
+    """Several thoughts are read from any completion."""
+
+    def proposals(self, problem: Problem, thoughts: Sequence[str], text: str) -> Sequence[str]:
+        return [f"{place} {text.strip()[:place]}" for place in range(1, 5)]
+
+
+def test_what_attention_reads_in_host_memory_gives_the_tree_of_full_retention() -> None:
+    wide = dataclasses.replace(SHALLOW, beam=4, width=4)
+    tiers = {"host": "9999tok", "staging": "12tok", "fetch": "always"}
+    found, streamed = [], []
+    for given, more in (({}, None), (tiers, None), (tiers, 0), (tiers, 20)):
+        with proposing(task=Several(), controller=wide, debug=True, **given) as solver:
+            plan = solver.plan(PROBLEM, budget="full")
+            budget = "full" if more is None else f"{plan.smallest_tokens + more}tok"
+            solution = solver.solve(PROBLEM, budget=budget)
+            tree = [(n.key, n.tokens, n.given, n.state, n.value) for n in solver.engine.tree]
+        found.append((tree, solution.answer, solution.finish_reason, solution.path))
+        streamed.append(solution.metrics.streamed_bytes > 0)
+
+    plain, *staged = found
+    assert [each[:4] for each in plain[0]] == [each[:4] for each in staged[0][0]]
+    assert all(each == staged[0] for each in staged)
+    assert streamed == [False, False, True, True]
+    asked = [node for node in plain[0] if 0 < node[2] < len(node[1])]
+    assert len(asked) == 1 + 4 + 4, "several at a time"
+
+
 def test_the_plan_counts_the_questions_and_their_completions() -> None:
     with proposing() as solver:
         plan = solver.plan(PROBLEM)

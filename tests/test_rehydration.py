@@ -247,6 +247,18 @@ def test_rehydration_with_incomplete_ancestors_is_wrong(lab: Lab) -> None:
     assert kv_error(alone, [x[leaf.start :] for x in want]) > 1e-2
 
 
+def test_no_path_is_left_short_by_a_part_of_another_one(lab: Lab) -> None:
+    first, second = leaves_of(lab.tree)[:2]
+    for leaf in (first, second):
+        evict(lab, leaf, range(len(leaf.tokens)))
+
+    with pytest.raises(RuntimeError, match="computed alone"):
+        lab._parts.stepper._rehydration.place([first, second], reserve=1, most=len(first.tokens))
+
+    lab.memory.check()
+    assert not lab.memory.pending
+
+
 def test_tokens_that_come_back_lie_next_to_those_before_them() -> None:
     lab = Lab(build("llama"), debug=True)
     tree = lab.plant()

@@ -21,12 +21,13 @@ from hypothesis.stateful import (
     rule,
 )
 from support.masked_reads import masked_logits, recorded
-from support.models import build, path_logits
+from support.models import Words, build, path_logits
 from support.slow_cases import only
 from support.trees import (
     GREEDY,
     PROMPT,
     QUESTIONS,
+    SAMPLED,
     Lab,
     grown,
     leaves_of,
@@ -38,6 +39,9 @@ from torch import Tensor
 
 from arbor import Solver
 from arbor.controllers.tot import ToT
+from arbor.engine.operation import GivenBlock
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible, UsageError
 from arbor.events import Discarded, Event, Evicted, Forwarded
 from arbor.kernels.base import AttentionBackend, AttentionShape
@@ -57,6 +61,7 @@ from arbor.retention.allocators.hierarchy import Hierarchy
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.trigger import Trigger
+from arbor.tasks.base import BlockLimits
 from arbor.trace.fold import Replay
 from arbor.tree import Node, NodeState, ThoughtTree, Tier
 
@@ -518,6 +523,82 @@ def test_a_forward_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Mo
     assert not lab.memory.pending
     (child,) = lab.sprout([(tree.root, 1)], GREEDY)
     assert child.tokens == wanted.tokens
+
+
+def given_blocks(lab: Lab, slots: int, counts: Sequence[int]) -> tuple[list[Node], Tensor]:
+    """Blocks whose first tokens are given, so many each, and their answers to a question."""
+    tree = lab.plant(slots)
+    growths = [
+        Growth(3, GREEDY, StopRule(Words(), BlockLimits((), count + 4, 8), ())) for count in counts
+    ]
+    blocks = [
+        GivenBlock(tree.root, [20 + (place + at) % 60 for at in range(count)], growth)
+        for place, (count, growth) in enumerate(zip(counts, growths, strict=True))
+    ]
+    operation = lab.begin_given(blocks)
+    while not operation.done:
+        lab.step()
+    nodes = operation.result()
+    return nodes, lab.ask(nodes, [QUESTIONS[0]] * len(nodes))
+
+
+@functools.cache
+def given_in_full(counts: tuple[int, ...]) -> tuple[list[list[int]], Tensor]:
+    nodes, answers = given_blocks(Lab(build("llama"), share="off"), 4096, counts)
+    return [node.tokens for node in nodes], answers
+
+
+def find_given(slots: int, staging: int, counts: Sequence[int]) -> None:
+    lab = lab_of("llama", staging)
+    nodes, answers = given_blocks(lab, slots + staging, counts)
+    tokens, wanted = given_in_full(tuple(counts))
+    assert [node.tokens for node in nodes] == tokens
+    assert relative_error(answers, wanted) < 1e-4
+    assert lab.memory.device_peak <= slots + staging
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param((10, 10, 10), id="more together than the device holds"),
+        pytest.param((9, 9, 15), id="the last one in parts"),
+        pytest.param((16, 5), id="more in one than a forward computes"),
+    ],
+)
+def test_given_tokens_are_all_computed_before_a_block_goes_on(counts: tuple[int, ...]) -> None:
+    find_given(24, 16, counts)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(
+    slots=st.integers(14, 60),
+    staging=st.integers(1, 8),
+    counts=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+)
+def test_any_split_computes_all_given_tokens(slots: int, staging: int, counts: list[int]) -> None:
+    find_given(slots, staging, [min(count, slots - 8) for count in counts])
+
+
+def test_blocks_that_waited_and_were_displaced_come_back_as_far_as_there_is_room() -> None:
+    paths = []
+    for lab, slots in ((Lab(build("llama"), share="off"), 4096), (lab_of("llama"), 28)):
+        tree = lab.plant(slots)
+        stop = StopRule(Words(), BlockLimits((), 20, 8), ())
+        operation = lab.begin_grow([(tree.root, 2)], Growth(3, SAMPLED, stop))
+        stepper = lab._parts.stepper
+        while len(tree.nodes[-1].tokens) < 13:
+            lab.step()
+        while stepper._scheduler.rows:
+            stepper._decoding.suspend(stepper._scheduler.preempt())
+        for node in tree.nodes[1:]:  # host memory had no room for what waits
+            lab.memory.lower.forget(node.span.begin + np.arange(len(node.span)))
+        lab.memory.lower.take_moves()
+        stepper._changed = True
+        while not operation.done:
+            lab.step()
+        paths.append([path_ids(node) for node in operation.result()])
+    assert paths[0] == paths[1]
 
 
 def test_a_key_that_lies_elsewhere_than_a_row_reads_it_is_found() -> None:

@@ -103,7 +103,7 @@ class Rehydration:
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
             running: ends of other running paths, which stay.
-            most: tokens to run, the first ones; None: all.
+            most: tokens to run, the first ones, of one path only; None: all.
 
         Raises:
             BudgetInfeasible: the policy will not give up as much.
@@ -125,7 +125,7 @@ class Rehydration:
         holes = self._rules.holes(path, leaves, reserve + len(wanted), self._residency)
         fetch = self._fetching.plan(path, holes, wanted, reserve, most)
         found = Found() if self._warm is None else self._warm.find(path, holes)
-        later = set() if most is None else self._put_off(path, holes, most)
+        later = set() if most is None else self._put_off(path, leaves, holes, most)
         for leaf in want:
             # its last token runs again for its logits, and needs a slot while it does
             last = len(leaf.tokens) - 1
@@ -248,10 +248,19 @@ class Rehydration:
         return bool(slot != NO_SLOT and not self._memory.table.mixed[slot])
 
     def _put_off(
-        self, path: Sequence[Node], holes: dict[int, NDArray[np.int64]], most: int
+        self,
+        path: Sequence[Node],
+        leaves: Sequence[Node],
+        holes: dict[int, NDArray[np.int64]],
+        most: int,
     ) -> set[int]:
         """Leave the first `most` tokens of the holes; returns the rows of the blocks whose others
-        are computed later."""
+        are computed later.
+
+        Whatever runs after another leaf would read over what is put off of its path.
+        """
+        if len(leaves) > 1:
+            raise RuntimeError(f"a part of a path is computed alone, not with {len(leaves)} paths")
         later = set()
         for node in path:
             hole = holes[node.row]

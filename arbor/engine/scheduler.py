@@ -227,7 +227,7 @@ class Scheduler:
         self._sharing: dict[int, Node] = {}  # of these blocks, those that may share KV, by row
         self._overlap = 0  # tokens that these have in common
         self._asked = 0  # tokens of the questions that join the next forward
-        self._missing = 0  # tokens of paths that joined for the next forward, not on the device
+        self._missing = 0  # tokens that are computed before what joined for the next forward runs
 
     def __bool__(self) -> bool:
         return bool(self.operations)
@@ -260,7 +260,7 @@ class Scheduler:
             while operation.waiting:
                 work = operation.waiting[0]
                 fresh = [node for node in work.leaf.path if node.row not in self._users]
-                new = self._missing + self._new(fresh)
+                new = self._missing + self._new(fresh) + self._own(work)
                 full = joined and new + self._asked + _question(work) > self._most_new
                 if not full and (self.rows or joined):
                     full = keeps and not self._is_free(work, new)
@@ -320,8 +320,13 @@ class Scheduler:
         """Tokens of blocks that are computed before their paths run."""
         return sum(len(node.tokens) - int(np.count_nonzero(node.span.resident)) for node in nodes)
 
+    def _own(self, work: Work) -> int:
+        """Tokens of a row's own block that are computed before it runs, and count as those of its
+        path do: none here, where `_fits` counts them with what the row will hold."""
+        return 0
+
     def _part(self, work: Work, new: int) -> Visit | None:
-        """The part of a path that is computed first, where it is long; else None.
+        """The part of a path that is computed first, and alone, where it is long; else None.
 
         Args:
             work: needs the path.
@@ -416,13 +421,15 @@ class StreamedScheduler(Scheduler):
     def _most_new(self) -> int:
         return max(1, min(MOST_STREAMED, self._memory.slots // 2))
 
+    def _own(self, work: Work) -> int:
+        begin = _begin(work)
+        return self._new([begin]) if begin is not work.leaf else 0
+
     def _part(self, work: Work, new: int) -> Visit | None:
         most = self._most_new
-        begin = work.begin if isinstance(work, Row) else work.leaf
-        own = self._new([begin]) if begin is not work.leaf else 0
-        if new + own + _question(work) <= most or not new + own:
+        if new + _question(work) <= most or not new:
             return None
-        return Visit(work.operation, work.place, begin, most)
+        return Visit(work.operation, work.place, _begin(work), most)
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
@@ -449,6 +456,11 @@ class WaveScheduler(Scheduler):
 def is_part(work: Work) -> bool:
     """Whether it computes the beginning of a path for work that waits."""
     return isinstance(work, Visit) and work.most is not None
+
+
+def _begin(work: Work) -> Node:
+    """The block that has to be complete before it runs."""
+    return work.begin if isinstance(work, Row) else work.leaf
 
 
 def _longest(work: Work) -> int:
