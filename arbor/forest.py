@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ LEAST_COMMON = 32  # first tokens that two prompts must have in common to share 
 LEAST_SIBLING = 8  # first tokens that two closed siblings must have in common, likewise
 
 Place = tuple[int, tuple[int, ...], int]  # sorts siblings: see `Forest.order`
+Beginning = tuple[int, tuple[int, ...]]  # see `Forest.beginning`
 
 
 class Forest:
@@ -50,7 +51,7 @@ class Forest:
         self._tokens: dict[int, NDArray[np.int64]] = {}  # of prompts and closed blocks, by row
         self._common: dict[int, dict[int, int]] = {}  # by rows
         self._siblings: dict[int, list[Node]] = {}  # closed ones with the same beginning, by row
-        self._beginnings: dict[tuple[int, tuple[int, ...]], list[Node]] = {}
+        self._beginnings: dict[Beginning, list[Node]] = {}
 
     def __len__(self) -> int:
         """Rows, free ones included."""
@@ -151,15 +152,14 @@ class Forest:
             known[other.row] = self._common.setdefault(other.row, {})[one.row] = count
         return known[other.row]
 
-    def overlap(self, nodes: Sequence[Node]) -> int:
-        """Tokens of these distinct blocks that are there more than once, and whose KV is shared."""
-        groups: dict[int, list[Node]] = {}
-        total = 0
-        for node in nodes:
-            group = groups.setdefault(-1 if node.parent is None else node.parent.row, [])
-            total += max((self.common(node, other) for other in group), default=0)
-            group.append(node)
-        return total
+    def beginning(self, node: Node) -> Beginning | None:
+        """What blocks that may share KV with a block have in common with it at least: the parent's
+        row, or -1 of a prompt, and the first tokens; None if it may share none."""
+        if not self.may_share(node):
+            return None
+        if node.parent is None:
+            return -1, tuple(node.tokens[:LEAST_COMMON])
+        return node.parent.row, tuple(node.tokens[:LEAST_SIBLING])
 
     def cut(self, node: Node, at: int) -> None:
         """Record that the first `at` tokens of a block are shared: pieces of context end there."""
@@ -210,6 +210,62 @@ class Forest:
             self._nodes.append(node)
             self._numbers = grown(self._numbers, len(self._nodes))
         self._numbers[node.row] = node.tree.number
+
+
+class Overlap:
+    """Tokens that some blocks hold more than once if each holds its own, and once where they share:
+    counted as blocks come and go.
+
+    Blocks that begin alike are paths of one trie: each adds to it what follows the tokens it has in
+    common with the block most like it, whatever the order in which they come. So it is compared
+    with the others as it comes and as it goes, and the others never with each other.
+
+    Args:
+        forest: of the blocks.
+        counts: whether a block shares, of those that may.
+
+    Attributes:
+        total: these tokens.
+    """
+
+    def __init__(self, forest: Forest, counts: Callable[[Node], bool] = lambda _: True) -> None:
+        self.total = 0
+        self._forest = forest
+        self._counts = counts
+        self._beginnings: dict[int, Beginning] = {}  # by row
+        self._groups: dict[Beginning, dict[int, Node]] = {}  # by row
+
+    def more(self, nodes: Iterable[Node]) -> int:
+        """How much is added if these come, which are blocks of one path."""
+        if not self._groups:
+            return 0
+        found = ((node, self._beginning(node)) for node in nodes)
+        return sum(self._most(node, self._groups[at]) for node, at in found if at in self._groups)
+
+    def add(self, node: Node) -> None:
+        """A block comes."""
+        beginning = self._beginning(node)
+        if beginning is not None:
+            group = self._groups.setdefault(beginning, {})
+            self.total += self._most(node, group)
+            group[node.row] = node
+            self._beginnings[node.row] = beginning
+
+    def remove(self, node: Node) -> None:
+        """A block goes; nothing happens if it was not counted when it came."""
+        beginning = self._beginnings.pop(node.row, None)
+        if beginning is not None:
+            group = self._groups[beginning]
+            del group[node.row]
+            self.total -= self._most(node, group)
+            if not group:
+                del self._groups[beginning]
+
+    def _beginning(self, node: Node) -> Beginning | None:
+        return self._forest.beginning(node) if self._counts(node) else None
+
+    def _most(self, node: Node, others: dict[int, Node]) -> int:
+        return max((self._forest.common(node, other) for other in others.values()), default=0)
 
 
 def common_start(one: NDArray[np.integer], other: NDArray[np.integer], least: int) -> int:

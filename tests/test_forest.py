@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbor.forest import LEAST_UNUSED, Forest, by_tree
+from arbor.forest import LEAST_COMMON, LEAST_UNUSED, Forest, Overlap, by_tree
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV
@@ -114,6 +114,55 @@ def test_a_tree_is_in_one_forest_once() -> None:
         forest.drop(tree)
     other.adopt(tree)
     assert tree.forest is other
+
+
+@given(
+    ends=st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=6, max_size=14)),
+        max_size=12,
+    ),
+    leaving=st.lists(st.integers(0, 11), unique=True),
+    hidden=st.booleans(),
+)
+def test_an_overlap_is_what_each_block_has_in_common_with_one_before_it(
+    ends: list[tuple[int, list[int]]], leaving: list[int], hidden: bool
+) -> None:
+    forest = Forest()
+    nodes: list[Node] = []
+    for number in range(3):
+        tree = ThoughtTree([*range(LEAST_COMMON - 1), *([7] if number else []), 100, number])
+        forest.adopt(tree)
+        nodes.append(tree.root)
+    for number, end in ends:
+        root = nodes[number]
+        child = root.tree.fork(root)
+        for token in [1, 2, *end]:
+            root.tree.append(child, token)
+        forest.close(child)
+        nodes.append(child)
+    overlap = Overlap(forest, lambda node: not hidden or node.parent is None)
+
+    def expected(present: list[Node]) -> int:
+        total = 0
+        for at, node in enumerate(present):
+            others = [other for other in present[:at] if other.parent is node.parent]
+            if node.parent is None or not hidden:
+                total += max((forest.common(node, other) for other in others), default=0)
+        return total
+
+    present: list[Node] = []
+    for node in nodes:
+        assert overlap.total + overlap.more([node]) == expected([*present, node])
+        overlap.add(node)
+        present.append(node)
+        assert overlap.total == expected(present)
+    for node in [nodes[at] for at in leaving if at < len(nodes)]:
+        overlap.remove(node)
+        present.remove(node)
+        assert overlap.total == expected(present)
+    overlap.remove(nodes[0])
+    overlap.remove(nodes[0])
+    assert overlap.total == expected([node for node in present if node is not nodes[0]])
 
 
 def test_a_tree_whose_tokens_are_on_the_device_is_not_dropped() -> None:

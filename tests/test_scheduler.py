@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,17 +22,19 @@ from arbor.engine.operation import Growing, Operation
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import (
     MARGIN,
+    Joined,
     Lengths,
     Row,
     Scheduler,
     WaveScheduler,
+    Work,
     most_held,
 )
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import BudgetInfeasible
 from arbor.events import Boundary, Event, Evicted, Forwarded, Pressure, Rehydrated
-from arbor.forest import LEAST_COMMON
+from arbor.forest import LEAST_COMMON, LEAST_SIBLING, Forest, Overlap
 from arbor.memory import KVMemory
 from arbor.memory.pool import LayerKV
 from arbor.memory.slots import NO_OWNER
@@ -163,7 +167,7 @@ def test_what_prompts_share_counts_once_while_several_of_them_are_in_use(shares:
     trees = [ThoughtTree([*common, *end]) for end in ((60, 61), (70, 71, 72))]
     slots = LEAST_COMMON + 2 + 3 + 3 * 6
     memory = KVMemory((LayerKV(1, 1, 1),), slots, torch.float32, torch.device("cpu"))
-    queue = Scheduler(memory, overlap=memory.forest.overlap if shares else None)
+    queue = Scheduler(memory, overlap=Overlap(memory.forest) if shares else None)
     rows: list[list[Row]] = []
     for tree, count in zip(trees, (1, 3), strict=True):
         memory.adopt(tree)
@@ -182,6 +186,146 @@ def test_what_prompts_share_counts_once_while_several_of_them_are_in_use(shares:
     queue.operations[0].waiting.extend(more)
     # one prompt alone, and what is left of the budget
     assert queue.admit().rows == more[: (slots - trees[0].root.end) // 6 - 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Trees whose prompts and blocks begin alike, and rows that grow from their blocks.
+
+    Attributes:
+        slots: of the memory.
+        prompts: how many tokens of each prompt are those of every other one.
+        blocks: of each block, its parent by its place among these and the prompts, and how many of
+            its tokens are those of its siblings.
+        rows: of each row, where it grows, and tokens it has.
+        ended: as how long blocks of each tree have ended.
+    """
+
+    slots: int
+    prompts: list[int]
+    blocks: list[tuple[int, int]]
+    rows: list[tuple[int, int]]
+    ended: list[int]
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    places = st.integers(0, 30)
+    return st.builds(
+        Plan,
+        slots=st.integers(40, 400),
+        prompts=st.lists(st.integers(LEAST_COMMON - 2, LEAST_COMMON + 6), min_size=1, max_size=3),
+        blocks=st.lists(st.tuples(places, st.integers(LEAST_SIBLING - 2, 14)), max_size=10),
+        rows=st.lists(st.tuples(places, st.integers(0, 6)), min_size=1, max_size=14),
+        ended=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+    )
+
+
+def laid_out(plan: Plan, kind: Callable[[KVMemory], Scheduler]) -> tuple[Scheduler, list[Row]]:
+    memory = KVMemory((LayerKV(1, 1, 1),), plan.slots, torch.float32, torch.device("cpu"))
+    queue = kind(memory)
+    nodes: list[Node] = []
+    for number, (common, ended) in enumerate(zip(plan.prompts, plan.ended, strict=False)):
+        tree = ThoughtTree([*range(common), *[100 + number] * 3])
+        memory.adopt(tree)
+        work = Growing(OpenTree(tree, memory, plan.slots, RunHooks()), [])
+        if ended:
+            work.opened.lengths.add(ended)
+        work.opened.turn = number
+        work.order = (number, 0)
+        queue.operations.append(work)
+        nodes.append(tree.root)
+    for at, common in plan.blocks:
+        parent = nodes[at % len(nodes)]
+        child = parent.tree.fork(parent)
+        for token in (*range(common), *[100 + len(nodes)] * 2):
+            parent.tree.append(child, token)
+        child.state = NodeState.CLOSED
+        memory.forest.close(child)
+        nodes.append(child)
+    rows = []
+    for at, length in plan.rows:
+        leaf = nodes[at % len(nodes)]
+        work = next(each for each in queue.operations if each.opened.tree is leaf.tree)
+        rows.append(row(work, leaf, length))
+        work.waiting.append(rows[-1])
+    return queue, rows
+
+
+def in_common(forest: Forest, nodes: Sequence[Node]) -> int:
+    """Tokens that each of these blocks begins with like one before it."""
+    total = 0
+    for at, node in enumerate(nodes):
+        others = [other for other in nodes[:at] if other.parent is node.parent]
+        total += max((forest.common(node, other) for other in others), default=0)
+    return total
+
+
+class Plain(Scheduler):
+    """Looks at all that runs whenever it is asked."""
+
+    def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
+        assert isinstance(work, Row)
+        rows = [*self.rows, work]
+        nodes = list(dict.fromkeys(node for each in rows for node in each.leaf.path))
+        held = sum(len(node.tokens) for node in nodes) - in_common(self._memory.forest, nodes)
+        return held + most_held(rows) <= self._memory.slots
+
+
+@given(plans(), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=12))
+def test_work_joins_as_if_all_that_runs_were_looked_at_each_time(
+    plan: Plan, moves: list[tuple[bool, int]]
+) -> None:
+    queues = [
+        laid_out(plan, Plain),
+        laid_out(plan, lambda memory: Scheduler(memory, overlap=Overlap(memory.forest))),
+    ]
+    for ends, at in [*moves, *[(True, 0)] * len(plan.rows)]:
+        names = []
+        for queue, rows in queues:
+            place = {id(each): index for index, each in enumerate(rows)}
+            names.append([place[id(each)] for each in queue.admit().rows])
+            names[-1].append(-1)
+            names[-1] += [place[id(each)] for each in queue.rows]
+            for each in queue.rows:
+                each.node.tree.append(each.node, 1)
+            if queue.rows and ends:
+                queue.leave([queue.rows[at % len(queue.rows)]])
+            elif len(queue.rows) > 1:
+                queue.preempt()
+        assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("common", [0, LEAST_SIBLING])
+def test_siblings_join_and_leave_without_a_look_at_all_pairs_each_time(
+    common: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 40
+    tree = ThoughtTree(PROMPT)
+    memory = KVMemory((LayerKV(1, 1, 1),), 1000, torch.float32, torch.device("cpu"))
+    memory.adopt(tree)
+    work = Growing(OpenTree(tree, memory, 1000, RunHooks()), [])
+    for number in range(count):
+        child = tree.fork(tree.root)
+        for token in [*range(common), *[100 + number] * LEAST_SIBLING]:
+            tree.append(child, token)
+        memory.forest.close(child)
+        work.waiting.append(row(work, child))
+    queue = Scheduler(memory, overlap=Overlap(memory.forest))
+    queue.operations.append(work)
+    calls = []
+    right = Forest.common
+    monkeypatch.setattr(
+        Forest,
+        "common",
+        lambda *given: calls.append(given) or right(*given),  # type: ignore
+    )
+
+    rows = []
+    while work.waiting:
+        rows += queue.admit().rows
+    queue.leave(rows)
+
+    assert len(calls) <= (2 * count * count if common else 0)
 
 
 @given(st.data())

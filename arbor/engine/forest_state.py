@@ -145,12 +145,11 @@ class ForestState:
         if self.keeps_prompts:
             self.changed(tree.root for tree in self.forest.trees)
 
-    def overlap(self, nodes: Sequence[Node]) -> int:
-        """Tokens of these blocks that are on the device once for several of them."""
-        if self.hidden or len(nodes) < 2:
-            return 0
-        shares = {True: self.shares_prompts, False: self.shares_siblings}
-        return self.forest.overlap([node for node in nodes if shares[node.parent is None]])
+    def shares(self, node: Node) -> bool:
+        """Whether a block shares KV with those that begin alike, where it may."""
+        if self.hidden:
+            return False
+        return self.shares_prompts if node.parent is None else self.shares_siblings
 
     # What the parts report
 

@@ -17,6 +17,7 @@ from arbor.engine.open_tree import OpenTree
 from arbor.engine.residency import PathsLose, Residency
 from arbor.engine.scheduler import MOST_NEW, Scheduler, StreamedScheduler, WaveScheduler
 from arbor.engine.waves import fitting, halves
+from arbor.forest import Overlap
 from arbor.retention.policy import Policy
 from arbor.tree import NO_SLOT, Node, paths_of
 
@@ -147,7 +148,8 @@ class Lossless:
 
     def scheduler(self) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
-        return Scheduler(self._memory, keeps=self._keeps, overlap=self._state.overlap)
+        overlap = Overlap(self._state.forest, self._state.shares)
+        return Scheduler(self._memory, keeps=self._keeps, overlap=overlap)
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """Whole paths."""

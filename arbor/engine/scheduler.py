@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
+from arbor.forest import Overlap
 from arbor.memory import KVMemory
 from arbor.model.sharing import Context
 from arbor.tree import NO_SLOT, Certainty, Node
@@ -200,7 +201,8 @@ class Scheduler:
         memory: the budget, and what is free of it.
         keeps: asked whether nothing has to leave, so that work has only what is free; by default
             never.
-        overlap: tokens of blocks that are on the device once for several of them; None: always 0.
+        overlap: counts tokens of blocks that are on the device once for several of them; None:
+            there are none.
 
     Attributes:
         operations: in progress, in their order.
@@ -214,18 +216,17 @@ class Scheduler:
         memory: KVMemory,
         *,
         keeps: Callable[[], bool] = bool,
-        overlap: Callable[[Sequence[Node]], int] | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
         self._memory = memory
         self._keeps = keeps
-        self._overlap_of = overlap
+        self._overlap = overlap
         self._joins = 0
         self._users: dict[int, int] = {}  # work by the row of each block on its path
         self._paths = 0  # tokens of these blocks
-        self._sharing: dict[int, Node] = {}  # of these blocks, those that may share KV, by row
-        self._overlap = 0  # tokens that these have in common
+        self._ends: int | None = None  # tokens of the rows' blocks at their ends, while work joins
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
 
@@ -255,6 +256,7 @@ class Scheduler:
         """The work that joins now; one piece in any case if nothing runs."""
         joined = Joined()
         self._asked = self._missing = 0
+        self._ends = None  # rows have grown
         keeps = self.keeps
         for operation in self.operations:
             while operation.waiting:
@@ -355,26 +357,31 @@ class Scheduler:
             fresh: blocks of its path that are on no other, root first.
             new: tokens of paths that the next forward computes if it joins.
         """
-        paths = self._paths + sum(len(node.tokens) for node in fresh) + self._asked
-        more = self._may_share(fresh)
-        paths -= self._shared([*self._sharing.values(), *more]) if more else self._overlap
+        room = self._memory.slots - self._paths - self._asked
+        room -= sum(len(node.tokens) for node in fresh)
         if isinstance(work, Row):
-            return paths + most_held((*self.rows, work)) <= self._memory.slots
-        asked = _question(work)
+            if self._ends is None:
+                self._ends = sum(map(_end, self.rows))
+            # most often all blocks fit at their ends, wherever each is when others reach theirs
+            if self._ends + _end(work) <= room:
+                return True
+            return most_held((*self.rows, work)) <= room + self._shared(fresh)
         grown = sum(len(row.node.tokens) + 1 for row in self.rows)
-        return paths + asked + grown <= self._memory.slots
+        return _question(work) + grown <= room + self._shared(fresh)
 
     def _take(self, work: Work, fresh: Sequence[Node]) -> None:
         self._paths += sum(len(node.tokens) for node in fresh)
-        if more := self._may_share(fresh):
-            self._sharing.update((node.row, node) for node in more)
-            self._overlap = self._shared(list(self._sharing.values()))
+        if self._overlap is not None:
+            for node in fresh:
+                self._overlap.add(node)
         for node in work.leaf.path:
             self._users[node.row] = self._users.get(node.row, 0) + 1
         if isinstance(work, Row):
             self._joins += 1
             work.joined = self._joins
             self.rows.append(work)
+            if self._ends is not None:
+                self._ends += _end(work)
         elif isinstance(work, Question):
             self._asked += _question(work)
 
@@ -384,18 +391,12 @@ class Scheduler:
             if not self._users[node.row]:
                 del self._users[node.row]
                 self._paths -= len(node.tokens)
-                if self._sharing.pop(node.row, None) is not None:
-                    self._overlap = self._shared(list(self._sharing.values()))
+                if self._overlap is not None:
+                    self._overlap.remove(node)
 
-    def _may_share(self, nodes: Sequence[Node]) -> list[Node]:
-        """The blocks that may have KV in common with others."""
-        if self._overlap_of is None:
-            return []
-        return [node for node in nodes if self._memory.forest.may_share(node)]
-
-    def _shared(self, nodes: Sequence[Node]) -> int:
-        """Tokens that these blocks have in common."""
-        return 0 if self._overlap_of is None else self._overlap_of(nodes)
+    def _shared(self, fresh: Sequence[Node]) -> int:
+        """Tokens that the blocks of all paths have in common with others, with these."""
+        return 0 if self._overlap is None else self._overlap.total + self._overlap.more(fresh)
 
 
 class StreamedScheduler(Scheduler):
@@ -468,6 +469,12 @@ def _longest(work: Work) -> int:
     if isinstance(work, Row):
         return work.growth.stop.max_tokens
     return _question(work)
+
+
+def _end(row: Row) -> int:
+    """Tokens that a row's block is assumed to have at its end: see `most_held`."""
+    expected = row.operation.opened.lengths.expected(row.growth.stop.max_tokens)
+    return max(expected, len(row.node.tokens) + MARGIN)
 
 
 def _question(work: Work) -> int:
