@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,19 @@ Place = tuple[int, tuple[int, ...], int]  # sorts siblings: see `Forest.order`
 Beginning = tuple[int, tuple[int, ...]]  # see `Forest.beginning`
 
 
+@dataclass(slots=True, eq=False)
+class Alike:
+    """Closed siblings that begin alike.
+
+    Attributes:
+        first: the index of the one that closed first.
+        nodes: those that are not given up, in order of closing.
+    """
+
+    first: int
+    nodes: list[Node] = field(default_factory=list)
+
+
 class Forest:
     """Trees that share one pool of KV slots.
 
@@ -31,7 +45,7 @@ class Forest:
         spans: residency of the tokens of all blocks.
         trees: those adopted and not dropped, in order of adoption.
         cuts: offsets at which the KV that a block has in common with blocks like it (prompts of
-            other trees, siblings) ends, increasing, by row.
+            other trees, siblings) ends, increasing, by row; not of blocks that are given up.
         cut_changes: how often `cuts` has changed; contexts made before the last one may name
             shared slots by other pieces.
     """
@@ -50,8 +64,8 @@ class Forest:
         self.cuts: dict[int, tuple[int, ...]] = {}
         self._tokens: dict[int, NDArray[np.int64]] = {}  # of prompts and closed blocks, by row
         self._common: dict[int, dict[int, int]] = {}  # by rows
-        self._siblings: dict[int, list[Node]] = {}  # closed ones with the same beginning, by row
-        self._beginnings: dict[Beginning, list[Node]] = {}
+        self._siblings: dict[int, Alike] = {}  # each with itself, by row
+        self._beginnings: dict[int, dict[tuple[int, ...], Alike]] = {}  # by row of the parent
 
     def __len__(self) -> int:
         """Rows, free ones included."""
@@ -99,6 +113,7 @@ class Forest:
         self.trees.remove(tree)
         for row in rows:
             self._forget(row)
+            self._beginnings.pop(row, None)
         self._by_number[tree.number] = None
         tree.forest, tree.number, tree.spans = None, 0, Spans()
         for node in tree.nodes:
@@ -123,10 +138,17 @@ class Forest:
         """Record that a block is whole: from now on siblings that begin alike can share its KV."""
         if node.parent is None or node.row in self._siblings or len(node.tokens) < LEAST_SIBLING:
             return
-        beginning = (node.parent.row, tuple(node.tokens[:LEAST_SIBLING]))
-        group = self._beginnings.setdefault(beginning, [])
-        group.append(node)
+        groups = self._beginnings.setdefault(node.parent.row, {})
+        group = groups.setdefault(tuple(node.tokens[:LEAST_SIBLING]), Alike(node.index))
+        group.nodes.append(node)
         self._siblings[node.row] = group
+
+    def give_up(self, node: Node) -> None:
+        """Forget what a block that holds nothing, and is never needed again, has in common with
+        others."""
+        if node.row in self._siblings:
+            self._siblings[node.row].nodes.remove(node)
+        self._forget(node.row)
 
     def may_share(self, node: Node) -> bool:
         """Whether other blocks may have the same first tokens after the same path: true of prompts
@@ -136,9 +158,10 @@ class Forest:
     def alike(self, node: Node) -> list[tuple[Node, int]]:
         """The blocks that begin like a block after the same path, and with how many tokens: roots
         of other trees, or closed siblings, in order of closing."""
-        others: Iterable[Node] = self._siblings.get(node.row, ())
         if node.parent is None:
-            others = (tree.root for tree in self.trees)
+            others = [tree.root for tree in self.trees]
+        else:
+            others = self._siblings[node.row].nodes if node.row in self._siblings else []
         alike = [(other, self.common(node, other)) for other in others if other is not node]
         return [(other, common) for other, common in alike if common]
 
@@ -174,8 +197,8 @@ class Forest:
         places: list[Place] = []
         for each in node.path[1:]:
             if each.row in self.cuts:
-                group = self._siblings[each.row]
-                places.append((group[0].index, tuple(each.tokens), each.index))
+                first = self._siblings[each.row].first
+                places.append((first, tuple(each.tokens), each.index))
             else:
                 places.append((each.index, (), each.index))
         return tuple(places)
@@ -186,17 +209,12 @@ class Forest:
         return self._tokens[node.row]
 
     def _forget(self, row: int) -> None:
-        """Forget what a block of a dropped tree has in common with others."""
+        """Forget what a block has in common with others."""
         self.cuts.pop(row, None)
         self._tokens.pop(row, None)
         for other in self._common.pop(row, {}):
             self._common.get(other, {}).pop(row, None)
-        group = self._siblings.pop(row, None)
-        if group:
-            first = group[0]
-            assert first.parent is not None
-            beginning = (first.parent.row, tuple(first.tokens[:LEAST_SIBLING]))
-            self._beginnings.pop(beginning, None)
+        self._siblings.pop(row, None)
 
     # Blocks
 

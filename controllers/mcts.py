@@ -192,7 +192,7 @@ class MCTSSearch:
         self._children: dict[int, list[Node]] = {}  # grown children, repeats left out
         self._running: list[_Simulation] = []
         self._started = 0
-        self._prospects: dict[int, float] = {}
+        self._prospects: dict[int, float] | None = None  # since the last round, where asked for
         self._refill()
 
     def ask(self, room: int) -> list[Expansion]:
@@ -232,6 +232,8 @@ class MCTSSearch:
 
         A simulation is taken to choose each child in proportion to its selection score.
         """
+        if self._prospects is None:
+            self._prospects = self._foresee()
         return self._prospects
 
     # Simulations
@@ -253,7 +255,7 @@ class MCTSSearch:
             steps = self._max_depth if rollout is None else rollout
             self._running.append(_Simulation(path, len(path), steps, width))
             blocked[leaf.id] = True
-        self._prospects = self._foresee()
+        self._prospects = None
 
     def _select(self, blocked: dict[int, bool]) -> list[Node] | None:
         """The path to the block that grows next; None if there is none.

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from arbor.forest import LEAST_COMMON, LEAST_UNUSED, Forest, Overlap, by_tree
+from arbor.forest import LEAST_COMMON, LEAST_SIBLING, LEAST_UNUSED, Forest, Overlap, by_tree
 from arbor.memory import KVMemory
 from arbor.memory.last_tokens import LastTokens
 from arbor.memory.pool import LayerKV
@@ -114,6 +114,51 @@ def test_a_tree_is_in_one_forest_once() -> None:
         forest.drop(tree)
     other.adopt(tree)
     assert tree.forest is other
+
+
+def closed(parent: Node, forest: Forest, *tokens: int) -> Node:
+    """A closed child that shares its first tokens, which are those of all of them but for these."""
+    child = parent.tree.fork(parent)
+    for token in (*tokens, *range(LEAST_SIBLING)):
+        parent.tree.append(child, token)
+    child.state = NodeState.CLOSED
+    forest.close(child)
+    forest.cut(child, LEAST_SIBLING)
+    return child
+
+
+def test_siblings_keep_their_places_where_the_first_of_them_is_given_up() -> None:
+    forest = Forest()
+    root = tree_of(2).root
+    forest.adopt(root.tree)
+    first, other, third = (closed(root, forest, *end) for end in ((), (7,), ()))
+    places = [forest.order(node) for node in (third, other)]
+    assert places == sorted(places), "next to the first one"
+    assert [node for node, _ in forest.alike(third)] == [first]
+
+    forest.give_up(first)
+
+    assert [forest.order(node) for node in (third, other)] == places
+    assert forest.alike(third) == []
+    assert forest.alike(first) == [] and not forest.may_share(first)
+    assert set(forest.cuts) == {other.row, third.row}
+
+
+def test_what_a_dropped_tree_had_in_common_is_forgotten() -> None:
+    forest = Forest()
+    kept, tree = tree_of(2), tree_of(3)
+    forest.adopt(kept)
+    forest.adopt(tree)
+    forest.give_up(closed(tree.root, forest))
+    forest.drop(tree)
+    again = tree_of(4)
+    forest.adopt(again)
+    blank(again, again.root, 1)
+
+    second = closed(again.root, forest)
+
+    assert forest.order(second)[0][0] == second.index == 1
+    assert forest.alike(second) == [] and set(forest.cuts) == {second.row}
 
 
 @given(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.fakes import Key, Script, Thought, grow, hashed, run, scripted
 
-from arbor.controllers.mcts import MCTS, VARIANTS
+from arbor.controllers.mcts import MCTS, VARIANTS, MCTSSearch
 from arbor.errors import UsageError
 from arbor.tree import NodeState, ThoughtTree
 
@@ -164,6 +164,30 @@ def test_prospects_are_the_leaves_that_may_still_grow() -> None:
 
     search.tell(grow(tree, search.ask(1), scripted(SMALL)))
     assert search.prospects() == {}  # no simulation is left
+
+
+def test_the_tree_is_searched_for_prospects_only_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = []
+    right = MCTSSearch._foresee
+
+    def foresee(self: MCTSSearch) -> dict[int, float]:
+        counted.append(self)
+        return right(self)
+
+    monkeypatch.setattr(MCTSSearch, "_foresee", foresee)
+    tree = ThoughtTree([0])
+    search = MCTS(width=3, simulations=20, leaves=1).start(tree, 6)
+    for _ in range(4):
+        search.tell(grow(tree, search.ask(1), hashed(1, terminal=0)))
+    assert not counted
+
+    assert search.prospects() == search.prospects() != {}
+    assert len(counted) == 1
+    search.tell(grow(tree, search.ask(1), hashed(1, terminal=0)))
+    search.prospects()
+    assert len(counted) == 2
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))

@@ -27,9 +27,10 @@ from arbor.events import (
     Rehydrated,
     Shared,
 )
-from arbor.forest import LEAST_SIBLING
+from arbor.forest import LEAST_SIBLING, Forest
 from arbor.memory.stores import NO_ROOM, LowerRoom
 from arbor.metrics import MetricsFold
+from arbor.retention.block_table import BlockTable
 from arbor.tasks.base import BlockLimits
 from arbor.trace import Replay
 from arbor.tree import NO_RECORD, Node, NodeState, ThoughtTree
@@ -230,6 +231,43 @@ def test_of_what_siblings_share_no_more_leaves_than_is_needed() -> None:
         assert node.span.resident.tolist() == [True] * COMMON + [False] * (LENGTH - COMMON)
     assert not third.span.resident.any() and not fourth.span.resident.any()
     is_as_alone(lab, [first, third])
+
+
+def test_blocks_that_were_given_up_are_work_for_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = lab_of(FIRST, SECOND, THIRD, FIRST)
+    tree, (first, second, third, same) = grown(lab)
+    forest, touched = lab.state.forest, set()
+    right = BlockTable.touch
+
+    def touch(self: BlockTable, node: Node) -> None:
+        touched.add(node)
+        right(self, node)
+
+    assert set(forest.cuts) == {node.row for node in (first, second, third, same)}
+    for node in (first, third):
+        node.state = NodeState.PRUNED
+    lab.forget([first, third])
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockTable, "touch", touch)
+        lab.state.sharing_changed()
+
+    assert touched - {tree.root} == {second, same}
+    assert forest.alike(second) == [(same, COMMON)]
+    assert lab.memory.shared_within(tree) == COMMON
+    lab.memory.check()
+    is_as_alone(lab, [second, same, third])  # one that was given up is read all the same
+
+
+def test_room_is_not_sought_among_blocks_that_hold_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab, (first, second) = crowded_out()
+    assert {first.row, second.row} <= set(lab.state.forest.cuts)
+    monkeypatch.setattr(Forest, "alike", None)
+
+    assert not lab._parts.residency._drop_shared(1, [first.path[0]], "pressure")
 
 
 def test_siblings_that_come_back_together_are_computed_once() -> None:

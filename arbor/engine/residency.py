@@ -259,6 +259,7 @@ class Residency:
         used = [forest[row].span.slot for row in forest.cuts if row in running]
         stays = np.concatenate([*used, np.empty(0, np.int32)])
         idle = [forest[row] for row in forest.cuts if row not in running]
+        idle = [node for node in idle if node.span.resident.any()]
         lost: dict[Node, int] = {}
         used_last = state.table.last_used
 

@@ -178,6 +178,8 @@ class KVMemory:
         """Drop everything the blocks hold; returns how many slots became free.
 
         Records in lower tiers go to siblings that lack the KV of equal tokens, else are given up.
+        What PRUNED blocks have in common with others is forgotten: no work depends on blocks that
+        were given up long ago.
         """
         held = [np.flatnonzero(node.span.resident) for node in nodes]
         counts = np.array([len(offsets) for offsets in held], np.int64)
@@ -186,6 +188,9 @@ class KVMemory:
             self._bequeath(nodes)
             ranges = [node.span.begin + np.arange(len(node.span)) for node in nodes]
             self.lower.forget(np.concatenate([_NOTHING, *ranges]))
+        for node in nodes:
+            if node.state is NodeState.PRUNED:
+                self.forest.give_up(node)
         return freed
 
     def _bequeath(self, nodes: Sequence[Node]) -> None:
