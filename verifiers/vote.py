@@ -79,12 +79,12 @@ class Vote:
         asked = [vote for vote in votes if len(vote) > 1]
         root = candidates[0].path[0] if candidates else None
         questions = [_question([thoughts[place] for place in vote]) for vote in asked]
-        told = [
+        tokens = [
             verdict_tokens(question, encoder.encode(question.text), encoder)
             for question in questions
         ]
-        encoded = [each.asked for each in told]
-        columns = [list(each.worth) for each in told]
+        encoded = [each.asked for each in tokens]
+        columns = [list(each.worth) for each in tokens]
 
         def verdict(logits: Tensor) -> Verdict:
             values = [CERTAIN] * len(thoughts)
