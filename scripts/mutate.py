@@ -263,12 +263,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "< -> <=",
         why="no position is as far as NEVER",
     ),
-    *_same(
-        "engine/forest_state.py",
-        "if self.hidden or len(nodes) < 2:",
-        "2 -> 1",
-        why="a block has nothing in common with none",
-    ),
     *_same("engine/scheduler.py", "self._joins = 0", "0 -> 1", why="only their order counts"),
     *_same(
         "engine/scheduler.py",
@@ -278,7 +272,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     *_same(
         "engine/scheduler.py",
-        "self._missing = 0  # tokens of paths that joined for the next forward, not on the device",
+        "self._missing = 0  # tokens that are computed before what joined for the next forward runs",
         "0 -> 1",
         why="set again before it is read",
     ),
