@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from bench_decode import SHAPES, Arbor, generated, interval, timed
-from bench_kv_int8 import answers
-from experiment_table import ExperimentTable, add_options
+from bench_kv_int8 import answers, write
+from experiment_table import add_options
 from random_llama import random_llama
 
 from arbor.kernels.linear import pack_linears
@@ -84,16 +84,7 @@ def main() -> None:
         rows, counted = answers(args.n, "weights", **search), "problems"
     else:
         rows, counted = decode_speed(args.dtype, args.shapes, args.rounds), "rounds"
-    table = ExperimentTable(args)
-    for row in rows:
-        full = {
-            "part": args.part,
-            **{name: row.get(name, "") for name in ("case", "arm", "unit")},
-            **{name: row.get(name, "") for name in ("value", "value_low", "value_high", "n")},
-            "n_of": counted,
-        }
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        table.add(full, row.get("note", ""))
+    write(args, rows, counted)
 
 
 if __name__ == "__main__":

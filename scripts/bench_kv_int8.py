@@ -184,6 +184,26 @@ def decode_speed(dtype: str, rounds: int) -> Iterator[Row]:
         }
 
 
+def write(args: argparse.Namespace, rows: Iterator[Row], counted: str) -> None:
+    """Print rows as they come, and append them to the table.
+
+    Args:
+        args: the script's options, with `part`.
+        rows: measurements.
+        counted: what their n counts.
+    """
+    table = ExperimentTable(args)
+    for row in rows:
+        full = {
+            "part": args.part,
+            **{name: row.get(name, "") for name in ("case", "arm", "unit")},
+            **{name: row.get(name, "") for name in ("value", "value_low", "value_high", "n")},
+            "n_of": counted,
+        }
+        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        table.add(full, row.get("note", ""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["errors", "answers", "decode"])
@@ -198,16 +218,7 @@ def main() -> None:
         rows, counted = answers(args.n), "problems"
     else:
         rows, counted = decode_speed(args.dtype, args.rounds), "rounds"
-    table = ExperimentTable(args)
-    for row in rows:
-        full = {
-            "part": args.part,
-            **{name: row.get(name, "") for name in ("case", "arm", "unit")},
-            **{name: row.get(name, "") for name in ("value", "value_low", "value_high", "n")},
-            "n_of": counted,
-        }
-        print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        table.add(full, row.get("note", ""))
+    write(args, rows, counted)
 
 
 if __name__ == "__main__":

@@ -211,11 +211,35 @@ const X* rows_of(const LinearJob& job, int first_row, int rows, int64_t width, X
     return room;
 }
 
+// Some rows of x times a block of the first panels, divided evenly into tiles; the last rows fetch what
+// lies `ahead`.
+template <class Dot>
+inline void tiled_rows(int rows, const typename Dot::X* x, int64_t x_row, int panels,
+                            const char* weights, InputBlock block, float* sums) {
+    constexpr int ROWS = Dot::ROWS;
+    int64_t ahead = block.ahead;
+    for (int row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; tiles--) {
+        int together = (rows - row + tiles - 1) / tiles;
+        const typename Dot::X* x_at[ROWS];
+        for (int r = 0; r < together; r++) x_at[r] = x + (row + r) * x_row;
+        float* out = sums + static_cast<int64_t>(row) * block.out_row;
+        block.ahead = tiles == 1 ? ahead : 0;
+        if (panels == PANELS) {
+            linear_rows<Dot, ROWS, PANELS>(together, x_at, weights, block, out);
+        } else {
+            for (int p = 0; p < panels; p++) {
+                linear_rows<Dot, ROWS, 1>(
+                    together, x_at, weights + p * block.panel_bytes, block, out + p * PANEL);
+            }
+        }
+        row += together;
+    }
+}
+
 // Some rows of x, which begin at `x`, times the panels of a part.
 template <class Dot>
 void linear_block(const LinearJob& job, const typename Dot::X* x, int64_t x_row, int first_row,
                   int rows, int first_group, int end_group, float* sums) {
-    using X = typename Dot::X;
     constexpr int OUT_ROW = PANELS * PANEL, BLOCK = INPUTS / Dot::STEP, ROWS = Dot::ROWS;
     int64_t steps = steps_of(job), panel_bytes = steps * 64;
     int panels = (job.outputs + PANEL - 1) / PANEL;
@@ -229,26 +253,9 @@ void linear_block(const LinearJob& job, const typename Dot::X* x, int64_t x_row,
             int some = static_cast<int>(steps - step < block ? steps - step : block);
             // the last rows of a block fetch the next one, of these panels or of the next ones
             int64_t next = step + block < steps ? block * 64 : PANELS * panel_bytes - step * 64;
-            int64_t ahead = whole ? AHEAD : next;
-            for (int row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; tiles--) {
-                int together = (rows - row + tiles - 1) / tiles;
-                const X* x_at[ROWS];
-                for (int r = 0; r < together; r++) {
-                    x_at[r] = x + (row + r) * x_row + step * Dot::STEP;
-                }
-                float* out = sums + static_cast<int64_t>(row) * OUT_ROW;
-                const char* from = weights + step * 64;
-                InputBlock inputs{panel_bytes, some, step == 0, OUT_ROW, tiles == 1 ? ahead : 0};
-                if (here == PANELS) {
-                    linear_rows<Dot, ROWS, PANELS>(together, x_at, from, inputs, out);
-                } else {
-                    for (int p = 0; p < here; p++) {
-                        linear_rows<Dot, ROWS, 1>(
-                            together, x_at, from + p * panel_bytes, inputs, out + p * PANEL);
-                    }
-                }
-                row += together;
-            }
+            InputBlock inputs{panel_bytes, some, step == 0, OUT_ROW, whole ? AHEAD : next};
+            tiled_rows<Dot>(rows, x + step * Dot::STEP, x_row, here, weights + step * 64,
+                            inputs, sums);
         }
         finish<typename Dot::Number>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
     }
@@ -311,7 +318,7 @@ void code_rows(int rows, const float* const* x, const char* weights, int inputs,
 template <class Number>
 void coded_block(const LinearJob& job, const float* x, int64_t x_row, int first_row, int rows,
                  int first_group, int end_group, float* sums) {
-    constexpr int OUT_ROW = PANELS * PANEL, ROWS = SingleDot::ROWS;
+    constexpr int OUT_ROW = PANELS * PANEL;
     constexpr int64_t DECODED_BYTES = sizeof(float) * CODED * PANEL;
     alignas(64) char decoded[PANELS * DECODED_BYTES];
     int64_t panel_bytes = static_cast<int64_t>(job.inputs + CODED - 1) / CODED * CODED_BYTES;
@@ -319,11 +326,12 @@ void coded_block(const LinearJob& job, const float* x, int64_t x_row, int first_
     for (int group = first_group; group < end_group; group++) {
         int here = panels - group * PANELS < PANELS ? panels - group * PANELS : PANELS;
         const char* weights = static_cast<const char*>(job.packed) + group * PANELS * panel_bytes;
-        const float* x_at[ROWS];
         if (rows <= CODE_ROWS) {
+            const float* x_at[CODE_ROWS];
             for (int r = 0; r < rows; r++) x_at[r] = x + r * x_row;
             for (int p = 0; p < here; p++) {
-                code_rows<CODE_ROWS>(rows, x_at, weights + p * panel_bytes, job.inputs, OUT_ROW, sums + p * PANEL);
+                const char* panel = weights + p * panel_bytes;
+                code_rows<CODE_ROWS>(rows, x_at, panel, job.inputs, OUT_ROW, sums + p * PANEL);
             }
         }
         for (int first = 0; first < job.inputs && rows > CODE_ROWS; first += CODED) {
@@ -332,21 +340,8 @@ void coded_block(const LinearJob& job, const float* x, int64_t x_row, int first_
                 const char* codes = weights + p * panel_bytes + first / CODED * CODED_BYTES;
                 decode_panel(codes, some, reinterpret_cast<float*>(decoded + p * DECODED_BYTES));
             }
-            for (int row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; tiles--) {
-                int together = (rows - row + tiles - 1) / tiles;
-                for (int r = 0; r < together; r++) x_at[r] = x + (row + r) * x_row + first;
-                float* out = sums + static_cast<int64_t>(row) * OUT_ROW;
-                InputBlock inputs{DECODED_BYTES, some, first == 0, OUT_ROW, 0};
-                if (here == PANELS) {
-                    linear_rows<SingleDot, ROWS, PANELS>(together, x_at, decoded, inputs, out);
-                } else {
-                    for (int p = 0; p < here; p++) {
-                        linear_rows<SingleDot, ROWS, 1>(
-                            together, x_at, decoded + p * DECODED_BYTES, inputs, out + p * PANEL);
-                    }
-                }
-                row += together;
-            }
+            InputBlock inputs{DECODED_BYTES, some, first == 0, OUT_ROW, 0};
+            tiled_rows<SingleDot>(rows, x + first, x_row, here, decoded, inputs, sums);
         }
         finish<Number>(job, sums, OUT_ROW, first_row, rows, group * OUT_ROW);
     }
