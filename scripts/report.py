@@ -655,7 +655,9 @@ def overview() -> Figure:
         panel.set_axisbelow(True)
     named = ("uniform", "streaming", "tova", "lru", "random", "arborkv", "h2o")
     game = "game24, test"
-    full = newest(read("lossy_trees"), {"policy": "full", "n": "500"}, "solved_percent")
+    beam = "beam (5, width 4, own judge, lines of at most 16 tokens)"
+    wanted = {"policy": "full", "n": "500", "controller": beam}
+    full = newest(read("lossy_trees"), wanted, "solved_percent")
     assert full is not None, "lossy_trees.csv has no row of full retention"
     success_by_part(trees, "lossy_trees", game, {name: name for name in named}, full)
     parts = [1.0]
