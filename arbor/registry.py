@@ -85,6 +85,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
     "policy": {
         name: f"arbor.retention.policy:POLICIES.{name}"
         for name in (
+            "adakv",
             "ams",
             "arborkv",
             "belady",
@@ -98,6 +99,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "kkt",
             "lazyeviction",
             "lru",
+            "pyramidkv",
             "raas",
             "random",
             "reentry",

@@ -23,7 +23,7 @@ from arbor import components
 from arbor.errors import BudgetInfeasible
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
-from arbor.retention.head_selection import HeadScorer, select_by_head
+from arbor.retention.head_selection import HeadScorer, SharedCells, select_by_head
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.token_kv import NO_KV, HeadKV, KVSequence, PairRotation, TokenKV
@@ -289,7 +289,10 @@ def _check_heads(policy: Policy, blocks: Blocks, room: int) -> None:
             kv = HeadKV(kv.sequences, (begins + kv.place).ravel())
         return Tokens(**{name: np.tile(each, heads) for name, each in columns.items()}, kv=kv)
 
-    scorer = HeadScorer(policy.scorer, by_head)
+    shared = None
+    if policy.head_budgets is not None:  # two layers of a head each: none takes another's cells
+        shared = SharedCells(policy.head_budgets, np.arange(2), lambda tokens: None)
+    scorer = HeadScorer(policy.scorer, by_head, shared=shared)
     try:
         counts, _ = _unharmed(
             policy.name, lambda: select_by_head(blocks, room, policy.allocator, scorer)

@@ -154,6 +154,17 @@ for _name in HEADED:
         dataclasses.replace(_policy, scorer=in_every_layer(_policy.scorer)),
         None,
     )
+for _name, _heads in itertools.product(("h2o", "snapkv", "tova"), ("adaptive", "pyramid")):
+    VARIANTS[f"{_name}-{_heads}"] = (
+        dataclasses.replace(
+            POLICIES[_name],
+            protect=PROTECT,
+            trigger=Trigger(),
+            granularity="head",
+            heads=_heads,  # type: ignore[arg-type]
+        ),
+        None,
+    )
 RESAMPLES = 2000
 # slots added to the budget of a policy that frees some ahead, by what the budget is to bound
 AHEAD: dict[str, Callable[[int], int]] = {

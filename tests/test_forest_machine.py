@@ -49,13 +49,14 @@ from arbor.model.fetch_costs import FetchCosts
 from arbor.model.runner import ModelRunner
 from arbor.model.sampling_params import Sampling
 from arbor.retention.allocators.per_tree import Among
-from arbor.retention.policy import POLICIES, Granularity, Policy, Protect
+from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.trigger import Trigger
 from arbor.support.packed_size import BITS
 from arbor.tasks.base import BlockLimits
 from arbor.tree import NO_RECORD, NO_SLOT, Node, NodeState, ThoughtTree, Tier
 
 POLICY_NAMES = sorted(set(POLICIES) - {"belady"})
+LOSSLESS = [name for name in POLICY_NAMES if not POLICIES[name].by_head]
 EVICTING = sorted(set(POLICY_NAMES) - {"full"})
 PROMPTS = ((5, 17, 40, 8, 77, 23, 61, 5, 90, 33, 12, 50), (9, 3, 3, 41), (60, 2, 71, 8, 8, 19, 35))
 ALIKE = (PROMPTS[0], (*PROMPTS[0][:8], 9, 3), (*PROMPTS[0][:5], 60, 2, 71), PROMPTS[0][:8])
@@ -83,7 +84,14 @@ PROTECTED = Protect().sinks + Protect().recent
 ROOMY = 1000  # slots for a policy that evicts nothing
 AMONG = get_args(Among)
 NO_TRIGGER, EARLY = Trigger(), Trigger(every=2, above=0.6)
-BOTH: tuple[Granularity, ...] = ("token", "head")
+# granularity, and how many tokens each KV head keeps
+Keeping = tuple[str, str]
+KEEPING: tuple[Keeping, ...] = (
+    ("token", "equal"),
+    ("head", "equal"),
+    ("head", "adaptive"),
+    ("head", "pyramid"),
+)
 NOISE = 1e-4  # of logits; rounding stays far below it
 
 Lie = Literal["choose", "late choose", "stop", "confidence"]
@@ -343,7 +351,7 @@ class Grove(RuleBasedStateMachine):
         trigger: Trigger = NO_TRIGGER,
         lower: LowerRoom = NO_ROOM,
         costs: FetchCosts | None = None,
-        granularity: Granularity = "token",
+        keeping: Keeping = KEEPING[0],
     ) -> None:
         self.patches = [
             patch.object(module, "LEAST_COMMON", self.least_common)
@@ -358,7 +366,7 @@ class Grove(RuleBasedStateMachine):
         self.source = Source()
         self.lab = Lab(
             build("llama"),
-            policy=replace(with_granularity(policy, granularity), among=among, trigger=trigger),
+            policy=replace(with_heads(policy, keeping), among=among, trigger=trigger),
             mode=mode,
             rehydrate=rehydrate,
             source=self.source,
@@ -769,7 +777,7 @@ class LosslessGrove(Grove):
     """In a budget that holds a path, or several: what grows is what grows alone."""
 
     @initialize(
-        policy=st.sampled_from(POLICY_NAMES),
+        policy=st.sampled_from(LOSSLESS),
         rehydrate=st.sampled_from(("selective", "span")),
         spare=st.integers(0, 60),
         among=st.sampled_from(AMONG),
@@ -919,7 +927,7 @@ class LossyGrove(Grove):
         pool=st.integers(PROTECTED + max(LENGTHS) + len(QUESTION), SMALLEST + 20),
         among=st.sampled_from(AMONG),
         trigger=st.sampled_from((NO_TRIGGER, EARLY)),
-        granularity=st.sampled_from(BOTH),
+        keeping=st.sampled_from(KEEPING),
     )
     def plant(
         self,
@@ -928,9 +936,9 @@ class LossyGrove(Grove):
         pool: int,
         among: Among,
         trigger: Trigger,
-        granularity: Granularity,
+        keeping: Keeping,
     ) -> None:
-        self.begin(pool, policy, "lossy", rehydrate, among, trigger, granularity=granularity)
+        self.begin(pool, policy, "lossy", rehydrate, among, trigger, keeping=keeping)
 
     @invariant()
     def mixed_slots_are_counted(self) -> None:
@@ -949,7 +957,7 @@ class PackedGrove(LossyGrove):
         host=st.integers(1, 60),
         bits=st.sampled_from(BITS),
         costs=st.sampled_from((None, *map(FetchCosts.parse, PACKED_COSTS))),
-        granularity=st.sampled_from(BOTH),
+        keeping=st.sampled_from(KEEPING),
     )
     def plant(  # type: ignore[override]
         self,
@@ -960,7 +968,7 @@ class PackedGrove(LossyGrove):
         host: int,
         bits: int,
         costs: FetchCosts | None,
-        granularity: Granularity,
+        keeping: Keeping,
     ) -> None:
         lower = LowerRoom(host, host_bits=bits)
         self.begin(
@@ -971,7 +979,7 @@ class PackedGrove(LossyGrove):
             trigger=trigger,
             lower=lower,
             costs=costs,
-            granularity=granularity,
+            keeping=keeping,
         )
 
     def store(self) -> PackedStore:
@@ -998,10 +1006,11 @@ class PackedGrove(LossyGrove):
                     TALLY.rounded += len(at)
 
 
-def with_granularity(name: str, granularity: Granularity) -> Policy:
+def with_heads(name: str, keeping: Keeping) -> Policy:
     """A policy whose KV heads keep tokens of their own, if that is asked for and it can."""
+    granularity, heads = keeping
     try:
-        return replace(POLICIES[name], granularity=granularity)
+        return replace(POLICIES[name], granularity=granularity, heads=heads)  # type: ignore[arg-type]
     except UsageError:
         return POLICIES[name]
 

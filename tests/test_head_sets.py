@@ -92,9 +92,30 @@ def test_each_head_attends_to_its_own_tokens(name: str, seen: HeadReads) -> None
     check_path(lab, "llama", block, seen)
 
 
+SHARES = ("equal", "adaptive", "pyramid")
+
+
+@pytest.mark.parametrize("heads", ["adaptive", "pyramid"])
+@pytest.mark.parametrize("name", ["h2o", "tova", "snapkv", "raas", "lazyeviction", "random"])
+def test_each_head_attends_to_as_many_tokens_as_it_keeps(
+    name: str, heads: str, seen: HeadReads
+) -> None:
+    lab = lossy(by_head(name, heads=heads))
+    tree = lab.plant(SLOTS)
+    (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+
+    _, holders = held(lab.memory, block.path)
+    counts = np.bincount(holders.ravel(), minlength=len(holders))
+    assert counts.sum() == holders.size
+    # where all heads of a layer give the same scores, they keep equally many
+    assert len(set(counts.tolist())) > (name in ("h2o", "tova", "snapkv") or heads == "pyramid")
+    check_path(lab, "llama", block, seen)
+
+
+@pytest.mark.parametrize("heads", SHARES)
 @pytest.mark.parametrize("model", ["qwen3", "phi3", "gpt_neox", "deepseek_v3", "gemma"])
-def test_models_whose_heads_keep_their_own(model: str, seen: HeadReads) -> None:
-    lab = lossy(by_head("h2o"), model)
+def test_models_whose_heads_keep_their_own(model: str, heads: str, seen: HeadReads) -> None:
+    lab = lossy(by_head("h2o", heads=heads), model)
     tree = lab.plant(SLOTS)
     (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
 
@@ -104,10 +125,11 @@ def test_models_whose_heads_keep_their_own(model: str, seen: HeadReads) -> None:
 
 @pytest.mark.parametrize("allocator", [Pooled(), Uniform()])
 @pytest.mark.parametrize("spare", [0, 5])
+@pytest.mark.parametrize("heads", SHARES)
 def test_branches_read_what_is_left_of_mixed_blocks(
-    allocator: Pooled | Uniform, spare: int, seen: HeadReads
+    allocator: Pooled | Uniform, spare: int, heads: str, seen: HeadReads
 ) -> None:
-    lab = lossy(by_head("h2o", allocator=allocator, trigger=Trigger(spare=spare)))
+    lab = lossy(by_head("h2o", allocator=allocator, trigger=Trigger(spare=spare), heads=heads))
     tree = lab.plant(2 * SLOTS)
     first, second = lab.sprout([(tree.root, 2)], GREEDY, LONG // 2)
     third, fourth = lab.sprout([(first, 2)], GREEDY, LONG // 2)
@@ -119,21 +141,22 @@ def test_branches_read_what_is_left_of_mixed_blocks(
     assert any(isinstance(event, Evicted) for event in lab.events)
 
 
-def test_the_figures_of_a_head_are_those_of_its_own_attention(seen: HeadReads) -> None:
-    lab = lossy(by_head("h2o"))
+@pytest.mark.parametrize("heads", SHARES)
+def test_the_figures_of_a_head_are_those_of_its_own_attention(heads: str, seen: HeadReads) -> None:
+    lab = lossy(by_head("h2o", heads=heads))
     tree = lab.plant(SLOTS)
     (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
 
     _, weights, read = masked_forward(build("llama"), block, seen, len(lab.memory.heads))
     weights, read = weights[:, : block.end], read[:, : block.end]
     slots = np.concatenate([node.span.slot[node.span.resident] for node in block.path])
-    positions = held(lab.memory, block.path).astype(np.int64)
+    positions, holders = held(lab.memory, block.path)
     view = lab.residency._heads._statistics.makers(slots.astype(np.int64))  # type: ignore[union-attr]
     shape = positions.shape
     # a token counts what read it from when it was written until now
-    mass = np.take_along_axis((weights * read).sum(1), positions, 1)
-    queries = np.take_along_axis(read.sum(1), positions, 1)
-    latest = np.take_along_axis(weights[:, -1], positions, 1)
+    mass = (weights * read).sum(1)[holders, positions]
+    queries = read.sum(1)[holders, positions]
+    latest = weights[:, -1][holders, positions]
 
     assert view["queries"](None).reshape(shape).tolist() == queries.tolist()
     assert view["mass"](None).reshape(shape) == pytest.approx(mass, abs=1e-4)
@@ -143,7 +166,7 @@ def test_the_figures_of_a_head_are_those_of_its_own_attention(seen: HeadReads) -
         faded = faded * np.where(read[:, query], 1 - 1 / 32, 1) + weights[:, query]
     # the prompt's queries are of one forward, in which all weigh the same
     new = positions >= len(PROMPT)
-    lately = np.take_along_axis(faded, positions, 1)
+    lately = faded[holders, positions]
     assert view["lately"](None).reshape(shape)[new] == pytest.approx(lately[new], abs=1e-4)
 
 
@@ -323,8 +346,9 @@ def test_no_other_counts_let_heads_keep_more() -> None:
 # Slots
 
 
-def test_what_is_freed_is_free() -> None:
-    lab = lossy(by_head("h2o"))
+@pytest.mark.parametrize("heads", SHARES)
+def test_what_is_freed_is_free(heads: str) -> None:
+    lab = lossy(by_head("h2o", heads=heads))
     tree = lab.plant(SLOTS)
     (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
 
@@ -336,16 +360,19 @@ def test_what_is_freed_is_free() -> None:
     assert reported == tree.tokens - memory.used
     assert not block.span.exact[memory.mixed(block)].any()
     lab.close(tree)
-    assert memory.used == 0 and not memory.table.mixed.any()
+    assert memory.used == 0 and not memory.table.mixed.any() and not memory.table.lent.any()
 
 
-def test_tokens_that_are_protected_stay_in_every_head() -> None:
-    lab = lossy(by_head("h2o"))
+@pytest.mark.parametrize("heads", SHARES)
+def test_tokens_that_are_protected_stay_in_every_head(heads: str) -> None:
+    lab = lossy(by_head("h2o", heads=heads))
     tree = lab.plant(SLOTS)
     (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
 
-    for positions in held(lab.memory, block.path):
-        assert {0, 1, block.end - 1, block.end - 2, block.end - 3} <= set(positions.tolist())
+    positions, holders = held(lab.memory, block.path)
+    for head in range(len(holders)):
+        kept = set(positions[holders == head].tolist())
+        assert {0, 1, block.end - 1, block.end - 2, block.end - 3} <= kept
 
 
 def test_moves_are_checked() -> None:
@@ -369,9 +396,10 @@ def test_moves_are_checked() -> None:
 
 @pytest.mark.parametrize("rehydrate", ["selective", "span"])
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool) -> None:
+@pytest.mark.parametrize("heads", SHARES)
+def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool, heads: str) -> None:
     lower = LowerRoom(host=200) if stored else LowerRoom()
-    lab = lossy(by_head("h2o"), rehydrate=rehydrate, lower=lower)
+    lab = lossy(by_head("h2o", heads=heads), rehydrate=rehydrate, lower=lower)
     tree = lab.plant(LONG + len(PROMPT) + 8)
     (first,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
     (second,) = lab.sprout([(tree.root, 1)], GREEDY, LONG, seed=4)
@@ -389,8 +417,9 @@ def test_a_mixed_block_comes_back_whole(rehydrate: Rehydrate, stored: bool) -> N
 
 
 @pytest.mark.parametrize("rehydrate", ["selective", "span"])
-def test_reversible_searches_below_a_path_s_length(rehydrate: Rehydrate) -> None:
-    lab = lossy(by_head("snapkv"), rehydrate=rehydrate)
+@pytest.mark.parametrize("heads", SHARES)
+def test_reversible_searches_below_a_path_s_length(rehydrate: Rehydrate, heads: str) -> None:
+    lab = lossy(by_head("snapkv", heads=heads), rehydrate=rehydrate)
     tree = lab.plant(2 * SLOTS)
     first, second = lab.sprout([(tree.root, 2)], GREEDY, LONG)
     third, _ = lab.sprout([(second, 1), (first, 1)], GREEDY, LONG)
@@ -419,6 +448,19 @@ def test_policies_that_say_nothing_of_heads_are_refused() -> None:
         Policy(Pooled(), OneScore(), granularity="head")
     with pytest.raises(UsageError, match="must be token or head"):
         Policy(Pooled(), RandomTokens(), granularity="layer")  # type: ignore[arg-type]
+    for name in ("keydiff", "rkv"):
+        with pytest.raises(UsageError, match="hold equally many"):
+            dataclasses.replace(POLICIES[name], granularity="head", heads="adaptive")
+    for settings, wrong in (
+        ({"heads": "most"}, "must be equal, adaptive or pyramid"),
+        ({"heads": "pyramid", "granularity": "token"}, "Take granularity=head"),
+        ({"safeguard": 1.5}, "must be 0 to 1"),
+        ({"safeguard": float("nan")}, "must be 0 to 1"),
+        ({"beta": 0.5}, "must be 1 or more"),
+    ):
+        with pytest.raises(UsageError) as refused:
+            by_head("h2o", **settings)
+        assert wrong in str(refused.value) + str(refused.value.hint)
 
 
 def test_lossless_and_streamed_searches_are_refused() -> None:

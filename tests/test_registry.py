@@ -537,7 +537,7 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
     assert named.name == changed.name == spec["name"] == "lowest"
     assert spec["allocator"] == {"reserve": 2} and spec["scorer"] == {"name": "random", "seed": 0}
     assert build("policy", spec) == changed != named == build("policy", "lowest")
-    assert components.settings_of(named)[:8] == (
+    assert components.settings_of(named)[:11] == (
         "allocator",
         "scorer",
         "protect",
@@ -545,6 +545,9 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
         "among",
         "trigger",
         "granularity",
+        "heads",
+        "safeguard",
+        "beta",
         "reserve",
     )
     assert own.policy("lowest", Policy(Lowest())).protect == Protect(), "a notebook's cell, edited"
@@ -627,6 +630,9 @@ def test_the_defaults_of_a_component_are_its_settings() -> None:
         "among",
         "trigger",
         "granularity",
+        "heads",
+        "safeguard",
+        "beta",
     ]
 
 
@@ -649,6 +655,9 @@ def test_flat_defaults_have_the_settings_of_parts() -> None:
         "spare": 0,
         "prompt": False,
         "granularity": "token",
+        "heads": "equal",
+        "safeguard": 0.2,
+        "beta": 20.0,
     }
 
 

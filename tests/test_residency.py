@@ -42,10 +42,12 @@ from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
 
 WORKING = sorted(set(POLICIES) - {"full"})
+LOSSLESS = [name for name in WORKING if not POLICIES[name].by_head]
 FIRST = {"ams", "arborkv", "h2o", "lru", "reentry"}  # of each kind one; the others run later
-BY_POLICY = [
-    pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in WORKING
-]
+BY_POLICY, BY_LOSSLESS_POLICY = (
+    [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in names]
+    for names in (WORKING, LOSSLESS)
+)
 REVERSIBLE = ("selective", "span")
 LITTLE = Protect(sinks=4, recent=0, tail=0, floor=0)
 
@@ -62,7 +64,7 @@ def full() -> tuple[list[list[int]], torch.Tensor]:
     return [node.tokens for node in tree], answers
 
 
-@pytest.mark.parametrize("policy", BY_POLICY)
+@pytest.mark.parametrize("policy", BY_LOSSLESS_POLICY)
 def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> None:
     """Views of all tokens take megabytes: they must not wait for the garbage collector."""
     lab = Lab(build("llama"), policy=policy)
@@ -79,7 +81,7 @@ def test_what_a_policy_was_shown_is_gone_when_it_has_decided(policy: str) -> Non
 
 
 @pytest.mark.parametrize("rehydrate", REVERSIBLE)
-@pytest.mark.parametrize("policy", BY_POLICY)
+@pytest.mark.parametrize("policy", BY_LOSSLESS_POLICY)
 def test_lossless_gives_the_tree_of_full_retention_under_every_policy(
     policy: str, rehydrate: str, full: tuple[list[list[int]], torch.Tensor]
 ) -> None:
@@ -257,7 +259,8 @@ def test_the_signals_reported_are_those_the_policy_read() -> None:
 )
 @settings(max_examples=15, deadline=None)
 def test_no_policy_ever_holds_more_than_the_budget(slots: int, policy: str, rehydrate: str) -> None:
-    mode = "lossy" if rehydrate == "off" or slots < 30 else "lossless"
+    lossy = rehydrate == "off" or slots < 30 or POLICIES[policy].by_head
+    mode = "lossy" if lossy else "lossless"
     lab = Lab(build("llama"), policy=little(policy), mode=mode, rehydrate=rehydrate, debug=True)
     grown(lab, slots)
 

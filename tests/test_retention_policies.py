@@ -521,8 +521,8 @@ def test_policies_that_read_attention_say_so() -> None:
     reading = [name for name, policy in sorted(POLICIES.items()) if policy.observes]
 
     assert reading == [
-        *("ams", "arborkv", "chunkkv", "h2o", "hierarchy", "kkt", "lazyeviction", "raas"),
-        *("snapkv", "strata", "tova", "vatp"),
+        *("adakv", "ams", "arborkv", "chunkkv", "h2o", "hierarchy", "kkt", "lazyeviction"),
+        *("pyramidkv", "raas", "snapkv", "strata", "tova", "vatp"),
     ]
 
 

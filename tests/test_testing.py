@@ -31,6 +31,12 @@ def test_policies_whose_heads_keep_their_own_tokens_pass(name: str) -> None:
     check_policy(dataclasses.replace(POLICIES[name], granularity="head"), examples=40)
 
 
+@pytest.mark.parametrize("heads", ["adaptive", "pyramid"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "uniform"])
+def test_policies_whose_heads_keep_different_numbers_pass(name: str, heads: Any) -> None:
+    check_policy(dataclasses.replace(POLICIES[name], granularity="head", heads=heads), examples=40)
+
+
 def test_a_policy_an_allocator_and_a_scorer_can_be_checked() -> None:
     check_policy(Policy(LRU()), examples=40)
     check_policy(LRU(), examples=40)

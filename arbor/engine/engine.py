@@ -174,7 +174,7 @@ class Engine:
         assert mode == "lossy" or rehydrate != "off", "lossless needs what it evicted back"
         if policy.by_head:
             assert mode == "lossy" and not lower.staging, "checked by `check_granularity`"
-            check_layers(runner)
+            check_layers(runner, policy)
         self._mode: type[Lossless | Lossy] = Lossy if mode == "lossy" else Lossless
         self.levels = levels
         self.lower = lower

@@ -17,7 +17,7 @@ from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.model.runner import ModelRunner
 from arbor.retention.base import Tokens
-from arbor.retention.head_selection import HeadScorer, HeadSelection
+from arbor.retention.head_selection import HeadScorer, HeadSelection, SharedCells
 from arbor.retention.policy import Policy
 from arbor.retention.selection import Selection
 from arbor.retention.token_kv import NO_KV, PlacedKV
@@ -45,6 +45,10 @@ class HeadSets:
         self._scorer = policy.scorer
         self._statistics = statistics
         self._head_kv = head_kv if policy.observation.keys else None
+        self._shared: SharedCells | None = None
+        if policy.head_budgets is not None:
+            layer = state.memory.heads.layer
+            self._shared = SharedCells(policy.head_budgets, layer, self._holders)
 
     def scorer(self, leaves: Sequence[Node]) -> HeadScorer:
         """The policy's scorer for the tokens of an offer of `PolicyView`.
@@ -52,19 +56,26 @@ class HeadSets:
         Args:
             leaves: ends of the running paths.
         """
-        return HeadScorer(self._scorer, partial(self._tokens, leaves=leaves), head_moves)
+        shown = partial(self._tokens, leaves=leaves)
+        return HeadScorer(self._scorer, shown, head_moves, self._shared)
 
     def moves(self, chosen: Selection) -> HeadMoves | None:
         """What heads keep of the slots that leave; None: nothing."""
         if not isinstance(chosen, HeadSelection) or not len(chosen.head):
             return None
         slots = self._slots(_rows(chosen.tokens), chosen.tokens.offset)
-        return HeadMoves(chosen.head, slots[chosen.source], slots[chosen.target])
+        return HeadMoves(chosen.head, slots[chosen.source], slots[chosen.target], chosen.into)
 
     def moved(self, moves: HeadMoves) -> None:
         """Let what is known of tokens follow moves that the memory has made."""
         if self._statistics is not None:
-            self._statistics.move(moves.head, moves.source, moves.target)
+            self._statistics.move(moves)
+
+    def _holders(self, tokens: Tokens) -> NDArray[np.integer] | None:
+        """The KV heads whose tokens lie in the cells of some tokens' slots, [C, T]; None: its own
+        in each."""
+        memory = self._state.memory
+        return memory.heads.holders(memory.table, self._slots(_rows(tokens), tokens.offset))
 
     def _slots(self, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
         """The slots of tokens on the device, int32 [T]; their blocks by row."""
@@ -128,11 +139,12 @@ def _zeros(count: int, _: Tokens) -> NDArray[Any]:
     return np.zeros(count)
 
 
-def check_layers(runner: ModelRunner) -> None:
+def check_layers(runner: ModelRunner, policy: Policy) -> None:
     """Refuse models whose KV heads cannot keep tokens of their own.
 
     Raises:
-        ModelError: a layer has a window, which needs the positions that keys in slots come from.
+        ModelError: a layer has a window, which needs the positions that keys in slots come from; or
+            heads keep different numbers, and layers differ in what they store.
     """
     windowed = [layer for layer, spec in enumerate(runner.specs) if spec.shape.window is not None]
     if windowed:
@@ -141,4 +153,11 @@ def check_layers(runner: ModelRunner) -> None:
             f"model_type '{runner.config.model_type}': layer {windowed[0]} has a window, and with "
             "granularity=head a slot stands for a position of its own in each KV head.",
             "Take granularity=token.",
+        )
+    if policy.head_budgets is not None and len(set(runner.layer_kv)) > 1:
+        raise ModelError(
+            "arch-unsupported",
+            f"model_type '{runner.config.model_type}': its layers store K and V of different "
+            f"widths, and with heads={policy.heads} heads hold tokens in each other's cells.",
+            "Take heads=equal.",
         )

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from arbor.memory.head_table import HeadMoves
 from arbor.memory.memory import KVMemory
 from arbor.retention.token_statistics import FADING, AttentionColumns, TokenStatistics
 from arbor.tree import NO_SLOT
@@ -20,7 +21,7 @@ _WHOLE = ("queries", "activated", "recurrence")
 
 
 class HeadStatistics:
-    """Figures of each slot in each KV head, as tensors [C, slots] on the pool's device.
+    """Figures of each cell of each slot (`HeadTable`), as tensors [C, slots] on the pool's device.
 
     They are those of `TokenStatistics`, of one head instead of the mean over all, and belong to
     slots: where a head moves what it holds, they move along (`move`), and a token that gets a slot
@@ -81,20 +82,13 @@ class HeadStatistics:
         torch.maximum(longest, since, out=longest)
         activated.copy_(torch.where(active | (written & some), total, activated))
 
-    def move(
-        self, head: NDArray[np.integer], source: NDArray[np.int32], target: NDArray[np.int32]
-    ) -> None:
-        """Let figures follow what KV heads have moved; after the memory has done so.
-
-        Args:
-            head: whole numbers [m], those of KV heads.
-            source, target: int32 [m], slots.
-        """
-        numbers = np.stack([head, source, target]).astype(np.int64)
-        at, old, new = torch.from_numpy(numbers).to(self._memory.pool.device)
+    def move(self, moves: HeadMoves) -> None:
+        """Let figures follow what KV heads have moved; after the memory has done so."""
+        numbers = np.stack([moves.head, moves.source, moves.cells, moves.target]).astype(np.int64)
+        at, old, into, new = torch.from_numpy(numbers).to(self._memory.pool.device)
         for column in self._columns.values():
-            column[at, new] = column[at, old]
-        self._mixed[target] = True
+            column[into, new] = column[at, old]
+        self._mixed[moves.target] = True
 
     def makers(self, slots: NDArray[np.int64]) -> dict[str, Callable[[Any], NDArray[Any]]]:
         """Columns of some slots by head, [C * n], each by a function, for `Columns.when_read`."""

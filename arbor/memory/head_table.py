@@ -17,26 +17,36 @@ class HeadMoves:
     """K and V that single KV heads take from slots that are about to be freed to slots that stay.
 
     Attributes:
-        head: whole numbers [m], those of KV heads, non-decreasing; see `HeadTable`.
+        head: whole numbers [m], cells of the sources, see `HeadTable`; non-decreasing where `into`
+            is None.
         source: int32 [m], slots.
         target: int32 [m], slots of the same blocks, none of them a source.
+        into: whole numbers [m], cells of the targets; None: those of the sources, so that every
+            token stays in the cell of its own head.
     """
 
     head: NDArray[np.integer]
     source: NDArray[np.int32]
     target: NDArray[np.int32]
+    into: NDArray[np.integer] | None = None
 
     def __len__(self) -> int:
         return len(self.head)
+
+    @property
+    def cells(self) -> NDArray[np.integer]:
+        """The cells of the targets, [m]."""
+        return self.head if self.into is None else self.into
 
 
 class HeadTable:
     """What KV heads hold in *mixed* slots, those in which they hold different tokens of a block.
 
-    The KV heads of all layers are numbered through, layer after layer; C in all. A slot that is not
-    mixed holds its own token (`SlotTable.token`) in every head. In a mixed one each head holds that
-    token or an earlier one of the same block, and no head holds a token twice, so a slot that is
-    freed is a token less in every head.
+    The KV heads of all layers are numbered through, layer after layer; C in all. A slot has a cell
+    for each of them. One that is not mixed holds its own token (`SlotTable.token`) in every cell.
+    In a mixed one each cell holds that token or an earlier one of the same block: K and V of its
+    own head or, in a *lent* slot, of any head whose K and V are as wide. No head holds a token
+    twice, and no cell is empty, so a slot that is freed is C cells less.
 
     Attributes:
         layer: int64 [C], the layer of each KV head.
@@ -49,17 +59,28 @@ class HeadTable:
         self.head = np.concatenate([np.arange(count) for count in heads])
         self._slots = slots
         self._position = np.empty((len(self.head), 0), np.int32)  # made when a slot is mixed
+        self._holder = np.empty((len(self.head), 0), np.int16)  # made when a slot is lent
 
     def __len__(self) -> int:
         return len(self.head)
 
     def positions(self, table: SlotTable, slots: NDArray[np.integer]) -> NDArray[np.int32]:
-        """Positions of the tokens that each head holds in some slots, int32 [C, n]."""
+        """Positions of the tokens that lie in each cell of some slots, int32 [C, n]."""
         own = np.broadcast_to(table.position[slots], (len(self), len(slots)))
         mixed = table.mixed[slots]
         if not mixed.any():
             return own
         return np.where(mixed, self._position[:, slots], own)
+
+    def holders(
+        self, table: SlotTable, slots: NDArray[np.integer]
+    ) -> NDArray[np.integer] | None:
+        """The KV head whose K and V lie in each cell of some slots, [C, n]; None: its own in
+        each."""
+        lent = table.lent[slots]
+        if not lent.any():
+            return None
+        return np.where(lent, self._holder[:, slots], np.arange(len(self), dtype=np.int16)[:, None])
 
     def move(self, table: SlotTable, moves: HeadMoves) -> None:
         """Record moves; their targets are mixed then, and their sources are to be freed."""
@@ -68,11 +89,21 @@ class HeadTable:
         named = np.unique(np.concatenate([moves.source, moves.target]))
         fresh = named[~table.mixed[named]]
         self._position[:, fresh] = table.position[fresh]
-        self._position[moves.head, moves.target] = self._position[moves.head, moves.source]
+        cells = moves.cells
+        if moves.into is not None or self._holder.size:
+            if not self._holder.size:
+                self._holder = np.zeros((len(self), self._slots), np.int16)
+            fresh = named[~table.lent[named]]
+            self._holder[:, fresh] = np.arange(len(self), dtype=np.int16)[:, None]
+            self._holder[cells, moves.target] = self._holder[moves.head, moves.source]
+            table.lent[moves.target] = True
+        self._position[cells, moves.target] = self._position[moves.head, moves.source]
         table.mixed[moves.target] = True
 
     def check(self, table: SlotTable) -> None:
-        """Assert that each head holds tokens at or before the slots' own, and none twice."""
+        """Assert that each cell holds a token at or before its slot's own, and no head one
+        twice."""
+        assert (table.mixed | ~table.lent).all(), "a slot is lent and not mixed"
         slots = np.flatnonzero(table.mixed)
         if not len(slots):
             return
@@ -83,5 +114,8 @@ class HeadTable:
         blocks = np.flatnonzero(np.isin(table.owner, table.owner[slots]) & (table.references > 0))
         owner = table.owner[blocks].astype(np.int64)
         width = int(table.position.max()) + 1
-        named = np.sort(owner * width + self.positions(table, blocks), axis=1)
-        assert (named[:, 1:] != named[:, :-1]).all(), "a head holds a token twice"
+        holders = self.holders(table, blocks)
+        head = np.arange(len(self))[:, None] if holders is None else holders.astype(np.int64)
+        named = head * (int(owner.max()) + 1) * width + owner * width
+        named = np.sort((named + self.positions(table, blocks)).ravel())
+        assert (named[1:] != named[:-1]).all(), "a head holds a token twice"

@@ -394,7 +394,7 @@ class KVMemory:
         assert (slots != NO_SLOT).all(), f"block {node.id}: only resident tokens are rewritten"
         self._placed.append((node, offsets, exact, rounded))
         self._disown(node, offsets)
-        self.table.mixed[slots] = False
+        self.table.mixed[slots] = self.table.lent[slots] = False
         node.span.exact[offsets] = node.span.rounded[offsets] = False
         node.span.depth[offsets] = depth
         return slots.copy()
@@ -599,6 +599,12 @@ class KVMemory:
         spans.exact[at] = spans.rounded[at] = False
         self.heads.move(table, moves)
         self.pool.move_heads(moves, self.heads)
+        if moves.into is not None:
+            self.pool.holders = self._holders
+
+    def _holders(self, slots: NDArray[np.int32]) -> NDArray[np.integer] | None:
+        """See `KVPool.holders`."""
+        return self.heads.holders(self.table, slots)
 
     # Lower tiers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,8 @@ class KVPool:
     Attributes:
         reader: copies KV in host memory to the staging slots while attention runs; None: attention
             reads slots only.
+        holders: says which KV heads' K and V lie in the cells of slots, see `HeadTable.holders`;
+            None: always their own.
 
     Args:
         layers: what each layer stores per token.
@@ -73,6 +75,7 @@ class KVPool:
         self.slots = slots
         self.staging = staging
         self.reader: StagingBuffer | None = None
+        self.holders: Callable[[NDArray[np.int32]], NDArray[np.integer] | None] | None = None
         self.dtype = dtype
         self.device = device
         self._format = kv_format(dtype)
@@ -88,6 +91,7 @@ class KVPool:
             for part, width in zip(store.split(sizes), widths, strict=True)
         ]
         self.k, self.v = parts[: len(layers)], parts[len(layers) :]
+        self._store = store
 
     def _allocate(self, numbers: int, weight_bytes: int) -> Tensor:
         try:
@@ -149,9 +153,41 @@ class KVPool:
         for part, columns in zip(parts, rows.split(widths, dim=1), strict=True):
             part.index_copy_(0, index, columns.reshape(-1, *part.shape[1:]))
 
+    @property
+    def alike(self) -> bool:
+        """Whether K and V are as wide in all layers, so that a cell may hold those of any head."""
+        return len(set(self.layers)) == 1
+
+    def cells(self) -> tuple[Tensor, Tensor]:
+        """K and V of every cell, one KV head each; of layers that are alike.
+
+        Returns:
+            k [L * (slots + 1) * H_kv, 1, D_k] and v [.., 1, D_v], views of `k` and `v`: cell
+            (l * (slots + 1) + s) * H_kv + h is that of head h in slot s of layer l.
+        """
+        assert self.alike, "checked by `check_layers`"
+        k, v = self.k[0], self.v[0]
+        wide = len(self.k) * k.numel()
+        return (
+            self._store[:wide].view(-1, 1, k.shape[2]),
+            self._store[wide:].view(-1, 1, v.shape[2]),
+        )
+
     def move_heads(self, moves: HeadMoves, table: HeadTable) -> None:
         """Copy K and V of single heads from slots to others; takes the room of a layer's for the
-        time of the copy."""
+        time of the copy, or of all moves where cells take in K and V of other heads."""
+        if moves.into is not None:
+            count = self.layers[0].num_kv_heads
+            both = zip((moves.head, moves.into), (moves.source, moves.target), strict=True)
+            source, target = (
+                torch.from_numpy(
+                    (table.layer[head] * (self.slots + 1) + slot) * count + table.head[head]
+                ).to(self.device)
+                for head, slot in both
+            )
+            for cells in self.cells():
+                cells[target] = cells[source]
+            return
         numbers = np.stack([table.head[moves.head], moves.source, moves.target])
         head, source, target = torch.from_numpy(numbers).to(self.device)
         layers = table.layer[moves.head]

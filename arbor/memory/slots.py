@@ -25,6 +25,7 @@ class SlotTable:
         tree: int32 [slots], the number of the tree it was given to; meaningless if free.
         references: int32 [slots], spans (and questions) that use it.
         mixed: bool [slots], the KV heads hold different tokens, see `HeadTable`.
+        lent: bool [slots], of these, some hold a token of another KV head, see `HeadTable`.
         further: int32 [slots], of these, spans of a tree beyond its first: siblings share the slot.
         used: slots in use now.
         peak: most slots ever in use at one instant.
@@ -42,6 +43,7 @@ class SlotTable:
         self.tree = np.zeros(slots, np.int32)
         self.references = np.zeros(slots, np.int32)
         self.mixed = np.zeros(slots, np.bool_)
+        self.lent = np.zeros(slots, np.bool_)
         self.further = np.zeros(slots, np.int32)
         self.used = 0
         self.peak = 0
@@ -219,7 +221,7 @@ class SlotTable:
         self.token[freed] = NO_SLOT
         self.position[freed] = NO_SLOT
         self.owner[freed] = NO_OWNER
-        self.mixed[freed] = False
+        self.mixed[freed] = self.lent[freed] = False
         self.used -= len(freed)
         if not isinstance(trees, int):
             served = self.tree[slots] if trees is None else trees

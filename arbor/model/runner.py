@@ -36,6 +36,7 @@ from arbor.model.attention import (
     probe,
     register_implementation,
 )
+from arbor.model.cell_attention import CellAttention, cell_layouts
 from arbor.model.fuse_layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install, note_form
@@ -206,7 +207,7 @@ class ModelRunner:
         observed = bool(mass or queries)
         plain = stop_after is None and not hidden and leave is None and not observed
         with self._turn, self._launches():
-            if self.graphs is not None and plain and pool.reader is None:
+            if self.graphs is not None and plain and pool.reader is None and pool.holders is None:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
@@ -300,6 +301,7 @@ class ModelRunner:
             and not (hidden or leave or asked)
             and plan.rows <= MOST_ROWS
             and pool.reader is None
+            and not attend.by_cell
             and pool.dtype == self.dtype
             and not self._whole.hooked
         ):
@@ -381,6 +383,7 @@ class _Attention:
         if pool.reader is not None:
             self._streamed = StreamedAttention(plan.table, pool.reader, backend)
         self._plans: dict[AttentionShape, Any] = {}
+        self._cells = self._cell_attention()
         self._mass_heads = asked.mass
         self._by_head = asked.by_head
         self._query_rows = asked.queries
@@ -393,10 +396,26 @@ class _Attention:
     @property
     def mass(self) -> Tensor | None:
         """`ForwardResult.mass`."""
+        if self._cells is not None:
+            return None if self._sum is None else self._cells.by_slot(self._sum)
         return torch.cat(self._received) if self._received else self._sum
 
+    @property
+    def by_cell(self) -> bool:
+        """Whether KV heads read each other's cells."""
+        return self._cells is not None
+
+    def _cell_attention(self) -> CellAttention | None:
+        if self._pool.holders is None:
+            return None
+        layout = self._plan.layout(None)
+        if self._alive is not None:
+            layout = select_rows(layout, self._alive, None)
+        layouts = cell_layouts(layout, self._pool)
+        return None if layouts is None else CellAttention(layouts, self._pool, self._backend)
+
     def _add(self, mass: Tensor) -> None:
-        if self._by_head:
+        if self._by_head and self._cells is None:
             self._received.append(mass)
         else:
             self._sum = mass if self._sum is None else self._sum + mass
@@ -406,6 +425,7 @@ class _Attention:
         self._alive = alive
         self.write = self._plan.write[alive].to(self.write.device)
         self._plans.clear()
+        self._cells = self._cell_attention()
         if self._streamed is not None:
             self._streamed.keep_rows(alive)
 
@@ -419,6 +439,14 @@ class _Attention:
             self.queries[layer] = q[rows.to(q.device)]
         if self._streamed is not None:
             return self._answer(self._streamed, call, q)
+        if self._cells is not None:
+            if layer not in self._mass_heads:
+                return self._cells.run(layer, call.shape, q, call.sinks)
+            again = self._repeated
+            counted = None if again is None else ~again
+            out, added = self._cells.run_observed(layer, call.shape, q, call.sinks, counted)
+            self._add(added)
+            return out
         plan = self.plan(call.shape)
         k, v = pool.k[layer], pool.v[layer]
         if layer not in self._mass_heads:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Allocator, Blocks, Bools, Floats, Ints, Scorer, Tokens
+from arbor.retention.head_budgets import HeadBudgets, as_cells, pooled_means, vacated
 from arbor.retention.selection import Selection, checked_scores, select
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
@@ -16,6 +18,27 @@ ByHead = Callable[[Tokens], Tokens]
 Moved = tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer], Bools]
 # `moves_of` what is `given_up`, by a kernel; None: it cannot
 Mover = Callable[[Floats, Bools, Ints, Ints], Moved | None]
+
+
+@dataclass(frozen=True)
+class SharedCells:
+    """KV heads that keep different numbers of tokens, and so hold some in each other's cells.
+
+    Attributes:
+        budgets: how many each keeps.
+        layer: int64 [C], of each KV head.
+        holders: the KV heads whose tokens lie in the cells of some tokens' slots, [C, T]; None: its
+            own in each.
+    """
+
+    budgets: HeadBudgets
+    layer: Ints
+    holders: Callable[[Tokens], NDArray[np.integer] | None]
+
+    @property
+    def pools(self) -> Ints:
+        """See `HeadBudgets.pools`."""
+        return self.budgets.pools(self.layer)
 
 
 class HeadScorer:
@@ -30,10 +53,18 @@ class HeadScorer:
         scorer: of the policy.
         by_head: shows it what each head holds.
         mover: says what moves, the same as numpy; None: numpy does.
+        shared: heads keep different numbers; None: all keep equally many of a block.
     """
 
-    def __init__(self, scorer: Scorer, by_head: ByHead, mover: Mover | None = None) -> None:
+    def __init__(
+        self,
+        scorer: Scorer,
+        by_head: ByHead,
+        mover: Mover | None = None,
+        shared: SharedCells | None = None,
+    ) -> None:
         self.mover = mover
+        self.shared = shared
         self._scorer = scorer
         self._by_head = by_head
         self._known: tuple[Tokens, Floats] | None = None
@@ -82,6 +113,9 @@ class HeadScorer:
             shared: Floats = scores[0].astype(np.float64)
             return shared
         means: Floats = scores.mean(0).astype(np.float64)
+        if self.shared is not None:
+            sizes = np.unique(tokens.block, return_counts=True)[1]
+            return pooled_means(scores, means, self.shared.pools, sizes)
         free = np.flatnonzero(~tokens.protected)
         if tokens.block[0] == tokens.block[-1]:
             return means  # of one block how many stay does not depend on them
@@ -103,12 +137,21 @@ class HeadSelection(Selection):
         source: whole numbers [m], indices into `tokens` of what leaves.
         target: whole numbers [m], indices into `tokens` of what stays.
         tokens: of the blocks that keep a part.
+        into: whole numbers [m], cells that the targets are in; None: those of the heads.
     """
 
-    def __init__(self, blocks: Blocks, counts: Ints, tokens: Tokens, moved: Moved) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        counts: Ints,
+        tokens: Tokens,
+        moved: Moved,
+        into: Ints | None = None,
+    ) -> None:
         """moved: what heads move, and the slots of `tokens` that leave."""
         self.head, self.source, self.target, leaving = moved
         self.tokens = tokens
+        self.into = into
         super().__init__(blocks, counts, tokens, ~leaving)
 
 
@@ -128,6 +171,17 @@ def select_by_head(
         return counts, chosen
     tokens, scores = scorer.of_some(blocks, parted)
     resident = blocks.resident[parted]
+    if scorer.shared is not None:
+        shared, keep = scorer.shared, counts[parted]
+        cells = as_cells(
+            scores, shared.holders(tokens), shared.layer, tokens.protected, resident, keep
+        )
+        stays = shared.budgets.stays(cells)
+        head, source, into, target, leaving = vacated(
+            stays, shared.pools, tokens.protected, resident, keep
+        )
+        moved = head, source, target, leaving
+        return counts, HeadSelection(blocks, counts, tokens, moved, into)
     offer = scores, tokens.protected, resident, resident - counts[parted]
     moved = None if scorer.mover is None else scorer.mover(*offer)
     if moved is None:

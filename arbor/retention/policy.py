@@ -24,6 +24,7 @@ from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer, TokenAllocator
+from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
 from arbor.retention.observation import Observation
 from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -111,8 +112,14 @@ class Policy:
             the allocator sees the blocks of all of them at once.
         trigger: when it acts although room has not run out.
         granularity: which KV heads keep the same tokens. ``token``: all of a model's; ``head``:
-            each KV head of each layer keeps tokens of its own, equally many of a block; lossy mode
-            only, and of models without windows.
+            each KV head of each layer keeps tokens of its own; lossy mode only, and of models
+            without windows.
+        heads: with ``granularity=head``, how many tokens of a block each KV head keeps. ``equal``:
+            as many as any other; ``adaptive``: the heads of a layer compete (AdaKV); ``pyramid``:
+            those of lower layers more (PyramidKV).
+        safeguard: with ``heads=adaptive``, the part of an equal share that every head keeps.
+        beta: with ``heads=pyramid``, how steeply budgets fall; the last layer keeps 1/beta of the
+            mean.
         summary: one sentence on it, for ``arbor list policies``.
         registered_as: its name in the registry, which sets it; empty without one.
     """
@@ -126,6 +133,9 @@ class Policy:
     among: Among = "together"
     trigger: Trigger = field(default_factory=Trigger)
     granularity: Granularity = field(default="token", metadata=ONLY_IF_SET)
+    heads: HeadShares = field(default="equal", metadata=ONLY_IF_SET)
+    safeguard: float = field(default=0.2, metadata=ONLY_IF_SET)
+    beta: float = field(default=20.0, metadata=ONLY_IF_SET)
     summary: str = field(default="", kw_only=True, compare=False, repr=False, metadata=NO_SETTING)
     registered_as: str = field(default="", kw_only=True, metadata=NO_SETTING)
 
@@ -134,6 +144,21 @@ class Policy:
             raise UsageError(
                 "setting-range",
                 f"granularity={self.granularity}: it must be token or head.",
+            )
+        if self.heads not in get_args(HeadShares):
+            raise UsageError(
+                "setting-range",
+                f"heads={self.heads}: it must be equal, adaptive or pyramid.",
+            )
+        if not 0 <= self.safeguard <= 1:  # also refuses nan
+            raise UsageError("setting-range", f"safeguard={self.safeguard}: it must be 0 to 1.")
+        if not 1 <= self.beta <= 1e6:
+            raise UsageError("setting-range", f"beta={self.beta}: it must be 1 or more.")
+        if self.heads != "equal" and not self.by_head:
+            raise UsageError(
+                "granularity",
+                f"heads={self.heads}: all heads keep the same tokens with granularity=token.",
+                "Take granularity=head.",
             )
         if self.by_head:
             self._check_heads()
@@ -152,6 +177,13 @@ class Policy:
         elif isinstance(scorer, KVScorer) and not isinstance(scorer, HeadKVScorer):
             what = f"the scorer {type(scorer).__name__} gives all heads of a layer one score"
             hint = "Derive it from HeadKVScorer, or take granularity=token."
+        elif self.heads != "equal" and isinstance(scorer, KVScorer):
+            raise UsageError(
+                "granularity",
+                f"heads={self.heads}: the scorer {type(scorer).__name__} compares the keys of a "
+                "head, of which all heads have to hold equally many.",
+                "Take a scorer of attention, such as that of h2o or snapkv, or heads=equal.",
+            )
         elif wanted.heads is not None or wanted.layers is not None:
             what = f"the scorer {type(scorer).__name__} observes some heads or layers only"
             hint = "Let it observe all, or take granularity=token."
@@ -175,6 +207,13 @@ class Policy:
     def by_head(self) -> bool:
         """Whether each KV head keeps tokens of its own."""
         return self.granularity == "head"
+
+    @property
+    def head_budgets(self) -> HeadBudgets | None:
+        """How many tokens each KV head keeps, where that differs; None: equally many."""
+        if self.heads == "adaptive":
+            return Adaptive(self.safeguard)
+        return Pyramid(self.beta) if self.heads == "pyramid" else None
 
     @property
     def shared_allocator(self) -> Allocator:
@@ -217,6 +256,14 @@ class Policy:
 
 
 _NAMED = {
+    "adakv": Policy(
+        Pooled(),
+        Window(),
+        granularity="head",
+        heads="adaptive",
+        summary="Keeps the tokens that the last queries attended to; the KV heads of a layer compete for "
+        "its room (AdaKV).",
+    ),
     "ams": Policy(
         AMS(),
         Window(),
@@ -295,6 +342,14 @@ _NAMED = {
         LRU(),
         spares_paths=True,
         summary="Evicts the least recently used blocks, as a radix cache does (SGLang).",
+    ),
+    "pyramidkv": Policy(
+        Pooled(),
+        Window(),
+        granularity="head",
+        heads="pyramid",
+        summary="Keeps the tokens that the last queries attended to, more of them in lower layers "
+        "(PyramidKV).",
     ),
     "raas": Policy(
         Pooled(),

@@ -17,14 +17,19 @@ from arbor.model.plan import SegmentTable
 from arbor.tree import Node
 
 NAME = "masked_by_head"
-# from (row, position) of a decoded token to the positions that each KV head reads, [C, n]
-HeadReads = dict[tuple[int, int], NDArray[np.int32]]
+# from (row, position) of a decoded token to the positions of the tokens in the cells that it reads
+# and the KV heads that these are of, [C, n] each
+HeadReads = dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
-def held(memory: KVMemory, path: list[Node]) -> NDArray[np.int32]:
-    """Positions of the tokens of a path that each KV head holds, [C, n]."""
+def held(memory: KVMemory, path: list[Node]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Positions of the tokens in the cells of a path's slots, and their KV heads, [C, n] each."""
     slots = np.concatenate([node.span.slot[node.span.resident] for node in path])
-    return memory.heads.positions(memory.table, slots)
+    positions = memory.heads.positions(memory.table, slots).astype(np.int64)
+    holders = memory.heads.holders(memory.table, slots)
+    if holders is None:
+        return positions, np.broadcast_to(np.arange(len(positions))[:, None], positions.shape)
+    return positions, holders.astype(np.int64)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> HeadReads:
@@ -64,11 +69,12 @@ def masked_forward(
     allowed = np.zeros((heads, count, count), np.bool_)
     for block in node.path:
         for at in range(block.start, block.end):
-            positions = seen.get((block.row, at))
-            if positions is None:
+            read = seen.get((block.row, at))
+            if read is None:
                 allowed[:, at, : at + 1] = True
             else:
-                np.put_along_axis(allowed[:, at], positions.astype(np.int64), True, 1)
+                positions, holders = read
+                allowed[holders, at, positions] = True
     weights: dict[int, Tensor] = {}
 
     def attend(

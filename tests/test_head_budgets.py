@@ -1,0 +1,199 @@
+"""How many tokens each KV head keeps: AdaKV's and PyramidKV's rules against plain loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from arbor.retention.head_budgets import (
+    Adaptive,
+    HeadBudgets,
+    Pyramid,
+    as_cells,
+    pooled_means,
+    vacated,
+)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Cells of some blocks; see `as_cells`."""
+
+    scores: NDArray[np.float64]
+    holder: NDArray[np.int64]
+    layer: NDArray[np.int64]
+    protected: NDArray[np.bool_]
+    sizes: NDArray[np.int64]
+    keep: NDArray[np.int64]
+
+
+@st.composite
+def offers(draw: st.DrawFn, across_layers: bool = False) -> Offer:
+    """Blocks in which heads hold each other's cells, within a layer or across them."""
+    layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    sizes = np.array(draw(st.lists(st.integers(2, 8), min_size=1, max_size=4)))
+    keep = np.array([draw(st.integers(1, int(size) - 1)) for size in sizes])
+    total, count = layers * heads, int(sizes.sum())
+    layer = np.repeat(np.arange(layers), heads)
+    values = draw(st.sampled_from([2, 1000]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    protected = rng.random(count) < draw(st.sampled_from([0.0, 0.2, 0.9]))
+    holder = np.tile(np.arange(total)[:, None], count)
+    for slot in np.flatnonzero(~protected & (rng.random(count) < 0.7)):
+        if across_layers:
+            holder[:, slot] = rng.integers(0, total, total)
+        else:
+            holder[:, slot] = layer * heads + rng.integers(0, heads, total)
+    scores = rng.integers(0, values, (total, count)).astype(np.float64)
+    return Offer(scores, holder, layer, protected, sizes, keep)
+
+
+def cells_of(offer: Offer) -> list[list[tuple[int, int]]]:
+    """(cell, slot) of each block."""
+    ends = np.cumsum(offer.sizes)
+    return [
+        [(cell, slot) for cell in range(len(offer.layer)) for slot in range(end - size, end)]
+        for end, size in zip(ends.tolist(), offer.sizes.tolist(), strict=True)
+    ]
+
+
+def best_first(offer: Offer, cells: list[tuple[int, int]], tight: bool) -> list[tuple[int, int]]:
+    """Protected ones (where they do not fit: only they), then the higher score, the later slot."""
+    return sorted(
+        cells,
+        key=lambda at: (
+            not offer.protected[at[1]],
+            -offer.scores[at] if tight or not offer.protected[at[1]] else 0.0,
+            -at[1],
+            at[0],
+        ),
+    )
+
+
+def is_tight(offer: Offer, cells: list[tuple[int, int]], keep: int) -> bool:
+    return len({slot for _, slot in cells if offer.protected[slot]}) > keep
+
+
+def stays_of(budgets: HeadBudgets, offer: Offer) -> NDArray[np.bool_]:
+    return budgets.stays(
+        as_cells(
+            offer.scores, offer.holder, offer.layer, offer.protected, offer.sizes, offer.keep
+        )
+    )
+
+
+@given(offers(), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+def test_heads_of_a_layer_compete_for_its_cells(offer: Offer, safeguard: float) -> None:
+    stays = stays_of(Adaptive(safeguard), offer)
+    for cells, keep in zip(cells_of(offer), offer.keep.tolist(), strict=True):
+        tight = is_tight(offer, cells, keep)
+        for layer in set(offer.layer.tolist()):
+            mine = [at for at in cells if offer.layer[at[0]] == layer]
+            heads = [head for head, its in enumerate(offer.layer.tolist()) if its == layer]
+            safe = []
+            for head in heads:
+                held = best_first(offer, [at for at in mine if offer.holder[at] == head], tight)
+                safe += held[: int(safeguard * keep + 1e-9)]
+            if not tight:
+                safe += [at for at in mine if offer.protected[at[1]] and at not in safe]
+            rest = [at for at in best_first(offer, mine, tight) if at not in safe]
+            wanted = (safe + rest)[: keep * len(heads)]
+            assert {at for at in mine if stays[at]} == set(wanted)
+
+
+@given(offers(across_layers=True), st.sampled_from([1.0, 2.0, 20.0]))
+def test_lower_layers_keep_more(offer: Offer, beta: float) -> None:
+    stays = stays_of(Pyramid(beta), offer)
+    total = len(offer.layer)
+    for cells, keep in zip(cells_of(offer), offer.keep.tolist(), strict=True):
+        tight = is_tight(offer, cells, keep)
+        kept = [[at for at in cells if stays[at] and offer.holder[at] == h] for h in range(total)]
+        held = [[at for at in cells if offer.holder[at] == h] for h in range(total)]
+        assert sum(map(len, kept)) == keep * total
+        for mine, all_of_it in zip(kept, held, strict=True):
+            assert set(mine) == set(best_first(offer, all_of_it, tight)[: len(mine)])
+        # whoever has tokens left keeps at least as many as any higher layer, but for rounding
+        for low in range(total):
+            for high in range(total):
+                if offer.layer[low] < offer.layer[high] and len(kept[low]) < len(held[low]):
+                    assert len(kept[low]) >= len(kept[high]) - 1
+
+
+def test_budgets_fall_linearly_from_the_first_layer_to_the_last() -> None:
+    layers, count, keep = 5, 100, 20
+    layer = np.arange(layers)
+    cells = as_cells(
+        np.random.default_rng(0).random((layers, count)),
+        None,
+        layer,
+        np.zeros(count, np.bool_),
+        np.array([count]),
+        np.array([keep]),
+    )
+    # 2 m - m / 20 = 39, m / 20 = 1; the published rule
+    assert Pyramid(20.0).stays(cells).sum(1).tolist() == [39, 30, 20, 10, 1]
+    assert Pyramid(1.0).stays(cells).sum(1).tolist() == [20] * layers
+
+
+def test_what_is_protected_is_not_part_of_the_pyramid() -> None:
+    layers, count = 3, 30
+    protected = np.zeros(count, np.bool_)
+    protected[:4] = True
+    cells = as_cells(
+        np.zeros((layers, count)),
+        None,
+        np.arange(layers),
+        protected,
+        np.array([count]),
+        np.array([14]),
+    )
+    # of 10 besides the 4: 19.5, 10 and 0.5; halves go to the lower layer first
+    assert Pyramid(20.0).stays(cells).sum(1).tolist() == [24, 14, 4]
+
+
+@pytest.mark.parametrize("budgets", [Adaptive(), Pyramid()], ids=["adaptive", "pyramid"])
+@given(data=st.data())
+def test_what_stays_moves_to_later_slots_of_its_block(
+    budgets: HeadBudgets, data: st.DataObject
+) -> None:
+    offer = data.draw(offers(across_layers=isinstance(budgets, Pyramid)))
+    stays = stays_of(budgets, offer)
+    pools = budgets.pools(offer.layer)
+    cell, source, into, target, leaving = vacated(
+        stays, pools, offer.protected, offer.sizes, offer.keep
+    )
+    block = np.repeat(np.arange(len(offer.sizes)), offer.sizes)
+
+    lost = np.bincount(block[leaving], minlength=len(offer.sizes))
+    assert lost.tolist() == (offer.sizes - offer.keep).tolist()
+    assert (block[source] == block[target]).all() and (source < target).all()
+    assert (pools[cell] == pools[into]).all()
+    assert leaving[source].all() and not leaving[target].any()
+    named = np.where(stays, np.arange(stays.size).reshape(stays.shape), -1)
+    after = named.copy()
+    after[into, target] = named[cell, source]
+    assert sorted(after[:, ~leaving].ravel()) == sorted(named[stays])
+    # of slots whose tokens stay in every head none leaves
+    guarded = np.bincount(block[offer.protected], minlength=len(offer.sizes))
+    roomy = (guarded <= offer.keep)[block]
+    assert not (leaving & offer.protected & roomy).any()
+
+
+@given(offers())
+def test_one_more_slot_is_worth_the_next_best_cells(offer: Offer) -> None:
+    means = offer.scores.mean(0)
+    found = pooled_means(offer.scores, means, offer.layer, offer.sizes)
+    for end, size in zip(np.cumsum(offer.sizes), offer.sizes, strict=True):
+        mine = slice(end - size, end)
+        layers = []
+        for layer in set(offer.layer.tolist()):
+            ordered = np.sort(offer.scores[offer.layer == layer][:, mine].ravel())
+            layers.append(ordered.reshape(size, -1).mean(1))
+        assert sorted(found[mine]) == pytest.approx(np.mean(layers, 0).tolist())
+        by_mean = np.lexsort((np.arange(size), means[mine]))
+        assert (np.diff(found[mine][by_mean]) >= 0).all()
