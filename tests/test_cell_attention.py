@@ -69,17 +69,22 @@ def by_hand(
     """Output [T, H_q, D] and the mass of each cell [C, slots + 1], head by head."""
     out = torch.zeros(3, HEADS * GROUP, DIM)
     mass = torch.zeros(LAYERS * HEADS, SLOTS + 1)
-    reads = {0: [4, 5, 6, 7, 8, 12, 13, 2], 1: [4, 5, 6, 7, 8, 12, 13, 2, 3], 2: [4, 5, 6, 7, 8, 10, 11]}
+    reads = {
+        0: [4, 5, 6, 7, 8, 12, 13, 2],
+        1: [4, 5, 6, 7, 8, 12, 13, 2, 3],
+        2: [4, 5, 6, 7, 8, 10, 11],
+    }
     for row, slots in reads.items():
         for query in range(HEADS * GROUP):
             holder = layer * HEADS + query // GROUP
             cells = [(c, s) for s in slots for c in range(LAYERS * HEADS) if found[c, s] == holder]
-            parts = [(pool.k[c // HEADS][s, c % HEADS], pool.v[c // HEADS][s, c % HEADS]) for c, s in cells]
+            parts = [
+                (pool.k[c // HEADS][s, c % HEADS], pool.v[c // HEADS][s, c % HEADS])
+                for c, s in cells
+            ]
             keys, values = (torch.stack(each).float() for each in zip(*parts, strict=True))
             if pool.dtype == torch.int8:
-                keys, values = (
-                    decode(torch.stack(each), DIM) for each in zip(*parts, strict=True)
-                )
+                keys, values = (decode(torch.stack(each), DIM) for each in zip(*parts, strict=True))
             logits = keys @ q[row, query] * SHAPE.scaling
             if sinks is not None:
                 logits = torch.cat([logits, sinks[query : query + 1]])

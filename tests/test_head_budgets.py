@@ -63,14 +63,14 @@ def cells_of(offer: Offer) -> list[list[tuple[int, int]]]:
 
 
 def best_first(offer: Offer, cells: list[tuple[int, int]], tight: bool) -> list[tuple[int, int]]:
-    """Protected ones (where they do not fit: only they), then the higher score, the later slot."""
+    """Protected ones first (where they do not fit: they alone), then by score, slot and cell."""
     return sorted(
         cells,
         key=lambda at: (
             not offer.protected[at[1]],
             -offer.scores[at] if tight or not offer.protected[at[1]] else 0.0,
             -at[1],
-            at[0],
+            -at[0],
         ),
     )
 
@@ -81,9 +81,7 @@ def is_tight(offer: Offer, cells: list[tuple[int, int]], keep: int) -> bool:
 
 def stays_of(budgets: HeadBudgets, offer: Offer) -> NDArray[np.bool_]:
     return budgets.stays(
-        as_cells(
-            offer.scores, offer.holder, offer.layer, offer.protected, offer.sizes, offer.keep
-        )
+        as_cells(offer.scores, offer.holder, offer.layer, offer.protected, offer.sizes, offer.keep)
     )
 
 

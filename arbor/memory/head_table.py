@@ -72,9 +72,7 @@ class HeadTable:
             return own
         return np.where(mixed, self._position[:, slots], own)
 
-    def holders(
-        self, table: SlotTable, slots: NDArray[np.integer]
-    ) -> NDArray[np.integer] | None:
+    def holders(self, table: SlotTable, slots: NDArray[np.integer]) -> NDArray[np.integer] | None:
         """The KV head whose K and V lie in each cell of some slots, [C, n]; None: its own in
         each."""
         lent = table.lent[slots]

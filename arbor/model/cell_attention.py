@@ -46,9 +46,7 @@ class CellAttention:
         self._cells = pool.cells()
         self._backend = backend
 
-    def run(
-        self, layer: int, shape: AttentionShape, q: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def run(self, layer: int, shape: AttentionShape, q: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention of a layer.
 
         Args:

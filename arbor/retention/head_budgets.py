@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from arbor.retention.base import Bools, Floats, Ints
 from arbor.retention.ordering import order
+from arbor.retention.selection import worst
 
 HeadShares = Literal["equal", "adaptive", "pyramid"]
 
@@ -41,27 +42,33 @@ class Cells:
         """The block of each slot, int64 [T]."""
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
-    def ranked(self, group: Ints, first: Bools | None = None) -> Ints:
-        """The place of each cell among those of its block and group, int64 [C, T], from 0 for the
-        highest score; of equals the later slot comes first, then the lower cell.
+    @property
+    def held(self) -> Ints:
+        """Tokens that each KV head holds of each block, int64 [P, C]."""
+        heads, blocks = len(self.layer), len(self.sizes)
+        numbers = (self.block * heads + self.holder).ravel()
+        return np.bincount(numbers, minlength=blocks * heads).reshape(blocks, heads)
+
+    def lowest(self, score: Floats, group: NDArray[np.integer], keep: Ints) -> Bools:
+        """The lowest scores of each block and group, bool [C, T]: all but as many as stay.
+
+        Of equals the one in the earlier slot is lower, in one slot that of the lower cell.
 
         Args:
-            group: [C, T].
-            first: bool [C, T], cells that come before all others.
+            score: [C, T].
+            group: [C, T], or [C, 1] if the same in every slot; less than Q.
+            keep: int64 [P, Q], how many stay of each block and group, at most what it has.
         """
-        heads, count = self.score.shape
-        block = np.broadcast_to(self.block, (heads, count)).ravel()
-        late = np.broadcast_to(np.arange(count, 0, -1), (heads, count)).ravel()
-        keys = [block, group.ravel(), -self.score.ravel(), late]
-        if first is not None:
-            keys.insert(2, ~first.ravel())
-        sequence = order(*keys)
-        named = block[sequence] * (int(group.max(initial=0)) + 1) + group.ravel()[sequence]
-        begins = np.flatnonzero(np.diff(named, prepend=-1))
-        ranks = np.empty(heads * count, np.int64)
-        lengths = np.diff(np.append(begins, len(named)))
-        ranks[sequence] = np.arange(len(named)) - np.repeat(begins, lengths)
-        return ranks.reshape(heads, count)
+        heads, count = score.shape
+        groups = keep.shape[1]
+        last = len(self.sizes) * groups
+        number = self.block[:, None] * groups + np.broadcast_to(group.T, (count, heads))
+        number = number.ravel().astype(np.int16 if last < 1 << 15 else np.int64)
+        order = np.argsort(number, kind="stable")  # of few groups by their digits, in O(n)
+        size = np.bincount(number, minlength=last)
+        gone = np.empty(heads * count, np.bool_)
+        gone[order] = worst(score.T.ravel()[order], size, size - keep.ravel())
+        return gone.reshape(count, heads).T
 
 
 class HeadBudgets(Protocol):
@@ -102,12 +109,10 @@ class Adaptive:
 
     def stays(self, cells: Cells) -> Bools:
         floor = np.floor(self.safeguard * cells.keep + 1e-9).astype(np.int64)
-        safe = cells.ranked(cells.holder) < floor[cells.block]
-        safe |= np.isposinf(cells.score)
-        group = np.broadcast_to(cells.layer[:, None], cells.score.shape)
-        heads = np.bincount(cells.layer)[cells.layer]
-        room = heads[:, None] * cells.keep[cells.block]
-        stays: Bools = cells.ranked(group, safe) < room
+        safe = ~cells.lowest(cells.score, cells.holder, np.minimum(floor[:, None], cells.held))
+        score = np.where(safe, np.inf, cells.score)
+        room = cells.keep[:, None] * np.bincount(cells.layer)
+        stays: Bools = ~cells.lowest(score, cells.layer[:, None], room)
         return stays
 
 
@@ -130,17 +135,12 @@ class Pyramid:
         return np.zeros_like(layer)
 
     def stays(self, cells: Cells) -> Bools:
-        counts = self._counts(cells)
-        stays: Bools = (
-            cells.ranked(cells.holder) < counts[cells.block[None], cells.holder]
-        )
+        stays: Bools = ~cells.lowest(cells.score, cells.holder, self._counts(cells))
         return stays
 
     def _counts(self, cells: Cells) -> Ints:
         """Tokens that each head keeps of each block, int64 [P, C]."""
-        heads, blocks = len(cells.layer), len(cells.sizes)
-        numbers = cells.block * heads + cells.holder
-        held = np.bincount(numbers.ravel(), minlength=blocks * heads).reshape(blocks, heads)
+        heads, blocks, held = len(cells.layer), len(cells.sizes), cells.held
         layers = int(cells.layer.max()) + 1
         falls = np.linspace(2 - 1 / self.beta, 1 / self.beta, layers)[cells.layer]
         least = np.minimum(np.minimum(cells.guarded, cells.keep)[:, None], held)

@@ -180,8 +180,8 @@ def select_by_head(
         head, source, into, target, leaving = vacated(
             stays, shared.pools, tokens.protected, resident, keep
         )
-        moved = head, source, target, leaving
-        return counts, HeadSelection(blocks, counts, tokens, moved, into)
+        given: Moved = (head, source, target, leaving)
+        return counts, HeadSelection(blocks, counts, tokens, given, into)
     offer = scores, tokens.protected, resident, resident - counts[parted]
     moved = None if scorer.mover is None else scorer.mover(*offer)
     if moved is None:

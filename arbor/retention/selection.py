@@ -333,10 +333,10 @@ def best_tokens(protected: Bools, scores: Floats, sizes: Ints, counts: Ints) -> 
         tight = np.repeat(safe > counts, sizes)
         scores = np.where(protected & ~tight, np.inf, scores)
         scores[tight & ~protected] = -np.inf
-    return ~_worst(scores, sizes, sizes - counts)
+    return ~worst(scores, sizes, sizes - counts)
 
 
-def _worst(scores: Floats, sizes: Ints, lose: Ints) -> Bools:
+def worst(scores: Floats, sizes: Ints, lose: Ints) -> Bools:
     """The lowest scores of each block, as many as it loses; of equals the earlier one.
 
     Each block has a limit up to which tokens leave, so no order of all tokens is needed.
