@@ -6,9 +6,9 @@
 Every contestant reads the same prompt of a random Llama and decodes the same number of tokens after
 it, greedily, on one path; lossy mode, nothing comes back, 4 sinks and the last 32 tokens protected.
 A policy with `/32` behind its name acts every 32 tokens instead of at every one, with `/heads` each
-KV head keeps tokens of its own. Prefill is not in the
-ratios; it is reported, since policies act while a prompt is read too. One thread, thread CPU time,
-contestants in turn within each round; a ratio is full retention's time over the contestant's,
+KV head keeps tokens of its own, with `/adaptive` or `/pyramid` different numbers. Prefill is not in
+the ratios; it is reported, since policies act while a prompt is read too. One thread, thread CPU
+time, contestants in turn within each round; a ratio is full retention's time over the contestant's,
 median of the rounds with its bootstrap 95 % interval.
 """
 
@@ -47,6 +47,8 @@ def policy_of(name: str) -> Policy:
         protect=Protect(sinks=4, recent=32),
         trigger=Trigger(spare=SPARE if str(SPARE) in rest else 0),
     )
+    for heads in {"adaptive", "pyramid"} & set(rest):
+        return replace(policy, granularity="head", heads=heads)  # type: ignore[arg-type]
     return replace(policy, granularity="head") if "heads" in rest else policy
 
 

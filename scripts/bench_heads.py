@@ -10,6 +10,7 @@ tokens, with random figures; a part of the tokens stays, or all but one. Timed a
              what the places of each block are worth (of several blocks), Pooled, what each head
              gives up, which slots leave, and what moves
     numpy    the same without the native kernel
+    adaptive, pyramid    the same with `heads=adaptive` and `heads=pyramid`
     carried  K and V moved from slot to slot, float16, 64 numbers a head
     moved    heads of tokens moved, per head
 
@@ -35,7 +36,14 @@ from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import Blocks, Tokens
-from arbor.retention.head_selection import HeadScorer, HeadSelection, Mover, select_by_head
+from arbor.retention.head_budgets import Adaptive, HeadBudgets, Pyramid
+from arbor.retention.head_selection import (
+    HeadScorer,
+    HeadSelection,
+    Mover,
+    SharedCells,
+    select_by_head,
+)
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
 from arbor.retention.selection import Selection, select
 from arbor.retention.token_kv import NO_KV
@@ -105,14 +113,22 @@ def measure(
             return select(offer(sizes, mass), room, Pooled(), HeavyHitters())[1]
 
         def head(
-            mover: Mover | None, mass: NDArray[np.float64] = mass, show: Any = by_head
+            mover: Mover | None,
+            budgets: HeadBudgets | None = None,
+            mass: NDArray[np.float64] = mass,
+            show: Any = by_head,
         ) -> Selection:
-            scorer = HeadScorer(HeavyHitters(), show, mover)
+            shared = None
+            if budgets is not None:
+                shared = SharedCells(budgets, table.layer, lambda tokens: None)
+            scorer = HeadScorer(HeavyHitters(), show, mover, shared)
             return select_by_head(offer(sizes, mass), room, Pooled(), scorer)[1]
 
         works: dict[str, Callable[[], Selection]] = {
             "token": token,
             "numpy": partial(head, None),
+            "adaptive": partial(head, None, Adaptive()),
+            "pyramid": partial(head, None, Pyramid()),
             "heads": partial(head, head_moves),
         }
         for name, work in works.items():

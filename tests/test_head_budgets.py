@@ -15,9 +15,9 @@ from arbor.retention.head_budgets import (
     HeadBudgets,
     Pyramid,
     as_cells,
-    pooled_means,
     vacated,
 )
+from arbor.retention.head_selection import ranked_means
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def test_what_stays_moves_to_later_slots_of_its_block(
 @given(offers())
 def test_one_more_slot_is_worth_the_next_best_cells(offer: Offer) -> None:
     means = offer.scores.mean(0)
-    found = pooled_means(offer.scores, means, offer.layer, offer.sizes)
+    found = ranked_means(offer.scores, means, offer.sizes, int(offer.layer[-1]) + 1)
     for end, size in zip(np.cumsum(offer.sizes), offer.sizes, strict=True):
         mine = slice(end - size, end)
         layers = []

@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
@@ -23,52 +24,64 @@ class Cells:
     Attributes:
         score: [C, T], of what lies in each cell; protected tokens +inf, what leaves before them
             -inf.
-        holder: int64 [C, T], the KV head whose token lies there.
-        layer: int64 [C], of each KV head.
+        holder: whole numbers [C, T], the KV head whose token lies there; None: the cell's own.
+        layer: int64 [C], of each KV head, each layer of as many.
         sizes: int64 [P], slots of each block; summing to T.
         keep: int64 [P], slots that each block keeps.
         guarded: int64 [P], slots of each block whose tokens stay in every head.
     """
 
     score: Floats
-    holder: Ints
+    holder: NDArray[np.integer] | None
     layer: Ints
     sizes: Ints
     keep: Ints
     guarded: Ints
 
-    @property
-    def block(self) -> Ints:
-        """The block of each slot, int64 [T]."""
-        return np.repeat(np.arange(len(self.sizes)), self.sizes)
-
-    @property
+    @cached_property
     def held(self) -> Ints:
-        """Tokens that each KV head holds of each block, int64 [P, C]."""
+        """Tokens that each KV head holds of each block, int64 [C, P]."""
         heads, blocks = len(self.layer), len(self.sizes)
-        numbers = (self.block * heads + self.holder).ravel()
-        return np.bincount(numbers, minlength=blocks * heads).reshape(blocks, heads)
+        if self.holder is None:
+            return np.broadcast_to(self.sizes, (heads, blocks))
+        numbers = self.holder.astype(np.int64)
+        numbers *= blocks
+        numbers += np.repeat(np.arange(blocks), self.sizes)
+        return np.bincount(numbers.ravel(), minlength=heads * blocks).reshape(heads, blocks)
 
-    def lowest(self, score: Floats, group: NDArray[np.integer], keep: Ints) -> Bools:
-        """The lowest scores of each block and group, bool [C, T]: all but as many as stay.
+    def best_of_heads(self, keep: Ints) -> Bools:
+        """The best tokens of each KV head and block, bool [C, T].
 
-        Of equals the one in the earlier slot is lower, in one slot that of the lower cell.
+        Of equals the one in the later slot is better, in one slot that in the later cell.
+
+        Args:
+            keep: int64 [C, P], at most `held`.
+        """
+        heads, count = self.score.shape
+        lose = (self.held - keep).ravel()
+        if self.holder is None:
+            gone = worst(self.score.ravel(), self.held.ravel(), lose)
+            return ~gone.reshape(heads, count)
+        # of 16-bit numbers a stable sort takes O(n)
+        order = np.argsort(self.holder.T.ravel().astype(np.int16), kind="stable")
+        stays = np.empty(heads * count, np.bool_)
+        stays[order] = ~worst(self.score.T.ravel()[order], self.held.ravel(), lose)
+        return stays.reshape(count, heads).T
+
+    def best_of_layers(self, score: Floats) -> Bools:
+        """The best cells of each layer and block, as many as the slots that it keeps have; bool
+        [C, T]. Equals as in `best_of_heads`.
 
         Args:
             score: [C, T].
-            group: [C, T], or [C, 1] if the same in every slot; less than Q.
-            keep: int64 [P, Q], how many stay of each block and group, at most what it has.
         """
-        heads, count = score.shape
-        groups = keep.shape[1]
-        last = len(self.sizes) * groups
-        number = self.block[:, None] * groups + np.broadcast_to(group.T, (count, heads))
-        number = number.ravel().astype(np.int16 if last < 1 << 15 else np.int64)
-        order = np.argsort(number, kind="stable")  # of few groups by their digits, in O(n)
-        size = np.bincount(number, minlength=last)
-        gone = np.empty(heads * count, np.bool_)
-        gone[order] = worst(score.T.ravel()[order], size, size - keep.ravel())
-        return gone.reshape(count, heads).T
+        heads, count = self.score.shape
+        layers = int(self.layer[-1]) + 1
+        each = heads // layers
+        flat = score.reshape(layers, each, count).transpose(0, 2, 1).ravel()
+        sizes = np.tile(self.sizes * each, layers)
+        gone = worst(flat, sizes, np.tile((self.sizes - self.keep) * each, layers))
+        return ~gone.reshape(layers, count, each).transpose(0, 2, 1).reshape(heads, count)
 
 
 class HeadBudgets(Protocol):
@@ -109,11 +122,8 @@ class Adaptive:
 
     def stays(self, cells: Cells) -> Bools:
         floor = np.floor(self.safeguard * cells.keep + 1e-9).astype(np.int64)
-        safe = ~cells.lowest(cells.score, cells.holder, np.minimum(floor[:, None], cells.held))
-        score = np.where(safe, np.inf, cells.score)
-        room = cells.keep[:, None] * np.bincount(cells.layer)
-        stays: Bools = ~cells.lowest(score, cells.layer[:, None], room)
-        return stays
+        safe = cells.best_of_heads(np.minimum(floor, cells.held))
+        return cells.best_of_layers(np.where(safe, np.inf, cells.score))
 
 
 @dataclass(frozen=True)
@@ -135,30 +145,29 @@ class Pyramid:
         return np.zeros_like(layer)
 
     def stays(self, cells: Cells) -> Bools:
-        stays: Bools = ~cells.lowest(cells.score, cells.holder, self._counts(cells))
-        return stays
+        return cells.best_of_heads(self._counts(cells))
 
     def _counts(self, cells: Cells) -> Ints:
-        """Tokens that each head keeps of each block, int64 [P, C]."""
-        heads, blocks, held = len(cells.layer), len(cells.sizes), cells.held
-        layers = int(cells.layer.max()) + 1
-        falls = np.linspace(2 - 1 / self.beta, 1 / self.beta, layers)[cells.layer]
-        least = np.minimum(np.minimum(cells.guarded, cells.keep)[:, None], held)
+        """Tokens that each head keeps of each block, int64 [C, P]."""
+        heads, held = len(cells.layer), cells.held
+        layers = int(cells.layer[-1]) + 1
+        falls = np.linspace(2 - 1 / self.beta, 1 / self.beta, layers)[cells.layer][:, None]
+        least = np.minimum(np.minimum(cells.guarded, cells.keep), held)
         wanted = heads * cells.keep
-        low, high = np.zeros(blocks), np.full(blocks, float(cells.sizes.max()) * self.beta)
+        low = np.zeros(len(cells.sizes))
+        high = low + float(cells.sizes.max()) * self.beta
         for _ in range(60):  # the largest multiple of the shares that fits
             middle = (low + high) / 2
-            filled = np.minimum(least + middle[:, None] * falls, held).sum(1)
-            low = np.where(filled <= wanted, middle, low)
-            high = np.where(filled <= wanted, high, middle)
-        shares = np.minimum(least + low[:, None] * falls, held)
+            fits = np.minimum(least + middle * falls, held).sum(0) <= wanted
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        shares = np.minimum(least + low * falls, held)
         counts = np.minimum(np.floor(shares + 1e-6).astype(np.int64), held)
-        left = wanted - counts.sum(1)
+        left = wanted - counts.sum(0)
         # to 1e-6: shares equal on paper differ in their last bits
         rest = np.where(counts < held, np.round(shares - counts, 6), -np.inf)
-        place = np.argsort(np.argsort(-rest, 1, kind="stable"), 1, kind="stable")
-        counts += (place < left[:, None]) & (counts < held)
-        assert (counts.sum(1) == wanted).all(), "what heads keep fills the cells"
+        place = np.argsort(np.argsort(-rest, 0, kind="stable"), 0, kind="stable")
+        counts += (place < left) & (counts < held)
+        assert (counts.sum(0) == wanted).all(), "what heads keep fills the cells"
         return counts
 
 
@@ -199,45 +208,14 @@ def vacated(
     leaving[sequence] = np.arange(count) - begins[block] < (sizes - keep)[block]
 
     def listed(chosen: Bools) -> tuple[Ints, Ints]:
+        """By pool and block; in these by cell, so that many move within their own cell."""
         cell, slot = np.nonzero(chosen)
-        # heads that move out of cells of their own move into such where they can
-        at = order(block[slot], pools[cell], cell, slot)
-        return cell[at], slot[at]
+        if len(sizes) > 1:
+            at = np.argsort(pools[cell] * len(sizes) + block[slot], kind="stable")
+            cell, slot = cell[at], slot[at]
+        return cell, slot
 
     return *listed(stays & leaving), *listed(~stays & ~leaving), leaving
-
-
-def pooled_means(scores: Floats, means: Floats, pools: Ints, sizes: Ints) -> Floats:
-    """What one more slot of a block is worth, where heads share their cells, [T].
-
-    The j-th best slot is worth the mean over the pools of the mean of their j-th best cells, as
-    many as a pool has heads; it is that of the slot whose mean score ranks j-th in its block.
-
-    Args:
-        scores: [C, T], of what lies in each cell, block after block.
-        means: float64 [T], over the cells.
-        pools: int64 [C], see `HeadBudgets.pools`; of as many heads each.
-        sizes: int64 [P], slots of each block; summing to T.
-
-    Returns:
-        float64 [T].
-
-    Example:
-        >>> scores = np.array([[5.0, 4.0], [1.0, 0.0]])
-        >>> pooled_means(scores, scores.mean(0), np.array([0, 0]), np.array([2])).tolist()
-        [4.5, 0.5]
-    """
-    cells, count = scores.shape
-    block = np.repeat(np.arange(len(sizes)), sizes)
-    heads = cells // (int(pools.max()) + 1)
-    where = np.broadcast_to(block, scores.shape)
-    pool = np.broadcast_to(pools[:, None], scores.shape)
-    rising = np.lexsort((scores.ravel(), where.ravel(), pool.ravel()))
-    best = scores.ravel()[rising].reshape(-1, count, heads).mean(2).mean(0)
-    by_mean = np.lexsort((means, block))
-    result = np.empty(count, np.float64)
-    result[by_mean] = best
-    return result
 
 
 def as_cells(
@@ -259,16 +237,15 @@ def as_cells(
         sizes: int64 [P], slots of each block, >= 1; summing to T.
         keep: int64 [P], slots that each keeps, >= 1.
     """
-    heads = np.broadcast_to(np.arange(len(layer))[:, None], scores.shape)
     ends = np.cumsum(sizes)
     guarded = np.add.reduceat(protected, ends - sizes, dtype=np.int64)
-    score = scores.astype(np.float64)
+    score = scores.copy()
     tight = np.repeat(guarded > keep, sizes)
     score[:, protected & ~tight] = np.inf
     score[:, tight & ~protected] = -np.inf
     return Cells(
         score=score,
-        holder=heads if holder is None else holder.astype(np.int64),
+        holder=holder,
         layer=layer,
         sizes=sizes,
         keep=keep,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Allocator, Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.head_budgets import HeadBudgets, as_cells, pooled_means, vacated
+from arbor.retention.head_budgets import HeadBudgets, as_cells, vacated
 from arbor.retention.selection import Selection, checked_scores, select
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
@@ -113,16 +113,14 @@ class HeadScorer:
             shared: Floats = scores[0].astype(np.float64)
             return shared
         means: Floats = scores.mean(0).astype(np.float64)
-        if self.shared is not None:
-            sizes = np.unique(tokens.block, return_counts=True)[1]
-            return pooled_means(scores, means, self.shared.pools, sizes)
         free = np.flatnonzero(~tokens.protected)
         if tokens.block[0] == tokens.block[-1]:
             return means  # of one block how many stay does not depend on them
         if len(free):
             block = tokens.block[free]
             sizes = np.diff(np.flatnonzero(np.diff(block, prepend=-1, append=block[-1] + 1)))
-            means[free] = ranked_means(np.take(scores, free, 1), means[free], sizes)
+            pools = len(scores) if self.shared is None else int(self.shared.pools[-1]) + 1
+            means[free] = ranked_means(np.take(scores, free, 1), means[free], sizes, pools)
         return means
 
 
@@ -249,14 +247,18 @@ def _lowest(scores: Floats, lose: Ints) -> Bools:
     return gone
 
 
-def ranked_means(scores: Floats, means: Floats, sizes: Ints) -> Floats:
+def ranked_means(scores: Floats, means: Floats, sizes: Ints, pools: int | None = None) -> Floats:
     """The mean over heads of their j-th best scores, of the token whose mean ranks j-th in its
     block.
+
+    Where heads share their cells, it is the mean over the pools of the mean of their j-th best
+    scores, as many as a pool has heads.
 
     Args:
         scores: [C, T], block after block.
         means: float64 [T], over the heads.
         sizes: int64 [P], tokens of each block; summing to T.
+        pools: of neighbouring heads, equally many in each; None: a head is one.
 
     Returns:
         float64 [T].
@@ -267,11 +269,23 @@ def ranked_means(scores: Floats, means: Floats, sizes: Ints) -> Floats:
         >>> scores = np.array([[5.0, 1.0, 0.0], [1.0, 4.0, 0.0]])
         >>> ranked_means(scores, scores.mean(0), np.array([3])).tolist()
         [4.5, 1.0, 0.0]
+        >>> ranked_means(scores, scores.mean(0), np.array([3]), pools=1).tolist()
+        [4.5, 1.0, 0.0]
+        >>> scores = np.array([[5.0, 4.0, 0.0], [1.0, 0.0, 0.0]])
+        >>> ranked_means(scores, scores.mean(0), np.array([3]), pools=1).tolist()
+        [4.5, 0.5, 0.0]
     """
+    pools = pools or len(scores)
+    each = len(scores) // pools
     result = np.empty(len(means))
     for _, at, inside in _tables(sizes):
         table = _table(scores, at, inside)
+        if each > 1:
+            table = table.reshape(pools, each, *at.shape).transpose(0, 2, 3, 1)
+            table = table.reshape(pools, len(at), -1)
         table.sort(-1)
+        if each > 1:
+            table = table.reshape(pools, *at.shape, each).mean(-1, dtype=np.float64)
         best = table.mean(0, dtype=np.float64)
         order = np.argsort(np.where(inside, means[at], np.inf), axis=-1, kind="stable")
         # padding is the last of both

@@ -374,11 +374,19 @@ def _nth_lowest(scores: Floats, sizes: Ints, nth: Ints) -> Floats:
     width = np.int64(1) << np.ceil(np.log2(sizes[left])).astype(np.int64)
     for columns in np.unique(width).tolist():
         rows = left[width == columns]
-        place = np.arange(columns)
+        place = np.arange(int(sizes[rows].max()))
         inside = place < sizes[rows, None]
-        at = np.where(inside, begins[rows, None] + place, 0)
-        table = np.where(inside, scores[at], np.inf)
-        table.sort(axis=1)
+        if inside.all():
+            table = scores[begins[rows, None] + place]
+        else:
+            table = np.where(
+                inside, scores[np.where(inside, begins[rows, None] + place, 0)], np.inf
+            )
+        places = np.unique(nth[rows] - 1)
+        if len(places) > 4:
+            table.sort(axis=1)
+        else:
+            table.partition(places, axis=1)
         result[rows] = table[np.arange(len(rows)), nth[rows] - 1]
     return result
 

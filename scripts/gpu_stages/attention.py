@@ -95,6 +95,8 @@ def cases(small: bool) -> list[Case]:
         found.append(
             Case(f"window of {window}, soft cap, heads of 256", shape(8, 4, 256, window, 50.0))
         )
+    # as KV heads with lists of their own are read, see `CellAttention`
+    found.append(Case("one KV head", shape(4, 1, 128)))
     found.append(Case("sinks", shape(64, 8, 64), sinks=True))
     found.append(Case("sinks, heads of 128", shape(16, 8, 128), sinks=True))
     leaves, keys, prefills = (8, 64, (48,)) if small else (64, 1024, (256, 8192))
