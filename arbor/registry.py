@@ -109,6 +109,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
             "snapkv",
             "strata",
             "streaming",
+            "thinkv",
             "tova",
             "triattention",
             "uniform",
@@ -129,6 +130,7 @@ BUILTIN: Mapping[str, Mapping[str, str]] = {
         "reentry": "arbor.retention.allocators.reentry:Reentry",
         "rsbcm": "arbor.retention.allocators.rsbcm:RSBCM",
         "strata": "arbor.retention.allocators.strata:Strata",
+        "thinkv": "arbor.retention.allocators.thinkv:ThinKV",
         "uniform": "arbor.retention.allocators.uniform:Uniform",
     },
     "scorer": {

@@ -41,6 +41,7 @@ from arbor.measure.statistics import bootstrap
 from arbor.metrics import Unshared
 from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.ratio import Ratio
+from arbor.retention.allocators.thinkv import ThinKV
 from arbor.retention.base import Scorer
 from arbor.retention.msve import MSVE
 from arbor.retention.observation import Observation
@@ -88,6 +89,7 @@ LOSSY = ("random", "streaming", "h2o", "tova", "uniform", "lru", "reentry", "arb
 PROTECT = Protect(sinks=4, recent=8, tail=0, floor=0)  # the same for all that are compared
 ARBORKV = dataclasses.replace(POLICIES["arborkv"], protect=PROTECT)
 LAZY = dataclasses.replace(POLICIES["lazyeviction"], protect=PROTECT, trigger=Trigger())
+THINKV = dataclasses.replace(POLICIES["thinkv"], protect=PROTECT, trigger=Trigger())
 VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of their parts changed
     "arborkv-published": (POLICIES["arborkv"], None),  # with its own protection: tails, and a floor
     "arborkv-any-path": (dataclasses.replace(ARBORKV, spares_paths=False), MSVE()),
@@ -117,6 +119,11 @@ VARIANTS: dict[str, tuple[Policy, MSVE | None]] = {  # policies with one of thei
     # a token at a time, as the policies they are compared with, not with slots to spare
     "ams-each": (
         dataclasses.replace(POLICIES["ams"], protect=PROTECT, trigger=Trigger()),
+        None,
+    ),
+    "thinkv-each": (THINKV, None),
+    "thinkv-scored-each": (
+        dataclasses.replace(THINKV, allocator=ThinKV(choose="score"), scorer=HeavyHitters()),
         None,
     ),
     "lazyeviction-each": (LAZY, None),

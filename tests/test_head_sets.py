@@ -441,7 +441,7 @@ class OneScore(KVScorer):
 
 
 def test_policies_that_say_nothing_of_heads_are_refused() -> None:
-    for name in ("ams", "chunkkv", "strata", "hierarchy"):
+    for name in ("ams", "chunkkv", "strata", "hierarchy", "thinkv"):
         with pytest.raises(UsageError, match="chooses tokens by their places"):
             dataclasses.replace(POLICIES[name], granularity="head")
     with pytest.raises(UsageError, match="one score"):

@@ -24,7 +24,7 @@ from arbor.retention.scorers.random_tokens import RandomTokens
 from arbor.retention.selection import best_tokens, select, select_all_but, select_by_count
 
 # allocators that choose within parts of a block
-DIVIDING = {"ams", "chunkkv", "strata"}
+DIVIDING = {"ams", "chunkkv", "strata", "thinkv"}
 every_policy = pytest.mark.parametrize("policy", EVERY.values(), ids=list(EVERY))
 SHARES = st.floats(0, 1)
 FEW = settings(max_examples=15)  # of each of many policies
@@ -485,7 +485,7 @@ def test_policies_that_know_paths_spare_them_and_published_ones_protect_tails() 
     own = dict.fromkeys(published, Protect(tail=8, floor=4))
     own |= {"lazyeviction": Protect(recent=25), "raas": Protect(prompt=True)}
     own |= {"rpc": Protect(recent=32), "vatp": Protect(sinks=20)}
-    own |= {"triattention": Protect(prompt=True)}
+    own |= dict.fromkeys(("thinkv", "triattention"), Protect(prompt=True))
     own["hierarchy"] = Protect(recent=128, prompt=True)
     for name in POLICIES:
         assert POLICIES[name].protect == own.get(name, Protect())

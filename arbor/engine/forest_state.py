@@ -188,6 +188,20 @@ class ForestState:
             self.statistics.open(node.row, node.start, len(node.tokens))
         self.statistics.observe(owner, position, mass[mine], queries[mine])
 
+    def remember(
+        self, rows: NDArray[np.int64], offsets: NDArray[np.int64], credit: NDArray[np.float64]
+    ) -> None:
+        """Set what an allocator remembers of tokens, also where no attention is observed.
+
+        Args:
+            rows: int64 [T], of their blocks.
+            offsets: int64 [T], places in these; the tokens are distinct.
+            credit: float64 [T].
+        """
+        for node in self.forest.nodes(np.unique(rows).tolist()):
+            self.statistics.open(node.row, node.start, len(node.tokens))
+        self.statistics.remember(rows, offsets, credit)
+
     # What forwards read
 
     def contexts(self, nodes: Sequence[Node]) -> list[Context]:

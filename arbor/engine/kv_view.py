@@ -149,8 +149,10 @@ class KVView:
             keys=partial(self._keys, index),
             values=partial(self._values, index),
             logits=partial(self._logits, index, asked, order),
+            whole=partial(self._logits, index, asked, order, whole=True),
             recent=asked.wrote(leaves, order.row, order.position),
             asked=asked.position,
+            wrote=asked.places(order.row, order.position),
             queries=partial(self._queries, asked.at),
             rotation=self._rotations.__getitem__,
             scaling=self._scaling,
@@ -206,8 +208,10 @@ class KVView:
         asked: _Asked,
         order: _Order,
         layer: int,
+        *,
+        whole: bool = False,
     ) -> Iterator[Tensor]:
-        """See `KVSequence.logits`."""
+        """See `KVSequence.logits` and, with `whole`, `KVSequence.whole`."""
         shape = self._runner.specs[layer].shape
         keys = self._keys(index, layer)
         heads = keys.shape[1] * shape.group
@@ -220,9 +224,10 @@ class KVView:
         for end in range(len(asked.at), 0, -step):
             piece = slice(max(0, end - step), end)
             seen = asked.sees(piece, row.ravel(), position.ravel()).reshape(-1, *row.shape)
-            after = np.cumsum(seen[::-1], axis=0)[::-1] + later
-            seen &= after <= asked.length
-            later += seen.sum(0)
+            if not whole:
+                after = np.cumsum(seen[::-1], axis=0)[::-1] + later
+                seen &= after <= asked.length
+                later += seen.sum(0)
             if shape.window is not None:
                 seen &= asked.position[piece, None, None] - position < shape.window
             queries = self._queries(asked.at[piece], layer).view(
@@ -357,6 +362,21 @@ class _Asked:
             last[np.flatnonzero(mine)[-self.length :]] = True
         width = int(max(position.max(initial=0), self.position.max(initial=0))) + 1
         return np.isin(row * width + position, self.row[last] * width + self.position[last])
+
+    def places(self, row: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each query's own token is among some, int64 [w]; -1: nowhere.
+
+        Args:
+            row: int64 [n], of the tokens' blocks.
+            position: int64 [n], of the tokens.
+        """
+        width = int(max(position.max(initial=0), self.position.max(initial=0))) + 1
+        held, own = row * width + position, self.row * width + self.position
+        by_token = np.argsort(held)
+        at = np.searchsorted(held, own, sorter=by_token)
+        places = np.append(by_token, -1)[at]
+        found: NDArray[np.int64] = np.where(np.append(held, -1)[places] == own, places, -1)
+        return found
 
 
 def _rotations(runner: ModelRunner, layers: tuple[int, ...]) -> dict[int, PairRotation]:

@@ -287,10 +287,11 @@ class PolicyView:
             "activated": lambda _: np.zeros(len(offset), np.int64),
             "recurrence": lambda _: np.zeros(len(offset), np.int64),
             "lately": lambda _: np.zeros(len(offset)),
-            "credit": lambda _: np.zeros(len(offset)),
         }
         statistics = self._state.statistics
-        observed = self._policy.observes
+        known = statistics.makers(nodes, sizes, offset)
+        if not self._policy.observes:
+            known |= nothing
 
         def kv(_: Tokens) -> TokenKV:
             shows, rows = self._token_kv, np.repeat(nodes, sizes)
@@ -305,7 +306,7 @@ class PolicyView:
                 "position": lambda _: np.repeat(table.start[nodes], sizes) + offset,
                 "key": key,
                 "protected": protected,
-                **(statistics.makers(nodes, sizes, offset) if observed else nothing),
+                **known,
                 "kv": kv,
             },
             offset=offset,

@@ -243,7 +243,7 @@ class Residency:
             began = time.perf_counter()  # what came before has been reported
         self.keep(blocks, chosen, counts, room, cause, began)
         index, offsets, credit = chosen.credited()
-        state.statistics.remember(blocks.ids[index], offsets, credit)
+        state.remember(blocks.ids[index], offsets, credit)
         assert memory.free >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
 

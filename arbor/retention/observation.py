@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from arbor.errors import UsageError
 
 LAYER_STEP = 4  # one layer of so many is observed, unless a policy asks for others
 
@@ -47,3 +49,30 @@ class Observation:
         if self.layers is not None:
             return tuple(sorted({layer for layer in self.layers if layer < count}))
         return tuple(range(self.every - 1, count, self.every)) or (count - 1,)
+
+    def joined(self, other: Observation) -> Observation:
+        """What two parts of a policy want together; of one that wants nothing, the other's.
+
+        Raises:
+            UsageError: they want different layers, heads or windows.
+        """
+        if not (other.keys or other.anything):
+            return self
+        if not (self.keys or self.anything):
+            return other
+        for name in ("layers", "heads", "every", "window"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs and not (name == "window" and 0 in (mine, theirs)):
+                raise UsageError(
+                    "setting-range",
+                    f"the scorer observes {name} {mine} and the allocator {theirs}: they must "
+                    "be the same.",
+                    "Set both alike, or take another scorer.",
+                )
+        return replace(
+            self,
+            attention=self.attention or other.attention,
+            keys=self.keys or other.keys,
+            window=max(self.window, other.window),
+            rotation=self.rotation or other.rotation,
+        )

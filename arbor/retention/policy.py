@@ -22,6 +22,7 @@ from arbor.retention.allocators.ratio import Ratio
 from arbor.retention.allocators.reentry import Reentry
 from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
+from arbor.retention.allocators.thinkv import ThinKV
 from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.base import Allocator, Scorer, TokenAllocator
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
@@ -162,6 +163,7 @@ class Policy:
             )
         if self.by_head:
             self._check_heads()
+        _ = self._wanted  # refuses parts that do not go together
 
     def _check_heads(self) -> None:
         """Refuse parts that say nothing of single heads.
@@ -230,9 +232,15 @@ class Policy:
     @property
     def observation(self) -> Observation:
         """What is collected for it while the model runs."""
-        wanted = getattr(self.scorer, "observation", Observation())
+        wanted = self._wanted
         every = 1 if self.by_head else wanted.every
         return replace(wanted, attention=self.observes, every=every)
+
+    @property
+    def _wanted(self) -> Observation:
+        """What its scorer and its allocator want."""
+        wanted: Observation = getattr(self.scorer, "observation", Observation())
+        return wanted.joined(getattr(self.allocator, "observation", Observation()))
 
     @property
     def keeps_all(self) -> bool:
@@ -398,6 +406,13 @@ _NAMED = {
         Pooled(),
         summary="Keeps the sinks and the tokens of the whole tree farthest down their paths "
         "(StreamingLLM): a deep branch that was abandoned outlives a shallow one that runs.",
+    ),
+    "thinkv": Policy(
+        ThinKV(),
+        protect=Protect(prompt=True),
+        trigger=Trigger(spare=16),
+        summary="Keeps the prompt, and of each thought fewer and fewer tokens that stand for the "
+        "others: at each change of direction, the oldest and least important first (ThinKV).",
     ),
     "tova": Policy(
         Pooled(),

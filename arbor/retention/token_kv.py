@@ -93,7 +93,9 @@ class KVSequence:
             its own position, as the layer computes them, attention sinks left out; -inf where a
             query does not see a token, or where enough later ones do.
         recent: bool [n], the tokens that those of the running paths were computed for.
+        whole: the same of each query by itself: -inf only where it does not see a token.
         asked: int64 [w], positions of the last queries, the oldest first.
+        wrote: int64 [w], where among the n tokens each query's own is; -1: not on the device.
         queries: of a layer, float32 [w, H_q, D_k], position-encoded.
         rotation: of a layer; only where `Observation.rotation` asks for it.
         scaling: of a layer's logits.
@@ -107,8 +109,10 @@ class KVSequence:
     keys: Callable[[int], Tensor]
     values: Callable[[int], Tensor]
     logits: Callable[[int], Iterable[Tensor]]
+    whole: Callable[[int], Iterable[Tensor]]
     recent: NDArray[np.bool_]
     asked: NDArray[np.int64]
+    wrote: NDArray[np.int64]
     queries: Callable[[int], Tensor]
     rotation: Callable[[int], PairRotation]
     scaling: Callable[[int], float]
