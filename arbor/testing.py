@@ -23,7 +23,7 @@ from arbor import components
 from arbor.errors import BudgetInfeasible
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.base import NEVER, Allocator, Blocks, Ints, Scorer, Tokens
-from arbor.retention.head_selection import HeadScorer, SharedCells, select_by_head
+from arbor.retention.head_selection import HeadScorer, HeadSelection, SharedCells, select_by_head
 from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.token_kv import NO_KV, HeadKV, KVSequence, PairRotation, TokenKV
@@ -292,11 +292,11 @@ def _check_heads(policy: Policy, blocks: Blocks, room: int) -> None:
         return Tokens(**{name: np.tile(each, heads) for name, each in columns.items()}, kv=kv)
 
     shared = None
-    if policy.head_budgets is not None:  # two layers of a head each: none takes another's cells
-        shared = SharedCells(policy.head_budgets, np.arange(2), lambda tokens: None)
+    if policy.head_budgets is not None:  # one layer of two heads, whose cells hold their own
+        shared = SharedCells(policy.head_budgets, np.zeros(2, np.int64), lambda tokens: None)
     scorer = HeadScorer(policy.scorer, by_head, shared=shared)
     try:
-        counts, _ = _unharmed(
+        counts, chosen = _unharmed(
             policy.name, lambda: select_by_head(blocks, room, policy.allocator, scorer)
         )
     except BudgetInfeasible:
@@ -304,6 +304,17 @@ def _check_heads(policy: Policy, blocks: Blocks, room: int) -> None:
     assert (counts >= blocks.floor).all() and counts.sum() <= room, (
         f"{policy.name}: heads keep {counts.tolist()} with room for {room}"
     )
+    if isinstance(chosen, HeadSelection):
+        moved, tokens = chosen.moved, chosen.tokens
+        assert (moved.source < moved.target).all(), f"{policy.name}: KV moves to earlier slots"
+        assert (tokens.block[moved.source] == tokens.block[moved.target]).all(), (
+            f"{policy.name}: KV moves to another block"
+        )
+        guarded = np.bincount(tokens.block[tokens.protected], minlength=len(blocks))
+        roomy = (guarded <= counts)[tokens.block]
+        assert not (moved.leaving & tokens.protected & roomy).any(), (
+            f"{policy.name}: protected tokens leave where there is room for them"
+        )
     if blocks.tokens.kv.place is None:
         alone = _counts(policy, blocks, room)
         assert (counts == alone).all(), (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,7 +133,10 @@ class FlashInferCascade:
         distinct = tuple(dict.fromkeys(shapes))
         for shape in distinct:
             _check_head_dims(shape)
-        self._reserve(max((self._needed_bytes(shape) for shape in distinct), default=0))
+        # heads may be read one by one too, as rows with one KV head (`CellAttention`)
+        single = (replace(each, num_qo_heads=each.group, num_kv_heads=1) for each in distinct)
+        needed = (self._needed_bytes(shape) for shape in (*distinct, *single))
+        self._reserve(max(needed, default=0))
         variants = {
             (s.head_dim_qk, s.head_dim_vo, s.window is None, s.softcap is None): s for s in distinct
         }

@@ -136,8 +136,9 @@ def measure(
             times.setdefault(name, []).append(spent)
         if pool is not None and isinstance(chosen, HeadSelection):
             slots = np.arange(tokens, dtype=np.int32)
-            moves = HeadMoves(chosen.head, slots[chosen.source], slots[chosen.target])
-            spent, _ = timed(lambda moves=moves: pool.move_heads(moves, table))  # type: ignore[misc]
+            moved = chosen.moved
+            moves = HeadMoves(moved.cell, slots[moved.source], moved.into, slots[moved.target])
+            spent, _ = timed(lambda moves=moves: pool.copy_heads(moves, table)())  # type: ignore[misc]
             times.setdefault("carried", []).append(spent)
             times.setdefault("moved", []).append(len(moves) / len(table))
     return {

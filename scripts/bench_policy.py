@@ -346,8 +346,8 @@ def main() -> None:
     for size in args.sizes:
         search = Search(size, args.seed)
         for policy in POLICIES.values():
-            # a made-up search has no keys
-            if policy.name != "full" and not policy.observation.keys:
+            # a made-up search has no keys, and no heads
+            if not (policy.keeps_all or policy.observation.keys or policy.by_head):
                 rows.append(measure(search, policy, args.share, args.rounds))
                 print(json.dumps(rows[-1]), flush=True)
     if args.json:

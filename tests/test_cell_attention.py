@@ -17,7 +17,7 @@ from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.rowwise import RowwiseAttention
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool, LayerKV
-from arbor.model.cell_attention import CellAttention, cell_layouts
+from arbor.model.cell_attention import CellAttention, CellLists, cell_lists
 
 LAYERS, HEADS, GROUP, DIM, SLOTS = 3, 2, 3, 16, 20
 SHAPE = AttentionShape(HEADS * GROUP, HEADS, DIM, DIM, scaling=DIM**-0.5)
@@ -56,6 +56,14 @@ def pool_of(dtype: torch.dtype, found: NDArray[np.int16] | None) -> KVPool:
     if found is not None:
         pool.holders = lambda slots: found[:, slots]
     return pool
+
+
+def lists_of(pool: KVPool, across: bool) -> CellLists:
+    """The lists of `LAYOUT`."""
+    lists = cell_lists(LAYOUT, pool)
+    assert lists is not None and lists.across is across
+    assert all(each.rows == 3 * HEADS for each in lists.layouts)
+    return lists
 
 
 def by_hand(
@@ -109,33 +117,49 @@ def test_each_head_reads_the_cells_that_hold_its_tokens(
         pytest.skip("the native kernels are not built")
     found = holders(np.random.default_rng(int(across_layers)), across_layers)
     pool = pool_of(dtype, found)
-    layouts = cell_layouts(LAYOUT, pool)
-    assert layouts is not None and all(each.rows == 3 * HEADS for each in layouts)
-    attention = CellAttention(layouts, pool, kind())
+    attention = CellAttention(lists_of(pool, across_layers), pool, kind())
     q = torch.randn(3, HEADS * GROUP, DIM)
     sinks = torch.randn(HEADS * GROUP) if with_sinks else None
     counted = torch.tensor([True, False, True])
-    total = torch.zeros(LAYERS * HEADS, SLOTS + 1)
-    wanted = torch.zeros_like(total)
+    wanted = torch.zeros(LAYERS * HEADS, SLOTS + 1)
     for layer in range(LAYERS):
-        out, mass = attention.run_observed(layer, SHAPE, q, sinks, counted)
+        out = attention.run(layer, SHAPE, q, sinks, observe=True, counted=counted)
         expected, received = by_hand(pool, found, layer, q, sinks, counted)
         assert torch.allclose(out, expected, atol=1e-5)
         assert torch.equal(attention.run(layer, SHAPE, q, sinks), out)
-        total += attention.by_slot(mass)
         wanted += received
-    assert torch.allclose(total, wanted, atol=1e-5)
+    assert attention.mass is not None
+    assert torch.allclose(attention.mass, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("across_layers", [False, True])
+def test_rows_that_leave_between_layers_leave_their_mass(across_layers: bool) -> None:
+    found = holders(np.random.default_rng(7), across_layers)
+    pool = pool_of(torch.float32, found)
+    attention = CellAttention(lists_of(pool, across_layers), pool, ReferenceAttention())
+    q = torch.randn(3, HEADS * GROUP, DIM)
+    wanted = torch.zeros(LAYERS * HEADS, SLOTS + 1)
+    alive = torch.tensor([0, 1, 2])
+    for layer, staying in enumerate(([0, 1, 2], [1, 2], [2])):
+        if layer:
+            alive = torch.tensor(staying)
+            attention.keep_rows(alive)
+        out = attention.run(layer, SHAPE, q[alive], None, observe=True)
+        counted = torch.zeros(3, dtype=torch.bool)
+        counted[alive] = True
+        expected, received = by_hand(pool, found, layer, q, None, counted)
+        assert torch.allclose(out, expected[alive], atol=1e-5)
+        wanted += received
+    assert attention.mass is not None and attention.mass.shape == wanted.shape
+    assert torch.allclose(attention.mass, wanted, atol=1e-5)
 
 
 def test_lists_have_the_order_of_the_slots() -> None:
     found = holders(np.random.default_rng(2), across_layers=False)
     pool = pool_of(torch.float32, found)
-    layouts = cell_layouts(LAYOUT, pool)
-    assert layouts is not None
-    for layer, layout in enumerate(layouts):
+    for layout in lists_of(pool, across=False).layouts:
         for level, given in zip(layout.levels, LAYOUT.levels, strict=True):
-            at = level.kv_indices.numpy() // HEADS % (SLOTS + 1)
-            assert (level.kv_indices.numpy() // HEADS // (SLOTS + 1) == layer).all()
+            at = level.kv_indices.numpy() // HEADS
             requests = len(given.kv_indptr) - 1
             assert len(level.kv_indptr) == requests * HEADS + 1
             for number, (begin, end) in enumerate(pairwise(level.kv_indptr.tolist())):
@@ -146,7 +170,7 @@ def test_lists_have_the_order_of_the_slots() -> None:
 
 
 def test_heads_that_read_their_own_cells_need_no_lists() -> None:
-    assert cell_layouts(LAYOUT, pool_of(torch.float32, None)) is None
+    assert cell_lists(LAYOUT, pool_of(torch.float32, None)) is None
     pool = pool_of(torch.float32, None)
     pool.holders = lambda slots: None
-    assert cell_layouts(LAYOUT, pool) is None
+    assert cell_lists(LAYOUT, pool) is None

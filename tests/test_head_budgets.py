@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +19,7 @@ from arbor.retention.head_budgets import (
     as_cells,
     vacated,
 )
-from arbor.retention.head_selection import ranked_means
+from arbor.retention.head_selection import given_up, moves_of, ranked_means
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def offers(draw: st.DrawFn, across_layers: bool = False) -> Offer:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     protected = rng.random(count) < draw(st.sampled_from([0.0, 0.2, 0.9]))
     holder = np.tile(np.arange(total)[:, None], count)
-    for slot in np.flatnonzero(~protected & (rng.random(count) < 0.7)):
+    for slot in np.flatnonzero(rng.random(count) < 0.7):
         if across_layers:
             holder[:, slot] = rng.integers(0, total, total)
         else:
@@ -68,7 +70,7 @@ def best_first(offer: Offer, cells: list[tuple[int, int]], tight: bool) -> list[
         cells,
         key=lambda at: (
             not offer.protected[at[1]],
-            -offer.scores[at] if tight or not offer.protected[at[1]] else 0.0,
+            -offer.scores[at] if tight == offer.protected[at[1]] else 0.0,
             -at[1],
             -at[0],
         ),
@@ -93,14 +95,17 @@ def test_heads_of_a_layer_compete_for_its_cells(offer: Offer, safeguard: float) 
         for layer in set(offer.layer.tolist()):
             mine = [at for at in cells if offer.layer[at[0]] == layer]
             heads = [head for head, its in enumerate(offer.layer.tolist()) if its == layer]
+            guarded = [at for at in mine if offer.protected[at[1]]]
             safe = []
             for head in heads:
                 held = best_first(offer, [at for at in mine if offer.holder[at] == head], tight)
-                safe += held[: int(safeguard * keep + 1e-9)]
-            if not tight:
-                safe += [at for at in mine if offer.protected[at[1]] and at not in safe]
-            rest = [at for at in best_first(offer, mine, tight) if at not in safe]
-            wanted = (safe + rest)[: keep * len(heads)]
+                safe += held[: math.ceil(safeguard * keep - 1e-9)]
+            if tight:  # of protected tokens some leave, and all others
+                safe = [at for at in safe if at in guarded]
+            first = [] if tight else guarded
+            safe = [at for at in best_first(offer, safe, tight) if at not in first]
+            rest = [at for at in best_first(offer, mine, tight) if at not in first + safe]
+            wanted = (first + safe + rest)[: keep * len(heads)]
             assert {at for at in mine if stays[at]} == set(wanted)
 
 
@@ -115,11 +120,14 @@ def test_lower_layers_keep_more(offer: Offer, beta: float) -> None:
         assert sum(map(len, kept)) == keep * total
         for mine, all_of_it in zip(kept, held, strict=True):
             assert set(mine) == set(best_first(offer, all_of_it, tight)[: len(mine)])
-        # whoever has tokens left keeps at least as many as any higher layer, but for rounding
+        if tight:
+            continue
+        # a head with tokens left keeps, beside protected ones, as many as any of a higher layer
+        beside = [sum(not offer.protected[slot] for _, slot in mine) for mine in kept]
         for low in range(total):
             for high in range(total):
                 if offer.layer[low] < offer.layer[high] and len(kept[low]) < len(held[low]):
-                    assert len(kept[low]) >= len(kept[high]) - 1
+                    assert beside[low] >= beside[high] - 1  # but for rounding
 
 
 def test_budgets_fall_linearly_from_the_first_layer_to_the_last() -> None:
@@ -162,15 +170,14 @@ def test_what_stays_moves_to_later_slots_of_its_block(
     offer = data.draw(offers(across_layers=isinstance(budgets, Pyramid)))
     stays = stays_of(budgets, offer)
     pools = budgets.pools(offer.layer)
-    cell, source, into, target, leaving = vacated(
-        stays, pools, offer.protected, offer.sizes, offer.keep
-    )
+    cell, source, into, target, leaving = vacated(stays, pools)
     block = np.repeat(np.arange(len(offer.sizes)), offer.sizes)
 
     lost = np.bincount(block[leaving], minlength=len(offer.sizes))
     assert lost.tolist() == (offer.sizes - offer.keep).tolist()
     assert (block[source] == block[target]).all() and (source < target).all()
-    assert (pools[cell] == pools[into]).all()
+    each = len(offer.layer) // pools
+    assert (cell // each == into // each).all()
     assert leaving[source].all() and not leaving[target].any()
     named = np.where(stays, np.arange(stays.size).reshape(stays.shape), -1)
     after = named.copy()
@@ -180,6 +187,27 @@ def test_what_stays_moves_to_later_slots_of_its_block(
     guarded = np.bincount(block[offer.protected], minlength=len(offer.sizes))
     roomy = (guarded <= offer.keep)[block]
     assert not (leaving & offer.protected & roomy).any()
+
+
+@given(offers())
+def test_heads_that_agree_move_nothing(offer: Offer) -> None:
+    own = np.tile(np.arange(len(offer.layer))[:, None], len(offer.protected))
+    same = dataclasses.replace(
+        offer, scores=np.tile(offer.scores[:1], (len(offer.layer), 1)), holder=own
+    )
+    for safeguard in (0.0, 0.2, 1.0):
+        stays = stays_of(Adaptive(safeguard), same)
+        assert not len(vacated(stays, int(offer.layer[-1]) + 1).cell)
+
+
+@given(offers())
+def test_moves_of_single_heads_are_those_of_equal_numbers(offer: Offer) -> None:
+    gone = given_up(offer.scores, offer.protected, offer.sizes, offer.sizes - offer.keep)
+    head, source, target, leaving = moves_of(gone)
+    moved = vacated(~gone, len(gone))
+    assert moved.leaving.tolist() == leaving.tolist()
+    assert moved.cell.tolist() == moved.into.tolist() == head.tolist()
+    assert (moved.source.tolist(), moved.target.tolist()) == (source.tolist(), target.tolist())
 
 
 @given(offers())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from arbor.events import Evicted, Forwarded
 from arbor.kernels.native import native_library, without_native
 from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
+from arbor.memory.pool import KVPool
 from arbor.memory.stores import LowerRoom
 from arbor.retention.allocators.pooled import Pooled
 from arbor.retention.allocators.uniform import Uniform
@@ -182,7 +184,9 @@ def test_heads_that_agree_keep_what_all_would_keep() -> None:
         return [token for node in tree for token in node.tokens], [left, held]
 
     for name in ("random", "streaming"):
-        assert events(by_head(name)) == events(by_head(name, granularity="token"))
+        alone = events(by_head(name, granularity="token"))
+        assert events(by_head(name)) == alone
+        assert events(by_head(name, heads="adaptive")) == alone
 
 
 def test_searches_that_divide_the_room_keep_their_own_heads_tokens() -> None:
@@ -375,20 +379,66 @@ def test_tokens_that_are_protected_stay_in_every_head(heads: str) -> None:
         assert {0, 1, block.end - 1, block.end - 2, block.end - 3} <= kept
 
 
+def moves(
+    cell: list[int],
+    source: np.ndarray,
+    target: np.ndarray,
+    into: list[int] | None = None,
+) -> HeadMoves:
+    """Moves between cells; by default each within its own."""
+    cells = np.array(cell)
+    return HeadMoves(cells, source, cells if into is None else np.array(into), target)
+
+
 def test_moves_are_checked() -> None:
     lab = lossy(by_head("random"))
     tree = lab.plant(SLOTS)
     slots = tree.root.span.slot
     one = np.array([1])
-    for gone, moves, wrong in (
-        (1, HeadMoves(np.array([0, 0]), slots[[1, 1]], slots[[3, 4]]), "holds a token twice"),
-        (3, HeadMoves(np.array([0]), slots[[3]], slots[[1]]), "later token"),
-        (1, HeadMoves(np.array([0]), slots[[2]], slots[[3]]), "out of a slot that stays"),
+    for gone, wanted, wrong in (
+        (1, moves([0, 0], slots[[1, 1]], slots[[3, 4]]), "holds a token twice"),
+        (3, moves([0], slots[[3]], slots[[1]]), "later token"),
+        (1, moves([0], slots[[2]], slots[[3]]), "out of a slot that stays"),
+        (1, moves([0, 1], slots[[1, 1]], slots[[3, 3]], [0, 2]), "holds a token twice"),
     ):
         lab = lossy(by_head("random"))
         tree = lab.plant(SLOTS)
         with pytest.raises(AssertionError, match=wrong):
-            lab.memory.evict_from([tree.root], np.array([gone]), one, moves=moves)
+            lab.memory.evict_from([tree.root], np.array([gone]), one, moves=wanted)
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_copy_that_fails_leaves_nothing_wrong(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = lossy(by_head("h2o", heads="adaptive"))
+    tree = lab.plant(SLOTS)
+    copy_heads = KVPool.copy_heads
+    calls = 0
+
+    def failing(self: KVPool, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        copy = copy_heads(self, *given)
+        if calls < 5:
+            return copy
+        if where == "before":
+            raise torch.OutOfMemoryError("no room for the copy")
+
+        def broken() -> None:
+            copy()
+            raise KeyboardInterrupt
+
+        return broken
+
+    monkeypatch.setattr(KVPool, "copy_heads", failing)
+    with pytest.raises((torch.OutOfMemoryError, KeyboardInterrupt)):
+        lab.sprout([(tree.root, 1)], GREEDY, LONG)
+    lab.memory.rollback()
+    lab.memory.check()
+    monkeypatch.undo()
+    lab.sprout([(tree.root, 1)], GREEDY, LONG)
+    assert lab.memory.peak <= SLOTS
 
 
 # What comes back

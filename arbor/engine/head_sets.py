@@ -61,10 +61,11 @@ class HeadSets:
 
     def moves(self, chosen: Selection) -> HeadMoves | None:
         """What heads keep of the slots that leave; None: nothing."""
-        if not isinstance(chosen, HeadSelection) or not len(chosen.head):
+        if not isinstance(chosen, HeadSelection) or not len(chosen.moved.cell):
             return None
+        moved = chosen.moved
         slots = self._slots(_rows(chosen.tokens), chosen.tokens.offset)
-        return HeadMoves(chosen.head, slots[chosen.source], slots[chosen.target], chosen.into)
+        return HeadMoves(moved.cell, slots[moved.source], moved.into, slots[moved.target])
 
     def moved(self, moves: HeadMoves) -> None:
         """Let what is known of tokens follow moves that the memory has made."""
@@ -144,7 +145,7 @@ def check_layers(runner: ModelRunner, policy: Policy) -> None:
 
     Raises:
         ModelError: a layer has a window, which needs the positions that keys in slots come from; or
-            heads keep different numbers, and layers differ in what they store.
+            heads keep different numbers, and layers differ in heads or widths.
     """
     windowed = [layer for layer, spec in enumerate(runner.specs) if spec.shape.window is not None]
     if windowed:
@@ -152,12 +153,16 @@ def check_layers(runner: ModelRunner, policy: Policy) -> None:
             "arch-unsupported",
             f"model_type '{runner.config.model_type}': layer {windowed[0]} has a window, and with "
             "granularity=head a slot stands for a position of its own in each KV head.",
-            "Take granularity=token.",
+            f"Take {policy.by_token}.",
         )
-    if policy.head_budgets is not None and len(set(runner.layer_kv)) > 1:
+    kinds = {
+        (spec.shape.num_qo_heads, kv)
+        for spec, kv in zip(runner.specs, runner.layer_kv, strict=True)
+    }
+    if policy.head_budgets is not None and len(kinds) > 1:
         raise ModelError(
             "arch-unsupported",
-            f"model_type '{runner.config.model_type}': its layers store K and V of different "
+            f"model_type '{runner.config.model_type}': its layers differ in heads or in their "
             f"widths, and with heads={policy.heads} heads hold tokens in each other's cells.",
-            "Take heads=equal.",
+            "Take heads=equal, such as --policy snapkv,granularity=head.",
         )

@@ -84,7 +84,7 @@ class HeadStatistics:
 
     def move(self, moves: HeadMoves) -> None:
         """Let figures follow what KV heads have moved; after the memory has done so."""
-        numbers = np.stack([moves.head, moves.source, moves.cells, moves.target]).astype(np.int64)
+        numbers = np.stack([moves.cell, moves.source, moves.into, moves.target]).astype(np.int64)
         at, old, into, new = torch.from_numpy(numbers).to(self._memory.pool.device)
         for column in self._columns.values():
             column[into, new] = column[at, old]

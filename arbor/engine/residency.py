@@ -413,8 +413,10 @@ class Residency:
         ids = blocks.ids[offered]
         nodes = forest.nodes(ids.tolist())
         held = self._state.table.resident[ids].copy()
-        self._memory.evict_from(nodes, offsets[here], counts, moves=moves)
-        self._state.changed(nodes)
+        try:
+            self._memory.evict_from(nodes, offsets[here], counts, moves=moves)
+        finally:
+            self._state.changed(nodes)
         return ids, held, counts
 
 

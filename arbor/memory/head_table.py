@@ -14,29 +14,23 @@ from arbor.memory.slots import SlotTable
 
 @dataclass(frozen=True, slots=True)
 class HeadMoves:
-    """K and V that single KV heads take from slots that are about to be freed to slots that stay.
+    """K and V of single KV heads that are copied from slots about to be freed to slots that stay.
 
     Attributes:
-        head: whole numbers [m], cells of the sources, see `HeadTable`; non-decreasing where `into`
-            is None.
+        cell: whole numbers [m], cells of the sources, see `HeadTable`.
         source: int32 [m], slots.
+        into: whole numbers [m], cells of the targets; the same array as `cell` where every token
+            stays in a cell of its own head, and non-decreasing then.
         target: int32 [m], slots of the same blocks, none of them a source.
-        into: whole numbers [m], cells of the targets; None: those of the sources, so that every
-            token stays in the cell of its own head.
     """
 
-    head: NDArray[np.integer]
+    cell: NDArray[np.integer]
     source: NDArray[np.int32]
+    into: NDArray[np.integer]
     target: NDArray[np.int32]
-    into: NDArray[np.integer] | None = None
 
     def __len__(self) -> int:
-        return len(self.head)
-
-    @property
-    def cells(self) -> NDArray[np.integer]:
-        """The cells of the targets, [m]."""
-        return self.head if self.into is None else self.into
+        return len(self.cell)
 
 
 class HeadTable:
@@ -60,6 +54,7 @@ class HeadTable:
         self._slots = slots
         self._position = np.empty((len(self.head), 0), np.int32)  # made when a slot is mixed
         self._holder = np.empty((len(self.head), 0), np.int16)  # made when a slot is lent
+        self._own = np.arange(len(self.head), dtype=np.int16)[:, None]
 
     def __len__(self) -> int:
         return len(self.head)
@@ -75,10 +70,12 @@ class HeadTable:
     def holders(self, table: SlotTable, slots: NDArray[np.integer]) -> NDArray[np.integer] | None:
         """The KV head whose K and V lie in each cell of some slots, [C, n]; None: its own in
         each."""
+        if not self._holder.size:
+            return None
         lent = table.lent[slots]
         if not lent.any():
             return None
-        return np.where(lent, self._holder[:, slots], np.arange(len(self), dtype=np.int16)[:, None])
+        return np.where(lent, self._holder[:, slots], self._own)
 
     def move(self, table: SlotTable, moves: HeadMoves) -> None:
         """Record moves; their targets are mixed then, and their sources are to be freed."""
@@ -87,15 +84,14 @@ class HeadTable:
         named = np.unique(np.concatenate([moves.source, moves.target]))
         fresh = named[~table.mixed[named]]
         self._position[:, fresh] = table.position[fresh]
-        cells = moves.cells
-        if moves.into is not None or self._holder.size:
+        if moves.into is not moves.cell:
             if not self._holder.size:
                 self._holder = np.zeros((len(self), self._slots), np.int16)
-            fresh = named[~table.lent[named]]
-            self._holder[:, fresh] = np.arange(len(self), dtype=np.int16)[:, None]
-            self._holder[cells, moves.target] = self._holder[moves.head, moves.source]
-            table.lent[moves.target] = True
-        self._position[cells, moves.target] = self._position[moves.head, moves.source]
+            self._holder[:, named[~table.lent[named]]] = self._own
+            self._holder[moves.into, moves.target] = self._holder[moves.cell, moves.source]
+            targets = np.unique(moves.target)
+            table.lent[targets] = (self._holder[:, targets] != self._own).any(0)
+        self._position[moves.into, moves.target] = self._position[moves.cell, moves.source]
         table.mixed[moves.target] = True
 
     def check(self, table: SlotTable) -> None:

@@ -593,14 +593,20 @@ class KVMemory:
         assert not np.isin(moved, np.concatenate([_NO_SLOTS, *pending])).any(), (
             "KV was moved before it was written"
         )
+        copy = self.pool.copy_heads(moves, self.heads)  # may fail, and nothing has changed then
         if self.lower:
             self.lower.forget_origins(at)
         # first, so that an interruption leaves nothing exact that is moved
         spans.exact[at] = spans.rounded[at] = False
-        self.heads.move(table, moves)
-        self.pool.move_heads(moves, self.heads)
-        if moves.into is not None:
+        if moves.into is not moves.cell:
             self.pool.holders = self._holders
+        try:
+            self.heads.move(table, moves)
+            copy()
+        except BaseException:  # what lies there is not known any more
+            spans.drop(at)
+            self._release(targets)
+            raise
 
     def _holders(self, slots: NDArray[np.int32]) -> NDArray[np.integer] | None:
         """See `KVPool.holders`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,9 @@ from arbor.memory.out_of_memory import is_out_of_memory, kv_too_large
 if TYPE_CHECKING:
     from arbor.memory.head_table import HeadMoves, HeadTable
     from arbor.memory.staging_buffer import StagingBuffer
+
+
+AT_ONCE = 1 << 16  # cells whose K or V are copied at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,29 +172,48 @@ class KVPool:
         assert self.alike, "checked by `check_layers`"
         k, v = self.k[0], self.v[0]
         wide = len(self.k) * k.numel()
+        assert wide // k.shape[2] < 1 << 31, "key lists number cells in 32 bits"
         return (
             self._store[:wide].view(-1, 1, k.shape[2]),
             self._store[wide:].view(-1, 1, v.shape[2]),
         )
 
-    def move_heads(self, moves: HeadMoves, table: HeadTable) -> None:
-        """Copy K and V of single heads from slots to others; takes the room of a layer's for the
-        time of the copy, or of all moves where cells take in K and V of other heads."""
-        if moves.into is not None:
-            count = self.layers[0].num_kv_heads
-            both = zip((moves.head, moves.into), (moves.source, moves.target), strict=True)
-            source, target = (
-                torch.from_numpy(
-                    (table.layer[head] * (self.slots + 1) + slot) * count + table.head[head]
-                ).to(self.device)
-                for head, slot in both
-            )
-            for cells in self.cells():
-                cells[target] = cells[source]
-            return
-        numbers = np.stack([table.head[moves.head], moves.source, moves.target])
+    def copy_heads(self, moves: HeadMoves, table: HeadTable) -> Callable[[], None]:
+        """A call that copies K and V of single heads from slots to others.
+
+        What the copy needs beside the pool is allocated now: K and V of `AT_ONCE` cells at most. Of
+        layers that differ it is allocated when the call is made, K or V of the moves of one layer.
+        """
+        if not self.alike:
+            return partial(self._copy_by_layer, moves, table)
+        heads = self.layers[0].num_kv_heads
+        both = ((moves.cell, moves.source), (moves.into, moves.target))
+        addresses = [
+            (table.layer[cell] * (self.slots + 1) + slot) * heads + table.head[cell]
+            for cell, slot in both
+        ]
+        source, target = torch.from_numpy(np.stack(addresses)).to(self.device)
+        with torch.inference_mode(False):
+            parts = [
+                (cells[:, 0], torch.empty_like(cells[: min(len(moves), AT_ONCE), 0]))
+                for cells in self.cells()
+            ]
+
+        def copy() -> None:
+            for cells, taken in parts:
+                for begin in range(0, len(source), AT_ONCE):
+                    some = source[begin : begin + AT_ONCE]
+                    torch.index_select(cells, 0, some, out=taken[: len(some)])
+                    cells.index_copy_(0, target[begin : begin + AT_ONCE], taken[: len(some)])
+
+        return copy
+
+    def _copy_by_layer(self, moves: HeadMoves, table: HeadTable) -> None:
+        """The same where layers differ; every token stays in a cell of its own head."""
+        assert moves.into is moves.cell, "checked by `check_layers`"
+        numbers = np.stack([table.head[moves.cell], moves.source, moves.target])
         head, source, target = torch.from_numpy(numbers).to(self.device)
-        layers = table.layer[moves.head]
+        layers = table.layer[moves.cell]
         ends = np.searchsorted(layers, np.arange(len(self.k)), side="right").tolist()
         begin = 0
         for layer, end in enumerate(ends):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from arbor.kernels.base import (
     apply_sinks,
 )
 from arbor.memory.pool import KVPool
+from arbor.model.plan import select_rows
 from arbor.model.sharing import indptr_of
 
 
@@ -33,20 +32,40 @@ class CellAttention:
     wrappers, torch and the native kernels run that as it is.
 
     Args:
-        layouts: of each layer, see `cell_layouts`.
+        lists: which cells each layer reads.
         pool: whose layers are alike.
-        backend: runs the attention.
+        backend: runs the attention; a layer is planned right before it runs, since all have one
+            shape, of which a backend keeps one plan.
     """
 
-    def __init__(
-        self, layouts: Sequence[CascadeLayout], pool: KVPool, backend: AttentionBackend
-    ) -> None:
-        self._layouts = layouts
+    def __init__(self, lists: CellLists, pool: KVPool, backend: AttentionBackend) -> None:
+        self._lists = lists
+        self._all_lists = lists.layouts  # of all rows
         self._pool = pool
-        self._cells = pool.cells()
         self._backend = backend
+        self._received: list[Tensor] = []  # of each layer so far
+        self._sum: Tensor | None = None
 
-    def run(self, layer: int, shape: AttentionShape, q: Tensor, sinks: Tensor | None) -> Tensor:
+    @property
+    def mass(self) -> Tensor | None:
+        """The attention mass of each cell of the layers observed, all of them, float32
+        [C, slots + 1]; None: none was."""
+        if self._sum is not None:
+            layers, heads = len(self._pool.layers), self._pool.layers[0].num_kv_heads
+            each = self._sum.view(layers, self._pool.slots + 1, heads)
+            return each.transpose(1, 2).flatten(0, 1)
+        return torch.cat(self._received) if self._received else None
+
+    def run(
+        self,
+        layer: int,
+        shape: AttentionShape,
+        q: Tensor,
+        sinks: Tensor | None,
+        *,
+        observe: bool = False,
+        counted: Tensor | None = None,
+    ) -> Tensor:
         """Attention of a layer.
 
         Args:
@@ -54,89 +73,98 @@ class CellAttention:
             shape: of it.
             q: [T, H_q, D_k], position-encoded.
             sinks: see `AttentionBackend.run`.
+            observe: add to `mass`.
+            counted: bool [T], rows whose attention counts; None: all.
 
         Returns:
             [T, H_q, D_v].
         """
-        return self._attend(layer, shape, q, sinks)[0]
-
-    def run_observed(
-        self,
-        layer: int,
-        shape: AttentionShape,
-        q: Tensor,
-        sinks: Tensor | None,
-        counted: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The same, and the attention mass of each cell.
-
-        Args:
-            layer, shape, q, sinks: see `run`.
-            counted: bool [T], rows whose attention counts; None: all.
-
-        Returns:
-            [T, H_q, D_v], and float32 [cells], summed over rows and query heads.
-        """
-        heads = shape.num_kv_heads
-        mask = None if counted is None else counted.repeat(heads)
-        if sinks is None and isinstance(self._backend, ObservingBackend):
-            plan = self._plan(layer, shape)
-            out, _, mass = self._backend.run_observed(
-                plan, _by_head(q, heads), *self._cells, None, mask
-            )
-            return _by_row(out, heads), mass
-        out, lse, plan = self._attend(layer, shape, q, sinks)
-        lse = _by_head(lse[..., None], heads)[..., 0]
-        if mask is not None:
-            lse = lse.masked_fill(~mask.to(lse.device)[:, None], math.inf)
-        return out, self._backend.mass(plan, _by_head(q, heads), self._cells[0], lse)
-
-    def by_slot(self, mass: Tensor) -> Tensor:
-        """The attention mass of cells [cells] as [C, slots + 1], cell after cell of a slot."""
-        layers, heads = len(self._pool.layers), self._pool.layers[0].num_kv_heads
-        return mass.view(layers, self._pool.slots + 1, heads).transpose(1, 2).flatten(0, 1)
-
-    def _plan(self, layer: int, shape: AttentionShape) -> Any:
-        """The backend's plan of a layer, in which a row has one KV head."""
+        heads, backend = shape.num_kv_heads, self._backend
         single = replace(shape, num_qo_heads=shape.group, num_kv_heads=1)
-        return self._backend.plan(self._layouts[layer], single)
-
-    def _attend(
-        self, layer: int, shape: AttentionShape, q: Tensor, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor, Any]:
-        """The output [T, H_q, D_v], lse [T, H_q] and the backend's plan."""
-        heads = shape.num_kv_heads
-        plan = self._plan(layer, shape)
-        out, lse = self._backend.run(plan, _by_head(q, heads), *self._cells, None)
-        out, lse = _by_row(out, heads), _by_row(lse[..., None], heads)[..., 0]
+        plan = backend.plan(self._lists.layouts[layer], single)
+        pools = self._cells_of(layer)
+        rows = _by_head(q, heads)
+        mask = None if counted is None else counted.repeat(heads)
+        if observe and sinks is None and isinstance(backend, ObservingBackend):
+            out, _, mass = backend.run_observed(plan, rows, *pools, None, mask)
+            self._add(mass)
+            return _by_row(out, heads)
+        out, lse = backend.run(plan, rows, *pools, None)
+        out = _by_row(out, heads)
         if sinks is not None:
-            out, lse = apply_sinks(out, lse, sinks)
-        return out, lse, plan
+            of_rows = _by_row(lse[..., None], heads)[..., 0]
+            out, of_rows = apply_sinks(out, of_rows, sinks)
+            lse = _by_head(of_rows[..., None], heads)[..., 0]
+        if observe:
+            if mask is not None:
+                lse = lse.masked_fill(~mask.to(lse.device)[:, None], math.inf)
+            self._add(backend.mass(plan, rows, pools[0], lse))
+        return out
+
+    def keep_rows(self, alive: Tensor) -> None:
+        """From the next layer on only these rows of the batch run (int64 [T'], increasing)."""
+        every = self._all_lists[0].rows
+        count = every // self._pool.layers[0].num_kv_heads
+        rows = torch.cat([alive + begin for begin in range(0, every, count)])
+        self._lists = replace(
+            self._lists, layouts=[select_rows(each, rows, None) for each in self._all_lists]
+        )
+
+    def _cells_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of the cells that the lists of a layer number."""
+        if self._lists.across:
+            return self._pool.cells()
+        k, v = self._pool.k[layer], self._pool.v[layer]
+        return k.view(-1, 1, k.shape[2]), v.view(-1, 1, v.shape[2])
+
+    def _add(self, mass: Tensor) -> None:
+        if not self._lists.across:
+            heads = self._pool.layers[0].num_kv_heads
+            self._received.append(mass.view(-1, heads).T)
+        else:
+            self._sum = mass if self._sum is None else self._sum.add_(mass)
 
 
-def cell_layouts(layout: CascadeLayout, pool: KVPool) -> list[CascadeLayout] | None:
-    """Which cells the KV heads of each layer read, where a batch reads the slots of a layout.
+@dataclass(frozen=True, slots=True)
+class CellLists:
+    """Which cells the KV heads of each layer read.
+
+    Attributes:
+        layouts: of each layer, with H_kv rows for each of the batch's T: row h * T + r reads for KV
+            head h what row r reads.
+        across: cells are numbered through all layers, since some hold tokens of other layers'
+            heads (`KVPool.cells`); else within their layer: slot s has cells s * H_kv and on.
+    """
+
+    layouts: list[CascadeLayout]
+    across: bool
+
+
+def cell_lists(layout: CascadeLayout, pool: KVPool) -> CellLists | None:
+    """The cells that a batch reads which reads the slots of a layout.
 
     Args:
         layout: without a window.
         pool: whose slots they are.
 
     Returns:
-        a layout of each layer with H_kv rows for each of the batch's T: row h * T + r reads for KV
-        head h what row r reads. None: every head reads its own cells, so that `layout` serves all.
+        None: every head reads its own cells, so that `layout` serves all.
     """
     if pool.holders is None:
         return None
+    heads = pool.layers[0].num_kv_heads
     keys = [level.kv_indices.numpy() for level in layout.levels]
     holders = [pool.holders(each) for each in keys]
     if all(each is None for each in holders):
         return None
+    layer = np.arange(len(pool.layers) * heads)[:, None] // heads
+    across = any(each is not None and (each // heads != layer).any() for each in holders)
     levels = [
-        _levels(level, layout.rows, slots, holder, pool)
+        _levels(level, layout.rows, slots, holder, pool, across)
         for level, slots, holder in zip(layout.levels, keys, holders, strict=True)
     ]
-    rows = layout.rows * pool.layers[0].num_kv_heads
-    return [CascadeLayout(rows, each) for each in zip(*levels, strict=True)]
+    rows = layout.rows * heads
+    return CellLists([CascadeLayout(rows, each) for each in zip(*levels, strict=True)], across)
 
 
 def _levels(
@@ -145,6 +173,7 @@ def _levels(
     slots: NDArray[np.int32],
     holders: NDArray[np.integer] | None,
     pool: KVPool,
+    across: bool,
 ) -> list[CascadeLevel]:
     """The level of each layer.
 
@@ -154,6 +183,7 @@ def _levels(
         slots: int32 [N], its keys.
         holders: [C, N], see `HeadTable.holders`; None: each head holds its own.
         pool: whose slots they are.
+        across: see `CellLists`.
     """
     layers, heads = len(pool.layers), pool.layers[0].num_kv_heads
     count, total = len(slots), layers * heads
@@ -162,9 +192,9 @@ def _levels(
     qo_indptr = torch.from_numpy(qo.astype(np.int32))
     lengths = np.diff(level.kv_indptr.numpy())
     cell = np.arange(total)
-    first = cell // heads * (pool.slots + 1) * heads + cell % heads  # of slot 0
+    first = cell % heads + (cell // heads * (pool.slots + 1) * heads if across else 0)  # of slot 0
     if holders is None:
-        addresses = (first[:, None] + slots * heads).ravel()
+        addresses = (first[:, None] + slots.astype(np.int64) * heads).ravel()
         each = np.broadcast_to(lengths, (total, len(lengths)))
         bounds = count * np.arange(0, total + 1, heads)
     else:

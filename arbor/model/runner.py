@@ -36,7 +36,7 @@ from arbor.model.attention import (
     probe,
     register_implementation,
 )
-from arbor.model.cell_attention import CellAttention, cell_layouts
+from arbor.model.cell_attention import CellAttention, cell_lists
 from arbor.model.fuse_layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
 from arbor.model.graphs import DecodeGraphs, Recorder
 from arbor.model.layers import Leave, Tap, install, note_form
@@ -207,12 +207,20 @@ class ModelRunner:
         observed = bool(mass or queries)
         plain = stop_after is None and not hidden and leave is None and not observed
         with self._turn, self._launches():
-            if self.graphs is not None and plain and pool.reader is None and pool.holders is None:
+            cells = self._cell_attention(plan, pool)
+            if self.graphs is not None and plain and pool.reader is None and cells is None:
                 return ForwardResult(
                     self.graphs.run(plan, pool, lambda: self._forward(plan, pool, last).logits)
                 )
             asked = _Asked(mass or {}, by_head, queries or {}) if observed else None
-            return self._forward(plan, pool, last, hidden, leave, asked)
+            return self._forward(plan, pool, last, hidden, leave, asked, cells)
+
+    def _cell_attention(self, plan: ForwardPlan, pool: KVPool) -> CellAttention | None:
+        """Attention over the cells of the pool, where KV heads read each other's."""
+        if pool.holders is None:
+            return None
+        lists = cell_lists(plan.layout(None), pool)
+        return None if lists is None else CellAttention(lists, pool, self.backend)
 
     @torch.inference_mode()
     def unembed(
@@ -291,17 +299,18 @@ class ModelRunner:
         hidden: Sequence[int] = (),
         leave: Leave | None = None,
         asked: _Asked | None = None,
+        cells: CellAttention | None = None,
     ) -> ForwardResult:
         """`forward` without a graph."""
         ids, positions, write, logit_rows = self._send(plan)
-        attend = _Attention(plan, pool, self.backend, write, asked or _Asked())
+        attend = _Attention(plan, pool, self.backend, write, asked or _Asked(), cells)
         if (
             self._whole is not None
             and last == self.layer_count - 1
             and not (hidden or leave or asked)
             and plan.rows <= MOST_ROWS
             and pool.reader is None
-            and not attend.by_cell
+            and cells is None
             and pool.dtype == self.dtype
             and not self._whole.hooked
         ):
@@ -373,6 +382,7 @@ class _Attention:
         backend: AttentionBackend,
         write: Tensor,
         asked: _Asked,
+        cells: CellAttention | None = None,
     ) -> None:
         self._plan = plan
         self._pool = pool
@@ -383,7 +393,7 @@ class _Attention:
         if pool.reader is not None:
             self._streamed = StreamedAttention(plan.table, pool.reader, backend)
         self._plans: dict[AttentionShape, Any] = {}
-        self._cells = self._cell_attention()
+        self._cells = cells
         self._mass_heads = asked.mass
         self._by_head = asked.by_head
         self._query_rows = asked.queries
@@ -397,25 +407,11 @@ class _Attention:
     def mass(self) -> Tensor | None:
         """`ForwardResult.mass`."""
         if self._cells is not None:
-            return None if self._sum is None else self._cells.by_slot(self._sum)
+            return self._cells.mass
         return torch.cat(self._received) if self._received else self._sum
 
-    @property
-    def by_cell(self) -> bool:
-        """Whether KV heads read each other's cells."""
-        return self._cells is not None
-
-    def _cell_attention(self) -> CellAttention | None:
-        if self._pool.holders is None:
-            return None
-        layout = self._plan.layout(None)
-        if self._alive is not None:
-            layout = select_rows(layout, self._alive, None)
-        layouts = cell_layouts(layout, self._pool)
-        return None if layouts is None else CellAttention(layouts, self._pool, self._backend)
-
     def _add(self, mass: Tensor) -> None:
-        if self._by_head and self._cells is None:
+        if self._by_head:
             self._received.append(mass)
         else:
             self._sum = mass if self._sum is None else self._sum + mass
@@ -425,7 +421,8 @@ class _Attention:
         self._alive = alive
         self.write = self._plan.write[alive].to(self.write.device)
         self._plans.clear()
-        self._cells = self._cell_attention()
+        if self._cells is not None:
+            self._cells.keep_rows(alive)
         if self._streamed is not None:
             self._streamed.keep_rows(alive)
 
@@ -440,13 +437,15 @@ class _Attention:
         if self._streamed is not None:
             return self._answer(self._streamed, call, q)
         if self._cells is not None:
-            if layer not in self._mass_heads:
-                return self._cells.run(layer, call.shape, q, call.sinks)
             again = self._repeated
-            counted = None if again is None else ~again
-            out, added = self._cells.run_observed(layer, call.shape, q, call.sinks, counted)
-            self._add(added)
-            return out
+            return self._cells.run(
+                layer,
+                call.shape,
+                q,
+                call.sinks,
+                observe=layer in self._mass_heads,
+                counted=None if again is None else ~again,
+            )
         plan = self.plan(call.shape)
         k, v = pool.k[layer], pool.v[layer]
         if layer not in self._mass_heads:

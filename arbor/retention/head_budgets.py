@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Bools, Floats, Ints
-from arbor.retention.ordering import order
 from arbor.retention.selection import worst
 
 HeadShares = Literal["equal", "adaptive", "pyramid"]
@@ -28,7 +27,7 @@ class Cells:
         layer: int64 [C], of each KV head, each layer of as many.
         sizes: int64 [P], slots of each block; summing to T.
         keep: int64 [P], slots that each block keeps.
-        guarded: int64 [P], slots of each block whose tokens stay in every head.
+        guarded: bool [T], slots whose cells stay, as far as a block keeps so many.
     """
 
     score: Floats
@@ -36,17 +35,22 @@ class Cells:
     layer: Ints
     sizes: Ints
     keep: Ints
-    guarded: Ints
+    guarded: Bools
 
     @cached_property
     def held(self) -> Ints:
         """Tokens that each KV head holds of each block, int64 [C, P]."""
+        return self.held_in(np.ones(self.score.shape[1], np.bool_))
+
+    def held_in(self, slots: Bools) -> Ints:
+        """Tokens that each KV head holds of each block in some slots (bool [T]), int64 [C, P]."""
         heads, blocks = len(self.layer), len(self.sizes)
+        block = np.repeat(np.arange(blocks), self.sizes)[slots]
         if self.holder is None:
-            return np.broadcast_to(self.sizes, (heads, blocks))
-        numbers = self.holder.astype(np.int64)
+            return np.broadcast_to(np.bincount(block, minlength=blocks), (heads, blocks))
+        numbers = self.holder[:, slots].astype(np.int64)
         numbers *= blocks
-        numbers += np.repeat(np.arange(blocks), self.sizes)
+        numbers += block
         return np.bincount(numbers.ravel(), minlength=heads * blocks).reshape(heads, blocks)
 
     def best_of_heads(self, keep: Ints) -> Bools:
@@ -87,8 +91,8 @@ class Cells:
 class HeadBudgets(Protocol):
     """How a block's room is divided among KV heads."""
 
-    def pools(self, layer: Ints) -> Ints:
-        """Which KV heads share their cells, by the number of their pool, int64 [C].
+    def pools(self, layer: Ints) -> int:
+        """How many pools of neighbouring KV heads share their cells, equally many in each.
 
         Args:
             layer: int64 [C], of each KV head.
@@ -105,11 +109,12 @@ class HeadBudgets(Protocol):
 class Adaptive:
     """The heads of a layer compete for its cells (AdaKV, Feng et al. 2024, algorithm 1).
 
-    Of a block that keeps k slots a head keeps at least its best ``floor(safeguard * k)`` tokens;
-    the best of all others of the layer fill the rest.
+    Of a block that keeps k slots a head keeps at least its best ``ceil(safeguard * k)`` tokens; the
+    best of all others of the layer fill the rest.
     Differs: AdaKV divides what a layer keeps of one sequence; here a path is several blocks, and
-    how many tokens each keeps is the same in every layer. kvpress masks what leaves and frees
-    nothing; here heads take each other's cells.
+    how many tokens each keeps is the same in every layer. It rounds a share down; rounded up,
+    heads keep something of short blocks too. kvpress masks what leaves and frees nothing; here
+    heads take each other's cells.
 
     Args:
         safeguard: the part of an equal share that every head keeps (alpha, 0.2 as published).
@@ -117,13 +122,15 @@ class Adaptive:
 
     safeguard: float = 0.2
 
-    def pools(self, layer: Ints) -> Ints:
-        return layer
+    def pools(self, layer: Ints) -> int:
+        return int(layer[-1]) + 1
 
     def stays(self, cells: Cells) -> Bools:
-        floor = np.floor(self.safeguard * cells.keep + 1e-9).astype(np.int64)
+        floor = np.ceil(self.safeguard * cells.keep - 1e-9).astype(np.int64)
         safe = cells.best_of_heads(np.minimum(floor, cells.held))
-        return cells.best_of_layers(np.where(safe, np.inf, cells.score))
+        # after what is protected, before all others
+        ahead = np.finfo(cells.score.dtype).max
+        return cells.best_of_layers(np.where(safe & np.isfinite(cells.score), ahead, cells.score))
 
 
 @dataclass(frozen=True)
@@ -141,8 +148,8 @@ class Pyramid:
 
     beta: float = 20.0
 
-    def pools(self, layer: Ints) -> Ints:
-        return np.zeros_like(layer)
+    def pools(self, layer: Ints) -> int:
+        return 1
 
     def stays(self, cells: Cells) -> Bools:
         return cells.best_of_heads(self._counts(cells))
@@ -152,7 +159,9 @@ class Pyramid:
         heads, held = len(cells.layer), cells.held
         layers = int(cells.layer[-1]) + 1
         falls = np.linspace(2 - 1 / self.beta, 1 / self.beta, layers)[cells.layer][:, None]
-        least = np.minimum(np.minimum(cells.guarded, cells.keep), held)
+        least = cells.held_in(cells.guarded)
+        tight = least.sum(0) > heads * cells.keep
+        least = np.where(tight, np.minimum(least, cells.keep), least)
         wanted = heads * cells.keep
         low = np.zeros(len(cells.sizes))
         high = low + float(cells.sizes.max()) * self.beta
@@ -171,51 +180,57 @@ class Pyramid:
         return counts
 
 
-def vacated(
-    stays: Bools, pools: Ints, protected: Bools, sizes: Ints, keep: Ints
-) -> tuple[Ints, Ints, Ints, Ints, Bools]:
+class Vacated(NamedTuple):
+    """What moves out of the slots of some blocks that leave.
+
+    Attributes:
+        cell: whole numbers [m], cells of the sources.
+        source: whole numbers [m], slots.
+        into: whole numbers [m], cells of the targets.
+        target: whole numbers [m], slots.
+        leaving: bool [T], the slots that leave.
+    """
+
+    cell: NDArray[np.integer]
+    source: NDArray[np.integer]
+    into: NDArray[np.integer]
+    target: NDArray[np.integer]
+    leaving: Bools
+
+
+def vacated(stays: Bools, pools: int) -> Vacated:
     """The slots that leave, and what moves out of their cells.
 
-    Of each block the first slots leave that are not protected; where more must, the first of the
-    protected ones. So what stays moves to a later slot.
+    Of g heads that share their cells, g tokens a slot leave: the k-th slot to leave is the first
+    one in which any pool's token number (k - 1) g + 1 leaves. So no pool has more to move than
+    cells become free, and always to a later slot; with g = 1 it is `moves_of`.
 
     Args:
-        stays: bool [C, T], tokens that stay, see `HeadBudgets.stays`.
-        pools: int64 [C], see `HeadBudgets.pools`.
-        protected: bool [T].
-        sizes: int64 [P], slots of each block.
-        keep: int64 [P], slots that each keeps.
-
-    Returns:
-        cells and slots of the sources, then of the targets, int64 [m] each; the slots that leave,
-        bool [T].
+        stays: bool [C, T], tokens that stay, block after block; see `HeadBudgets.stays`.
+        pools: of neighbouring heads, equally many in each.
 
     Example:
         Of two heads of a layer, the first keeps both tokens and the second none: slot 0 leaves,
         and what the first has there moves to the second's cell of slot 1.
 
-        >>> stays = np.array([[True, True], [False, False]])
-        >>> none = np.array([False, False])
-        >>> moved = vacated(stays, np.array([0, 0]), none, np.array([2]), np.array([1]))
+        >>> moved = vacated(np.array([[True, True], [False, False]]), 1)
         >>> [each.tolist() for each in moved]
         [[0], [0], [1], [1], [True, False]]
     """
-    count = stays.shape[1]
-    block = np.repeat(np.arange(len(sizes)), sizes)
-    sequence = order(block, protected)
-    begins = np.cumsum(sizes) - sizes
-    leaving = np.zeros(count, np.bool_)
-    leaving[sequence] = np.arange(count) - begins[block] < (sizes - keep)[block]
+    heads, count = stays.shape
+    each = heads // pools
 
     def listed(chosen: Bools) -> tuple[Ints, Ints]:
-        """By pool and block; in these by cell, so that many move within their own cell."""
-        cell, slot = np.nonzero(chosen)
-        if len(sizes) > 1:
-            at = np.argsort(pools[cell] * len(sizes) + block[slot], kind="stable")
-            cell, slot = cell[at], slot[at]
-        return cell, slot
+        """Pool by pool the cells and slots, in order of the slots."""
+        at = np.flatnonzero(chosen.reshape(pools, each, count).transpose(0, 2, 1))
+        pool, rest = np.divmod(at, count * each)
+        slot, cell = np.divmod(rest, each)
+        return pool * each + cell, slot
 
-    return *listed(stays & leaving), *listed(~stays & ~leaving), leaving
+    leaving = np.zeros(count, np.bool_)
+    dropped = listed(~stays)[1].reshape(pools, -1)
+    leaving[dropped[:, ::each].min(0)] = True
+    return Vacated(*listed(stays & leaving), *listed(~stays & ~leaving), leaving)
 
 
 def as_cells(
@@ -249,5 +264,5 @@ def as_cells(
         layer=layer,
         sizes=sizes,
         keep=keep,
-        guarded=guarded,
+        guarded=protected,
     )

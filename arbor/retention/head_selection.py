@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arbor.retention.base import Allocator, Blocks, Bools, Floats, Ints, Scorer, Tokens
-from arbor.retention.head_budgets import HeadBudgets, as_cells, vacated
+from arbor.retention.head_budgets import HeadBudgets, Vacated, as_cells, vacated
 from arbor.retention.selection import Selection, checked_scores, select
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
@@ -36,7 +36,7 @@ class SharedCells:
     holders: Callable[[Tokens], NDArray[np.integer] | None]
 
     @property
-    def pools(self) -> Ints:
+    def pools(self) -> int:
         """See `HeadBudgets.pools`."""
         return self.budgets.pools(self.layer)
 
@@ -119,7 +119,7 @@ class HeadScorer:
         if len(free):
             block = tokens.block[free]
             sizes = np.diff(np.flatnonzero(np.diff(block, prepend=-1, append=block[-1] + 1)))
-            pools = len(scores) if self.shared is None else int(self.shared.pools[-1]) + 1
+            pools = len(scores) if self.shared is None else self.shared.pools
             means[free] = ranked_means(np.take(scores, free, 1), means[free], sizes, pools)
         return means
 
@@ -131,26 +131,14 @@ class HeadSelection(Selection):
     them moves to slots that stay.
 
     Attributes:
-        head: whole numbers [m], those of KV heads, non-decreasing.
-        source: whole numbers [m], indices into `tokens` of what leaves.
-        target: whole numbers [m], indices into `tokens` of what stays.
+        moved: what heads move; slots are indices into `tokens`.
         tokens: of the blocks that keep a part.
-        into: whole numbers [m], cells that the targets are in; None: those of the heads.
     """
 
-    def __init__(
-        self,
-        blocks: Blocks,
-        counts: Ints,
-        tokens: Tokens,
-        moved: Moved,
-        into: Ints | None = None,
-    ) -> None:
-        """moved: what heads move, and the slots of `tokens` that leave."""
-        self.head, self.source, self.target, leaving = moved
+    def __init__(self, blocks: Blocks, counts: Ints, tokens: Tokens, moved: Vacated) -> None:
+        self.moved = moved
         self.tokens = tokens
-        self.into = into
-        super().__init__(blocks, counts, tokens, ~leaving)
+        super().__init__(blocks, counts, tokens, ~moved.leaving)
 
 
 def select_by_head(
@@ -175,16 +163,15 @@ def select_by_head(
             scores, shared.holders(tokens), shared.layer, tokens.protected, resident, keep
         )
         stays = shared.budgets.stays(cells)
-        head, source, into, target, leaving = vacated(
-            stays, shared.pools, tokens.protected, resident, keep
-        )
-        given: Moved = (head, source, target, leaving)
-        return counts, HeadSelection(blocks, counts, tokens, given, into)
+        return counts, HeadSelection(blocks, counts, tokens, vacated(stays, shared.pools))
     offer = scores, tokens.protected, resident, resident - counts[parted]
     moved = None if scorer.mover is None else scorer.mover(*offer)
     if moved is None:
         moved = moves_of(given_up(*offer))
-    return counts, HeadSelection(blocks, counts, tokens, moved)
+    head, source, target, leaving = moved
+    return counts, HeadSelection(
+        blocks, counts, tokens, Vacated(head, source, head, target, leaving)
+    )
 
 
 def given_up(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Bools:

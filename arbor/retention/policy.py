@@ -159,7 +159,7 @@ class Policy:
             raise UsageError(
                 "granularity",
                 f"heads={self.heads}: all heads keep the same tokens with granularity=token.",
-                "Take granularity=head.",
+                "Take granularity=head, or heads=equal.",
             )
         if self.by_head:
             self._check_heads()
@@ -175,10 +175,10 @@ class Policy:
         wanted = getattr(scorer, "observation", Observation())
         if isinstance(allocator, TokenAllocator) and not getattr(allocator, "by_score", False):
             what = f"the allocator {type(allocator).__name__} chooses tokens by their places"
-            hint = "Take one that chooses by score, such as allocator=pooled, or granularity=token."
+            hint = f"Take one that chooses by score, such as allocator=pooled, or {self.by_token}."
         elif isinstance(scorer, KVScorer) and not isinstance(scorer, HeadKVScorer):
             what = f"the scorer {type(scorer).__name__} gives all heads of a layer one score"
-            hint = "Derive it from HeadKVScorer, or take granularity=token."
+            hint = f"Derive it from HeadKVScorer, or take {self.by_token}."
         elif self.heads != "equal" and isinstance(scorer, KVScorer):
             raise UsageError(
                 "granularity",
@@ -188,7 +188,7 @@ class Policy:
             )
         elif wanted.heads is not None or wanted.layers is not None:
             what = f"the scorer {type(scorer).__name__} observes some heads or layers only"
-            hint = "Let it observe all, or take granularity=token."
+            hint = f"Let it observe all, or take {self.by_token}."
         else:
             return
         raise UsageError("granularity", f"granularity=head: {what}.", hint)
@@ -209,6 +209,11 @@ class Policy:
     def by_head(self) -> bool:
         """Whether each KV head keeps tokens of its own."""
         return self.granularity == "head"
+
+    @property
+    def by_token(self) -> str:
+        """The settings with which all heads keep the same tokens, for messages."""
+        return "granularity=token" + (",heads=equal" if self.heads != "equal" else "")
 
     @property
     def head_budgets(self) -> HeadBudgets | None:

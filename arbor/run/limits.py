@@ -102,14 +102,14 @@ def check_granularity(policy: Policy, mode: str, *, staged: bool = False) -> Non
             "granularity",
             "granularity=head: a slot that is kept holds another token in each KV head, and lossless "
             "mode keeps exact KV.",
-            "Take --mode lossy, or granularity=token.",
+            f"Take --mode lossy, or {policy.by_token}.",
         )
     if staged:
         raise UsageError(
             "granularity",
             "granularity=head: records in host memory hold whole tokens, and with --staging "
             "attention reads them there.",
-            "Leave out --staging, or take granularity=token.",
+            f"Leave out --staging, or take {policy.by_token}.",
         )
 
 
