@@ -368,6 +368,7 @@ def test_in_a_tree_transitions_of_one_depth_count_once() -> None:
     blocks = chain([10, 128, 128, 128, 128, 128], types, depth=[0, 1, 2, 2, 3, 3])
     total = 10 + 5 * 128
     assert kept(TYPED, blocks, total - 64) == [10, 64, 128, 128, 128, 128]
+    assert kept(TYPED, blocks, total - 100) == [10, 64, 92, 128, 128, 128]
     # a sparse segment one level below is another one; then transitions step on
     types[4] = SPARSE
     deeper = chain([10, 128, 128, 128, 128, 128], types, depth=[0, 1, 2, 2, 3, 3])
@@ -382,6 +383,7 @@ def test_trees_do_not_step_each_other_down() -> None:
         turn=[0, 0, 0, 1, 1, 1],
     )
     assert kept(TYPED, blocks, 8 + 64 + 128 + 8 + 128 + 128) == [8, 64, 128, 8, 128, 128]
+    assert kept(TYPED, blocks, 8 + 64 + 88 + 8 + 128 + 128) == [8, 64, 88, 8, 128, 128]
 
 
 def test_what_is_being_written_steps_after_all_others_and_the_prompt_last() -> None:
@@ -622,6 +624,13 @@ def test_a_closed_segment_remembers_its_mean_and_an_open_one_each_query() -> Non
     assert (remembered(credit)[1] == 0.25).all()
 
 
+def test_where_all_fits_nothing_leaves_and_figures_are_remembered() -> None:
+    blocks = chain([4, 9], [MIDDLE, SPARSE], steps=[0, 2])
+    gone, credit = ThinKV(valleys=VALLEYS).credited(blocks, 13, Recency())
+    assert not len(gone) and gone.dtype == np.int64
+    assert credit.tolist() == blocks.tokens.credit.tolist()
+
+
 def test_without_valleys_nothing_is_measured() -> None:
     assert ThinKV().observation == Observation(keys=True)
     assert ThinKV(choose="score").observation == Observation()
@@ -759,7 +768,7 @@ def test_a_query_whose_token_has_left_has_no_place() -> None:
 def test_figures_are_remembered_where_no_attention_is_observed() -> None:
     policy = dataclasses.replace(
         POLICIES["thinkv"],
-        allocator=ThinKV(segment=8, valleys=VALLEYS, lookback=16),
+        allocator=ThinKV(segment=8, valleys=VALLEYS, lookback=40),
         protect=Protect(sinks=2, recent=4),
         trigger=Trigger(spare=4),
     )
@@ -774,7 +783,7 @@ def test_figures_are_remembered_where_no_attention_is_observed() -> None:
     mine = tokens.block == 1
     number = tokens.offset // 8
     closed = mine & (number < 6) & (steps > 0)
-    assert closed.any() and not np.isnan(sparsity[closed]).all()
+    assert closed.any() and not np.isnan(sparsity[closed]).any()
     for each in np.unique(number[closed]):
         assert len(set(sparsity[mine & (number == each)].tolist())) == 1
         assert np.count_nonzero(mine & (number == each)) >= 4

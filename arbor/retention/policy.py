@@ -163,7 +163,8 @@ class Policy:
             )
         if self.by_head:
             self._check_heads()
-        _ = self._wanted  # refuses parts that do not go together
+        if hasattr(self.allocator, "observation"):
+            _ = self._wanted  # refuses parts that do not go together
 
     def _check_heads(self) -> None:
         """Refuse parts that say nothing of single heads.

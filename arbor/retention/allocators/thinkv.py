@@ -241,6 +241,8 @@ class ThinKV:
     ) -> Ints:
         """Places of the tokens that leave, int64: of each segment so many of its free ones."""
         at = np.flatnonzero(free & (gone[segments.of] > 0))
+        if not len(at):
+            return at
         segment = segments.of[at]
         if self.choose == "score":
             lowest = order(segment, scores[at], tokens.position[at])
@@ -251,8 +253,7 @@ class ThinKV:
         losing, begins = np.unique(segment, return_index=True)
         members = np.split(at, begins[1:])
         keep = [len(some) - count for some, count in zip(members, gone[losing], strict=True)]
-        stays = clustered(tokens.kv, members, keep) if len(losing) else []
-        return np.setdiff1d(at, np.concatenate([np.empty(0, np.int64), *stays]))
+        return np.setdiff1d(at, np.concatenate(clustered(tokens.kv, members, keep)))
 
 
 class Segments:
