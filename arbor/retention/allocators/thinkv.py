@@ -354,9 +354,9 @@ def clustered(kv: TokenKV, members: Sequence[Ints], keep: Sequence[int]) -> list
         first = end
     stays = []
     for some, at, inner, count in zip(members, places, products, keep, strict=True):
-        held, lost = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
-        from_keys = min(count, len(held))
-        chosen = held[representatives(inner[np.ix_(held, held)], from_keys)]
+        here, lost = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
+        from_keys = min(count, len(here))
+        chosen = here[representatives(inner[np.ix_(here, here)], from_keys)]
         rest = lost[len(lost) - (count - from_keys) :]
         stays.append(some[np.concatenate([chosen, rest])])
     return stays
@@ -371,7 +371,7 @@ def credit_of(steps: Ints, sparsity: Floats) -> Floats:
 def remembered(credit: Floats) -> tuple[Ints, Floats]:
     """What `credit_of` made a figure of: steps, int64 [T], and sparsities, float64 [T]; 0 and nan
     where it made none."""
-    pairs = np.floor(credit / 2)
+    pairs: Floats = np.floor(credit / 2)
     steps = np.maximum(pairs - 1, 0).astype(np.int64)
     rest = credit - 2 * pairs
     return steps, np.where((pairs > 0) & (rest <= 1), rest, np.nan)
