@@ -399,7 +399,7 @@ def test_moves_are_checked() -> None:
         (1, moves([0, 0], slots[[1, 1]], slots[[3, 4]]), "holds a token twice"),
         (3, moves([0], slots[[3]], slots[[1]]), "later token"),
         (1, moves([0], slots[[2]], slots[[3]]), "out of a slot that stays"),
-        (1, moves([0, 1], slots[[1, 1]], slots[[3, 3]], [0, 2]), "holds a token twice"),
+        (1, moves([1, 1], slots[[1, 1]], slots[[3, 4]], [1, 2]), "holds a token twice"),
     ):
         lab = lossy(by_head("random"))
         tree = lab.plant(SLOTS)

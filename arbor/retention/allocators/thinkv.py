@@ -364,7 +364,8 @@ def clustered(kv: TokenKV, members: Sequence[Ints], keep: Sequence[int]) -> list
 
 def credit_of(steps: Ints, sparsity: Floats) -> Floats:
     """Steps, at least 0, and sparsities in [0, 1], nan where unknown, as one figure >= 2 each."""
-    figure: Floats = 2.0 * (steps + 1) + np.where(np.isnan(sparsity), _UNKNOWN, sparsity)
+    rest = np.where(np.isnan(sparsity), _UNKNOWN, sparsity).astype(np.float64)
+    figure: Floats = rest + 2.0 * (steps + 1)
     return figure
 
 
