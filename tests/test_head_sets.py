@@ -16,7 +16,7 @@ from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor import Solver
 from arbor.engine.mode import Rehydrate
-from arbor.errors import ModelError, UsageError
+from arbor.errors import ModelError, OutOfMemory, UsageError
 from arbor.events import Evicted, Forwarded
 from arbor.kernels.native import native_library, without_native
 from arbor.kernels.native_heads import head_moves
@@ -432,7 +432,7 @@ def test_a_copy_that_fails_leaves_nothing_wrong(
         return broken
 
     monkeypatch.setattr(KVPool, "copy_heads", failing)
-    with pytest.raises((torch.OutOfMemoryError, KeyboardInterrupt)):
+    with pytest.raises((OutOfMemory, KeyboardInterrupt)):
         lab.sprout([(tree.root, 1)], GREEDY, LONG)
     lab.memory.rollback()
     lab.memory.check()
