@@ -347,10 +347,10 @@ def clustered(kv: TokenKV, members: Sequence[Ints], keep: Sequence[int]) -> list
         for layer in sequence.layers if mine else ():
             keys = sequence.keys(layer).flatten(1)
             for each in mine:
-                held = places[each] >= 0
-                points = keys[(places[each][held] - first).tolist()]
+                here = places[each] >= 0
+                points = keys[(places[each][here] - first).tolist()]
                 points = points - points.mean(0)
-                products[each][np.ix_(held, held)] += (points @ points.T).double().cpu().numpy()
+                products[each][np.ix_(here, here)] += (points @ points.T).double().cpu().numpy()
         first = end
     stays = []
     for some, at, inner, count in zip(members, places, products, keep, strict=True):
