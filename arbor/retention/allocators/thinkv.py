@@ -354,9 +354,9 @@ def clustered(kv: TokenKV, members: Sequence[Ints], keep: Sequence[int]) -> list
         first = end
     stays = []
     for some, at, inner, count in zip(members, places, products, keep, strict=True):
-        here, lost = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
-        from_keys = min(count, len(here))
-        chosen = here[representatives(inner[np.ix_(here, here)], from_keys)]
+        found, lost = np.flatnonzero(at >= 0), np.flatnonzero(at < 0)
+        from_keys = min(count, len(found))
+        chosen = found[representatives(inner[np.ix_(found, found)], from_keys)]
         rest = lost[len(lost) - (count - from_keys) :]
         stays.append(some[np.concatenate([chosen, rest])])
     return stays
