@@ -36,6 +36,7 @@ from arbor.events import Allocated, Event, Evicted, Forwarded, Rehydrated
 from arbor.model.plan import Piece, Segment, plan_forward, visibility
 from arbor.model.runner import ModelRunner
 from arbor.retention.allocators.lru import LRU
+from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.base import NEVER, Blocks, Ints, Scorer, Tokens
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.tasks.base import BlockLimits
@@ -527,6 +528,31 @@ def test_paths_lose_tokens_only_once_everything_off_them_has_left(policy: str) -
         assert tree.root.span.resident.sum() + first.span.resident.sum() == path
     off_paths, on_paths = [event for event in lab.events if isinstance(event, Allocated)][-2:]
     assert (off_paths.room, on_paths.room) == (0, path)
+
+
+@pytest.mark.parametrize(
+    ("among", "evicted"),
+    [("together", True), ("fair", False), ("first-come", False), ("shortest-first", False)],
+)
+def test_a_capacity_is_of_each_search_where_room_is_divided(among: Any, evicted: bool) -> None:
+    """Two searches with two blocks each off their running paths, as many as one may keep."""
+    policy = dataclasses.replace(POLICIES["rsbcm"], allocator=RSBCM(2), among=among, protect=LITTLE)
+    lab = Lab(build("llama"), policy=policy, debug=True)
+    growth = Growth(3, GREEDY, StopRule(Words(), BlockLimits((), LENGTH, 8), ()))
+    trees = [ThoughtTree(PROMPT), ThoughtTree(PROMPT[::-1])]
+    for tree in trees:
+        lab.open(tree, 200, alone=False, pool=400)
+        lab.extend(tree.root)
+    for leaf, width in ((0, 3), (1, 1)):
+        both = [lab.begin_grow([(tree.nodes[leaf], width)], growth) for tree in trees]
+        while not all(operation.done for operation in both):
+            lab.step()
+        for operation in both:
+            operation.result()
+    lost = [event for event in lab.events if isinstance(event, Evicted)]
+
+    assert bool(lost) is evicted
+    assert {event.cause for event in lost} <= {"clock"}
 
 
 def test_a_block_without_a_value_is_worth_what_the_one_above_it_is() -> None:

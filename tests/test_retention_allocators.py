@@ -18,6 +18,7 @@ from arbor.retention.allocators.ams import AMS
 from arbor.retention.allocators.belady import Belady
 from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.ends import Ends
+from arbor.retention.allocators.hierarchy import Hierarchy
 from arbor.retention.allocators.kkt import KKT
 from arbor.retention.allocators.lru import LRU
 from arbor.retention.allocators.per_tree import Among, PerTree, divided
@@ -33,6 +34,7 @@ from arbor.retention.base import (
     NEVER,
     Allocator,
     Blocks,
+    CappedAllocator,
     Floats,
     Ints,
     Scorer,
@@ -40,6 +42,7 @@ from arbor.retention.base import (
     Tokens,
 )
 from arbor.retention.ordering import order, ranks
+from arbor.retention.policy import Policy
 from arbor.retention.scorers.recency import Recency
 from arbor.retention.scorers.window import Window
 from arbor.retention.selection import select
@@ -796,6 +799,36 @@ def test_within_each_tree_the_allocator_chooses_the_tokens(
     assert dict(zip(zip(block, offset, strict=True), credit, strict=True)) == credited
     lost = np.bincount([at for at, _ in leaving], minlength=len(blocks))
     assert (counts == blocks.resident - lost).all()
+
+
+@pytest.mark.parametrize("allocator", [RSBCM(2), RSBCM(25, "tokens"), Hierarchy(0.5, first=0)])
+@pytest.mark.parametrize("among", DIVIDED)
+@given(seed=SEEDS)
+def test_a_capacity_holds_for_each_tree(
+    among: Among, allocator: CappedAllocator, seed: int
+) -> None:
+    blocks = offer(seed, 12)
+    parts = [blocks.only(np.flatnonzero(blocks.turn == turn)) for turn in np.unique(blocks.turn)]
+    own = [allocator.excess(part) for part in parts]
+    capped = Policy(allocator, Window(), among=among).capped
+    assert capped is not None
+
+    excess = capped.excess(blocks)
+
+    assert excess == sum(own)
+    counts, _ = select(blocks, int(blocks.resident.sum()) - excess, capped, Window())
+    lost = np.bincount(blocks.turn, blocks.resident - counts).astype(int)
+    assert lost[np.unique(blocks.turn)].tolist() == own
+
+
+def test_among_all_together_a_capacity_holds_for_all() -> None:
+    blocks = blocks_of(4, turn=[0, 0, 1, 1])
+
+    together, fair = (Policy(RSBCM(2), among=among).capped for among in ("together", "fair"))
+
+    assert together is not None and together.excess(blocks) == 20
+    assert fair is not None and fair.excess(blocks) == 0
+    assert Policy(LRU(), among="fair").capped is None
 
 
 def test_a_wrong_answer_within_a_tree_names_its_allocator() -> None:

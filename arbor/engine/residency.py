@@ -18,7 +18,7 @@ from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
 from arbor.forest import Forest, by_tree
 from arbor.memory.head_table import HeadMoves
-from arbor.retention.base import NEVER, Blocks, CappedAllocator, PackingAllocator
+from arbor.retention.base import NEVER, Blocks, PackingAllocator
 from arbor.retention.head_selection import select_by_head
 from arbor.retention.msve import MSVE
 from arbor.retention.ordering import order
@@ -62,12 +62,11 @@ class Residency:
         self._policy = policy
         self._paths_lose: PathsLose = paths_lose
         self._steps = 0
-        allocator = policy.allocator  # asked at every step: looked at once
-        self._capped = allocator if isinstance(allocator, CappedAllocator) else None
+        self._capped = policy.capped  # asked at every step: looked at once
         self._destroys = policy.destroys and state.memory.staging is not None
         self._packing: PackingAllocator | None = None
-        if policy.packs and isinstance(allocator, PackingAllocator):
-            self._packing = allocator
+        if policy.packs and isinstance(policy.allocator, PackingAllocator):
+            self._packing = policy.allocator
 
     def fit(
         self,

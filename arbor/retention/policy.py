@@ -24,7 +24,7 @@ from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.thinkv import ThinKV
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.base import Allocator, Scorer, TokenAllocator
+from arbor.retention.base import Allocator, CappedAllocator, Scorer, TokenAllocator
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
 from arbor.retention.observation import Observation
 from arbor.retention.scorers.expected_attention import ExpectedAttention
@@ -110,7 +110,8 @@ class Policy:
             evict. So in ArborKV, whose Path* is complete, and in caches that lock blocks in use;
             flat policies see no paths.
         among: how the room is divided among the searches of an engine, see `PerTree`; ``together``:
-            the allocator sees the blocks of all of them at once.
+            the allocator sees the blocks of all of them at once, and a capacity of its own is one
+            of all of them.
         trigger: when it acts although room has not run out.
         granularity: which KV heads keep the same tokens. ``token``: all of a model's; ``head``:
             each KV head of each layer keeps tokens of its own; lossy mode only, and of models
@@ -229,6 +230,14 @@ class Policy:
         if self.among == "together":
             return self.allocator
         return divided(self.allocator, self.among)
+
+    @property
+    def capped(self) -> CappedAllocator | None:
+        """The same, where tokens leave although there is room; else None."""
+        shared = self.shared_allocator
+        if isinstance(self.allocator, CappedAllocator) and isinstance(shared, CappedAllocator):
+            return shared
+        return None
 
     @property
     def observes(self) -> bool:

@@ -30,8 +30,8 @@ Among = Literal["together", "fair", "first-come", "shortest-first"]
 class PerTree:
     """The room that each tree gets, then an allocator's counts within it.
 
-    Where just those tokens have to leave that the allocator gives up although there is room
-    (`CappedAllocator`), each tree gives up its own.
+    A capacity (`CappedAllocator`) is one of each tree, and where just those tokens have to leave
+    that exceed it, each tree gives up its own.
 
     Args:
         allocator: divides a tree's room among its blocks.
@@ -48,6 +48,15 @@ class PerTree:
         for mine, part, share in self._parts(blocks, room):
             counts[mine] = checked_counts(self.allocator, part, share, scorer)
         return counts
+
+    def excess(self, blocks: Blocks) -> int:
+        """What the trees give up although there is room, together: a capacity is each tree's own;
+        0 without one."""
+        if not isinstance(self.allocator, CappedAllocator):
+            return 0
+        trees = np.unique(blocks.turn)
+        parts = (blocks.only(np.flatnonzero(blocks.turn == turn)) for turn in trees)
+        return sum(map(self.allocator.excess, parts))
 
     def _parts(self, blocks: Blocks, room: int) -> Iterator[tuple[Ints, Blocks, int]]:
         """The blocks of each tree: their indices, increasing, their offer, and its room."""

@@ -27,7 +27,8 @@ class RSBCM:
 
     Attributes:
         capacity: most blocks (or tokens) off the running paths, >= 1; what is protected of a block
-            stays beyond it.
+            stays beyond it. Of all searches of an engine together, or of each one where the policy
+            divides the room among them (`among`).
         unit: what `capacity` counts.
     """
 
