@@ -216,6 +216,22 @@ def test_at_every_instant_no_more_than_the_part_of_all_eligible_tokens_is_gone()
     assert lost > 0.3 * eligible - 3, "the bound is used"
 
 
+@pytest.mark.parametrize("evict", ["cumulative", "per_event", "size"])
+def test_running_paths_lose_tokens_at_the_clock_although_pressure_spares_them(evict: Evict) -> None:
+    policy = small(evict)
+    kept = []
+    for spares_paths in (False, True):
+        given = dataclasses.replace(policy, spares_paths=spares_paths)
+        lab = Lab(build("llama"), policy=given, mode="lossy", rehydrate="off", debug=True)
+        tree = lab.plant()
+        (block,) = lab.sprout([(tree.root, 1)], GREEDY, LONG)
+        gone = [event for event in lab.events if isinstance(event, Evicted)]
+        assert gone and {event.cause for event in gone} == {"clock"}
+        kept.append((block.tokens, block.span.resident.tolist()))
+
+    assert kept[0] == kept[1]
+
+
 def eligible_of(tree: ThoughtTree, first: int) -> int:
     """Tokens of thoughts but the first ones of each path."""
     ends = [max(0, node.end - max(node.start, len(PROMPT) + first)) for node in tree.nodes[1:]]

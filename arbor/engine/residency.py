@@ -62,6 +62,9 @@ class Residency:
         self._policy = policy
         self._paths_lose: PathsLose = paths_lose
         self._steps = 0
+        # what a policy destroys at its times may lie on running paths, whoever loses under pressure
+        destroys_paths = policy.destroys and paths_lose != "never"
+        self._at_clock: PathsLose = "equally" if destroys_paths else paths_lose
         self._capped = policy.capped  # asked at every step: looked at once
         self._destroys = policy.destroys and state.memory.staging is not None
         self._packing: PackingAllocator | None = None
@@ -97,7 +100,8 @@ class Residency:
         if needed <= self._memory.free:
             return False
         with nvtx_range("policy"):
-            return self._free(needed, leaves, cause, paths_lose or self._paths_lose)
+            usual = self._at_clock if cause == "clock" else self._paths_lose
+            return self._free(needed, leaves, cause, paths_lose or usual)
 
     def due(self, leaves: Sequence[Node]) -> int | None:
         """Count a decode step; tokens that may stay if the policy acts now, else None.
@@ -113,7 +117,7 @@ class Residency:
         if (room := trigger.room(self._steps, self._memory.slots)) is not None:
             rooms.append(room)
         if self._capped is not None and not self._steps % trigger.every:
-            where: Where = "anywhere" if self._paths_lose == "equally" else "off"
+            where: Where = "anywhere" if self._at_clock == "equally" else "off"
             rooms.append(used - self._capped.excess(self.view.offered(leaves, where=where)))
         return min(rooms) if min(rooms) < used else None
 

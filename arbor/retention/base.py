@@ -248,8 +248,8 @@ class CappedAllocator(Allocator, Protocol):
         """Tokens that leave although there is room.
 
         Args:
-            blocks: all blocks off the running paths; where paths lose tokens like all others, these
-                too.
+            blocks: all blocks off the running paths; where paths lose tokens like all others, and
+                for an allocator that destroys tokens, these too.
 
         Returns:
             0, or what `counts` gives up of them with room for all.

@@ -108,7 +108,7 @@ class Policy:
         protect: tokens that stay in any case.
         spares_paths: in lossy mode, running paths lose tokens only when nothing else is left to
             evict. So in ArborKV, whose Path* is complete, and in caches that lock blocks in use;
-            flat policies see no paths.
+            flat policies see no paths. What a policy destroys at its times lies anywhere.
         among: how the room is divided among the searches of an engine, see `PerTree`; ``together``:
             the allocator sees the blocks of all of them at once, and a capacity of its own is one
             of all of them.
