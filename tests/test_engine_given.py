@@ -237,3 +237,28 @@ def test_given_tokens_that_cannot_fit_are_refused() -> None:
     assert caught.value.needed == len(PROMPT) + MOST
 
     assert len(tree) == blocks == len(leaves_of(tree))
+
+
+def test_given_tokens_wait_where_nothing_may_leave_until_there_are_slots_for_them() -> None:
+    """Two searches, with room for the given tokens of one next to what both keep."""
+    given = tuple(range(10, 30))
+    lab = Lab(build("llama"), policy="full", debug=True)
+    trees = [ThoughtTree(PROMPT), ThoughtTree(PROMPT[::-1])]
+    kept = 2 * len(PROMPT) + 4 * LENGTH
+    for tree in trees:
+        lab.open(tree, 200, alone=False, pool=kept + 30)
+        lab.extend(tree.root)
+    lab.sprout([(trees[0].root, 4)], GREEDY)
+    running = [
+        lab.begin_given([GivenBlock(tree.root, given, growth(len(given) + 4))]) for tree in trees
+    ]
+    ended = []
+    while running:
+        lab.step()
+        for operation in [each for each in running if each.done]:
+            (block,) = operation.result()
+            ended.append(block.tree)
+            give_up(lab, [block])
+            running.remove(operation)
+
+    assert ended == trees

@@ -229,6 +229,7 @@ class Scheduler:
         self._ends: int | None = None  # tokens of the rows' blocks at their ends, while work joins
         self._asked = 0  # tokens of the questions that join the next forward
         self._missing = 0  # tokens that are computed before what joined for the next forward runs
+        self._begun = 0  # the same of blocks of rows that joined, where `_missing` lacks them
 
     def __bool__(self) -> bool:
         return bool(self.operations)
@@ -255,7 +256,7 @@ class Scheduler:
     def admit(self) -> Joined:
         """The work that joins now; one piece in any case if nothing runs."""
         joined = Joined()
-        self._asked = self._missing = 0
+        self._asked = self._missing = self._begun = 0
         self._ends = None  # rows have grown
         keeps = self.keeps
         for operation in self.operations:
@@ -279,6 +280,7 @@ class Scheduler:
                 operation.waiting.popleft()
                 self._take(work, fresh)
                 self._missing = new
+                self._begun += self._apart(work)
                 joined.add(work)
         self._in_order(joined)
         return joined
@@ -327,6 +329,11 @@ class Scheduler:
         path do: none here, where `_fits` counts them with what the row will hold."""
         return 0
 
+    def _apart(self, work: Work) -> int:
+        """Tokens of a row's own block, given or known from before, that are computed before it runs
+        and that `_own` does not count."""
+        return self._new([work.node]) if isinstance(work, Row) else 0
+
     def _part(self, work: Work, new: int) -> Visit | None:
         """The part of a path that is computed first, and alone, where it is long; else None.
 
@@ -346,7 +353,8 @@ class Scheduler:
             new: tokens of paths that the next forward computes if it joins.
         """
         rows = len(self.rows) + isinstance(work, Row)
-        return new + self._asked + _question(work) + rows <= self._memory.available
+        begun = self._begun + self._apart(work)
+        return new + begun + self._asked + _question(work) + rows <= self._memory.available
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         """Whether work can be expected to fit with all that runs and joins.
@@ -425,6 +433,9 @@ class StreamedScheduler(Scheduler):
     def _own(self, work: Work) -> int:
         begin = _begin(work)
         return self._new([begin]) if begin is not work.leaf else 0
+
+    def _apart(self, work: Work) -> int:
+        return 0
 
     def _part(self, work: Work, new: int) -> Visit | None:
         most = self._most_new
