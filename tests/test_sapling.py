@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import sys
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arbor import Solver
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains
 from arbor.tasks.countdown import Countdown, solve
@@ -231,3 +233,14 @@ def test_training_documents_are_held_out_and_labelled_exactly(tokenizer: Any) ->
                 assert game.value(problem, path[1:-1]) == float(yes)
                 verdicts.append(yes)
     assert 0.25 < sum(verdicts) / len(verdicts) < 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_models_of_other_training_seeds_solve_word_problems(seed: int) -> None:
+    folder = ROOT / "scripts" / "sapling_seeds" / f"seed{seed}"
+    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
+    with Solver(str(folder), task="chains", **greedy) as solver:
+        problems = itertools.islice(solver.task.problems("test"), 20)
+        solved = sum(bool(solver.solve(problem).correct) for problem in problems)
+    assert solved >= 10
