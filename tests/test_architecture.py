@@ -54,6 +54,7 @@ TORCH = (
     "memory",
     "model.agreement",
     "model.attention",
+    "model.cell_attention",
     "model.describe",
     "model.fetch_probe",
     "model.fuse",

@@ -155,7 +155,7 @@ ROWS: list[tuple[Any, int, str, tuple[str, ...]]] = [
         ["solve", PUZZLE, "--policy", "arbokv"],
         2,
         "unknown-policy",
-        ("Did you mean 'arborkv'", "Known: ams, arborkv, belady, ", "(plugins loaded: none)."),
+        ("Did you mean 'arborkv'", "Known: adakv, ams, arborkv, ", "(plugins loaded: none)."),
     ),
     (["solve", PUZZLE, "--task", "gam24"], 2, "unknown-task", ("Did you mean 'game24'",)),
     (["solve", PUZZLE, "--model", "builtin:x"], 2, "unknown-model", ("builtin:sapling",)),

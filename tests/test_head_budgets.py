@@ -122,12 +122,12 @@ def test_lower_layers_keep_more(offer: Offer, beta: float) -> None:
             assert set(mine) == set(best_first(offer, all_of_it, tight)[: len(mine)])
         if tight:
             continue
-        # a head with tokens left keeps, beside protected ones, as many as any of a higher layer
-        beside = [sum(not offer.protected[slot] for _, slot in mine) for mine in kept]
+        # a head with tokens left keeps, besides protected ones, as many as any of a higher layer
+        free = [sum(not offer.protected[slot] for _, slot in mine) for mine in kept]
         for low in range(total):
             for high in range(total):
                 if offer.layer[low] < offer.layer[high] and len(kept[low]) < len(held[low]):
-                    assert beside[low] >= beside[high] - 1  # but for rounding
+                    assert free[low] >= free[high] - 1  # but for rounding
 
 
 def test_budgets_fall_linearly_from_the_first_layer_to_the_last() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -235,7 +236,7 @@ def test_a_forward_on_cuda_launches_on_the_runners_device(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "device", entered)
     monkeypatch.setattr(runner, "_forward", forward)
-    plan, pool = cast(ForwardPlan, None), cast(KVPool, None)
+    plan, pool = cast(ForwardPlan, None), cast(KVPool, SimpleNamespace(holders=None))
 
     assert runner.forward(plan, pool) == [torch.device("cuda", 1)]  # type: ignore[comparison-overlap]
     assert not current

@@ -388,7 +388,7 @@ def test_trees_do_not_step_each_other_down() -> None:
 
 def test_what_is_being_written_steps_after_all_others_and_the_prompt_last() -> None:
     blocks = chain([40, 32, 32], [SPARSE, MIDDLE, SPARSE], scheduled=[NEVER, NEVER, 0])
-    # the open one is no transition yet, and the prompt is of no type
+    # the open one does not count as a transition yet, and the prompt is of no type
     assert kept(TYPED, blocks, 88) == [40, 16, 32]
     assert kept(TYPED, blocks, 60) == [40, 4, 16]
     assert kept(TYPED, blocks, 30) == [22, 4, 4]

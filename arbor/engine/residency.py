@@ -62,7 +62,8 @@ class Residency:
         self._policy = policy
         self._paths_lose: PathsLose = paths_lose
         self._steps = 0
-        # what a policy destroys at its times may lie on running paths, whoever loses under pressure
+        # what a policy destroys at its times may lie on running paths, whichever blocks lose when
+        # room runs out
         destroys_paths = policy.destroys and paths_lose != "never"
         self._at_clock: PathsLose = "equally" if destroys_paths else paths_lose
         self._capped = policy.capped  # asked at every step: looked at once

@@ -181,8 +181,9 @@ class KVPool:
     def copy_heads(self, moves: HeadMoves, table: HeadTable) -> Callable[[], None]:
         """A call that copies K and V of single heads from slots to others.
 
-        What the copy needs beside the pool is allocated now: K and V of `AT_ONCE` cells at most. Of
-        layers that differ it is allocated when the call is made, K or V of the moves of one layer.
+        What the copy needs in addition to the pool is allocated now: K and V of `AT_ONCE` cells at
+        most. Of layers that differ it is allocated when the call is made, K or V of the moves of
+        one layer.
         """
         if not self.alike:
             return partial(self._copy_by_layer, moves, table)

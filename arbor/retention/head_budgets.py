@@ -137,7 +137,7 @@ class Adaptive:
 class Pyramid:
     """Lower layers keep more tokens than higher ones (PyramidKV, Cai et al. 2024, section 3.2).
 
-    Of what a block keeps beside its protected tokens, m in the mean over layers, the last layer
+    Of what a block keeps besides its protected tokens, m in the mean over layers, the last layer
     keeps m / beta and the first 2 m - m / beta; between them it falls linearly. A head that has
     fewer leaves the difference to the others. The heads of a layer keep equally many.
     Differs: the published budgets are of one prompt; here they are of each block.
