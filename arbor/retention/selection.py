@@ -376,12 +376,8 @@ def _nth_lowest(scores: Floats, sizes: Ints, nth: Ints) -> Floats:
         rows = left[width == columns]
         place = np.arange(int(sizes[rows].max()))
         inside = place < sizes[rows, None]
-        if inside.all():
-            table = scores[begins[rows, None] + place]
-        else:
-            table = np.where(
-                inside, scores[np.where(inside, begins[rows, None] + place, 0)], np.inf
-            )
+        at = np.where(inside, begins[rows, None] + place, 0)
+        table = np.where(inside, scores[at], np.inf)
         places = np.unique(nth[rows] - 1)
         if len(places) > 4:
             table.sort(axis=1)
