@@ -53,8 +53,10 @@ class HeadTable:
         self.head = np.concatenate([np.arange(count) for count in heads])
         self._slots = slots
         self._position = np.empty((len(self.head), 0), np.int32)  # made when a slot is mixed
-        self._holder = np.empty((len(self.head), 0), np.int16)  # made when a slot is lent
-        self._own = np.arange(len(self.head), dtype=np.int16)[:, None]
+        count = len(self.head)
+        # 16 bits where they do: such numbers are sorted in O(n)
+        self._own = np.arange(count).astype(np.int16 if count < 1 << 15 else np.int32)[:, None]
+        self._holder = np.empty((count, 0), self._own.dtype)  # made when a slot is lent
 
     def __len__(self) -> int:
         return len(self.head)
@@ -86,7 +88,7 @@ class HeadTable:
         self._position[:, fresh] = table.position[fresh]
         if moves.into is not moves.cell:
             if not self._holder.size:
-                self._holder = np.zeros((len(self), self._slots), np.int16)
+                self._holder = np.zeros((len(self), self._slots), self._own.dtype)
             self._holder[:, named[~table.lent[named]]] = self._own
             self._holder[moves.into, moves.target] = self._holder[moves.cell, moves.source]
             targets = np.unique(moves.target)

@@ -66,8 +66,7 @@ class Cells:
         if self.holder is None:
             gone = worst(self.score.ravel(), self.held.ravel(), lose)
             return ~gone.reshape(heads, count)
-        # of 16-bit numbers a stable sort takes O(n)
-        order = np.argsort(self.holder.T.ravel().astype(np.int16), kind="stable")
+        order = np.argsort(self.holder.T.ravel(), kind="stable")
         stays = np.empty(heads * count, np.bool_)
         stays[order] = ~worst(self.score.T.ravel()[order], self.held.ravel(), lose)
         return stays.reshape(count, heads).T
