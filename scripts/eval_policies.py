@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from eval_sapling import share
+from wipe_out import wipe_out
 
 from arbor import Solver
 from arbor.components import build, split_spec
@@ -425,10 +426,11 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
                 rehydrate=rehydrate,
                 **settings,
             ) as solver:
-                runs = [
-                    bounded(solver, problem, most)
-                    for problem, most in zip(chosen, slots, strict=True)
-                ]
+                runs, gaps = [], []
+                for problem, most in zip(chosen, slots, strict=True):
+                    runs.append(bounded(solver, problem, most))
+                    if name == "chain" and runs[-1] is not None:
+                        gaps.append(wipe_out(solver))
             got = np.array([bool(run is not None and run.correct) for run in runs])
             row = {
                 "search": name,
@@ -440,6 +442,9 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
                 **by_recall(solver.task, chosen, got),
                 "against_full": paired(got, right),
                 **costs(runs),
+                "wiped_out": {
+                    kind: mean_of([gap[kind] for gap in gaps]) for kind in (gaps or [{}])[0]
+                },
             }
             if policy == args.baseline:
                 baseline[rehydrate, ratio] = got

@@ -29,6 +29,7 @@ whenever the share of right tokens passes `MASTERED`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -48,7 +49,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.tasks.chains import NAMES, Chains, generate
+from arbor.tasks.chains import Chains, generate
 from arbor.tasks.countdown import Countdown, ParsedStep, can_reach, legal_steps
 from arbor.tasks.game24 import LARGEST_CARD, TARGET, Game24
 from arbor.tasks.recall import Recall
@@ -61,7 +62,7 @@ MASTERED = 0.96  # share of right tokens at which word problems get longer, firs
 JUDGE_WEIGHT = 3.0  # verdicts are few among the tokens, and search stands on them
 EMBEDDING = 0.1  # standard deviation; as large as what a head of the first layer adds
 TREE = 256  # tokens in a row of countdown trees
-SHORT, MIDDLE, LONG = 128, 256, 640  # tokens in a row of word problems, as they grow
+SHORT, MIDDLE = 128, 256  # tokens in a row of word problems, until they are long
 
 # Every alternative ends at a newline or before it: a text that ends in a newline is a prefix in
 # tokens as well.
@@ -135,20 +136,26 @@ def build_tokenizer(out: Path) -> None:
     fast.save_pretrained(out)
 
 
-def extend_tokenizer(file: Path) -> None:
-    """Lets an older tokenizer read today's `PIECES`: a subject with its verb that is two tokens
-    becomes one more token."""
+def extend_tokenizer(file: Path, people: Sequence[str]) -> None:
+    """Lets an older tokenizer read today's `PIECES`: every name, alone and with its verb, that is
+    several tokens becomes one more token.
+
+    Args:
+        file: the ``tokenizer.json`` that is changed.
+        people: names of word problems.
+    """
     from tokenizers import Tokenizer
 
     document = json.loads(file.read_text())
     document["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": PIECES}
     vocabulary, merges = document["model"]["vocab"], document["model"]["merges"]
-    known = Tokenizer.from_str(json.dumps(document))
-    words = [f" {name} {verb}" for name in NAMES for verb in ("has", "=")]
-    for pair in (known.encode(word, add_special_tokens=False).tokens for word in words):
-        if len(pair) == 2:
-            vocabulary["".join(pair)] = len(vocabulary)
-            merges.append(pair)
+    for word in (f" {name}{verb}" for name in people for verb in ("", " has", " =")):
+        known = Tokenizer.from_str(json.dumps(document))
+        first, *others = known.encode(word, add_special_tokens=False).tokens
+        for other in others:
+            merges.append([first, other])
+            first += other
+            vocabulary.setdefault(first, len(vocabulary))
     file.write_text(json.dumps(document, ensure_ascii=False, indent=2))
 
 
@@ -184,13 +191,15 @@ class Trees:
     Args:
         encode: text -> token ids, without the beginning-of-text token.
         bos: ids before each prompt.
+        steps: of the longest word problems.
     """
 
-    def __init__(self, encode: Any, bos: Sequence[int] = ()) -> None:
+    def __init__(self, encode: Any, bos: Sequence[int] = (), steps: int = 16) -> None:
         self._encode = encode
         self._cache: dict[str, list[int]] = {}
         self.bos = list(bos)
-        self.game, self.numbers, self.words, self.rooms = Game24(), Countdown(), Chains(), Recall()
+        self.game, self.numbers, self.rooms = Game24(), Countdown(), Recall()
+        self.words = Chains(most=steps)
 
     def tokens(self, text: str) -> list[int]:
         """Ids of one line, memoised."""
@@ -359,7 +368,7 @@ class Trees:
     def chains(self, rng: random.Random, most: int) -> Document:
         """A word problem with at most so many steps; some states are asked about, some lines
         spoiled for that."""
-        few = Chains(distractors=min(4, most))
+        few = dataclasses.replace(self.words, distractors=min(self.words.distractors, most))
         while True:
             problem = few.draw(rng, 2 + int((most - 1) * rng.random()))
             if split_of(problem.id) == "train":
@@ -373,7 +382,8 @@ class Trees:
         Chains are mostly lines that follow from the line before; without these documents the
         look-up is learned late.
         """
-        facts, asked = generate(rng, rng.randint(2, most), rng.randint(1, most), 1)
+        steps, others = rng.randint(2, most), rng.randint(1, most)
+        facts, asked = generate(rng, steps, others, 1, self.words.people)
         document = Document()
         problem = self.words.make(facts, asked)
         node = self._root(document, self.words.prompt(problem))
@@ -510,6 +520,9 @@ class Mix:
     recall_share: float = 0.15
     facts_share: float = 0.65  # at the start; a third of it later
     long_every: int = 2
+    steps: int = 16  # of the longest word problems
+    rooms: int = 16  # of the largest recall problems
+    long: int = 640  # tokens in a row of the longest
 
 
 def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterator[list[Batch]]:
@@ -517,7 +530,8 @@ def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterat
     curriculum.
 
     Args:
-        level: object with `.value` in [0, 1]; word problems grow from two steps to 16 with it.
+        level: object with `.value` in [0, 1]; word problems grow from two steps to `mix.steps` with
+            it.
     """
     step = first
     while True:
@@ -526,7 +540,7 @@ def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterat
         countdown_rows, word_rows = mix.grown if grown >= 1 else mix.growing
         game = [trees.countdown(rng) for _ in range(int(countdown_rows * TREE / 122))]
         long = grown > 0.45 and step % mix.long_every == 0
-        length = LONG if long else SHORT if grown < 0.15 else MIDDLE
+        length = mix.long if long else SHORT if grown < 0.15 else MIDDLE
         rows = max(1, word_rows * MIDDLE // length)
         room = rows * length
         words: list[Document] = []
@@ -535,9 +549,9 @@ def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterat
             if roll < mix.facts_share / (3 if grown else 1):
                 document = trees.facts(rng, 5 if grown < 0.25 else 8)
             elif roll > 1 - mix.recall_share:
-                document = trees.recall(rng, 4 + round((12 if long else 6) * grown))
+                document = trees.recall(rng, 4 + round((mix.rooms - 4 if long else 6) * grown))
             else:
-                document = trees.chains(rng, 2 + round((14 if long else 8) * grown))
+                document = trees.chains(rng, 2 + round((mix.steps - 2 if long else 8) * grown))
             if len(document) <= length:
                 words.append(document)
                 room -= len(document)
@@ -559,7 +573,7 @@ def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue:
     assert begin is not None
     queue.cancel_join_thread()
     parent = os.getppid()
-    for batch in batches(Trees(encode, [begin]), mix, seed, first, level):
+    for batch in batches(Trees(encode, [begin], mix.steps), mix, seed, first, level):
         while True:
             if os.getppid() != parent:  # the trainer is gone
                 return
@@ -594,8 +608,8 @@ class Shape:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention by plain matrix products: on a CPU in bfloat16, rows this short, 2.5 times as fast
-    as torch's fused one.
+    """Attention by plain matrix products in bfloat16: on a CPU, rows this short, 2.5 times as fast
+    as torch's fused one. In float32 the fused one, which needs 0.6 of the time with rows of 1,408.
 
     Args:
         q: [R, H, T, D].
@@ -607,6 +621,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """
     rows, heads, length, size = q.shape
     groups = k.shape[1]
+    if q.dtype is torch.float32:
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None])
     fold = (rows * groups, heads // groups * length, size)
     added = bias[:, None].expand(rows, heads, length, length).reshape(*fold[:2], length)
     k, v = k.reshape(-1, length, size), v.reshape(-1, length, size)
@@ -944,6 +961,13 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs=2, help="rows all along: countdown, words")
     parser.add_argument(
+        "--mix",
+        nargs="*",
+        default=[],
+        metavar="NAME=N",
+        help="of `Mix`, as steps=32 rooms=26 long=1408 recall_share=0.4; with --init",
+    )
+    parser.add_argument(
         "--level", type=float, default=0.0, help="where word problems begin, 0 to 1; for --init"
     )
     parser.add_argument(
@@ -956,13 +980,18 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else quick_dtype(device)
     args.work.mkdir(parents=True, exist_ok=True)
+    kinds = {"recall_share": float, "facts_share": float}
+    given = (item.split("=") for item in args.mix)
+    mix = Mix(**{name: kinds.get(name, int)(value) for name, value in given})
+    if args.rows:
+        mix = dataclasses.replace(mix, growing=tuple(args.rows), grown=tuple(args.rows))
     tokens = args.work / "tokenizer"
     if not (tokens / "tokenizer.json").exists():
         if args.init:
             tokens.mkdir(exist_ok=True)
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 (tokens / file).write_bytes((args.init / file).read_bytes())
-            extend_tokenizer(tokens / "tokenizer.json")
+            extend_tokenizer(tokens / "tokenizer.json", Chains(most=mix.steps).people)
         else:
             build_tokenizer(tokens)
     vocabulary = json.loads((tokens / "tokenizer.json").read_text())["model"]["vocab"]
@@ -999,7 +1028,6 @@ def main() -> None:
     budget = args.minutes * 60
     level = context.Value("d", reached)
     queue = context.Queue(maxsize=24)
-    mix = Mix(growing=tuple(args.rows), grown=tuple(args.rows)) if args.rows else Mix()
     producer = context.Process(
         target=_produce, args=(str(tokens), mix, args.seed, step, level, queue), daemon=True
     )

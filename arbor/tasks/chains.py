@@ -29,6 +29,10 @@ NAMES = (
     "Amy", "Ben", "Cal", "Dan", "Eva", "Fay", "Gus", "Hal", "Ian", "Jan", "Kim", "Lea",
     "Max", "Ned", "Oli", "Pam", "Ray", "Sue", "Tom", "Una", "Val", "Wes", "Zoe", "Abe",
 )
+MORE_NAMES = (  # for problems with more people than `NAMES` has
+    "Ada", "Bob", "Deb", "Eli", "Gil", "Ida", "Joy", "Kit", "Liz", "Mia", "Nat", "Peg",
+    "Rob", "Sid", "Ted", "Uma",
+)
 # fmt: on
 LARGEST = 99
 _NAME = "([A-Z][a-z]{1,11})"
@@ -149,16 +153,21 @@ def _new_fact(
 
 
 def generate(
-    rng: random.Random, steps: int, distractors: int, recall: int
+    rng: random.Random,
+    steps: int,
+    distractors: int,
+    recall: int,
+    people: Sequence[str] = NAMES,
 ) -> tuple[list[Fact], str]:
     """Shuffled facts and the person asked for.
 
     Args:
         steps: people in the chain that leads to the answer, >= 2.
-        distractors: other people; at most 24 - steps.
+        distractors: other people; at most len(people) - steps.
         recall: lines back to the second person of a ``sum``, >= 1.
+        people: the names to draw from.
     """
-    names = rng.sample(NAMES, steps + distractors)
+    names = rng.sample(people, steps + distractors)
     known: dict[str, int] = {}
     facts = []
     chain: list[str] = []
@@ -191,7 +200,7 @@ class Chains(Generated):
     """Dependency-chain word problems.
 
     Attributes:
-        fewest, most: people in the chain that leads to the answer.
+        fewest, most: people in the chain that leads to the answer; at most 40.
         distractors: the largest number of other people.
         recall: the largest number of lines back to the second person of a ``sum``.
     """
@@ -208,8 +217,16 @@ class Chains(Generated):
         return "chains"
 
     @property
+    def people(self) -> Sequence[str]:
+        """The names that problems draw from: `NAMES`, and 16 more if `NAMES` may be too few."""
+        enough = self.most + self.distractors <= len(NAMES)
+        return NAMES if enough else NAMES + MORE_NAMES
+
+    @property
     def boundary(self) -> BlockLimits:
-        return BlockLimits(stop=("\n",), max_tokens=48, max_depth=self.most + 4)
+        # the plan is the longest line of a long chain: a name a step
+        longest = max(48, self.most + 8)
+        return BlockLimits(stop=("\n",), max_tokens=longest, max_depth=self.most + 4)
 
     def make(self, facts: Sequence[Fact], asked: str) -> Problem:
         """The problem of these facts, in this order."""
@@ -250,8 +267,9 @@ class Chains(Generated):
 
     def draw(self, rng: random.Random, steps: int) -> Problem:
         """One problem of so many steps, of any split."""
-        distractors = rng.randint(0, min(self.distractors, len(NAMES) - steps))
-        return self.make(*generate(rng, steps, distractors, rng.randint(1, self.recall)))
+        distractors = rng.randint(0, min(self.distractors, len(self.people) - steps))
+        recall = rng.randint(1, self.recall)
+        return self.make(*generate(rng, steps, distractors, recall, self.people))
 
     def prompt(self, problem: Problem) -> str:
         return problem.text + "\n"
