@@ -29,6 +29,8 @@ ALLOCATORS: tuple[TokenAllocator, ...] = (
     Strata(4),
     Chunks(3),
     AMS(delta=0.2, shortest=2, longest=6),
+    AMS(delta=0.2, shortest=2, longest=6, mass="paper", padded=3),
+    AMS(delta=0.2, shortest=2, longest=6, cut="length", quotas="equal"),
 )
 SHARES = st.floats(0, 1)
 
@@ -117,8 +119,8 @@ def test_neighbours_are_pooled_and_fewer_at_the_ends() -> None:
     assert pooled(np.array([3.0, 0, 0, 9]), 3).tolist() == [1.5, 1, 3, 4.5]
 
 
-def flat(lately: list[float], credit: list[float] | None = None) -> Blocks:
-    """One block whose tokens received this attention, nothing protected."""
+def flat(lately: list[float], credit: list[float] | None = None, protected: int = 0) -> Blocks:
+    """One block whose tokens received this attention, the last `protected` of them protected."""
     blocks = next(each for each in map(offer, range(1000)) if len(each) == 1 and each.length[0] > 9)
     count = len(lately)
     each = np.arange(count)
@@ -133,11 +135,11 @@ def flat(lately: list[float], credit: list[float] | None = None) -> Blocks:
         lately=np.array(lately),
         credit=zero if credit is None else np.array(credit),
         key=each.astype(np.uint64),
-        protected=zero.astype(bool),
+        protected=each >= count - protected,
     )
-    number = np.array([count])
+    number, floor = np.array([count]), np.array([protected])
     return dataclasses.replace(
-        blocks, length=number, resident=number, floor=np.array([0]), see=tokens.only
+        blocks, length=number, resident=number, floor=floor, see=tokens.only
     )
 
 
@@ -146,6 +148,31 @@ def test_ams_gives_segments_with_more_attention_more_tokens() -> None:
     gone = AMS(delta=0.25, shortest=1, longest=8, pool=1).leaving(flat(lately), 8, HeavyHitters())
     kept = np.setdiff1d(np.arange(16), gone)
     assert (kept < 8).sum() == 2 and (kept >= 8).sum() == 6
+
+
+def test_the_ablations_of_ams_cut_by_length_and_give_equal_quotas() -> None:
+    settings: dict[str, Any] = {"delta": 0.25, "shortest": 1, "pool": 1, "least": 0}
+    sequence = TokenSequence(flat([1.0] * 8 + [3.0] * 8), 8, HeavyHitters())
+
+    segment, quotas = AMS(cut="length", **settings).divide(sequence)
+    assert np.bincount(segment).tolist() == [4, 4, 4, 4] and quotas.tolist() == [1, 1, 3, 3]
+    segment, quotas = AMS(quotas="equal", **settings).divide(sequence)
+    # by mass: of the first eight tokens one segment
+    assert np.bincount(segment).tolist() == [8, 3, 2, 3] and quotas.tolist() == [2, 2, 2, 2]
+
+
+def test_the_mass_of_ams_as_published_counts_protected_tokens_and_pads_the_window() -> None:
+    settings: dict[str, Any] = {"delta": 0.25, "shortest": 1, "pool": 1, "least": 0}
+    blocks = flat([4.0] + [1.0] * 11 + [0.0] * 4, protected=4)
+    sequence = TokenSequence(blocks, 10, HeavyHitters())
+
+    segment, quotas = AMS(mass="paper", padded=4, **settings).divide(sequence)
+    # the window has 16 of 31, so that what may leave is cut in two and gets 8 and 7
+    assert np.bincount(segment).tolist() == [5, 7] and quotas.tolist() == [3, 3]
+    segment, quotas = AMS(mass="paper", padded=0, **settings).divide(sequence)
+    assert len(quotas) == 4
+    segment, quotas = AMS(**settings).divide(sequence)
+    assert len(quotas) == 4
 
 
 def test_the_credit_of_ams_begins_with_the_first_mass_and_follows_it() -> None:
@@ -261,6 +288,10 @@ def test_tokens_of_one_position_are_neighbours() -> None:
         (AMS, {"decay": 1.0}),
         (AMS, {"blend": 1.1}),
         (AMS, {"least": -1}),
+        (AMS, {"cut": "half"}),
+        (AMS, {"quotas": "fair"}),
+        (AMS, {"mass": "all"}),
+        (AMS, {"padded": -1}),
         (Strata, {"size": 0}),
         (Chunks, {"size": 0}),
     ],

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
+from arbor.components import ONLY_IF_SET
 from arbor.errors import UsageError
 from arbor.retention.allocators.segments import Segmented, TokenSequence, quotas_of
 from arbor.retention.base import Blocks, Floats, Ints, Scorer
 
 _FAINT = 1e-9  # epsilon of the normalisation, relative to the largest
+
+Cut = Literal["mass", "length"]
+Quotas = Literal["mass", "equal"]
+Mass = Literal["fixed", "paper"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,8 @@ class AMS(Segmented):
 
     Source: AMS (arXiv 2605.23200), section 4, Table 15's values. Differs, as its text and its
     released code contradict each other: protected tokens are neither segmented nor given a quota
-    (the code cuts most finely in the window it keeps anyway); the minimum holds, since quotas are
+    (the code cuts most finely in the window it keeps anyway; ``mass=paper`` does so too); the
+    minimum holds, since quotas are
     of what may leave; more segments than room end with one token for the heaviest (the code never
     ends); largest remainders, not round-robin from the first segment; merging never exceeds
     `longest`; the credit c of a new token begins with its first m, not with 0, and follows the
@@ -44,6 +51,13 @@ class AMS(Segmented):
         decay: of the credit, in [0, 1).
         blend: part of the present attention in the mass, in [0, 1]; the rest is credit.
         pool: neighbours, odd.
+        cut: where segments end. ``mass``: at equal m'; ``length``: after equal numbers of tokens
+            (the paper's ablation).
+        quotas: what the rest of the room goes by. ``mass``: m'; ``equal``: as many tokens for each
+            segment (the paper's ablation).
+        mass: of which tokens. ``fixed``: of those that may leave; ``paper``: of all, the last
+            `padded` positions with the largest value of any, as published.
+        padded: with ``mass=paper``, positions at the end, the queries' window of the released code.
     """
 
     delta: float = 0.1
@@ -53,6 +67,10 @@ class AMS(Segmented):
     decay: float = 0.9
     blend: float = 0.9
     pool: int = 5
+    cut: Cut = field(default="mass", metadata=ONLY_IF_SET)
+    quotas: Quotas = field(default="mass", metadata=ONLY_IF_SET)
+    mass: Mass = field(default="fixed", metadata=ONLY_IF_SET)
+    padded: int = field(default=32, metadata=ONLY_IF_SET)
 
     def __post_init__(self) -> None:
         ranges = {
@@ -62,6 +80,10 @@ class AMS(Segmented):
             "decay": (0 <= self.decay < 1, "from 0, below 1"),
             "blend": (0 <= self.blend <= 1, "from 0 to 1"),
             "pool": (self.pool >= 1 and self.pool % 2 == 1, "odd, such as 5"),
+            "cut": (self.cut in get_args(Cut), "mass or length"),
+            "quotas": (self.quotas in get_args(Quotas), "mass or equal"),
+            "mass": (self.mass in get_args(Mass), "fixed or paper"),
+            "padded": (self.padded >= 0, "0 or more"),
         }
         for name, (holds, needed) in ranges.items():
             if not holds:
@@ -85,25 +107,41 @@ class AMS(Segmented):
         sequence = TokenSequence(blocks, room, scorer)
         present, earned = self._mass(sequence)
         credit = sequence.tokens.credit.copy()
-        credit[sequence.at] = earned
+        credit[self._segmented(sequence)] = earned
         return sequence.leaving(*self._divided(sequence, present, earned)), credit
 
+    def _segmented(self, sequence: TokenSequence) -> Ints:
+        """Places of the n tokens whose mass counts, by position."""
+        return sequence.at if self.mass == "fixed" else sequence.whole
+
     def _mass(self, sequence: TokenSequence) -> tuple[Floats, Floats]:
-        """m and c, float64 [N] each."""
-        received = pooled(sequence.tokens.lately[sequence.at], self.pool)
+        """m and c, float64 [n] each."""
+        at = self._segmented(sequence)
+        received = pooled(sequence.tokens.lately[at], self.pool)
+        if self.mass == "paper" and self.padded and len(at):
+            received[-self.padded :] = received.max()
         present = _normalised(np.maximum(received, 0))
-        before = sequence.tokens.credit[sequence.at]
+        before = sequence.tokens.credit[at]
         followed = self.decay * before + (1 - self.decay) * present
         return present, np.where(before > 0, followed, present)
 
     def _divided(
         self, sequence: TokenSequence, present: Floats, credit: Floats
     ) -> tuple[Ints, Ints]:
-        """Segments of equal m', and their quotas."""
+        """Segments, and their quotas, of the tokens that may leave."""
         mass = _normalised(self.blend * present + (1 - self.blend) * _normalised(credit))
-        size = segments(mass, self.delta, self.shortest, self.longest)
+        cut = mass if self.cut == "mass" else np.full(len(mass), 1 / max(1, len(mass)))
+        size = segments(cut, self.delta, self.shortest, self.longest)
         segment = np.repeat(np.arange(len(size)), size)
-        weight = np.bincount(segment, mass).astype(np.float64)
+        if self.quotas == "mass":
+            weight = np.bincount(segment, mass, len(size)).astype(np.float64)
+        else:
+            weight = np.ones(len(size))
+        if self.mass == "paper":  # segments of which nothing may leave need no quota
+            left, segment, size = np.unique(
+                segment[sequence.free], return_inverse=True, return_counts=True
+            )
+            weight = weight[left]
         return segment, quotas_of(weight, size, self.least, sequence.room)
 
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from arbor.retention.allocators.waterfill import rounded, waterfill
-from arbor.retention.base import Blocks, Floats, Ints, Scorer, Tokens
+from arbor.retention.base import Blocks, Bools, Floats, Ints, Scorer, Tokens
 from arbor.retention.ordering import lowest, order
 from arbor.retention.selection import checked_scores, filled_floors, select_all_but
 
@@ -26,6 +26,9 @@ class TokenSequence:
 
     Attributes:
         room: tokens of these that may stay.
+        whole: int64 [T], places of all tokens in `blocks.tokens`, those that cannot leave included,
+            by position.
+        free: bool [T], which of `whole` may leave.
         at: int64 [N], their places in `blocks.tokens`.
         positions: int64 [N], increasing.
         scores: float64 [N].
@@ -35,8 +38,9 @@ class TokenSequence:
         self.tokens: Tokens = blocks.tokens
         scores = checked_scores(scorer, self.tokens)
         stays = filled_floors(blocks, self.tokens, scores)
-        free = np.flatnonzero(~stays)
-        self.at: Ints = free[order(self.tokens.position[free], self.tokens.block[free])]
+        self.whole: Ints = order(self.tokens.position, self.tokens.block)
+        self.free: Bools = ~stays[self.whole]
+        self.at: Ints = self.whole[self.free]
         self.positions: Ints = self.tokens.position[self.at]
         self.scores: Floats = scores[self.at]
         self.room = max(0, room - int(stays.sum()))
