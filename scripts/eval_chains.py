@@ -25,7 +25,11 @@ from eval_sapling import SAPLING, Reasoner, next_split, share
 from arbor.tasks.base import Problem
 from arbor.tasks.chains import Chains, chain_to
 
-STEPS = range(2, 17)
+STEPS = (2, 16)  # fewest and most
+RANGES = (
+    *(("2-6", 2, 6), ("7-9", 7, 9), ("10-12", 10, 12), ("13-16", 13, 16)),
+    *(("17-20", 17, 20), ("21-24", 21, 24), ("25-28", 25, 28), ("29-32", 29, 32)),
+)
 WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 180, 44, 34, 40  # of one panel, pixels
 
 
@@ -40,11 +44,12 @@ def recall_distance(task: Chains, problem: Problem) -> int:
     return farthest
 
 
-def evaluate(reasoner: Reasoner, n: int) -> list[tuple[int, int, bool]]:
-    """(steps, recall distance, right) of n problems for each number of steps."""
-    task = Chains()
+def evaluate(reasoner: Reasoner, n: int, ends: tuple[int, int]) -> list[tuple[int, int, bool]]:
+    """(steps, recall distance, right) of n problems for each number of steps, from the first of
+    `ends` to the second."""
+    task = Chains(most=ends[1])
     results = []
-    for steps in STEPS:
+    for steps in range(ends[0], ends[1] + 1):
         stream = random.Random(f"evaluate {steps}")
         chosen: list[Problem] = []
         while len(chosen) < n:
@@ -122,15 +127,19 @@ def main() -> None:
     )
     parser.add_argument("--model", default=SAPLING)
     parser.add_argument("--n", type=int, default=170, help="problems for each number of steps")
+    parser.add_argument(
+        "--steps", type=int, nargs=2, default=STEPS, help="fewest and most steps of a problem"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--svg", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    results = evaluate(Reasoner.load(args.model), args.n)
+    results = evaluate(Reasoner.load(args.model), args.n, tuple(args.steps))
     by_steps, by_distance = grouped(results, 0), grouped(results, 1)
     ranges = {
         name: share([right for steps, _, right in results if low <= steps <= high])
-        for name, low, high in (("2-6", 2, 6), ("7-9", 7, 9), ("10-12", 10, 12), ("13-16", 13, 16))
+        for name, low, high in RANGES
+        if any(low <= steps <= high for steps, _, _ in results)
     }
     report = {"steps": by_steps, "ranges": ranges, "recall_distance": by_distance}
     print(json.dumps(report["ranges"], indent=1))

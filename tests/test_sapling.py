@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -233,6 +234,42 @@ def test_training_documents_are_held_out_and_labelled_exactly(tokenizer: Any) ->
                 assert game.value(problem, path[1:-1]) == float(yes)
                 verdicts.append(yes)
     assert 0.25 < sum(verdicts) / len(verdicts) < 0.75
+
+
+def test_a_tokenizer_that_is_extended_reads_new_names_as_one_token_and_the_rest_as_before(
+    tmp_path: Path,
+) -> None:
+    from tokenizers import Tokenizer
+
+    training = script("train_sapling")
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((SAPLING / "tokenizer.json").read_bytes())
+    task = Chains(fewest=32, most=32)
+    training.extend_tokenizer(file, task.people)
+
+    before = Tokenizer.from_file(str(SAPLING / "tokenizer.json"))
+    after = Tokenizer.from_file(str(file))
+    for name in task.people:
+        for text in (f" {name}", f" {name} has", f" {name} ="):
+            assert len(after.encode(text, add_special_tokens=False).ids) == 1
+    for problem in Chains().problems("test", 5):
+        text = "".join((problem.text, "\n", *Chains().solution(problem)))
+        assert after.encode(text).ids == before.encode(text).ids
+    (problem,) = task.problems("test", 1)
+    text = "".join((problem.text, "\n", *task.solution(problem)))
+    assert after.decode(after.encode(text).ids) == text
+
+
+def test_long_word_problems_fill_long_rows_of_training(tokenizer: Any) -> None:
+    training = script("train_sapling")
+    trees = training.Trees(
+        lambda text: list(tokenizer(text, add_special_tokens=False).input_ids), [1], steps=32
+    )
+    mix = training.Mix(growing=(1, 6), grown=(1, 6), steps=32, rooms=26, long=2048)
+    level = types.SimpleNamespace(value=1.0)
+    steps = itertools.islice(training.batches(trees, mix, 0, 0, level), 8)
+    longest = max(int(words.positions.max()) for _, words in steps)
+    assert longest > 700  # tokens of one path; 16 steps end below 520
 
 
 @pytest.mark.slow

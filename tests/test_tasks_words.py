@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbor.errors import InputError
+from arbor.errors import InputError, UsageError
 from arbor.tasks.base import Task
-from arbor.tasks.chains import LARGEST, Chains, chain_to, generate, parse_fact, quantities
+from arbor.tasks.chains import (
+    LARGEST,
+    MORE_NAMES,
+    NAMES,
+    Chains,
+    chain_to,
+    generate,
+    parse_fact,
+    quantities,
+)
 from arbor.tasks.recall import Recall
 from arbor.tasks.splits import content_id, split_of
 
@@ -95,6 +105,41 @@ def test_generated_facts_lead_to_the_answer(
     assert len(known) == len(facts)
     assert len(chain_to(facts, asked)) == steps
     assert [parse_fact(fact.text) for fact in facts] == facts
+
+
+def test_problems_with_more_people_than_usual_draw_from_more_names() -> None:
+    task = Chains(fewest=32, most=32)
+    names = set()
+    for problem in task.problems("test", 6):
+        path = task.solution(problem)
+        order = chain_to(task.facts(problem), problem.data["asked"])
+        assert len(order) == 32 and len({fact.who for fact in order}) == 32
+        assert task.value(problem, path) == 1.0 and len(path) == 34 <= task.boundary.max_depth
+        assert task.parse(problem.text) == problem
+        names |= {fact.who for fact in order}
+    assert names > set(NAMES) and names <= {*NAMES, *MORE_NAMES}
+    # those that fit draw from the names they always had
+    assert Chains().people == Chains(most=20).people == NAMES
+    assert Chains(most=20, distractors=5).people == (*NAMES, *MORE_NAMES)
+    assert CHAINS.boundary.max_tokens == 48
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "named"),
+    [
+        (Chains, {"most": 41}, "most=41: it must be at most 40"),
+        (Chains, {"fewest": 1}, "fewest=1: it must be from 2 to most=16"),
+        (Chains, {"fewest": 17}, "fewest=17"),
+        (Chains, {"distractors": -1}, "distractors=-1"),
+        (Chains, {"recall": 0}, "recall=0"),
+        (Recall, {"most": 27}, "most=27: rooms must be 2 to 26"),
+        (Recall, {"fewest": 17}, "fewest=17"),
+        (Recall, {"fewest": 1}, "fewest=1"),
+    ],
+)
+def test_sizes_are_checked(kind: Any, settings: dict[str, int], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        kind(**settings)
 
 
 def test_recall_distance_is_the_number_of_lines_back() -> None:

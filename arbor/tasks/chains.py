@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arbor.errors import UsageError
 from arbor.support.texts import clipped
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
@@ -203,12 +204,27 @@ class Chains(Generated):
         fewest, most: people in the chain that leads to the answer; at most 40.
         distractors: the largest number of other people.
         recall: the largest number of lines back to the second person of a ``sum``.
+
+    Raises:
+        UsageError: a number out of its range.
     """
 
     fewest: int = 2
     most: int = 16
     distractors: int = 4
     recall: int = 4
+
+    def __post_init__(self) -> None:
+        largest = len(NAMES) + len(MORE_NAMES)
+        for name, holds, needed in (
+            ("fewest", 2 <= self.fewest <= self.most, f"from 2 to most={self.most}"),
+            ("most", self.most <= largest, f"at most {largest}, a person for each step"),
+            ("distractors", self.distractors >= 0, "0 or more"),
+            ("recall", self.recall >= 1, "1 or more"),
+        ):
+            if not holds:
+                value = getattr(self, name)
+                raise UsageError("setting-range", f"{name}={value}: it must be {needed}.")
 
     example = "Facts: Tom has 4 more than Amy. Amy has 3. How many does Tom have?"
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arbor.errors import UsageError
 from arbor.support.texts import clipped
 from arbor.tasks.base import BlockLimits, Grade, Problem, Question
 from arbor.tasks.generated import Generated
@@ -60,11 +61,22 @@ class Recall(Generated):
     """Depth-first search through rooms.
 
     Attributes:
-        fewest, most: number of rooms.
+        fewest, most: number of rooms, from 2 to 26.
+
+    Raises:
+        UsageError: a number out of its range.
     """
 
     fewest: int = 4
     most: int = 16
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.fewest <= self.most <= len(ROOMS):
+            raise UsageError(
+                "setting-range",
+                f"fewest={self.fewest}, most={self.most}: rooms must be 2 to {len(ROOMS)}, and "
+                "fewest at most most.",
+            )
 
     example = "Rooms: K has B R. B is empty. R is empty. Find R from K"
 
