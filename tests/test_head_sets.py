@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.head_reads import HeadReads, held, masked_forward, recorded
 from support.models import build, path_keys
+from support.offers import SEEDS, offer, room_for
 from support.trees import GREEDY, PROMPT, Lab, relative_error
 
 from arbor import Solver
@@ -23,9 +24,21 @@ from arbor.kernels.native_heads import head_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.memory.pool import KVPool
 from arbor.memory.stores import LowerRoom
+from arbor.retention.allocators.ams import AMS
+from arbor.retention.allocators.chunks import Chunks
 from arbor.retention.allocators.pooled import Pooled
+from arbor.retention.allocators.segments import Segmented
+from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.head_selection import given_up, moves_of, ranked_means
+from arbor.retention.base import CreditingAllocator, Tokens
+from arbor.retention.head_selection import (
+    HeadScorer,
+    HeadSelection,
+    given_up,
+    moves_of,
+    ranked_means,
+    select_by_head,
+)
 from arbor.retention.policy import POLICIES, Policy, Protect
 from arbor.retention.scorers.expected_attention import ExpectedAttention
 from arbor.retention.scorers.heavy_hitters import HeavyHitters
@@ -95,6 +108,12 @@ def test_each_head_attends_to_its_own_tokens(name: str, seen: HeadReads) -> None
 
 
 SHARES = ("equal", "adaptive", "pyramid")
+SEGMENTING: tuple[Segmented, ...] = (
+    Strata(4),
+    Chunks(3),
+    AMS(delta=0.2, shortest=2, longest=6),
+    AMS(delta=0.2, shortest=2, longest=6, mass="paper", padded=3),
+)
 
 
 @pytest.mark.parametrize("heads", ["adaptive", "pyramid"])
@@ -141,6 +160,25 @@ def test_branches_read_what_is_left_of_mixed_blocks(
         check_path(lab, "llama", leaf, seen)
     assert any(lab.memory.mixed(node).any() for node in tree)
     assert any(isinstance(event, Evicted) for event in lab.events)
+
+
+@pytest.mark.parametrize("allocator", SEGMENTING, ids=repr)
+@pytest.mark.parametrize("spare", [0, 5])
+def test_heads_keep_their_own_tokens_of_segments(
+    allocator: Segmented, spare: int, seen: HeadReads
+) -> None:
+    lab = lossy(by_head("h2o", allocator=allocator, trigger=Trigger(spare=spare)))
+    tree = lab.plant(2 * SLOTS)
+    first, second = lab.sprout([(tree.root, 2)], GREEDY, LONG // 2)
+    third, fourth = lab.sprout([(first, 2)], GREEDY, LONG // 2)
+    (last,) = lab.sprout([(second, 1)], GREEDY, LONG // 2)
+
+    for leaf in (third, fourth, last):
+        check_path(lab, "llama", leaf, seen)
+    assert any(lab.memory.mixed(node).any() for node in tree)
+    remembers = isinstance(allocator, CreditingAllocator)
+    credit = [lab.state.statistics.view(n.row, np.arange(len(n.tokens))).credit for n in tree]
+    assert any((each > 0).any() for each in credit) == remembers
 
 
 @pytest.mark.parametrize("heads", SHARES)
@@ -305,6 +343,53 @@ def test_without_the_library_numpy_moves() -> None:
     offer = np.ones((2, 4), np.float32), np.zeros(4, np.bool_), np.array([4]), np.array([2])
     with without_native():
         assert head_moves(*offer) is None
+
+
+class KnownScores(HeadScorer):
+    """Scores of heads that are given."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        super().__init__(HeavyHitters(), lambda tokens: tokens)
+        self._table = table
+
+    def of_heads(self, tokens: Tokens) -> np.ndarray:
+        return self._table
+
+
+@pytest.mark.parametrize("allocator", SEGMENTING, ids=repr)
+@given(seed=SEEDS, share=st.floats(0, 1))
+def test_each_head_keeps_the_best_of_each_segment_and_all_heads_as_many(
+    allocator: Segmented, seed: int, share: float
+) -> None:
+    blocks = offer(seed)
+    room = room_for(blocks, share)
+    tokens, heads = blocks.tokens, 3
+    count = len(tokens.block)
+    scores = np.random.default_rng(seed).integers(0, 9, (heads, count)).astype(np.float64)
+
+    counts, chosen = select_by_head(blocks, room, allocator, KnownScores(scores))
+
+    index, offsets = chosen.leaving()
+    left = set(zip(index.tolist(), offsets.tolist(), strict=True))
+    places = zip(tokens.block.tolist(), tokens.offset.tolist(), strict=True)
+    leaving = np.array([place in left for place in places], bool)
+    assert int(leaving.sum()) == len(index) == int(blocks.resident.sum()) - int(counts.sum())
+    assert int(counts.sum()) == room
+    kept = np.tile(~leaving, (heads, 1))  # of each head its tokens, by what lies in slots that stay
+    if isinstance(chosen, HeadSelection):
+        moved = chosen.moved
+        kept[moved.cell, moved.source], kept[moved.into, moved.target] = True, False
+    segment = allocator.segment_of(blocks, room, KnownScores(scores))
+    gone = np.zeros(count, bool)
+    gone[allocator.leaving(blocks, room, KnownScores(scores))] = True
+    for run in {*zip(tokens.block.tolist(), segment.tolist(), strict=True)}:
+        mine = np.flatnonzero((tokens.block == run[0]) & (segment == run[1]))
+        lost = int(gone[mine].sum())
+        for head in range(heads):
+            order = sorted(mine, key=lambda at: (scores[head, at], at))
+            assert np.flatnonzero(kept[head, mine]).tolist() == sorted(
+                np.searchsorted(mine, order[lost:]).tolist()
+            )
 
 
 @given(offers())
@@ -491,9 +576,13 @@ class OneScore(KVScorer):
 
 
 def test_policies_that_say_nothing_of_heads_are_refused() -> None:
-    for name in ("ams", "chunkkv", "strata", "hierarchy", "thinkv"):
+    for name in ("hierarchy", "thinkv"):
         with pytest.raises(UsageError, match="chooses tokens by their places"):
             dataclasses.replace(POLICIES[name], granularity="head")
+    for settings in ({"heads": "adaptive"}, {"among": "fair"}):
+        for name in ("ams", "chunkkv", "strata"):
+            with pytest.raises(UsageError, match="equally many tokens of each segment"):
+                by_head(name, **settings)
     with pytest.raises(UsageError, match="one score"):
         Policy(Pooled(), OneScore(), granularity="head")
     with pytest.raises(UsageError, match="must be token or head"):

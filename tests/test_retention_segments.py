@@ -138,9 +138,7 @@ def flat(lately: list[float], credit: list[float] | None = None, protected: int 
         protected=each >= count - protected,
     )
     number, floor = np.array([count]), np.array([protected])
-    return dataclasses.replace(
-        blocks, length=number, resident=number, floor=floor, see=tokens.only
-    )
+    return dataclasses.replace(blocks, length=number, resident=number, floor=floor, see=tokens.only)
 
 
 def test_ams_gives_segments_with_more_attention_more_tokens() -> None:

@@ -286,7 +286,8 @@ class TokenAllocator(Allocator, Protocol):
     """An allocator that ranks the tokens of all blocks, and so finds the ones that leave.
 
     One that ranks them by their scores, wherever they are, has an attribute ``by_score = True``:
-    only such a one serves policies whose KV heads keep tokens of their own.
+    only such a one, and a `SegmentingAllocator`, serve policies whose KV heads keep tokens of their
+    own.
     """
 
     def leaving(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
@@ -294,6 +295,20 @@ class TokenAllocator(Allocator, Protocol):
 
         Returns:
             int64, indices into `blocks.tokens`, distinct; `counts` is what remains without them.
+        """
+        ...
+
+
+@runtime_checkable
+class SegmentingAllocator(TokenAllocator, Protocol):
+    """An allocator that divides the sequence into segments and keeps the best tokens of each."""
+
+    def segment_of(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """The segments, by which each KV head keeps its own best tokens where heads differ.
+
+        Returns:
+            int64 [T], of each of `blocks.tokens`; in a block non-decreasing, except for -1, of
+            tokens that stay in any case.
         """
         ...
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from arbor.retention.base import Allocator, Blocks, Bools, Floats, Ints, Scorer, Tokens
+from arbor.retention.base import (
+    Allocator,
+    Blocks,
+    Bools,
+    Floats,
+    Ints,
+    Scorer,
+    SegmentingAllocator,
+    Tokens,
+)
 from arbor.retention.head_budgets import HeadBudgets, Vacated, as_cells, vacated
 from arbor.retention.selection import Selection, checked_scores, select
 
@@ -86,6 +95,12 @@ class HeadScorer:
             self._known = tokens, scores.reshape(-1 if count else 1, count)
         return self._known[1]
 
+    def moves(self, scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Moved:
+        """What heads move where each keeps equally many; arguments as in `given_up`."""
+        offer = scores, protected, sizes, lose
+        moved = None if self.mover is None else self.mover(*offer)
+        return moves_of(given_up(*offer)) if moved is None else moved
+
     def of_some(self, blocks: Blocks, parted: Ints) -> tuple[Tokens, Floats]:
         """The tokens of some blocks and their scores by head; of scores known already a part.
 
@@ -132,13 +147,22 @@ class HeadSelection(Selection):
 
     Attributes:
         moved: what heads move; slots are indices into `tokens`.
-        tokens: of the blocks that keep a part.
+        tokens: of the blocks that keep a part, or of all blocks (`whole`).
     """
 
-    def __init__(self, blocks: Blocks, counts: Ints, tokens: Tokens, moved: Vacated) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        counts: Ints,
+        tokens: Tokens,
+        moved: Vacated,
+        *,
+        whole: bool = False,
+        credit: Floats | None = None,
+    ) -> None:
         self.moved = moved
         self.tokens = tokens
-        super().__init__(blocks, counts, tokens, ~moved.leaving)
+        super().__init__(blocks, counts, tokens, ~moved.leaving, whole=whole, credit=credit)
 
 
 def select_by_head(
@@ -146,12 +170,19 @@ def select_by_head(
 ) -> tuple[Ints, Selection]:
     """`select` where each KV head keeps its own tokens.
 
-    The allocator says how many tokens each block keeps; each head keeps its best ones.
+    The allocator says how many tokens each block keeps, and one that divides the sequence how many
+    of each segment; each head keeps its best ones.
 
     Raises:
         UsageError: an answer of the allocator or the scorer that breaks its protocol.
     """
     counts, chosen = select(blocks, room, allocator, scorer)
+    if isinstance(allocator, SegmentingAllocator):
+        gone = _of_all(blocks, chosen)
+        if gone.any():
+            segment = allocator.segment_of(blocks, room, scorer)
+            return counts, _by_segment(blocks, counts, gone, segment, scorer, chosen.credit)
+        return counts, chosen
     parted = np.flatnonzero((counts > 0) & (counts < blocks.resident))
     if not len(parted):
         return counts, chosen
@@ -164,14 +195,65 @@ def select_by_head(
         )
         stays = shared.budgets.stays(cells)
         return counts, HeadSelection(blocks, counts, tokens, vacated(stays, shared.pools))
-    offer = scores, tokens.protected, resident, resident - counts[parted]
-    moved = None if scorer.mover is None else scorer.mover(*offer)
-    if moved is None:
-        moved = moves_of(given_up(*offer))
-    head, source, target, leaving = moved
+    head, source, target, leaving = scorer.moves(
+        scores, tokens.protected, resident, resident - counts[parted]
+    )
     return counts, HeadSelection(
         blocks, counts, tokens, Vacated(head, source, head, target, leaving)
     )
+
+
+def _of_all(blocks: Blocks, chosen: Selection) -> Bools:
+    """Which tokens of an offer leave, bool [T]."""
+    tokens = blocks.tokens
+    block, offset = chosen.leaving()
+    gone = np.zeros(len(tokens.block), np.bool_)
+    begins = np.searchsorted(tokens.block, np.arange(len(blocks) + 1))
+    for each in np.unique(block).tolist():
+        begin, end = begins[each], begins[each + 1]
+        gone[begin:end] = np.isin(tokens.offset[begin:end], offset[block == each])
+    return gone
+
+
+def _by_segment(
+    blocks: Blocks,
+    counts: Ints,
+    gone: Bools,
+    segment: Ints,
+    scorer: HeadScorer,
+    credit: Floats | None,
+) -> HeadSelection:
+    """Each head gives up as many tokens of each segment of a block as the allocator does.
+
+    Args:
+        blocks, counts: the offer, and what each block keeps.
+        gone: bool [T], the tokens that the allocator lets go.
+        segment: int64 [T], see `SegmentingAllocator.segment_of`.
+        scorer: of the policy.
+        credit: float64 [T], to be remembered of tokens that stay; None: nothing.
+    """
+    tokens, stays = blocks.tokens, segment < 0
+    # runs of one segment in one block; tokens that stay belong to that of the one before them
+    latest = np.maximum.accumulate(np.where(stays, 0, np.arange(len(segment))))
+    same = tokens.block[latest] == tokens.block
+    segment = np.where(same, segment[latest], -1)
+    begins = np.flatnonzero(
+        np.diff(tokens.block, prepend=-1).astype(bool) | np.diff(segment, prepend=-2).astype(bool)
+    )
+    sizes = np.diff(begins, append=len(segment))
+    lose = np.add.reduceat(gone, begins, dtype=np.int64)
+    parted = (lose > 0) & (lose < sizes)
+    at = np.flatnonzero(np.repeat(parted, sizes))
+    leaving = gone.copy()
+    if not len(at):
+        none = np.empty(0, np.int64)
+        moved = Vacated(none, none, none, none, leaving)
+    else:
+        scores = np.take(scorer.of_heads(tokens), at, 1)
+        head, source, target, some = scorer.moves(scores, stays[at], sizes[parted], lose[parted])
+        leaving[at] = some
+        moved = Vacated(head, at[source], head, at[target], leaving)
+    return HeadSelection(blocks, counts, tokens, moved, whole=True, credit=credit)
 
 
 def given_up(scores: Floats, protected: Bools, sizes: Ints, lose: Ints) -> Bools:

@@ -24,7 +24,13 @@ from arbor.retention.allocators.rsbcm import RSBCM
 from arbor.retention.allocators.strata import Strata
 from arbor.retention.allocators.thinkv import ThinKV
 from arbor.retention.allocators.uniform import Uniform
-from arbor.retention.base import Allocator, CappedAllocator, Scorer, TokenAllocator
+from arbor.retention.base import (
+    Allocator,
+    CappedAllocator,
+    Scorer,
+    SegmentingAllocator,
+    TokenAllocator,
+)
 from arbor.retention.head_budgets import Adaptive, HeadBudgets, HeadShares, Pyramid
 from arbor.retention.observation import Observation
 from arbor.retention.scorers.expected_attention import ExpectedAttention
@@ -175,7 +181,16 @@ class Policy:
         """
         allocator, scorer = self.allocator, self.scorer
         wanted = getattr(scorer, "observation", Observation())
-        if isinstance(allocator, TokenAllocator) and not getattr(allocator, "by_score", False):
+        segmenting = isinstance(allocator, SegmentingAllocator)
+        by_score = segmenting or getattr(allocator, "by_score", False)
+        if segmenting and (self.heads != "equal" or self.among != "together"):
+            raise UsageError(
+                "granularity",
+                f"heads={self.heads}, among={self.among}: the allocator {type(allocator).__name__} "
+                "divides the sequence, and KV heads keep equally many tokens of each segment.",
+                "Take heads=equal,among=together.",
+            )
+        if isinstance(allocator, TokenAllocator) and not by_score:
             what = f"the allocator {type(allocator).__name__} chooses tokens by their places"
             hint = f"Take one that chooses by score, such as allocator=pooled, or {self.by_token}."
         elif isinstance(scorer, KVScorer) and not isinstance(scorer, HeadKVScorer):

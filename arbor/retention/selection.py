@@ -73,6 +73,11 @@ class Selection(Sequence[Ints]):
         begin, end = np.searchsorted(self._tokens.block, [index, index + 1])
         return self._tokens.offset[begin:end][self._stays[begin:end]]
 
+    @property
+    def credit(self) -> Floats | None:
+        """What the allocator credits all tokens of the offer with, float64 [T]; None: nothing."""
+        return self._credit
+
     def credited(self) -> tuple[Ints, Ints, Floats]:
         """What the allocator credits tokens that stay with.
 

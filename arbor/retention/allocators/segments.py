@@ -97,6 +97,13 @@ class Segmented(ABC):
         sequence = TokenSequence(blocks, room, scorer)
         return sequence.leaving(*self.divide(sequence))
 
+    def segment_of(self, blocks: Blocks, room: int, scorer: Scorer) -> Ints:
+        """The segment of each of `blocks.tokens`, int64 [T]; -1 where it stays in any case."""
+        sequence = TokenSequence(blocks, room, scorer)
+        found = np.full(len(sequence.tokens.block), -1, np.int64)
+        found[sequence.at] = self.divide(sequence)[0]
+        return found
+
 
 def quotas_of(weight: Floats, size: Ints, least: int, room: int) -> Ints:
     """How many tokens each segment keeps: `least` of each, the rest in proportion to its weight.
