@@ -41,8 +41,11 @@ class AMS(Segmented):
     of what may leave; more segments than room end with one token for the heaviest (the code never
     ends); largest remainders, not round-robin from the first segment; merging never exceeds
     `longest`; the credit c of a new token begins with its first m, not with 0, and follows the
-    events at which slots run out, of which only tokens that stay take it along. One set for all
-    heads and layers, and the sequence is the tree's: tokens of one position are neighbours.
+    events at which slots run out, of which only tokens that stay take it along. Segments
+    and quotas are the same for all heads and layers (the paper has them for each), and with
+    ``granularity=head`` each head keeps its own best tokens of a segment; m is then the mean over
+    heads of what they hold in a slot. The sequence is the tree's: tokens of one position are
+    neighbours.
 
     Attributes:
         delta: mass of a segment, in (0, 1].
