@@ -282,3 +282,21 @@ def test_models_of_other_training_seeds_solve_word_problems(seed: int) -> None:
         problems = itertools.islice(solver.task.problems("test"), 20)
         solved = sum(bool(solver.solve(problem).correct) for problem in problems)
     assert solved >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "least"),
+    [
+        ({"name": "chains", "fewest": 24, "most": 24}, LONG_SOLVED),
+        ({"name": "recall"}, 18),
+    ],
+    ids=["chains", "recall"],
+)
+def test_the_model_for_long_problems_solves_them(task: dict[str, Any], least: int) -> None:
+    folder = ROOT / "scripts" / "sapling_long"
+    greedy = {"controller": "chain", "verifier": "exact", "sampling": {"temperature": 0.0}}
+    with Solver(str(folder), task=task, **greedy) as solver:
+        problems = itertools.islice(solver.task.problems("test"), 20)
+        solved = sum(bool(solver.solve(problem).correct) for problem in problems)
+    assert solved >= least
