@@ -922,6 +922,13 @@ def loss_of(
     return (each * w).sum(), each.detach(), logits.detach().argmax(-1) == target
 
 
+def mixed(given: Sequence[str]) -> dict[str, Any]:
+    """The fields of a `Mix` from texts NAME=N."""
+    pairs = (item.split("=") for item in given)
+    shares = ("recall_share", "facts_share")
+    return {name: (float if name in shares else int)(value) for name, value in pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -980,9 +987,7 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else quick_dtype(device)
     args.work.mkdir(parents=True, exist_ok=True)
-    kinds = {"recall_share": float, "facts_share": float}
-    given = (item.split("=") for item in args.mix)
-    mix = Mix(**{name: kinds.get(name, int)(value) for name, value in given})
+    mix = Mix(**mixed(args.mix))
     if args.rows:
         mix = dataclasses.replace(mix, growing=tuple(args.rows), grown=tuple(args.rows))
     tokens = args.work / "tokenizer"

@@ -366,7 +366,7 @@ class Grove(RuleBasedStateMachine):
         self.source = Source()
         self.lab = Lab(
             build("llama"),
-            policy=replace(with_heads(policy, keeping), among=among, trigger=trigger),
+            policy=with_heads(policy, keeping, among=among, trigger=trigger),
             mode=mode,
             rehydrate=rehydrate,
             source=self.source,
@@ -1006,13 +1006,14 @@ class PackedGrove(LossyGrove):
                     TALLY.rounded += len(at)
 
 
-def with_heads(name: str, keeping: Keeping) -> Policy:
+def with_heads(name: str, keeping: Keeping, **settings: Any) -> Policy:
     """A policy whose KV heads keep tokens of their own, if that is asked for and it can."""
     granularity, heads = keeping
+    policy = replace(POLICIES[name], **settings)
     try:
-        return replace(POLICIES[name], granularity=granularity, heads=heads)  # type: ignore[arg-type]
+        return replace(policy, granularity=granularity, heads=heads)  # type: ignore[arg-type]
     except UsageError:
-        return POLICIES[name]
+        return policy
 
 
 def refuse_memory(*args: Any) -> None:

@@ -19,7 +19,7 @@ from support.reward_models import byte_tokenizer, save
 from arbor.kernels.native import FILE
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-HELPERS = {"experiment_table", "mutate_server", "random_llama"}  # used by other scripts
+HELPERS = {"experiment_table", "mutate_server", "random_llama", "wipe_out"}  # used by other scripts
 
 # script -> arguments of its small runs; FOLDER is an empty folder, CHECKOUT this one, LIBRARY its
 # native kernels

@@ -207,11 +207,8 @@ def _of_all(blocks: Blocks, chosen: Selection) -> Bools:
     """Which tokens of an offer leave, bool [T]."""
     tokens = blocks.tokens
     block, offset = chosen.leaving()
-    gone = np.zeros(len(tokens.block), np.bool_)
-    begins = np.searchsorted(tokens.block, np.arange(len(blocks) + 1))
-    for each in np.unique(block).tolist():
-        begin, end = begins[each], begins[each + 1]
-        gone[begin:end] = np.isin(tokens.offset[begin:end], offset[block == each])
+    longest = int(tokens.offset.max(initial=0)) + 1
+    gone: Bools = np.isin(tokens.block * longest + tokens.offset, block * longest + offset)
     return gone
 
 
