@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support.models import Words, build
-from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, relative_error
+from support.trees import GREEDY, QUESTIONS, SAMPLED, Lab, own_logits, relative_error
 
+from arbor.engine.mode import Rehydrate
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.events import Event, Evicted, Forwarded, Rehydrated, Shared
@@ -19,7 +20,7 @@ from arbor.memory.stores import LowerRoom
 from arbor.metrics import MetricsFold
 from arbor.model.fetch_costs import FetchCosts
 from arbor.tasks.base import BlockLimits
-from arbor.tree import ThoughtTree
+from arbor.tree import NO_RECORD, ThoughtTree
 
 EXAMPLES = tuple(8 + (7 * i * i + 3 * i) % 80 for i in range(40))
 FIRST, SECOND, THIRD = ((*EXAMPLES, *end) for end in ((9, 3), (60, 2, 71), (9, 41)))
@@ -234,6 +235,32 @@ def test_two_prompts_want_what_only_one_has_stored(
     assert bool(fetches) == (costs is not DEAR)
     is_as_alone(lab, first)
     is_as_alone(lab, second)
+
+
+@pytest.mark.parametrize("rehydrate", ["selective", "span"])
+def test_a_block_copies_only_what_it_lacks_from_the_records_of_a_sibling(
+    rehydrate: Rehydrate,
+) -> None:
+    """Where whole blocks come back, some of their tokens are on the device already."""
+    lab = Lab(build("llama"), debug=True, rehydrate=rehydrate, lower=LowerRoom(60))
+    tree = lab.plant()
+    (first,) = lab.sprout([(tree.root, 1)], GREEDY, 12)
+    lab.memory.evict(first, np.arange(8))
+    lab.memory.lower.take_moves()
+    (second,) = lab.sprout([(tree.root, 1)], GREEDY, 12)
+    assert first.tokens == second.tokens and second.span.resident.all()
+    assert (first.span.record[:8] != NO_RECORD).all()
+    lab.memory.evict(second, np.array([3, 10]))
+    lab.memory.lower.forget(second.span.begin + np.array([3, 10]))
+    lab.memory.lower.take_moves()
+    lab.events.clear()
+
+    (third,) = lab.sprout([(second, 1)], GREEDY)
+
+    fetches = [e for e in lab.events if isinstance(e, Rehydrated) and e.mode == "fetch"]
+    assert [e.nodes for e in fetches] == [((first.id, 1),)]
+    alone = own_logits(build("llama"), tree)
+    assert relative_error(lab.state.logits[third.row], alone[third.id][-1]) < 1e-4
 
 
 def test_shared_tokens_stay_while_the_path_of_one_tree_runs() -> None:

@@ -144,6 +144,7 @@ class Fetching:
         these compute anyway. Arguments as for `plan`."""
         lent: list[Follower] = []
         for node, hole in self._fetchable(path, holes, wanted, most):
+            hole = hole[node.span.slot[hole] == NO_SLOT]  # others are computed anew in place
             for each in self._sharing.stored(node, hole):
                 computed = holes.get(each.leader.row, _NOTHING)
                 offsets = np.setdiff1d(each.offsets, computed, assume_unique=True)
