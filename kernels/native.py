@@ -238,6 +238,40 @@ class HeadSelectJob(Structure):
     )
 
 
+class HeadShareJob(Structure):
+    """`HeadShareJob` of native.h."""
+
+    _fields_ = (
+        ("scores", c_void_p),
+        ("guard", c_void_p),
+        ("holders", c_void_p),
+        ("sizes", c_void_p),
+        ("lose", c_void_p),
+        ("counts", c_void_p),
+        ("held", c_void_p),
+        ("keys", c_void_p),
+        ("listed", c_void_p),
+        ("rest", c_void_p),
+        ("gone", c_void_p),
+        ("left", c_void_p),
+        ("leaving", c_void_p),
+        ("moved", c_void_p),
+        ("cell", c_void_p),
+        ("source", c_void_p),
+        ("into", c_void_p),
+        ("target", c_void_p),
+        ("row", c_int64),
+        ("heads", c_int32),
+        ("tokens", c_int32),
+        ("blocks", c_int32),
+        ("words", c_int32),
+        ("layers", c_int32),
+        ("pools", c_int32),
+        ("competes", c_int32),
+        ("wide", c_int32),
+    )
+
+
 class Call(Structure):
     """`Call` of native.h."""
 
@@ -265,12 +299,17 @@ class Library:
         self.rotary = loaded.arbor_native_rotary
         self.select_heads = loaded.arbor_native_select_heads
         self.list_moves = loaded.arbor_native_list_moves
+        self.count_held = loaded.arbor_native_count_held
+        self.share_cells = loaded.arbor_native_share_cells
+        self.list_shared = loaded.arbor_native_list_shared
         self.run = loaded.arbor_native_run
         self.run.argtypes, self.run.restype = (c_void_p, c_int32, c_int32), None
         for call in (self.attention, self.linear):
             call.argtypes, call.restype = (c_void_p, c_int32), None
         single = (self.norm, self.gated, self.store, self.rotary)
-        for call in (*single, self.select_heads, self.list_moves):
+        heads = (self.select_heads, self.list_moves)
+        shared = (self.count_held, self.share_cells, self.list_shared)
+        for call in (*single, *heads, *shared):
             call.argtypes, call.restype = (c_void_p,), None
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -309,7 +348,7 @@ def _layout() -> int:
     """The library's own number for these structures."""
     layout = LAYOUT_VERSION
     sent = (LevelStruct, AttentionJob, LinearJob, NormJob, GatedJob, StoreJob, RotaryJob)
-    for each in (*sent, AddJob, HeadNormJob, HeadSelectJob, Call):
+    for each in (*sent, AddJob, HeadNormJob, HeadSelectJob, HeadShareJob, Call):
         layout = (layout * 1009 + ctypes.sizeof(each)) % (1 << 40)
     return layout
 

@@ -9,8 +9,10 @@ tokens, with random figures; a part of the tokens stays, or all but one. Timed a
     heads    the event of `granularity=head`: the scores of all heads are there, as one array
              what the places of each block are worth (of several blocks), Pooled, what each head
              gives up, which slots leave, and what moves
-    numpy    the same without the native kernel
-    adaptive, pyramid    the same with `heads=adaptive` and `heads=pyramid`
+    numpy    any of these without the native kernels
+    adaptive, pyramid    the event with `heads=adaptive` and `heads=pyramid`, each cell its own
+             head's, as before the first event
+    lent     the same where heads hold tokens in each other's cells, as after it
     carried  K and V moved from slot to slot, float16, 64 numbers a head
     moved    heads of tokens moved, per head
 
@@ -31,7 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from arbor.kernels.native_heads import head_moves
+from arbor.engine.head_sets import moved_cells
+from arbor.kernels.native_heads import head_moves, held_by_head
 from arbor.memory.head_table import HeadMoves, HeadTable
 from arbor.memory.pool import KVPool, LayerKV
 from arbor.retention.allocators.pooled import Pooled
@@ -102,6 +105,11 @@ def measure(
     if move:
         pool = KVPool(table_layers(layers, heads), tokens, torch.float16, torch.device("cpu"))
     times: dict[str, list[float]] = {}
+    lent = {
+        "adaptive": lent_cells(layers, heads, tokens),
+        "pyramid": lent_cells(1, layers * heads, tokens),
+    }
+    chosen: Selection | None = None
     for _ in range(rounds):
         figures = draw.random((len(table), tokens), np.float32)
         mass = figures.mean(0, dtype=np.float64)
@@ -115,25 +123,33 @@ def measure(
         def head(
             mover: Mover | None,
             budgets: HeadBudgets | None = None,
+            holder: NDArray[np.integer] | None = None,
+            native: bool = True,
             mass: NDArray[np.float64] = mass,
             show: Any = by_head,
         ) -> Selection:
             shared = None
             if budgets is not None:
-                shared = SharedCells(budgets, table.layer, lambda tokens: None)
+                kernels = (held_by_head, moved_cells) if native else ()
+                holders = partial(shown_of, holder)
+                shared = SharedCells(budgets, table.layer, holders, *kernels)
             scorer = HeadScorer(HeavyHitters(), show, mover, shared)
             return select_by_head(offer(sizes, mass), room, Pooled(), scorer)[1]
 
         works: dict[str, Callable[[], Selection]] = {
             "token": token,
             "numpy": partial(head, None),
-            "adaptive": partial(head, None, Adaptive()),
-            "pyramid": partial(head, None, Pyramid()),
             "heads": partial(head, head_moves),
         }
+        named: dict[str, HeadBudgets] = {"adaptive": Adaptive(), "pyramid": Pyramid()}
+        for name, budgets in named.items():
+            for state, holder in {"": None, ", lent": lent[name]}.items():
+                for way, native in {"": True, ", numpy": False}.items():
+                    works[name + state + way] = partial(head, None, budgets, holder, native)
         for name, work in works.items():
-            spent, chosen = timed(work)
+            spent, selected = timed(work)
             times.setdefault(name, []).append(spent)
+            chosen = selected if name == "heads" else chosen
         if pool is not None and isinstance(chosen, HeadSelection):
             slots = np.arange(tokens, dtype=np.int32)
             moved = chosen.moved
@@ -150,6 +166,19 @@ def measure(
         "n": rounds,
         **{name: summary(each) for name, each in times.items()},
     }
+
+
+def lent_cells(pools: int, heads: int, tokens: int) -> NDArray[np.int16]:
+    """Heads whose tokens lie in the cells of each slot, [C, T]: those of each pool in any order."""
+    draw = np.random.default_rng(1)
+    own = np.arange(pools * heads, dtype=np.int16).reshape(pools, heads, 1)
+    mixed = draw.permuted(np.repeat(own, tokens, -1), axis=1)
+    return mixed.reshape(pools * heads, tokens)
+
+
+def shown_of(holder: NDArray[np.integer] | None, tokens: Tokens) -> NDArray[np.integer] | None:
+    """The columns of some tokens."""
+    return None if holder is None else holder[:, tokens.position]
 
 
 def table_layers(layers: int, heads: int) -> list[LayerKV]:

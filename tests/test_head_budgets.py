@@ -12,19 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from arbor.engine.head_sets import moved_cells
+from arbor.kernels.native import native_library, without_native
+from arbor.kernels.native_heads import held_by_head
 from arbor.retention.head_budgets import (
     Adaptive,
+    Cells,
     HeadBudgets,
     Pyramid,
-    as_cells,
+    moved_out,
     vacated,
 )
 from arbor.retention.head_selection import given_up, moves_of, ranked_means
 
+needs_library = pytest.mark.skipif(native_library() is None, reason="no native library")
+
 
 @dataclass(frozen=True)
 class Offer:
-    """Cells of some blocks; see `as_cells`."""
+    """Cells of some blocks; see `Cells`."""
 
     scores: NDArray[np.float64]
     holder: NDArray[np.int64]
@@ -82,9 +88,15 @@ def is_tight(offer: Offer, cells: list[tuple[int, int]], keep: int) -> bool:
 
 
 def stays_of(budgets: HeadBudgets, offer: Offer) -> NDArray[np.bool_]:
-    return budgets.stays(
-        as_cells(offer.scores, offer.holder, offer.layer, offer.protected, offer.sizes, offer.keep)
-    )
+    return kept_of(budgets, cells_in(offer))
+
+
+def cells_in(offer: Offer) -> Cells:
+    return Cells(offer.scores, offer.holder, offer.layer, offer.protected, offer.sizes, offer.keep)
+
+
+def kept_of(budgets: HeadBudgets, cells: Cells) -> NDArray[np.bool_]:
+    return cells.stays(budgets.counts(cells), budgets.competes)
 
 
 @given(offers(), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
@@ -133,7 +145,7 @@ def test_lower_layers_keep_more(offer: Offer, beta: float) -> None:
 def test_budgets_fall_linearly_from_the_first_layer_to_the_last() -> None:
     layers, count, keep = 5, 100, 20
     layer = np.arange(layers)
-    cells = as_cells(
+    cells = Cells(
         np.random.default_rng(0).random((layers, count)),
         None,
         layer,
@@ -142,15 +154,15 @@ def test_budgets_fall_linearly_from_the_first_layer_to_the_last() -> None:
         np.array([keep]),
     )
     # 2 m - m / 20 = 39, m / 20 = 1; the published rule
-    assert Pyramid(20.0).stays(cells).sum(1).tolist() == [39, 30, 20, 10, 1]
-    assert Pyramid(1.0).stays(cells).sum(1).tolist() == [20] * layers
+    assert kept_of(Pyramid(20.0), cells).sum(1).tolist() == [39, 30, 20, 10, 1]
+    assert kept_of(Pyramid(1.0), cells).sum(1).tolist() == [20] * layers
 
 
 def test_what_is_protected_is_not_part_of_the_pyramid() -> None:
     layers, count = 3, 30
     protected = np.zeros(count, np.bool_)
     protected[:4] = True
-    cells = as_cells(
+    cells = Cells(
         np.zeros((layers, count)),
         None,
         np.arange(layers),
@@ -159,7 +171,7 @@ def test_what_is_protected_is_not_part_of_the_pyramid() -> None:
         np.array([14]),
     )
     # of 10 besides the 4: 19.5, 10 and 0.5; halves go to the lower layer first
-    assert Pyramid(20.0).stays(cells).sum(1).tolist() == [24, 14, 4]
+    assert kept_of(Pyramid(20.0), cells).sum(1).tolist() == [24, 14, 4]
 
 
 @pytest.mark.parametrize("budgets", [Adaptive(), Pyramid()], ids=["adaptive", "pyramid"])
@@ -223,3 +235,71 @@ def test_one_more_slot_is_worth_the_next_best_cells(offer: Offer) -> None:
         assert sorted(found[mine]) == pytest.approx(np.mean(layers, 0).tolist())
         by_mean = np.lexsort((np.arange(size), means[mine]))
         assert (np.diff(found[mine][by_mean]) >= 0).all()
+
+
+# The native kernels
+
+
+def same_moves(budgets: HeadBudgets, cells: Cells) -> bool:
+    """Whether the kernel moves what numpy does."""
+    moved, wanted = moved_out(budgets, cells, moved_cells), moved_out(budgets, cells)
+    return all(np.array_equal(mine, its) for mine, its in zip(moved, wanted, strict=True))
+
+
+@needs_library
+@pytest.mark.parametrize("kind", [np.int16, np.int32])
+@pytest.mark.parametrize("budgets", [Adaptive(), Adaptive(0.0), Pyramid()], ids=str)
+@given(data=st.data())
+def test_the_native_kernel_moves_what_numpy_moves(
+    budgets: HeadBudgets, kind: type[np.integer], data: st.DataObject
+) -> None:
+    offer = data.draw(offers(across_layers=isinstance(budgets, Pyramid)))
+    signs = np.where(data.draw(st.booleans()), -1.0, 1.0)
+    scores = (offer.scores * signs).astype(np.float32)
+    own = data.draw(st.booleans())
+    cells = dataclasses.replace(
+        cells_in(offer), scores=scores, holder=None if own else offer.holder.astype(kind)
+    )
+    assert same_moves(budgets, cells)
+
+
+@needs_library
+@pytest.mark.parametrize("budgets", [Adaptive(), Pyramid()], ids=["adaptive", "pyramid"])
+@pytest.mark.parametrize("levels", [3, 1 << 20])
+def test_the_native_kernel_moves_what_numpy_moves_of_long_blocks(
+    budgets: HeadBudgets, levels: int
+) -> None:
+    """Event after event, each over the cells that the one before has left."""
+    layers, heads, count = 3, 4, 1500
+    layer = np.repeat(np.arange(layers), heads)
+    sizes = np.array([700, 1, 63, 736])
+    rng = np.random.default_rng(5)
+    scores = rng.integers(-levels, levels, (len(layer), count)).astype(np.float32)
+    holder = np.tile(np.arange(len(layer), dtype=np.int16)[:, None], count)
+    protected = np.zeros(count, np.bool_)
+    protected[[0, 1, 2, 3, *range(-8, 0)]] = True
+    for part in (0.9, 0.6, 0.5, 0.02):
+        keep = np.maximum(1, (part * sizes).astype(np.int64))
+        cells = Cells(scores, holder, layer, protected, sizes, keep, held_by_head)
+        assert np.array_equal(cells.held, dataclasses.replace(cells, counter=None).held)
+        assert same_moves(budgets, cells)
+        cell, source, into, target, leaving = moved_out(budgets, cells, moved_cells)
+        scores[into, target] = scores[cell, source]
+        holder[into, target] = holder[cell, source]
+        scores, holder = scores[:, ~leaving], holder[:, ~leaving]
+        protected, sizes = protected[~leaving], keep
+
+
+def test_without_the_library_numpy_moves() -> None:
+    cells = Cells(
+        np.zeros((2, 3), np.float32),
+        np.zeros((2, 3), np.int16),
+        np.array([0, 0]),
+        np.zeros(3, np.bool_),
+        np.array([3]),
+        np.array([2]),
+        held_by_head,
+    )
+    with without_native():
+        assert cells.held.tolist() == [[6], [0]]
+        assert moved_cells(cells, np.array([[1], [0]]), True, 1) is None

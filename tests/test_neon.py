@@ -40,7 +40,7 @@ from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.linear import PackedLinear
 from arbor.kernels.native import native_library
 from arbor.kernels.native_cascade import NativeCascade
-from arbor.kernels.native_heads import head_moves
+from arbor.kernels.native_heads import head_moves, held_by_head, shared_moves
 from arbor.kernels.rotary import ROTARY_FORMS
 
 ROOT = Path(__file__).parents[1]
@@ -171,7 +171,21 @@ def results(seed: int) -> list[Tensor]:
     protected, sizes, lose = np.arange(150) % 7 == seed, np.array([90, 60]), np.array([50, 20])
     moves = head_moves(scores, protected, sizes, lose)
     assert moves is not None
-    return [*found, pools, codes, *map(torch.from_numpy, moves)]
+    found += map(torch.from_numpy, moves)
+    own = np.arange(4, dtype=(np.int16, np.int32)[seed % 2])[:, None]
+    holder = np.where(np.arange(150) % 5 == 0, own[::-1], own)
+    scores, keep = np.concatenate([scores, scores[:1]]), sizes - lose
+    held = held_by_head(holder, sizes)
+    assert held is not None
+    for of, competes, pools_of in ((holder, False, 1), (holder, True, 1), (None, True, 2)):
+        has = held if of is not None else np.tile(sizes, (4, 1))
+        given = (of, protected, sizes, keep, np.minimum(keep // 4, has), has)
+        if not competes:
+            given = (of, protected, sizes, keep, np.tile(keep, (4, 1)), has)
+        shared = shared_moves(scores, *given, pools_of, pools_of, competes)
+        assert shared is not None
+        found += map(torch.from_numpy, shared)
+    return [*found, torch.from_numpy(held), pools, codes]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -181,7 +195,7 @@ def test_the_runner_gives_the_bits_of_the_library(here: RunnerLibrary, seed: int
     with in_use(here):
         found = results(seed)
 
-    assert here.calls == calls + 10, "of its own"
+    assert here.calls == calls + 17, "of its own"
     assert all(map(torch.equal, found, expected))
 
 

@@ -13,10 +13,11 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.head_statistics import HeadStatistics
 from arbor.engine.policy_view import GOLDEN, ShowsKV
 from arbor.errors import ModelError
-from arbor.kernels.native_heads import head_moves
+from arbor.kernels.native_heads import head_moves, held_by_head, shared_moves
 from arbor.memory.head_table import HeadMoves
 from arbor.model.runner import ModelRunner
-from arbor.retention.base import Tokens
+from arbor.retention.base import Ints, Tokens
+from arbor.retention.head_budgets import Cells, Vacated
 from arbor.retention.head_selection import HeadScorer, HeadSelection, SharedCells
 from arbor.retention.policy import Policy
 from arbor.retention.selection import Selection
@@ -48,7 +49,9 @@ class HeadSets:
         self._shared: SharedCells | None = None
         if policy.head_budgets is not None:
             layer = state.memory.heads.layer
-            self._shared = SharedCells(policy.head_budgets, layer, self._holders)
+            self._shared = SharedCells(
+                policy.head_budgets, layer, self._holders, held_by_head, moved_cells
+            )
 
     def scorer(self, leaves: Sequence[Node]) -> HeadScorer:
         """The policy's scorer for the tokens of an offer of `PolicyView`.
@@ -128,6 +131,23 @@ class HeadSets:
                 ),
             }
         )
+
+
+def moved_cells(cells: Cells, counts: Ints, competes: bool, pools: int) -> Vacated | None:
+    """What moves of some cells, by a native kernel; see `moved_out`."""
+    moved = shared_moves(
+        cells.scores,
+        cells.holder,
+        cells.protected,
+        cells.sizes,
+        cells.keep,
+        counts,
+        cells.held,
+        cells.layers,
+        pools,
+        competes,
+    )
+    return None if moved is None else Vacated(*moved)
 
 
 def _rows(tokens: Tokens) -> NDArray[np.int64]:

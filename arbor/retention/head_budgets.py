@@ -3,9 +3,10 @@ numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,31 +17,57 @@ from arbor.retention.selection import worst
 HeadShares = Literal["equal", "adaptive", "pyramid"]
 
 
+# tokens that each KV head holds of each block, [C, P], see `Cells.held`; None: it cannot
+Counter = Callable[[NDArray[np.integer], Ints], Ints | None]
+
+
 @dataclass(frozen=True)
 class Cells:
     """The cells of some blocks, C of them in each of T slots; each holds a token for a KV head.
 
     Attributes:
-        score: [C, T], of what lies in each cell; protected tokens +inf, what leaves before them
-            -inf.
+        scores: [C, T], finite, of what lies in each cell.
         holder: whole numbers [C, T], the KV head whose token lies there; None: the cell's own.
         layer: int64 [C], of each KV head, each layer of as many.
-        sizes: int64 [P], slots of each block; summing to T.
-        keep: int64 [P], slots that each block keeps.
-        guarded: bool [T], slots whose cells stay, as far as a block keeps so many.
+        protected: bool [T], slots whose cells stay, as far as a block keeps so many.
+        sizes: int64 [P], slots of each block, >= 1; summing to T.
+        keep: int64 [P], slots that each block keeps, >= 1.
+        counter: counts `held`, the same as numpy; None: numpy does.
     """
 
-    score: Floats
+    scores: Floats
     holder: NDArray[np.integer] | None
     layer: Ints
+    protected: Bools
     sizes: Ints
     keep: Ints
-    guarded: Bools
+    counter: Counter | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return int(self.layer[-1]) + 1
+
+    @cached_property
+    def ranked(self) -> Floats:
+        """The scores [C, T] in which protected tokens are +inf; where a block cannot keep all of
+        them, all others -inf."""
+        ends = np.cumsum(self.sizes)
+        guarded = np.add.reduceat(self.protected, ends - self.sizes, dtype=np.int64)
+        tight = np.repeat(guarded > self.keep, self.sizes)
+        score = self.scores.copy()
+        score[:, self.protected & ~tight] = np.inf
+        score[:, tight & ~self.protected] = -np.inf
+        return score
 
     @cached_property
     def held(self) -> Ints:
         """Tokens that each KV head holds of each block, int64 [C, P]."""
-        return self.held_in(np.ones(self.score.shape[1], np.bool_))
+        if self.counter is not None and self.holder is not None:
+            counted = self.counter(self.holder, self.sizes)
+            if counted is not None:
+                return counted
+        return self.held_in(np.ones(self.scores.shape[1], np.bool_))
 
     def held_in(self, slots: Bools) -> Ints:
         """Tokens that each KV head holds of each block in some slots (bool [T]), int64 [C, P]."""
@@ -53,7 +80,23 @@ class Cells:
         numbers += block
         return np.bincount(numbers.ravel(), minlength=heads * blocks).reshape(heads, blocks)
 
-    def best_of_heads(self, keep: Ints) -> Bools:
+    def stays(self, counts: Ints, competes: bool) -> Bools:
+        """The tokens that stay, bool [C, T].
+
+        Args:
+            counts: int64 [C, P], at most `held`: the best tokens that each head keeps of each
+                block.
+            competes: of each layer the best others stay too, until the slots are full that the
+                block keeps; else nothing more.
+        """
+        best = self._best_of_heads(counts)
+        if not competes:
+            return best
+        # after what is protected, before all others
+        ahead = np.finfo(self.ranked.dtype).max
+        return self._best_of_layers(np.where(best & np.isfinite(self.ranked), ahead, self.ranked))
+
+    def _best_of_heads(self, keep: Ints) -> Bools:
         """The best tokens of each KV head and block, bool [C, T].
 
         Of equals the one in the later slot is better, in one slot that in the later cell.
@@ -61,34 +104,39 @@ class Cells:
         Args:
             keep: int64 [C, P], at most `held`.
         """
-        heads, count = self.score.shape
+        heads, count = self.scores.shape
         lose = (self.held - keep).ravel()
         if self.holder is None:
-            gone = worst(self.score.ravel(), self.held.ravel(), lose)
+            gone = worst(self.ranked.ravel(), self.held.ravel(), lose)
             return ~gone.reshape(heads, count)
         order = np.argsort(self.holder.T.ravel(), kind="stable")
         stays = np.empty(heads * count, np.bool_)
-        stays[order] = ~worst(self.score.T.ravel()[order], self.held.ravel(), lose)
+        stays[order] = ~worst(self.ranked.T.ravel()[order], self.held.ravel(), lose)
         return stays.reshape(count, heads).T
 
-    def best_of_layers(self, score: Floats) -> Bools:
+    def _best_of_layers(self, score: Floats) -> Bools:
         """The best cells of each layer and block, as many as the slots that it keeps have; bool
-        [C, T]. Equals as in `best_of_heads`.
+        [C, T]. Equals as in `_best_of_heads`.
 
         Args:
             score: [C, T].
         """
-        heads, count = self.score.shape
-        layers = int(self.layer[-1]) + 1
-        each = heads // layers
-        flat = score.reshape(layers, each, count).transpose(0, 2, 1).ravel()
-        sizes = np.tile(self.sizes * each, layers)
-        gone = worst(flat, sizes, np.tile((self.sizes - self.keep) * each, layers))
-        return ~gone.reshape(layers, count, each).transpose(0, 2, 1).reshape(heads, count)
+        heads, count = self.scores.shape
+        each = heads // self.layers
+        flat = score.reshape(self.layers, each, count).transpose(0, 2, 1).ravel()
+        sizes = np.tile(self.sizes * each, self.layers)
+        gone = worst(flat, sizes, np.tile((self.sizes - self.keep) * each, self.layers))
+        return ~gone.reshape(self.layers, count, each).transpose(0, 2, 1).reshape(heads, count)
 
 
 class HeadBudgets(Protocol):
-    """How a block's room is divided among KV heads."""
+    """How a block's room is divided among KV heads.
+
+    Attributes:
+        competes: see `Cells.stays`.
+    """
+
+    competes: ClassVar[bool]
 
     def pools(self, layer: Ints) -> int:
         """How many pools of neighbouring KV heads share their cells, equally many in each.
@@ -98,9 +146,12 @@ class HeadBudgets(Protocol):
         """
         ...
 
-    def stays(self, cells: Cells) -> Bools:
-        """The tokens that stay, bool [C, T]: of each block and pool as many as the pool has heads
-        in the slots that the block keeps."""
+    def counts(self, cells: Cells) -> Ints:
+        """The best tokens that each head keeps of each block, int64 [C, P], at most `Cells.held`.
+
+        In all as many as the cells of the slots that the block keeps; at most that, if heads
+        compete for the rest.
+        """
         ...
 
 
@@ -119,17 +170,17 @@ class Adaptive:
         safeguard: the part of an equal share that every head keeps (alpha, 0.2 as published).
     """
 
+    competes: ClassVar[bool] = True
+
     safeguard: float = 0.2
 
     def pools(self, layer: Ints) -> int:
         return int(layer[-1]) + 1
 
-    def stays(self, cells: Cells) -> Bools:
+    def counts(self, cells: Cells) -> Ints:
         floor = np.ceil(self.safeguard * cells.keep - 1e-9).astype(np.int64)
-        safe = cells.best_of_heads(np.minimum(floor, cells.held))
-        # after what is protected, before all others
-        ahead = np.finfo(cells.score.dtype).max
-        return cells.best_of_layers(np.where(safe & np.isfinite(cells.score), ahead, cells.score))
+        counts: Ints = np.minimum(floor, cells.held)
+        return counts
 
 
 @dataclass(frozen=True)
@@ -145,20 +196,17 @@ class Pyramid:
         beta: how steeply it falls (20 as published); 1: equal budgets.
     """
 
+    competes: ClassVar[bool] = False
+
     beta: float = 20.0
 
     def pools(self, layer: Ints) -> int:
         return 1
 
-    def stays(self, cells: Cells) -> Bools:
-        return cells.best_of_heads(self._counts(cells))
-
-    def _counts(self, cells: Cells) -> Ints:
-        """Tokens that each head keeps of each block, int64 [C, P]."""
+    def counts(self, cells: Cells) -> Ints:
         heads, held = len(cells.layer), cells.held
-        layers = int(cells.layer[-1]) + 1
-        falls = np.linspace(2 - 1 / self.beta, 1 / self.beta, layers)[cells.layer][:, None]
-        least = cells.held_in(cells.guarded)
+        falls = np.linspace(2 - 1 / self.beta, 1 / self.beta, cells.layers)[cells.layer][:, None]
+        least = cells.held_in(cells.protected)
         tight = least.sum(0) > heads * cells.keep
         least = np.where(tight, np.minimum(least, cells.keep), least)
         wanted = heads * cells.keep
@@ -205,7 +253,7 @@ def vacated(stays: Bools, pools: int) -> Vacated:
     cells become free, and always to a later slot; with g = 1 it is `moves_of`.
 
     Args:
-        stays: bool [C, T], tokens that stay, block after block; see `HeadBudgets.stays`.
+        stays: bool [C, T], tokens that stay, block after block; see `Cells.stays`.
         pools: of neighbouring heads, equally many in each.
 
     Example:
@@ -232,36 +280,13 @@ def vacated(stays: Bools, pools: int) -> Vacated:
     return Vacated(*listed(stays & leaving), *listed(~stays & ~leaving), leaving)
 
 
-def as_cells(
-    scores: Floats,
-    holder: NDArray[np.integer] | None,
-    layer: Ints,
-    protected: Bools,
-    sizes: Ints,
-    keep: Ints,
-) -> Cells:
-    """The cells of some blocks, in whose scores protected tokens come first; where a block cannot
-    keep all of them, others leave first.
+# what moves of some cells, given the counts of a `HeadBudgets`, whether heads compete, and the
+# pools, by a kernel, the same as `vacated` says; None: it cannot
+CellMover = Callable[[Cells, Ints, bool, int], Vacated | None]
 
-    Args:
-        scores: [C, T], finite.
-        holder: [C, T]; None: each cell holds a token of its own head.
-        layer: int64 [C].
-        protected: bool [T].
-        sizes: int64 [P], slots of each block, >= 1; summing to T.
-        keep: int64 [P], slots that each keeps, >= 1.
-    """
-    ends = np.cumsum(sizes)
-    guarded = np.add.reduceat(protected, ends - sizes, dtype=np.int64)
-    score = scores.copy()
-    tight = np.repeat(guarded > keep, sizes)
-    score[:, protected & ~tight] = np.inf
-    score[:, tight & ~protected] = -np.inf
-    return Cells(
-        score=score,
-        holder=holder,
-        layer=layer,
-        sizes=sizes,
-        keep=keep,
-        guarded=protected,
-    )
+
+def moved_out(budgets: HeadBudgets, cells: Cells, mover: CellMover | None = None) -> Vacated:
+    """The slots that leave, and what moves out of them, as budgets divide the room."""
+    counts, pools = budgets.counts(cells), budgets.pools(cells.layer)
+    moved = None if mover is None else mover(cells, counts, budgets.competes, pools)
+    return vacated(cells.stays(counts, budgets.competes), pools) if moved is None else moved

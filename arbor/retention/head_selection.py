@@ -18,7 +18,14 @@ from arbor.retention.base import (
     SegmentingAllocator,
     Tokens,
 )
-from arbor.retention.head_budgets import HeadBudgets, Vacated, as_cells, vacated
+from arbor.retention.head_budgets import (
+    CellMover,
+    Cells,
+    Counter,
+    HeadBudgets,
+    Vacated,
+    moved_out,
+)
 from arbor.retention.selection import Selection, checked_scores, select
 
 # the view of some tokens in which each KV head's come one after the other, [C * T]
@@ -38,11 +45,14 @@ class SharedCells:
         layer: int64 [C], of each KV head.
         holders: the KV heads whose tokens lie in the cells of some tokens' slots, [C, T]; None: its
             own in each.
+        counter, mover: kernels, see `Cells` and `moved_out`; None: numpy does it.
     """
 
     budgets: HeadBudgets
     layer: Ints
     holders: Callable[[Tokens], NDArray[np.integer] | None]
+    counter: Counter | None = None
+    mover: CellMover | None = None
 
     @property
     def pools(self) -> int:
@@ -189,12 +199,18 @@ def select_by_head(
     tokens, scores = scorer.of_some(blocks, parted)
     resident = blocks.resident[parted]
     if scorer.shared is not None:
-        shared, keep = scorer.shared, counts[parted]
-        cells = as_cells(
-            scores, shared.holders(tokens), shared.layer, tokens.protected, resident, keep
+        shared = scorer.shared
+        cells = Cells(
+            scores,
+            shared.holders(tokens),
+            shared.layer,
+            tokens.protected,
+            resident,
+            counts[parted],
+            shared.counter,
         )
-        stays = shared.budgets.stays(cells)
-        return counts, HeadSelection(blocks, counts, tokens, vacated(stays, shared.pools))
+        moved = moved_out(shared.budgets, cells, shared.mover)
+        return counts, HeadSelection(blocks, counts, tokens, moved)
     head, source, target, leaving = scorer.moves(
         scores, tokens.protected, resident, resident - counts[parted]
     )

@@ -27,23 +27,23 @@ inline int32_t count_up_to(const uint32_t* keys, int64_t count, uint32_t limit) 
 
 constexpr int64_t FEW = 256;  // keys: all of them are counted again and again
 
-// The lowest keys, `wanted` >= 1 of them, of equals the earlier ones: their bits, after `begin`.
+// The lowest limit up to which at least `wanted` >= 1 keys are; how many are, in `found`.
 // No key is below `low`, and `found` are up to `high`.
 // `rest` has room for all keys and 16 more.
-void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t low, uint32_t high,
-                 int64_t found, int64_t begin, uint64_t* bits, uint32_t* rest) {
-    // up to `high` are `found`, at least as many as wanted; below `low` are `below`, fewer
-    int64_t below = 0;
+uint32_t limit_of(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t low, uint32_t high,
+                  int64_t* found, uint32_t* rest) {
+    // up to `high` are `upper`, at least as many as wanted; below `low` are `below`, fewer
+    int64_t below = 0, upper = *found;
     // keys that the limit may be, all or those between `low` and `high`, and how many are below them
     const uint32_t* open = keys;
     int64_t left = count, before = 0;
-    for (bool halve = false; low < high && found != wanted;) {
+    for (bool halve = false; low < high && upper != wanted;) {
         // where the limit would be if keys were evenly spread; the middle where that helped little
         uint64_t span = high - low;
         uint64_t part = halve ? span / 2
-                              : span * static_cast<uint64_t>(wanted - below) / (found - below + 1);
+                              : span * static_cast<uint64_t>(wanted - below) / (upper - below + 1);
         uint32_t middle = low + static_cast<uint32_t>(part < span ? part : span - 1);
-        if (left > FEW && found - below < left / 2) {
+        if (left > FEW && upper - below < left / 2) {
             left = store_between(open, left, low, high, rest);
             open = rest;
             before = below;
@@ -54,20 +54,41 @@ void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t l
             below = here;
         } else {
             high = middle;
-            found = here;
+            upper = here;
         }
         halve = high - low > span / 2;
     }
+    *found = upper;
+    return high;
+}
+
+// The keys up to a limit: their bits, after `begin`.
+void mark_up_to(const uint32_t* keys, int64_t count, uint32_t limit, int64_t begin,
+                uint64_t* bits) {
     for (int64_t i = 0; i < count; i += 16) {
-        uint64_t some = up_to(keys + i, high);
+        uint64_t some = up_to(keys + i, limit);
         if (count - i < 16) some &= (1u << (count - i)) - 1;
         int64_t word = (begin + i) / 64, shift = (begin + i) % 64;
         bits[word] |= some << shift;
         if (shift > 48 && some >> (64 - shift)) bits[word + 1] |= some >> (64 - shift);
     }
+}
+
+inline bool has(const uint64_t* bits, int64_t place) { return bits[place / 64] >> place % 64 & 1; }
+
+inline void clear(uint64_t* bits, int64_t place) {
+    bits[place / 64] &= ~(uint64_t{1} << place % 64);
+}
+
+// The lowest keys, `wanted` >= 1 of them, of equals the earlier ones: their bits, after `begin`.
+// The others as in `limit_of`.
+void mark_lowest(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t low, uint32_t high,
+                 int64_t found, int64_t begin, uint64_t* bits, uint32_t* rest) {
+    uint32_t limit = limit_of(keys, count, wanted, low, high, &found, rest);
+    mark_up_to(keys, count, limit, begin, bits);
     for (int64_t i = count - 1; found > wanted; i--) {
-        if (keys[i] != high) continue;
-        bits[(begin + i) / 64] &= ~(uint64_t{1} << (begin + i) % 64);
+        if (keys[i] != limit) continue;
+        clear(bits, begin + i);
         found--;
     }
 }

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "fused.h"
 #include "head_select.h"
+#include "head_share.h"
 #include "int8.h"
 #include "linear.h"
 #include "rotary.h"
@@ -11,4 +12,5 @@
 #define ARBOR_KERNELS(name) \
     const arbor::Kernels arbor::name##_kernels = {#name, attention_parts, attention, \
                                                   linear_parts, linear, norm, gated, store_int8, rotary, \
-                                                  add, select_heads, list_moves}
+                                                  add, select_heads, list_moves, count_held, \
+                                                  share_cells, list_shared}

@@ -167,7 +167,8 @@ EXPORT int64_t arbor_native_layout() {
     int64_t layout = LAYOUT_VERSION;
     for (size_t size : {sizeof(Level), sizeof(AttentionJob), sizeof(LinearJob), sizeof(NormJob),
                         sizeof(GatedJob), sizeof(StoreJob), sizeof(RotaryJob), sizeof(AddJob),
-                        sizeof(HeadNormJob), sizeof(HeadSelectJob), sizeof(Call)}) {
+                        sizeof(HeadNormJob), sizeof(HeadSelectJob), sizeof(HeadShareJob),
+                        sizeof(Call)}) {
         layout = (layout * 1009 + static_cast<int64_t>(size)) % (int64_t{1} << 40);
     }
     return layout;
@@ -212,6 +213,16 @@ EXPORT void arbor_native_select_heads(const HeadSelectJob* job) {
 }
 
 EXPORT void arbor_native_list_moves(const HeadSelectJob* job) { chosen->list_moves(*job); }
+
+EXPORT void arbor_native_count_held(const HeadShareJob* job) { chosen->count_held(*job); }
+
+EXPORT void arbor_native_share_cells(const HeadShareJob* job) {
+    chosen->share_cells(*job, &own_scratch);
+}
+
+EXPORT void arbor_native_list_shared(const HeadShareJob* job) {
+    chosen->list_shared(*job, &own_scratch);
+}
 
 namespace {
 

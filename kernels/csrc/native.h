@@ -162,6 +162,40 @@ struct HeadSelectJob {
     int32_t words;          // 64 tokens each
 };
 
+// What stays in the cells of KV heads that keep different numbers of tokens, and what moves, see
+// head_share.h.
+struct HeadShareJob {
+    const float* scores;    // [heads, tokens], block after block; `row` apart
+    const uint8_t* guard;   // [tokens], `HeadSelectJob::Guard`
+    const void* holders;    // [heads, tokens], int16 or int32, whose token lies in each cell;
+                            // null: its own
+    const int64_t* sizes;   // [blocks], summing to tokens
+    const int64_t* lose;    // [blocks], slots, 0 to size
+    const int64_t* counts;  // [heads, blocks], the best tokens that each head keeps in any case
+    int64_t* held;          // [heads, blocks], tokens that each head holds; written by `count_held`
+    uint32_t* keys;         // [heads, 64 words + 16], room to work in
+    uint32_t* listed;       // likewise, for the keys of a block: with holders all, else a layer's;
+                            // and 16 more
+    uint32_t* rest;         // likewise, for the most keys of a head or, if heads compete, a layer
+    uint64_t* gone;         // [heads, words], written: a bit for each cell
+    uint64_t* left;         // [words], likewise: the slots that leave
+    uint8_t* leaving;       // [tokens], the same as bytes
+    int64_t* moved;         // how many moves there are
+    int32_t* cell;          // [moved + 8] each, written by `list_shared`
+    int32_t* source;
+    int32_t* into;
+    int32_t* target;
+    int64_t row;
+    int32_t heads;
+    int32_t tokens;
+    int32_t blocks;
+    int32_t words;          // 64 tokens each
+    int32_t layers;         // of equally many neighbouring heads
+    int32_t pools;          // of neighbouring heads that share their cells, equally many in each
+    int32_t competes;       // the heads of a layer compete for what `counts` leaves
+    int32_t wide;           // holders are int32
+};
+
 // One of the jobs above, to be done after those before it in a list.
 struct Call {
     enum Kind : int32_t { LINEAR, NORM, HEAD_NORM, ROTARY, ATTENTION, GATED, ADD };
@@ -189,6 +223,9 @@ struct Kernels {
     void (*add)(const AddJob&);
     void (*select_heads)(const HeadSelectJob&, Scratch*);
     void (*list_moves)(const HeadSelectJob&);
+    void (*count_held)(const HeadShareJob&);
+    void (*share_cells)(const HeadShareJob&, Scratch*);
+    void (*list_shared)(const HeadShareJob&, Scratch*);
 };
 
 // Those of the machine are defined, each by a source of its own.

@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import Structure, c_int32
+from ctypes import Structure, c_int32, c_int64
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from arbor.kernels.native import (
     AttentionJob,
     GatedJob,
     HeadSelectJob,
+    HeadShareJob,
     LevelStruct,
     LinearJob,
     NormJob,
@@ -210,6 +211,33 @@ def head_memory(job: HeadSelectJob, memory: Memory) -> None:
         memory.follow(job, name, 4 * moves, True)
 
 
+def share_memory(job: HeadShareJob, memory: Memory) -> None:
+    """Scores, holders, blocks, room to work in, and the moves where they are asked for."""
+    cells, counts = job.heads * job.tokens, 8 * job.heads * job.blocks
+    memory.follow(job, "holders", (4 if job.wide else 2) * cells)
+    memory.follow(job, "sizes", 8 * job.blocks)
+    memory.follow(job, "held", counts, True)
+    if not job.scores:
+        return  # they are counted only
+    memory.follow(job, "scores", 4 * extent((job.heads, job.row), (job.tokens, 1)))
+    memory.follow(job, "guard", job.tokens)
+    memory.follow(job, "lose", 8 * job.blocks)
+    memory.follow(job, "counts", counts)
+    longest = max((c_int64 * job.blocks).from_address(job.sizes))
+    held = max((c_int64 * (job.heads * job.blocks)).from_address(job.held))
+    each = job.heads // job.layers
+    memory.follow(job, "keys", 4 * job.heads * (64 * job.words + 16))
+    memory.follow(job, "listed", 4 * (longest * (job.heads if job.holders else each) + 16))
+    memory.follow(job, "rest", 4 * (max(held, longest * each * job.competes) + 16))
+    memory.follow(job, "gone", 8 * job.heads * job.words, True)
+    memory.follow(job, "left", 8 * job.words, True)
+    memory.follow(job, "leaving", job.tokens, True)
+    memory.follow(job, "moved", 8, True)
+    moves = c_int64.from_address(job.moved).value + 8 if job.cell else 0
+    for name in ("cell", "source", "into", "target"):
+        memory.follow(job, name, 4 * moves, True)
+
+
 # In the order of CALLS in the runner.
 CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "attention": (AttentionJob, attention_memory),
@@ -220,6 +248,9 @@ CALLS: dict[str, tuple[type[Structure], Callable[[Any, Memory], None]]] = {
     "rotary": (RotaryJob, rotary_memory),
     "select_heads": (HeadSelectJob, head_memory),
     "list_moves": (HeadSelectJob, head_memory),
+    "count_held": (HeadShareJob, share_memory),
+    "share_cells": (HeadShareJob, share_memory),
+    "list_shared": (HeadShareJob, share_memory),
 }
 
 
