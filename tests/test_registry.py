@@ -537,11 +537,12 @@ def test_a_policy_is_a_value_that_knows_the_name_it_was_given(own: registry.Regi
     assert named.name == changed.name == spec["name"] == "lowest"
     assert spec["allocator"] == {"reserve": 2} and spec["scorer"] == {"name": "random", "seed": 0}
     assert build("policy", spec) == changed != named == build("policy", "lowest")
-    assert components.settings_of(named)[:11] == (
+    assert components.settings_of(named)[:12] == (
         "allocator",
         "scorer",
         "protect",
         "spares_paths",
+        "idle",
         "among",
         "trigger",
         "granularity",
@@ -627,6 +628,7 @@ def test_the_defaults_of_a_component_are_its_settings() -> None:
         "scorer",
         "protect",
         "spares_paths",
+        "idle",
         "among",
         "trigger",
         "granularity",
@@ -658,6 +660,7 @@ def test_flat_defaults_have_the_settings_of_parts() -> None:
         "heads": "equal",
         "safeguard": 0.2,
         "beta": 20.0,
+        "idle": "scored",
     }
 
 

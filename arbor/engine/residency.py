@@ -238,8 +238,9 @@ class Residency:
         assert room >= 0, "more was planned than fits"
         more = max(0, self._policy.trigger.spare * len(leaves) - needed)
         room = max(room - more, min(room, int(blocks.floor.sum())), room // 2)
+        idle = paths_lose != "equally" and off_paths is None
         blocks, counts, chosen = self.decide(
-            blocks, room, lambda protect: offer(protect=protect), leaves
+            blocks, room, lambda protect: offer(protect=protect), leaves, idle=idle
         )
         if off_paths is not None and len(off_paths):
             none = np.zeros(len(off_paths), np.int64)
@@ -316,6 +317,8 @@ class Residency:
         room: int,
         eased: Callable[[Protect], Blocks],
         leaves: Sequence[Node] | None = None,
+        *,
+        idle: bool = False,
     ) -> tuple[Blocks, NDArray[np.int64], Selection]:
         """How many tokens each block keeps, and which: what the policy answers, checked.
 
@@ -326,6 +329,7 @@ class Residency:
                 protected.
             leaves: ends of the running paths, where each KV head may keep tokens of its own; None:
                 all keep the same.
+            idle: all blocks of the offer are off the running paths, see `Policy.idle`.
 
         Returns:
             the offer as it was decided on, how many tokens each block keeps, and which.
@@ -338,10 +342,13 @@ class Residency:
         next(less)
         while int(blocks.floor.sum()) > room:  # ends where nothing is protected
             blocks = eased(next(less))
-        allocator = self._policy.shared_allocator
+        allocator, scored = self._policy.shared_allocator, self._policy.scorer
+        newest = idle and self._policy.idle == "newest"
+        if newest:
+            allocator, scored = self._policy.for_idle
         try:
-            if self._heads is None or leaves is None:
-                counts, chosen = select(blocks, room, allocator, self._policy.scorer)
+            if self._heads is None or leaves is None or newest:
+                counts, chosen = select(blocks, room, allocator, scored)
             else:
                 scorer = self._heads.scorer(leaves)
                 counts, chosen = select_by_head(blocks, room, allocator, scorer)

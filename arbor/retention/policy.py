@@ -50,6 +50,7 @@ from arbor.retention.token_kv import HeadKVScorer, KVScorer
 from arbor.retention.trigger import Trigger
 
 Granularity = Literal["token", "head"]
+Idle = Literal["scored", "newest"]
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,9 @@ class Policy:
         spares_paths: in lossy mode, running paths lose tokens only when nothing else is left to
             evict. So in ArborKV, whose Path* is complete, and in caches that lock blocks in use;
             flat policies see no paths. What a policy destroys at its times lies anywhere.
+        idle: with ``spares_paths``, what blocks off the running paths keep. ``scored``: what the
+            allocator and the scorer say; ``newest``: the same part of each, its newest tokens, in
+            every KV head, as `ends` has it, so that these two decide on running paths only.
         among: how the room is divided among the searches of an engine, see `PerTree`; ``together``:
             the allocator sees the blocks of all of them at once, and a capacity of its own is one
             of all of them.
@@ -138,6 +142,7 @@ class Policy:
     scorer: Scorer = field(default_factory=Recency)
     protect: Protect = field(default_factory=Protect)
     spares_paths: bool = False
+    idle: Idle = field(default="scored", metadata=ONLY_IF_SET)
     among: Among = "together"
     trigger: Trigger = field(default_factory=Trigger)
     granularity: Granularity = field(default="token", metadata=ONLY_IF_SET)
@@ -157,6 +162,15 @@ class Policy:
             raise UsageError(
                 "setting-range",
                 f"heads={self.heads}: it must be equal, adaptive or pyramid.",
+            )
+        if self.idle not in get_args(Idle):
+            raise UsageError("setting-range", f"idle={self.idle}: it must be scored or newest.")
+        if self.idle == "newest" and (not self.spares_paths or self.destroys or self.capped):
+            raise UsageError(
+                "idle",
+                "idle=newest: idle blocks lose their tokens before running paths do, and only when "
+                "room runs out.",
+                "Take spares_paths=true, and a policy without a capacity and times of its own.",
             )
         if not 0 <= self.safeguard <= 1:  # also refuses nan
             raise UsageError("setting-range", f"safeguard={self.safeguard}: it must be 0 to 1.")
@@ -245,6 +259,12 @@ class Policy:
         if self.among == "together":
             return self.allocator
         return divided(self.allocator, self.among)
+
+    @property
+    def for_idle(self) -> tuple[Allocator, Scorer]:
+        """What decides on blocks off the running paths with ``idle=newest``."""
+        even = Uniform()
+        return even if self.among == "together" else divided(even, self.among), Recency()
 
     @property
     def capped(self) -> CappedAllocator | None:
