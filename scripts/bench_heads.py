@@ -16,7 +16,7 @@ tokens, with random figures; a part of the tokens stays, or all but one. Timed a
     carried  K and V moved from slot to slot, float16, 64 numbers a head
     moved    heads of tokens moved, per head
 
-Rounds take turns; thread CPU time; median and quartiles.
+Rounds take turns; thread CPU time; median and quartiles, also of the ratios of single rounds.
 """
 
 from __future__ import annotations
@@ -165,6 +165,11 @@ def measure(
         "kept": kept,
         "n": rounds,
         **{name: summary(each) for name, each in times.items()},
+        "numpy, times as long": {
+            name: summary(list(np.divide(times[f"{name}, numpy"], times[name])))
+            for name in times
+            if f"{name}, numpy" in times
+        },
     }
 
 

@@ -586,7 +586,7 @@ def test_many_problems_leave_nothing_behind(checkpoint: Checkpoint, policy: str)
 
 
 @pytest.mark.slow
-def test_a_thousand_problems_leave_nothing_behind(checkpoint: Checkpoint) -> None:
+def test_hundreds_of_problems_leave_nothing_behind(checkpoint: Checkpoint) -> None:
     solver = solver_of(checkpoint, policy="h2o", **QUICK)
-    check_no_leak(*solve_many(solver, 1_000))
+    check_no_leak(*solve_many(solver, 400))
     assert is_idle(solver)

@@ -79,4 +79,4 @@ def test_random_configurations_end_deliberately(real: type, command: Arbor) -> N
 
 @pytest.mark.slow
 def test_many_random_configurations_end_deliberately(real: type, command: Arbor) -> None:
-    check(command, real, 400, 4_000)
+    check(command, real, 400, 1_600)

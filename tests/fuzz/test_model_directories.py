@@ -77,4 +77,4 @@ def test_damaged_model_directories_end_in_a_model_or_one_error(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_many_damaged_model_directories(tmp_path: Path) -> None:
-    check(range(SEEDS, 10 * SEEDS), tmp_path)
+    check(range(SEEDS, 4 * SEEDS), tmp_path)

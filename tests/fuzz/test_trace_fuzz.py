@@ -18,7 +18,7 @@ from arbor.trace.repair import repair_trace
 
 SEED = 20240
 CASES = 60
-SLOW_CASES = 200
+SLOW_CASES = 60
 SOURCES: tuple[tuple[Search, Literal["full", "none"]], ...] = (
     (PREEMPTED, "full"),
     (PREEMPTED, "none"),
