@@ -13,7 +13,10 @@ from arbor.components import build as built
 from arbor.components import spec_of
 from arbor.errors import UsageError
 from arbor.events import Allocated
+from arbor.retention.allocators.per_tree import divided
+from arbor.retention.allocators.uniform import Uniform
 from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.scorers.recency import Recency
 from arbor.tree import ThoughtTree
 
 pytestmark = pytest.mark.usefixtures("loaded_once")
@@ -89,8 +92,10 @@ def test_a_trace_holds_the_setting_where_it_is_set() -> None:
     assert "idle" not in spec_of(POLICIES["ends"])
 
 
-def test_searches_next_to_each_other() -> None:
+def test_searches_next_to_each_other_divide_the_room_of_idle_blocks_too() -> None:
     policy = "keydiff,spares_paths=true,idle=newest,among=fair"
+    assert built("policy", policy).for_idle == (divided(Uniform(), "fair"), Recency())
+    assert newest("keydiff").for_idle == (Uniform(), Recency())
     with Solver(mode="lossy", policy=policy, budget="120tok", max_depth=3) as solver:
         solutions = list(solver.imap(["4 5 6 10", "1 2 3 4"], concurrency=2))
     assert all(each.metrics.peak_tokens <= 120 for each in solutions)
