@@ -39,7 +39,7 @@ from arbor.model.sampling_params import Sampling
 from arbor.retention.base import Allocator
 from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy
-from arbor.run.batch import CONCURRENCY, Batch
+from arbor.run.batch import Batch
 from arbor.run.component_checks import resolve_component
 from arbor.run.config import read_config, refuse_trust
 from arbor.run.each_solution import OnError, each_solution
@@ -349,9 +349,7 @@ class Solver:
         self._busy = threading.Lock()  # held by it
         self._next = threading.Lock()  # held by the thread that has `_busy` next
         self._thread: int | None = None  # in which it runs
-        # a lossy search depends on what shares its budget
-        at_once = self._at_once
-        self._worker = Worker(at_once, self._lend, self._next.locked)
+        self._worker = Worker(self._at_once, self._lend, self._next.locked)
 
     @classmethod
     def from_config(
@@ -638,11 +636,11 @@ class Solver:
     def stream(self, problem: str | Problem, **options: Unpack[Options]) -> SearchStream:
         """`solve`, event by event, for ``for`` and ``async for``; see `SearchStream`.
 
-        Several may be open at once: one background thread searches up to 8 of them together (in
-        lossy mode one), in one engine. They share the budget: it is set while the engine is idle,
-        from the searches that wait then, and a ratio is of the sum of theirs. A search that needs
-        more waits until the engine is idle again, and so do `solve` and batches. Their trees are
-        those of `solve`, one by one.
+        Several may be open at once: one background thread searches up to 8 of them together, in one
+        engine (`as_completed` says when one). They share the budget: it is set while the engine is
+        idle, from the searches that wait then, and a ratio is of the sum of theirs. A search that
+        needs more waits until the engine is idle again, and so do `solve` and batches. In lossy
+        mode each keeps within its own part. Their trees are those of `solve`, one by one.
         """
         stream = self._stream(problem, options)
         self._worker.start()
@@ -700,7 +698,9 @@ class Solver:
         Args:
             problems: read `concurrency` ahead.
             concurrency: problems in progress at a time. They share the budget: a ratio is of the
-                sum of theirs. Their trees are those of `solve`, one by one.
+                sum of theirs. In lossy mode each keeps within its own part of it, what it would
+                have alone, and waits until that is free. Their trees are those of `solve`, one by
+                one.
             ordered: solutions in the problems' order; else as they are found.
             on_error: ``return`` gives a solution with `error` where a problem cannot be solved; a
                 bug is always raised.
@@ -731,8 +731,8 @@ class Solver:
             jobs: problems, and keyword arguments of `solve` for each; read `concurrency` ahead.
                 None where none is ready yet, while others are in progress: the next is asked for
                 after a step of the engine.
-            concurrency: as in `imap`; None: 8, or 1 in lossy mode, where a search depends on what
-                shares its budget.
+            concurrency: as in `imap`; None: 8, or 1 where a search depends on what is searched next
+                to it: in lossy mode with `staging` or similar prompts.
             listen: called with the job's place, 0-based, and every event of its search.
 
         Yields:
@@ -763,15 +763,15 @@ class Solver:
         on_error: OnError = "raise",
         **options: Unpack[Options],
     ) -> list[Solution]:
-        """`imap`, all at once: `concurrency` of them in progress at a time; None: 8, or 1 in lossy
-        mode, where a search depends on what shares its budget."""
+        """`imap`, all at once: `concurrency` of them in progress at a time; None: as in
+        `as_completed`."""
         at_once = check_count("concurrency", concurrency) or self._at_once
         return list(self.imap(problems, concurrency=at_once, on_error=on_error, **options))
 
     @property
     def _at_once(self) -> int:
         """Searches in progress at a time, by default."""
-        return 1 if self.mode == "lossy" else CONCURRENCY
+        return self._setup.at_once
 
     def generate(
         self,
@@ -850,10 +850,11 @@ class Solver:
         `solve`, batches and streams of the solver wait while any is in progress.
 
         Args:
-            at_once: most of them in progress at a time; one in lossy mode.
+            at_once: most of them in progress at a time; one where a search depends on what is
+                searched next to it (`as_completed`).
             tokens: of KV, for all of them.
         """
-        most = 1 if self.mode == "lossy" else at_once
+        most = min(at_once, self._at_once) if self._at_once == 1 else at_once
         return SharedEngine(self._setup, self._lend, self._next.locked, most, tokens)
 
     def stop(self, status: Status = "interrupted") -> None:

@@ -20,6 +20,7 @@ the first of them in the same round.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -64,6 +65,37 @@ def searches(controller: str, budget: str, problems: int) -> Callable[[int], dic
         return {
             "tokens": sum(each.metrics.tokens_generated for each in solutions),
             "recomputed": sum(each.metrics.tokens_recomputed for each in solutions),
+            "solved": sum(bool(each.correct) for each in solutions),
+        }
+
+    return run
+
+
+def lossy(policy: str, problems: int) -> Callable[[int], dict[str, Any]]:
+    """Greedy chains of word problems of 4 to 6 steps that lose tokens for good, each within its own
+    budget, solved `concurrency` at a time."""
+    solver = Solver(
+        task="chains,fewest=4,most=6",
+        controller="chain",
+        verifier="exact",
+        sampling={"temperature": 0.0},
+        mode="lossy",
+        policy=policy,
+        threads=1,
+    )
+    solver.load()
+    every = list(itertools.islice(solver.task.problems("test"), problems))
+
+    def run(concurrency: int) -> dict[str, Any]:
+        jobs: Iterator[tuple[Any, Any]] = (
+            (problem, {"budget": f"{100 + place % 20}tok"}) for place, problem in enumerate(every)
+        )
+        found = [each for _, each in solver.as_completed(jobs, concurrency=concurrency)]
+        solutions = [each for each in found if isinstance(each, Solution)]
+        assert len(solutions) == problems, "a budget was too small"
+        return {
+            "tokens": sum(each.metrics.tokens_generated for each in solutions),
+            "recomputed": 0,
             "solved": sum(bool(each.correct) for each in solutions),
         }
 
@@ -174,6 +206,9 @@ def cases(only: str | None, problems: int) -> Iterator[tuple[str, Callable[[int]
         for controller, part in (("tot", "0.25"), ("beam", "0.4")):
             for budget in ("full", part):
                 yield f"{controller}, {budget}", searches(controller, budget, problems)
+    if only in (None, "lossy"):
+        for policy in ("lru", "snapkv"):
+            yield f"chains, lossy, {policy}", lossy(policy, problems)
     if only in (None, "forks"):
         yield "F8, 100M", forks(8, alike=False)
         yield "F8, 100M, prompts alike", forks(8, alike=True)
@@ -207,7 +242,7 @@ def shape(solution: Solution) -> list[tuple[int, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=["searches", "forks", "config-s", "trees"])
+    parser.add_argument("--only", choices=["searches", "lossy", "forks", "config-s", "trees"])
     parser.add_argument("--problems", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -398,7 +398,7 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
         settings = {**search, "task": task_of(args), "step_tokens": longest}
         with Solver(args.model, **settings) as solver:
             chosen = problems_of(solver.task, args.split, args.n)
-            full = [solver.solve(problem) for problem in chosen]
+            full = solved(solver, [(problem, {}) for problem in chosen], args.concurrency)
         right = np.array([bool(solution.correct) for solution in full])
         peaks = [solution.metrics.peak_tokens for solution in full]
         rows.append(
@@ -426,11 +426,14 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
                 rehydrate=rehydrate,
                 **settings,
             ) as solver:
-                runs, gaps = [], []
-                for problem, most in zip(chosen, slots, strict=True):
-                    runs.append(bounded(solver, problem, most))
-                    if name == "chain" and runs[-1] is not None:
-                        gaps.append(wipe_out(solver))
+                jobs = [
+                    (problem, {"budget": f"{max(1, most)}tok"})
+                    for problem, most in zip(chosen, slots, strict=True)
+                ]
+                if args.wiped_out:
+                    runs, gaps = one_by_one(solver, jobs)
+                else:
+                    runs, gaps = solved(solver, jobs, args.concurrency), []
             got = np.array([bool(run is not None and run.correct) for run in runs])
             row = {
                 "search": name,
@@ -511,6 +514,29 @@ def costs(runs: Sequence[Any]) -> dict[str, Any]:
         "generated": generated,
         "mean_tokens": float(np.mean([m.mean_tokens for m in held])) if held else 0.0,
     }
+
+
+def solved(solver: Solver, jobs: Sequence[Any], at_once: int) -> list[Any]:
+    """The solutions of problems that are searched together, each within its own budget; None where
+    not even the protected tokens fit."""
+    found: list[Any] = [None] * len(jobs)
+    for place, solution in solver.as_completed(jobs, concurrency=at_once):
+        if isinstance(solution, BudgetInfeasible):
+            continue
+        if isinstance(solution, Exception):
+            raise solution
+        found[place] = solution
+    return found
+
+
+def one_by_one(solver: Solver, jobs: Sequence[Any]) -> tuple[list[Any], list[dict[str, float]]]:
+    """The same one after another, and what was wiped out of each path."""
+    runs, gaps = [], []
+    for job in jobs:
+        runs += solved(solver, [job], 1)
+        if runs[-1] is not None:
+            gaps.append(wipe_out(solver))
+    return runs, gaps
 
 
 def bounded(solver: Solver, problem: Any, slots: int) -> Any:
@@ -627,6 +653,14 @@ def main() -> None:
         type=policy_name,
         metavar="NAME[,KEY=VALUE]",
         help="lossy: paired with this one too",
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=16, help="lossy: problems searched together"
+    )
+    parser.add_argument(
+        "--wiped-out",
+        action="store_true",
+        help="lossy, chain: one problem at a time, and the lines and stretches nothing is left of",
     )
     parser.add_argument("--rehydrate", nargs="+", default=("off", "selective"))
     parser.add_argument(

@@ -229,16 +229,21 @@ def test_a_prompt_that_takes_the_place_of_a_closed_one_is_computed_for_the_first
     assert growing.result()[0].tokens == alone(PROMPT[::-1], growth())
 
 
-def test_prompts_that_do_not_fit_together_go_in_in_pieces() -> None:
+@pytest.mark.parametrize(("slots", "forwards"), [(14, 24), (40, 3)])
+def test_prompts_longer_than_their_budgets_go_in_in_pieces(slots: int, forwards: int) -> None:
     lab = Lab(build("llama"), policy="h2o", mode="lossy", rehydrate="off", debug=True)
-    trees = opened(lab, PROMPT, PROMPT, PROMPT, pool=26)
+    trees = [ThoughtTree(PROMPT * 2) for _ in range(3)]
+    for tree in trees:
+        lab.open(tree, slots, alone=False, pool=3 * slots)
     visits = [lab.begin_extend(tree.root) for tree in trees]
 
     run(lab)
 
-    for visit in visits:
+    for visit, tree in zip(visits, trees, strict=True):
         visit.result()
-    assert lab.memory.used <= 26
+        assert lab.memory.peak_of(tree) == min(slots, 2 * len(PROMPT))
+    assert lab.rows() == 3 * 2 * len(PROMPT)
+    assert sum(isinstance(each, Forwarded) for each in lab.events) == forwards
     assert {tree.root.row for tree in trees} <= lab.state.computed
 
 

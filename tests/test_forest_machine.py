@@ -374,7 +374,9 @@ class Grove(RuleBasedStateMachine):
             costs=costs,
             debug=self.debug,
         )
-        self.pool = ROOMY if policy == "full" else pool
+        self.most = ROOMY if policy == "full" else pool
+        self.own_budgets = mode == "lossy" and not lower.staging
+        self.pool = self.most * (MOST_TREES if self.own_budgets else 1)
         self.plots: list[Plot] = []
         self.jobs: list[Job] = []
         self.left: list[tuple[Plot, int]] = []  # and the events it had heard
@@ -413,7 +415,7 @@ class Grove(RuleBasedStateMachine):
     @rule(prompt=st.integers(0, 100), spare=st.integers(0, 20))
     def open_tree(self, prompt: int, spare: int) -> None:
         plot = Plot(
-            ThoughtTree(self.prompts[prompt % len(self.prompts)]), min(self.pool, SMALLEST + spare)
+            ThoughtTree(self.prompts[prompt % len(self.prompts)]), min(self.most, SMALLEST + spare)
         )
         self.lab.open(
             plot.tree,
@@ -676,6 +678,8 @@ class Grove(RuleBasedStateMachine):
                 assert count == len(set(held))
                 assert memory.shared_within(tree) == len(held) - len(set(held))
                 TALLY.siblings += len(held) - len(set(held))
+            for plot in self.plots if self.own_budgets else ():
+                assert memory.peak_of(plot.tree) <= plot.slots
             every = {s for node in memory.forest for s in node.span.slot.tolist()} - {NO_SLOT}
             kept = set(np.flatnonzero(memory.prefixes.references(memory.slots)).tolist())
             assert memory.used == len(every | kept)
@@ -765,7 +769,7 @@ def failing(
             return right(*args, **kwargs)
         failed.append(kind)
         stepper: Stepper = lab._parts.stepper
-        concerned.update(row.operation for row in stepper._scheduler.rows)
+        concerned.update(row.operation for row in stepper._schedulers.rows)
         concerned.update(work.operation for work in stepper._joined)
         raise errors[kind]
 

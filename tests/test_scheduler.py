@@ -263,12 +263,16 @@ def in_common(forest: Forest, nodes: Sequence[Node]) -> int:
 class Plain(Scheduler):
     """Looks at all that runs whenever it is asked."""
 
+    def _forest(self) -> Forest:
+        assert isinstance(self.account, KVMemory)
+        return self.account.forest
+
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         assert isinstance(work, Row)
         rows = [*self.rows, work]
         nodes = list(dict.fromkeys(node for each in rows for node in each.leaf.path))
-        held = sum(len(node.tokens) for node in nodes) - in_common(self._memory.forest, nodes)
-        return held + most_held(rows) <= self._memory.slots
+        held = sum(len(node.tokens) for node in nodes) - in_common(self._forest(), nodes)
+        return held + most_held(rows) <= self.account.slots
 
 
 @given(plans(), st.lists(st.tuples(st.booleans(), st.integers(0, 99)), max_size=12))

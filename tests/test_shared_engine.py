@@ -215,16 +215,21 @@ def test_a_prompt_may_be_token_ids(solver: Solver) -> None:
         assert tuple(own) == block.ids
 
 
-def test_lossy_searches_go_one_by_one(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(("tokens", "most"), [(512, 3), (150, 2), (80, 1)])
+def test_lossy_searches_begin_while_their_budgets_are_free(
+    checkpoint: Checkpoint, tokens: int, most: int
+) -> None:
     solver = solver_of(checkpoint, mode="lossy")
     running: list[int] = []
-    shared = solver.shared(at_once=4, tokens=512)
-    jobs = [
-        shared.begin(
-            shared.prepare(problem, listeners=(lambda event: running.append(shared.running),))
+    shared = solver.shared(at_once=4, tokens=tokens)
+    runs = [
+        shared.prepare(
+            problem, {"budget": "70tok"}, listeners=(lambda _: running.append(shared.running),)
         )
         for problem in PROBLEMS[:3]
     ]
+    assert {run.plan.budget_tokens for run in runs} == {70}
+    jobs = [shared.begin(run) for run in runs]
 
-    assert all(job.solution().error is None for job in jobs)
-    assert max(running) == 1
+    assert all(job.solution().metrics.peak_tokens <= 70 for job in jobs)
+    assert max(running) == most

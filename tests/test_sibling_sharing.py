@@ -377,7 +377,7 @@ def test_paths_join_together_that_fit_thanks_to_what_siblings_share() -> None:
         lab.opened.lengths.add(1)  # blocks are expected to end within the margin
         growing = lab.begin_grow([(block, 1) for block in blocks], short)
         lab.step()
-        assert len(lab._parts.stepper._scheduler.rows) == together, slots
+        assert len(lab._parts.stepper._schedulers.rows) == together, slots
         while not growing.done:
             lab.step()
         growing.result()

@@ -589,8 +589,9 @@ def test_blocks_that_waited_and_were_displaced_come_back_as_far_as_there_is_room
         stepper = lab._parts.stepper
         while len(tree.nodes[-1].tokens) < 13:
             lab.step()
-        while stepper._scheduler.rows:
-            stepper._decoding.suspend(stepper._scheduler.preempt())
+        (queue,) = stepper._schedulers.groups
+        while queue.rows:
+            stepper._decoding.suspend(queue.preempt())
         for node in tree.nodes[1:]:  # host memory had no room for what waits
             lab.memory.lower.forget(node.span.begin + np.arange(len(node.span)))
         lab.memory.lower.take_moves()

@@ -14,7 +14,8 @@ from arbor.engine.forest_state import ForestState
 from arbor.engine.forward_pass import ForwardPasses
 from arbor.engine.pieces import head
 from arbor.engine.prefix_sharing import PrefixSharing
-from arbor.engine.scheduler import Row, Scheduler
+from arbor.engine.scheduler import Row
+from arbor.engine.schedulers import Schedulers
 from arbor.engine.stop_rule import StopReason
 from arbor.engine.token_source import CheckedSource, TokenSource
 from arbor.events import Boundary, Sampled
@@ -33,7 +34,7 @@ class Decoding:
         state: of the open trees.
         forwards: time the choice of tokens.
         source: where tokens come from.
-        scheduler: holds the rows.
+        schedulers: hold the rows.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Decoding:
         state: ForestState,
         forwards: ForwardPasses,
         source: TokenSource,
-        scheduler: Scheduler,
+        schedulers: Schedulers,
     ) -> None:
         self._state = state
         self._memory = state.memory
         self._forwards = forwards
         self._source = source
-        self._scheduler = scheduler
+        self._schedulers = schedulers
         self._sharing = PrefixSharing(state)
         self._cut_changes = 0  # of the forest, when contexts were last set
 
@@ -68,7 +69,7 @@ class Decoding:
         changes = self._state.forest.cut_changes
         anew = self._cut_changes != changes
         self._cut_changes = changes
-        self.look_back([row for row in self._scheduler.rows if row.started] if anew else rows)
+        self.look_back([row for row in self._schedulers.rows if row.started] if anew else rows)
 
     def look_back(self, rows: Sequence[Row]) -> None:
         """Set the context of each row, and how sure what is computed after it is.
@@ -139,7 +140,7 @@ class Decoding:
                 continue
             for row in branches.ahead():
                 if row.started:
-                    self._scheduler.leave([row])
+                    self._schedulers.leave([row])
                     self.suspend(row)
                     branches.operation.held.append(row)
                     left = True
@@ -155,7 +156,7 @@ class Decoding:
         ahead = branches.ahead()
         mine = [row for row in growing.held if row.branches is branches and row not in ahead]
         growing.held = [row for row in growing.held if row not in mine]
-        self._scheduler.resume(mine)
+        self._schedulers.resume(mine)
 
     def _tokens(self, rows: Sequence[Row], logits: Tensor) -> list[int | None]:
         """A token for each row; None where the source fails for the row's operation."""
@@ -178,7 +179,7 @@ class Decoding:
             done: the rows.
             logits: [n, V] float32, after their last tokens.
         """
-        self._scheduler.leave(done)
+        self._schedulers.leave(done)
         nodes = [row.node for row in done]
         self._state.logits.remember([node.row for node in nodes], logits)
         for row, sure in zip(done, self._confidence(done, logits), strict=True):

@@ -48,6 +48,7 @@ from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.scheduler import Question, Row, Visit
+from arbor.engine.schedulers import Schedulers
 from arbor.engine.similar_prompts import Comparison, SimilarPrompts
 from arbor.engine.step import Stepper
 from arbor.engine.text import before
@@ -261,6 +262,7 @@ class Engine:
             shares_prompts=lossless and self.share != "off",
             shares_siblings=lossless and self.share == "exact",
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
+            own_budgets=not lossless and not streamed and self.share not in SIMILAR,
         )
         mode: type[Lossless | Lossy] = self._mode
         if streamed:
@@ -283,7 +285,7 @@ class Engine:
             heads=heads,
         )
         forwards = ForwardPasses(state, self.runner, observer=observer, levels=self.levels)
-        scheduler = rules.scheduler()
+        schedulers = Schedulers(rules.scheduler, own_budgets=state.own_budgets)
 
         def run_piece(root: Node, segment: Segment) -> Tensor:
             return forwards.run([Part(root.tree, "prefill", [segment])])
@@ -291,8 +293,8 @@ class Engine:
         rehydration = Rehydration(
             state, residency, rules, self.runner.layer_count, self.costs, run_piece, self.prompts
         )
-        decoding = Decoding(state, forwards, self._source, scheduler)
-        stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, scheduler)
+        decoding = Decoding(state, forwards, self._source, schedulers)
+        stepper = Stepper(state, rules, residency, forwards, rehydration, decoding, schedulers)
         return _Parts(state, rules, residency, forwards, stepper)
 
     def finish(self, tree: ThoughtTree | None = None) -> None:
@@ -322,6 +324,7 @@ class Engine:
         stepper.cancel(stepper.operations_of(opened), InterruptedError("the tree was closed"))
         stepper.settle()
         rows = self.state.close(opened)
+        self.residency.forget(tree)
         self.residency.view.forget(rows)
         parts.forwards.observer.forget(rows)
 
@@ -743,9 +746,10 @@ class Engine:
         rules = self._parts.rules
         ends = [rules.required(node) for node in nodes]
         needed = max((end + more for end, more in zip(ends, extra, strict=True)), default=0)
-        if needed > self.memory.slots:
+        slots = self.state.account(nodes[0].tree).slots if nodes else self.memory.slots
+        if needed > slots:
             what = f"{rules.must_fit} with its next block"
-            raise BudgetInfeasible(needed, self.memory.slots, what)
+            raise BudgetInfeasible(needed, slots, what)
 
     def _in_order(self, work: Sequence[T], nodes: Sequence[Node]) -> list[T]:
         """Pieces of work in depth-first order of the tree, so that a wave shares what it can.

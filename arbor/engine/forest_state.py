@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from arbor.engine.last_logits import LastLogits
 from arbor.engine.open_tree import OpenTree
+from arbor.engine.own_budget import Account, OwnBudget
 from arbor.engine.pieces import contexts_of
 from arbor.events import Cause, Discarded, Evicted
 from arbor.forest import Forest, by_tree
@@ -34,6 +35,8 @@ class ForestState:
         shares_siblings: siblings that begin alike do.
         keeps_prompts: prompts of finished problems stay for later ones while nothing needs their
             slots.
+        own_budgets: each search keeps within its own budget, and none shares a slot with another;
+            else all of them share the pool.
 
     Attributes:
         trees: the open trees, in the order in which they were opened.
@@ -54,8 +57,11 @@ class ForestState:
         shares_prompts: bool = False,
         shares_siblings: bool = False,
         keeps_prompts: bool = False,
+        own_budgets: bool = False,
     ) -> None:
+        assert not (own_budgets and (shares_prompts or shares_siblings or keeps_prompts))
         self.memory = memory
+        self.own_budgets = own_budgets
         self.shares_prompts = shares_prompts
         self.shares_siblings = shares_siblings
         self.keeps_prompts = keeps_prompts
@@ -81,6 +87,9 @@ class ForestState:
     def open(self, opened: OpenTree) -> None:
         """Take a tree that the memory has adopted."""
         self.trees[opened.tree] = opened
+        if self.own_budgets:
+            together = sum(each.slots for each in self.trees.values())
+            assert together <= self.memory.slots, "budgets of more slots than the pool has"
         opened.turn = self._turns
         self._turns += 1
         self.table.touch(opened.tree.root)
@@ -95,6 +104,20 @@ class ForestState:
                 return False
             total += opened.most
         return total <= self.memory.slots
+
+    def account(self, tree: ThoughtTree) -> Account:
+        """The budget that an open tree keeps within."""
+        if not self.own_budgets:
+            return self.memory
+        return OwnBudget(self.memory, tree, self.trees[tree].slots)
+
+    def fits_alone(self, tree: ThoughtTree) -> bool:
+        """Whether nothing of an open tree ever has to leave: its budget has slots for full
+        retention at its worst; where a pool is shared, see `fits_whole`."""
+        if not self.own_budgets:
+            return self.fits_whole
+        opened = self.trees[tree]
+        return opened.most is not None and opened.most <= opened.slots
 
     def close(self, opened: OpenTree) -> list[int]:
         """Let a tree go, and free what it holds; returns the rows its blocks had."""

@@ -65,8 +65,8 @@ class Rules(Protocol):
         """
         ...
 
-    def scheduler(self) -> Scheduler:
-        """Decides which work takes part in the next forward."""
+    def scheduler(self, opened: OpenTree) -> Scheduler:
+        """Decides which work within the budget of a tree takes part in the next forward."""
         ...
 
     def pinned(self, nodes: Sequence[Node]) -> int:
@@ -146,7 +146,7 @@ class Lossless:
         """The union of a wave's paths fits."""
         return list(fitting(nodes, extra, self._memory.slots))
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, opened: OpenTree) -> Scheduler:
         """A block joins as soon as it is expected to fit."""
         overlap = Overlap(self._state.forest, self._state.shares)
         return Scheduler(self._memory, keeps=self._keeps, overlap=overlap)
@@ -207,7 +207,7 @@ class Streamed(Lossless):
         """The union of a wave's paths fits into host memory."""
         return list(fitting(nodes, extra, self._memory.path_room))
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, opened: OpenTree) -> Scheduler:
         """A block joins as soon as its path fits into host memory, and new tokens on the device."""
         return StreamedScheduler(self._memory, lambda node: len(self._missing(node)), self._keeps)
 
@@ -259,6 +259,9 @@ class Lossy:
     """Tokens of running paths may leave as well, as the policy says; what is computed then is
     computed over the gaps.
 
+    What a search gives up changes its result, so each keeps within its own budget, whatever is
+    searched next to it: the paths in one call are of one search (`ForestState.own_budgets`).
+
     Args:
         state: of the open trees.
         policy: of the engine.
@@ -277,6 +280,10 @@ class Lossy:
         self._protected = policy.protect.sinks + policy.protect.recent
         self._rehydrate = rehydrate
 
+    def _slots(self, nodes: Sequence[Node]) -> int:
+        """The budget of blocks that keep within the same."""
+        return self._state.account(nodes[0].tree).slots
+
     def required(self, node: Node) -> int:
         """What the policy protects of a path."""
         return min(node.end, self._protected)
@@ -291,11 +298,12 @@ class Lossy:
 
     def waves(self, nodes: Sequence[Node], extra: Sequence[int]) -> list[list[int]]:
         """A wave takes at most half of the budget."""
-        return list(halves(extra, self._memory.slots))
+        return list(halves(extra, self._slots(nodes))) if nodes else []
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, opened: OpenTree) -> Scheduler:
         """Blocks join in waves, as any token may leave for good."""
-        return WaveScheduler(self._memory, keeps=lambda: self._state.fits_whole)
+        tree = opened.tree
+        return WaveScheduler(self._state.account(tree), keeps=lambda: self._state.fits_alone(tree))
 
     def pinned(self, nodes: Sequence[Node]) -> int:
         """The newest tokens of the open blocks."""
@@ -303,7 +311,7 @@ class Lossy:
 
     def is_crowded(self, nodes: Sequence[Node]) -> bool:
         """Where these and what is pinned exceed the budget."""
-        return self.pinned(nodes) + len(nodes) > self._memory.slots
+        return self.pinned(nodes) + len(nodes) > self._slots(nodes)
 
     def is_outdated(self, leaf: Node) -> bool:
         """If the block was computed over a gap, or is not all there, and what is missing can come
@@ -316,7 +324,7 @@ class Lossy:
         if root.row in self._state.computed or root.end <= min(room, MOST_NEW):
             return []
         fits = root.end <= room
-        piece = MOST_NEW if fits else max(1, min(PIECE, self._memory.slots // 4))
+        piece = MOST_NEW if fits else max(1, min(PIECE, self._slots([root]) // 4))
         return [range(at, min(root.end, at + piece)) for at in range(0, root.end, piece)]
 
     def splits(self, node: Node) -> bool:
@@ -330,12 +338,13 @@ class Lossy:
         fit; else what the policy chooses."""
         if self._rehydrate == "off":
             return self._never_computed(path, leaves, reserve, residency)
-        if sum(len(node.tokens) for node in path) + reserve <= self._memory.slots:
+        slots = self._slots(leaves)
+        if sum(len(node.tokens) for node in path) + reserve <= slots:
             return _incomplete(self._state, path, self._rehydrate)
         # given tokens of open blocks are never left out: what follows would not read them
         new = [node for node in path if node.given and node.row not in self._state.computed]
         holes = {node.row: np.arange(len(node.tokens)) for node in new}
-        room = self._memory.slots - reserve - sum(len(node.tokens) for node in new)
+        room = slots - reserve - sum(len(node.tokens) for node in new)
         old = [node for node in path if node.row not in holes]
         chosen = residency.choose(old, leaves, room)
         for node in old:

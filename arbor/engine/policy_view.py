@@ -15,7 +15,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.token_kv import NO_KV, PlacedKV, TokenKV
 from arbor.support.growable import grown
-from arbor.tree import Node, NodeState
+from arbor.tree import Node, NodeState, ThoughtTree
 
 Where = Literal["off", "on", "anywhere"]  # blocks off the running paths, on them, or both
 # rows of blocks and offsets of tokens, int64 [T] each, and running leaves, to column `Tokens.kv`
@@ -58,6 +58,7 @@ class PolicyView:
         whole: bool = False,
         stored: bool = False,
         protect: Protect | None = None,
+        tree: ThoughtTree | None = None,
     ) -> Blocks:
         """The blocks the policy may take tokens from.
 
@@ -73,6 +74,7 @@ class PolicyView:
             stored: tokens that attention reads in host memory are offered too, as if they were on
                 the device.
             protect: what stays in any case; by default what the policy says.
+            tree: the tree that may lose tokens; None: all may.
         """
         protect = protect or self._policy.protect
         table = self._table
@@ -89,6 +91,8 @@ class PolicyView:
             if where != "anywhere":
                 able &= active if where == "on" else ~(active | table.open)
             ids = np.flatnonzero(able)
+            if tree is not None and len(self._state.trees) > 1:
+                ids = ids[self._state.forest.numbers_of(ids) == tree.number]
         resident = table.length[ids] if whole else counts[ids]
         places: Places = "whole" if whole else "present" if stored else "resident"
 

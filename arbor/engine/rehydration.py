@@ -47,6 +47,15 @@ class Placed:
     again: set[ThoughtTree] = field(default_factory=set)
     moved: bool = False
 
+    def add(self, other: Placed) -> None:
+        """Add what was placed for other paths."""
+        self.segments += other.segments
+        self.owners += other.owners
+        self.wanted += other.wanted
+        self.written += other.written
+        self.again |= other.again
+        self.moved = self.moved or other.moved
+
 
 class Rehydration:
     """Completes paths of the open trees.
@@ -87,6 +96,27 @@ class Rehydration:
         self._fetching = Fetching(state, self._sharing, costs)
         self._warm = None if prompts is None else WarmStart(state, self._sharing, layers, prompts)
 
+    def prepare(self, leaves: Sequence[Node], *, want: Sequence[Node], reserve: int) -> None:
+        """Forget logits that are to be improved, and compute the prompts that go in piece by piece,
+        in forwards of their own, before anything is placed for the next one.
+
+        Args:
+            leaves, want, reserve: as for `place`.
+
+        Raises:
+            BudgetInfeasible, UsageError: as `place`.
+        """
+        for leaf in want:
+            if self._rules.is_outdated(leaf):
+                self._logits.pop(leaf.row, None)
+        room = self._state.account(leaves[0].tree).slots - reserve - len(want)
+        for root in [tree.root for tree in by_tree(leaves)]:
+            new = root.row not in self._state.computed
+            if pieces := self._rules.pieces(root, room):
+                self._prefill_in_pieces(root, pieces)
+            if new and root.end <= room:
+                room -= root.end
+
     def place(
         self,
         leaves: Sequence[Node],
@@ -96,10 +126,11 @@ class Rehydration:
         running: Sequence[Node] = (),
         most: int | None = None,
     ) -> Placed:
-        """Give slots to the missing tokens of the leaves' paths, to be run in the next forward.
+        """Give slots to the missing tokens of the leaves' paths, to be run in the next forward;
+        after `prepare`.
 
         Args:
-            leaves: ends of the paths.
+            leaves: ends of the paths, which keep within the same budget.
             want: leaves whose logits after the last token are needed.
             reserve: slots that must be free afterwards.
             running: ends of other running paths, which stay.
@@ -109,16 +140,6 @@ class Rehydration:
             BudgetInfeasible: the policy will not give up as much.
             UsageError: the policy's answer breaks its protocol.
         """
-        for leaf in want:
-            if self._rules.is_outdated(leaf):
-                self._logits.pop(leaf.row, None)
-        room = self._memory.slots - reserve - len(want)
-        for root in [tree.root for tree in by_tree(leaves)]:
-            new = root.row not in self._state.computed
-            if pieces := self._rules.pieces(root, room):
-                self._prefill_in_pieces(root, pieces)
-            if new and root.end <= room:
-                room -= root.end
         path = sorted(paths_of(leaves), key=lambda node: (node.tree.number, node.key))
         self._sharing.reuse(path)
         wanted = {leaf.row for leaf in want if leaf.row not in self._logits}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from arbor.engine.forest_state import ForestState
 from arbor.engine.head_sets import HeadSets
 from arbor.engine.nvtx import nvtx_range
+from arbor.engine.own_budget import Account
 from arbor.engine.policy_view import PolicyView, ShowsKV, Where
 from arbor.errors import BudgetInfeasible
 from arbor.events import Allocated, Cause, Pressure, Rehydrated
@@ -24,7 +26,7 @@ from arbor.retention.msve import MSVE
 from arbor.retention.ordering import order
 from arbor.retention.policy import Policy, Protect
 from arbor.retention.selection import Selection, checked_scores, select
-from arbor.tree import NO_SLOT, Node, paths_of
+from arbor.tree import NO_SLOT, Node, ThoughtTree, paths_of
 
 # when running paths lose tokens: never, once everything off them has left, or like all other blocks
 PathsLose = Literal["never", "last", "equally"]
@@ -34,7 +36,8 @@ class Residency:
     """Decides for the engine which tokens leave when room is needed.
 
     The engine plans (how many slots an event needs), this fits (what leaves), then the engine
-    allocates and computes.
+    allocates and computes. Where each search has a budget of its own, the running paths of one call
+    are those of one search, and only that loses tokens.
 
     Args:
         state: of the open trees.
@@ -61,7 +64,7 @@ class Residency:
         self._memory = state.memory
         self._policy = policy
         self._paths_lose: PathsLose = paths_lose
-        self._steps = 0
+        self._steps: Counter[ThoughtTree | None] = Counter()  # of decoding, by budget
         # what a policy destroys at its times may lie on running paths, whichever blocks lose when
         # room runs out
         destroys_paths = policy.destroys and paths_lose != "never"
@@ -98,7 +101,7 @@ class Residency:
         if needed > self._memory.free and self._memory.prefixes:
             self._memory.let_go(needed)
             self._state.sharing_changed()
-        if needed <= self._memory.free:
+        if needed <= self._account(leaves).free:
             return False
         with nvtx_range("policy"):
             usual = self._at_clock if cause == "clock" else self._paths_lose
@@ -110,17 +113,33 @@ class Residency:
         Args:
             leaves: ends of the running paths.
         """
-        self._steps += 1
+        whose = self._alone(leaves)
+        self._steps[whose] += 1
+        steps = self._steps[whose]
         if self._destroys:
             return None
-        used, trigger = self._memory.used, self._policy.trigger
+        account, trigger = self._account(leaves), self._policy.trigger
+        used = account.used
         rooms = [used]
-        if (room := trigger.room(self._steps, self._memory.slots)) is not None:
+        if (room := trigger.room(steps, account.slots)) is not None:
             rooms.append(room)
-        if self._capped is not None and not self._steps % trigger.every:
+        if self._capped is not None and not steps % trigger.every:
             where: Where = "anywhere" if self._at_clock == "equally" else "off"
-            rooms.append(used - self._capped.excess(self.view.offered(leaves, where=where)))
+            offered = self.view.offered(leaves, where=where, tree=whose)
+            rooms.append(used - self._capped.excess(offered))
         return min(rooms) if min(rooms) < used else None
+
+    def forget(self, tree: ThoughtTree) -> None:
+        """Remove the count of steps of a tree that was dropped."""
+        del self._steps[tree]
+
+    def _alone(self, leaves: Sequence[Node]) -> ThoughtTree | None:
+        """The tree whose own budget is concerned; None: that of all trees."""
+        return leaves[0].tree if self._state.own_budgets else None
+
+    def _account(self, leaves: Sequence[Node]) -> Account:
+        whose = self._alone(leaves)
+        return self._memory if whose is None else self._state.account(whose)
 
     def assign(self, leaves: Sequence[Node]) -> bool:
         """Let a policy that destroys tokens assign tiers at its time, where attention reads host
@@ -136,7 +155,7 @@ class Residency:
         Raises:
             UsageError: the policy's answer breaks its protocol.
         """
-        if not self._destroys or self._steps % self._policy.trigger.every:
+        if not self._destroys or self._steps[None] % self._policy.trigger.every:
             return False
         changed = self._destroy(leaves)
         if self._packing is not None:
@@ -216,40 +235,45 @@ class Residency:
         self, needed: int, leaves: Sequence[Node], cause: Cause, paths_lose: PathsLose
     ) -> bool:
         state, memory = self._state, self._memory
+        account, whose = self._account(leaves), self._alone(leaves)
         if memory.staging is not None:
             memory.lower.pin(node.row for node in paths_of(leaves))
         for tree in by_tree(leaves) or state.trees:
-            state.trees[tree].emit(Pressure(needed=needed, free=memory.free, limit=memory.slots))
+            state.trees[tree].emit(Pressure(needed=needed, free=account.free, limit=account.slots))
         began = time.perf_counter()
-        offer = partial(
-            self.view.offered, leaves, where="anywhere" if paths_lose == "equally" else "off"
-        )
+        offered = partial(self.view.offered, leaves, tree=whose)
+        offer = partial(offered, where="anywhere" if paths_lose == "equally" else "off")
         blocks = offer()
-        room = memory.free + int(blocks.resident.sum()) - needed
+        room = account.free + int(blocks.resident.sum()) - needed
         off_paths: Blocks | None = None
         if room < 0 and paths_lose == "last":
             # all of it leaves, and of the paths what must
-            off_paths, offer = blocks, partial(self.view.offered, leaves, where="on")
+            off_paths, offer = blocks, partial(offered, where="on")
             blocks = offer()
             room += int(blocks.resident.sum())
         if room < 0 and self._drop_shared(-room, leaves, cause):
             blocks = offer()
-            room = memory.free + int(blocks.resident.sum()) - needed
+            room = account.free + int(blocks.resident.sum()) - needed
         assert room >= 0, "more was planned than fits"
         more = max(0, self._policy.trigger.spare * len(leaves) - needed)
         room = max(room - more, min(room, int(blocks.floor.sum())), room // 2)
         idle = paths_lose != "equally" and off_paths is None
         blocks, counts, chosen = self.decide(
-            blocks, room, lambda protect: offer(protect=protect), leaves, idle=idle
+            blocks,
+            room,
+            lambda protect: offer(protect=protect),
+            leaves,
+            idle=idle,
+            slots=account.slots,
         )
         if off_paths is not None and len(off_paths):
             none = np.zeros(len(off_paths), np.int64)
-            self.keep(off_paths, Selection(off_paths, none), none, 0, cause, began)
+            self.keep(off_paths, Selection(off_paths, none), none, 0, cause, began, tree=whose)
             began = time.perf_counter()  # what came before has been reported
-        self.keep(blocks, chosen, counts, room, cause, began)
+        self.keep(blocks, chosen, counts, room, cause, began, tree=whose)
         index, offsets, credit = chosen.credited()
         state.remember(blocks.ids[index], offsets, credit)
-        assert memory.free >= needed, "the policy kept more than there was room for"
+        assert account.free >= needed, "the policy kept more than there was room for"
         return paths_lose == "equally" or off_paths is not None
 
     def _drop_shared(self, short: int, leaves: Sequence[Node], cause: Cause) -> bool:
@@ -307,8 +331,14 @@ class Residency:
         began = time.perf_counter()
         ids = np.array(sorted(node.row for node in path), np.int64)
         offer = partial(self.view.offered, leaves, ids, where="on", whole=True)
-        blocks, counts, chosen = self.decide(offer(), room, lambda protect: offer(protect=protect))
-        self.keep(blocks, chosen, counts, room, "transition", began)
+        blocks, counts, chosen = self.decide(
+            offer(),
+            room,
+            lambda protect: offer(protect=protect),
+            slots=self._account(leaves).slots,
+        )
+        whose = self._alone(leaves)
+        self.keep(blocks, chosen, counts, room, "transition", began, tree=whose)
         return {int(row): chosen[index] for index, row in enumerate(ids)}
 
     def decide(
@@ -319,6 +349,7 @@ class Residency:
         leaves: Sequence[Node] | None = None,
         *,
         idle: bool = False,
+        slots: int | None = None,
     ) -> tuple[Blocks, NDArray[np.int64], Selection]:
         """How many tokens each block keeps, and which: what the policy answers, checked.
 
@@ -330,6 +361,7 @@ class Residency:
             leaves: ends of the running paths, where each KV head may keep tokens of its own; None:
                 all keep the same.
             idle: all blocks of the offer are off the running paths, see `Policy.idle`.
+            slots: the budget that room runs out of; by default that of all trees.
 
         Returns:
             the offer as it was decided on, how many tokens each block keeps, and which.
@@ -353,7 +385,7 @@ class Residency:
                 scorer = self._heads.scorer(leaves)
                 counts, chosen = select_by_head(blocks, room, allocator, scorer)
         except BudgetInfeasible as error:  # it knows its room, not what the rest takes
-            slots, more = self._memory.slots, error.needed - error.budget
+            slots, more = slots or self._memory.slots, error.needed - error.budget
             what = f"the policy '{self._policy.name}', at this point of the search,"
             raise BudgetInfeasible(slots + more, slots, what, error.hint) from error
         return blocks, counts, chosen
@@ -366,8 +398,17 @@ class Residency:
         room: int,
         cause: Cause,
         began: float,
+        *,
+        tree: ThoughtTree | None = None,
     ) -> None:
-        """Evict what was not chosen, and report to each tree what was decided of it and why."""
+        """Evict what was not chosen, and report to each tree what was decided of it and why.
+
+        Args:
+            blocks, chosen, counts, room: what was offered, what stays, and of how many tokens.
+            cause: the event that asked.
+            began: when the policy was asked.
+            tree: the only one whose blocks were offered; None: those of all trees may have been.
+        """
         moves = None if self._heads is None else self._heads.moves(chosen)
         rows, held, lost = self._evict(blocks, *chosen.leaving(), moves)
         if moves is not None and self._heads is not None:
@@ -381,12 +422,12 @@ class Residency:
         signals = {name: getattr(blocks, name)[at] for name in looked_at}
         losers = by_tree(nodes)
         # a tree alone hears of it also where it loses nothing
-        trees = losers if len(self._state.trees) > 1 else self._state.trees
-        for tree in trees:
-            group = sorted(losers.get(tree, ()), key=lambda node: node.id)
+        hear = losers if len(self._state.trees) > 1 else self._state.trees
+        for each in hear if tree is None else (tree,):
+            group = sorted(losers.get(each, ()), key=lambda node: node.id)
             mine = [places[node] for node in group]
             ids = [node.id for node in group]
-            self._state.trees[tree].emit(
+            self._state.trees[each].emit(
                 Allocated(
                     policy=self._policy.name,
                     cause=cause,

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from arbor.engine.sampling import ArithmeticCode
 from arbor.engine.stop_rule import StopReason
 from arbor.forest import Overlap
-from arbor.memory import KVMemory
 from arbor.model.sharing import Context
 from arbor.tree import NO_SLOT, Certainty, Node
 
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
     from arbor.engine.branches import Branches
     from arbor.engine.early_exit import Exiting
     from arbor.engine.operation import Operation
+    from arbor.engine.own_budget import Account
     from arbor.engine.token_source import Growth
+    from arbor.memory import KVMemory
 
 # tokens of each row that room is made for at once while blocks decode (ArborKV's delta)
 MARGIN = 4
@@ -167,6 +168,34 @@ class Joined:
     questions: list[Question] = field(default_factory=list)
     visits: list[Visit] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, several: Iterable[Joined]) -> Joined:
+        """All of these."""
+        joined = cls()
+        for each in several:
+            joined.rows += each.rows
+            joined.questions += each.questions
+            joined.visits += each.visits
+        return joined
+
+    @property
+    def begins(self) -> list[Node]:
+        """Ends of the paths that it needs."""
+        rows = [row.begin for row in self.rows]
+        questions = [question.node for question in self.questions]
+        return [*rows, *questions, *(visit.node for visit in self.visits)]
+
+    @property
+    def fresh(self) -> list[Node]:
+        """Blocks after whose last token logits are wanted."""
+        rows = [row.leaf for row in self.rows if row.pending is None]
+        return rows + [visit.node for visit in self.visits if visit.most is None]
+
+    @property
+    def asked(self) -> int:
+        """Tokens of its questions."""
+        return sum(len(question.tokens) for question in self.questions)
+
     def __bool__(self) -> bool:
         return bool(self.rows or self.questions or self.visits)
 
@@ -186,7 +215,7 @@ class Joined:
 
 
 class Scheduler:
-    """Rows that decode now, and the work that waits.
+    """Rows that decode now within one budget, and the work that waits.
 
     Work joins tree by tree in the order in which these were opened (first come, first served),
     within a tree in the order of its operations, and within one in depth-first order, so that
@@ -198,13 +227,14 @@ class Scheduler:
     many tokens are computed again (docs/experiments/concurrency.md).
 
     Args:
-        memory: the budget, and what is free of it.
+        account: the budget, and what is free of it.
         keeps: asked whether nothing has to leave, so that work has only what is free; by default
             never.
         overlap: counts tokens of blocks that are on the device once for several of them; None:
             there are none.
 
     Attributes:
+        account: the budget.
         operations: in progress, in their order.
         rows: blocks that decode, operation by operation.
     """
@@ -213,14 +243,14 @@ class Scheduler:
 
     def __init__(
         self,
-        memory: KVMemory,
+        account: Account,
         *,
         keeps: Callable[[], bool] = bool,
         overlap: Overlap | None = None,
     ) -> None:
         self.operations: list[Operation] = []
         self.rows: list[Row] = []
-        self._memory = memory
+        self.account = account
         self._keeps = keeps
         self._overlap = overlap
         self._joins = 0
@@ -354,7 +384,7 @@ class Scheduler:
         """
         rows = len(self.rows) + isinstance(work, Row)
         begun = self._begun + self._apart(work)
-        return new + begun + self._asked + _question(work) + rows <= self._memory.available
+        return new + begun + self._asked + _question(work) + rows <= self.account.available
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
         """Whether work can be expected to fit with all that runs and joins.
@@ -365,7 +395,7 @@ class Scheduler:
             fresh: blocks of its path that are on no other, root first.
             new: tokens of paths that the next forward computes if it joins.
         """
-        room = self._memory.slots - self._paths - self._asked
+        room = self.account.slots - self._paths - self._asked
         room -= sum(len(node.tokens) for node in fresh)
         if isinstance(work, Row):
             if self._ends is None:
@@ -421,6 +451,7 @@ class StreamedScheduler(Scheduler):
         self, memory: KVMemory, missing: Callable[[Node], int], keeps: Callable[[], bool]
     ) -> None:
         super().__init__(memory, keeps=keeps)
+        self._memory = memory
         self._missing_of = missing
 
     def _new(self, nodes: Sequence[Node]) -> int:
@@ -462,7 +493,7 @@ class WaveScheduler(Scheduler):
         return Joined() if self.rows else super().admit()
 
     def _fits(self, work: Work, joined: Joined, fresh: Sequence[Node], new: int) -> bool:
-        return 2 * sum(map(_longest, (*joined, work))) <= self._memory.slots
+        return 2 * sum(map(_longest, (*joined, work))) <= self.account.slots
 
 
 def is_part(work: Work) -> bool:

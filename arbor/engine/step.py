@@ -18,6 +18,7 @@ from arbor.engine.operation import Asking, Growing, Operation, Reading
 from arbor.engine.rehydration import Placed, Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.scheduler import MARGIN, Joined, Row, Scheduler, Work, is_part
+from arbor.engine.schedulers import Schedulers
 from arbor.errors import ArborError, BudgetInfeasible
 from arbor.events import ForwardKind
 from arbor.forest import by_tree
@@ -32,7 +33,8 @@ class Stepper:
 
     A step admits what fits, gives slots to what its paths miss, runs one forward and hands out its
     results. Prefill, rehydration and questions ride along with the rows that decode. A row joins
-    this forward if its path is complete, else the next one.
+    this forward if its path is complete, else the next one. Where each search has a budget of its
+    own, room is made within each by itself (`Schedulers.groups`), and the forward serves all.
 
     Each step is a transaction: after a failure nothing holds KV that was not computed, and
     operations that have no part in the failure go on.
@@ -44,7 +46,7 @@ class Stepper:
         forwards: run the model.
         rehydration: completes paths.
         decoding: the life of the blocks.
-        scheduler: decides what takes part.
+        schedulers: decide what takes part.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Stepper:
         forwards: ForwardPasses,
         rehydration: Rehydration,
         decoding: Decoding,
-        scheduler: Scheduler,
+        schedulers: Schedulers,
     ) -> None:
         self._state = state
         self._memory = state.memory
@@ -64,30 +66,31 @@ class Stepper:
         self._forwards = forwards
         self._rehydration = rehydration
         self._decoding = decoding
-        self._scheduler = scheduler
+        self._schedulers = schedulers
         self._batch = DecodeBatch(self._memory, forwards.runner.layer_count, forwards.levels)
         self._changed = True  # the rows that decode, or what they read
         # of the step in progress: what joined, and the logits where rows of it begin
         self._joined = Joined()
         self._placed = Placed()
         self._known: dict[Node, Tensor] = {}
+        self._serving: Scheduler | None = None  # the budget in which room is being made
 
     def begin(self, operation: Operation) -> None:
         """Take an operation, all of whose work waits."""
         operation.left = len(operation.waiting)
         if operation.left:
-            self._scheduler.take(operation)
+            self._schedulers.take(operation)
             if isinstance(operation, Growing) and operation.opened.run.interrupted():
                 self._interrupt(operation)
 
     @property
     def busy(self) -> bool:
         """Whether operations are in progress."""
-        return bool(self._scheduler.operations)
+        return bool(self._schedulers.operations)
 
     def operations_of(self, opened: OpenTree) -> list[Operation]:
         """The operations of a tree that are in progress."""
-        return [each for each in self._scheduler.operations if each.opened is opened]
+        return [each for each in self._schedulers.operations if each.opened is opened]
 
     def settle(self) -> None:
         """Undo what an interruption left of a step."""
@@ -101,13 +104,13 @@ class Stepper:
         blocks are PRUNED and hold nothing; after anything else they are as they were left.
         """
         for operation in list(operations):
-            if operation in self._scheduler.operations:
+            if operation in self._schedulers.operations:
                 self._end(operation, error)
 
     def step(self) -> None:
         """One forward for all operations in progress; none if there are none."""
         self.settle()
-        operations = self._scheduler.operations
+        operations = self._schedulers.operations
         if not operations:
             return
         joining = True
@@ -119,6 +122,8 @@ class Stepper:
         except BaseException as error:
             work = [*self._joined] if joining and self._joined else self._taking_part()
             concerned = list(dict.fromkeys(each.operation for each in work)) or list(operations)
+            if self._serving is not None:  # only searches that share that budget are concerned
+                concerned = [each for each in concerned if each in self._serving.operations]
             self._undo()
             if not isinstance(error, Exception):
                 self.cancel(operations, error)
@@ -135,35 +140,36 @@ class Stepper:
 
     def _join(self) -> None:
         """Admit what fits, and give slots to what its paths miss."""
-        scheduler = self._scheduler
-        running = scheduler.rows
-        joined = self._joined = scheduler.admit()
+        admitted = [(group, group.rows, group.admit()) for group in self._schedulers.groups]
+        admitted = [each for each in admitted if each[2]]
+        joined = self._joined = Joined.of([mine for _, _, mine in admitted])
         if not joined:
             return
         for opened in dict.fromkeys(work.operation.opened for work in joined):
-            mine = [self._upcoming(each) for each in self.operations_of(opened)]
-            opened.expect([wave for waves in mine for wave in waves])
-        fresh = [row.leaf for row in joined.rows if row.pending is None]
-        fresh += [visit.node for visit in joined.visits if visit.most is None]
-        begins = [row.begin for row in joined.rows]
-        begins += [question.node for question in joined.questions]
-        begins += [visit.node for visit in joined.visits]
-        asked = sum(len(question.tokens) for question in joined.questions)
-        self._placed = self._rehydration.place(
-            begins,
-            want=fresh,
-            reserve=len(scheduler.rows) + asked,
-            running=[row.node for row in running if row not in joined.rows],
-            most=next((visit.most for visit in joined.visits), None),
-        )
+            upcoming = [self._upcoming(each) for each in self.operations_of(opened)]
+            opened.expect([wave for waves in upcoming for wave in waves])
+        for self._serving, _, mine in admitted:
+            reserve = len(self._serving.rows) + mine.asked
+            self._rehydration.prepare(mine.begins, want=mine.fresh, reserve=reserve)
+        for self._serving, running, mine in admitted:
+            placed = self._rehydration.place(
+                mine.begins,
+                want=mine.fresh,
+                reserve=len(self._serving.rows) + mine.asked,
+                running=[row.node for row in running if row not in mine.rows],
+                most=next((visit.most for visit in mine.visits), None),
+            )
+            self._placed.add(placed)
+        self._serving = None
         if self._placed.moved:
-            self._decoding.look_back([row for row in running if row.started])
+            before = [row for _, running, _ in admitted for row in running]
+            self._decoding.look_back([row for row in before if row.started])
             self._changed = True
         for question in joined.questions:
             question.slots = self._memory.borrow(question.tokens, question.node)
-        self._state.used(paths_of(begins))
+        self._state.used(paths_of(joined.begins))
         logits = self._state.logits
-        self._known = {leaf: logits[leaf.row] for leaf in fresh if leaf.row in logits}
+        self._known = {leaf: logits[leaf.row] for leaf in joined.fresh if leaf.row in logits}
         written = {node.row for node in self._placed.written}
         self._start(
             [
@@ -189,7 +195,7 @@ class Stepper:
             nodes = [work.leaf for work in operation.waiting]
             extra = operation.extra
             return [[nodes[i] for i in wave] for wave in self._rules.waves(nodes, extra)]
-        width = max(1, sum(row.operation is operation for row in self._scheduler.rows))
+        width = max(1, sum(row.operation is operation for row in self._schedulers.rows))
         leaves = [work.leaf for work in operation.waiting]
         return [list(dict.fromkeys(leaves[at : at + width])) for at in range(0, len(leaves), width)]
 
@@ -197,11 +203,10 @@ class Stepper:
 
     def _forward(self) -> None:
         """Run the rows that have a token to compute, with all that joined."""
-        joined, memory = self._joined, self._memory
-        rows = self._ready()
-        if rows and not joined and memory.free < len(rows) and self._make_room():
+        joined = self._joined
+        if self._make_room():
             self._changed = True
-            rows = self._ready()
+        rows = self._ready()
         if self._changed:
             self._batch.hold(rows)
             self._changed = False
@@ -220,15 +225,18 @@ class Stepper:
         if rows:
             self._after(rows, logits)
         self._start([row for row in joined.rows if self._is_waiting_for_its_path(row)])
-        for operation in [each for each in self._scheduler.operations if not each.left]:
+        for operation in [each for each in self._schedulers.operations if not each.left]:
             self._finish(operation)
 
     def _ready(self) -> list[Row]:
         """The rows with a token to compute."""
-        return [row for row in self._scheduler.rows if row.started and row.operation.error is None]
+        return [row for group in self._schedulers.groups for row in self._ready_of(group)]
+
+    def _ready_of(self, group: Scheduler) -> list[Row]:
+        return [row for row in group.rows if row.started and row.operation.error is None]
 
     def _is_waiting_for_its_path(self, row: Row) -> bool:
-        return not row.started and row.operation.error is None and row in self._scheduler.rows
+        return not row.started and row.operation.error is None and row in self._schedulers.rows
 
     def _parts(self) -> list[Part]:
         """What joined, as segments by tree."""
@@ -291,13 +299,30 @@ class Stepper:
             assert question.slots is not None
             self._memory.give_back(question.slots)
         done: list[Work] = [*joined.questions, *joined.visits]
-        self._scheduler.leave(done)
+        self._schedulers.leave(done)
         for work in done:
             work.operation.left -= not is_part(work)
 
     # Room for the next tokens
 
     def _make_room(self) -> bool:
+        """Make room for the next tokens of the rows in each budget that has none left; what joined
+        this forward has reserved it.
+
+        Returns:
+            whether the rows or their contexts have changed.
+        """
+        reserved = {self._schedulers.of(work.operation) for work in self._joined}
+        changed = False
+        for group in self._schedulers.groups:
+            rows = self._ready_of(group)
+            if group not in reserved and group.account.free < len(rows):
+                self._serving = group
+                changed |= self._make_room_in(group)
+        self._serving = None
+        return changed
+
+    def _make_room_in(self, group: Scheduler) -> bool:
         """Make room for the next tokens of each row: `MARGIN` where something has to leave anyway
         and can, one in any case.
 
@@ -306,14 +331,13 @@ class Stepper:
         Returns:
             whether the rows or their contexts have changed.
         """
-        scheduler, slots = self._scheduler, self._memory.slots
         preempted = False
-        while len(scheduler.rows) > 1 and self._rules.is_crowded(scheduler.nodes):
-            self._decoding.suspend(scheduler.preempt())
+        while len(group.rows) > 1 and self._rules.is_crowded(group.nodes):
+            self._decoding.suspend(group.preempt())
             preempted = True
-        rows, nodes = scheduler.rows, scheduler.nodes
-        most = slots - self._pinned()
-        margin = 1 if scheduler.keeps else MARGIN
+        rows, nodes = group.rows, group.nodes
+        most = group.account.slots - self._rules.pinned(nodes)
+        margin = 1 if group.keeps else MARGIN
         try:
             lost = self._residency.fit(min(margin * len(rows), most), nodes, "pressure")
         except BudgetInfeasible:  # the policy gives up less than that
@@ -325,21 +349,24 @@ class Stepper:
     def _tick(self, visited: Sequence[Node]) -> None:
         """Let the policy act at its own time, after a step with rows that decode.
 
-        A failure of the policy ends the last of their operations.
-
         Args:
             visited: ends of the paths that the step has completed, which stay.
         """
-        rows = self._scheduler.rows
-        nodes = [*self._scheduler.nodes, *visited]
-        if not rows:
-            return
+        for group in self._schedulers.groups:
+            if group.rows:
+                mine = {operation.opened.tree for operation in group.operations}
+                self._tick_in(group, [node for node in visited if node.tree in mine])
+
+    def _tick_in(self, group: Scheduler, visited: Sequence[Node]) -> None:
+        """Let the policy act within one budget. A failure of the policy ends the last of the
+        operations whose blocks decode."""
+        rows, nodes = group.rows, [*group.nodes, *visited]
         room = self._residency.due(nodes)
         try:
             lost = self._residency.assign(nodes)
             if room is not None:
                 pinned = self._rules.pinned(nodes)
-                free = self._memory.slots - max(room, pinned)
+                free = group.account.slots - max(room, pinned)
                 lost = self._residency.fit(free, nodes, "clock") or lost
         except BudgetInfeasible:  # it keeps more than that, and room has not run out
             return
@@ -350,10 +377,6 @@ class Stepper:
         if lost:
             self._decoding.look_back(rows)
             self._changed = True
-
-    def _pinned(self) -> int:
-        """Slots of the tokens that stay while the rows run."""
-        return self._rules.pinned(self._scheduler.nodes)
 
     # After the forward
 
@@ -376,7 +399,7 @@ class Stepper:
             opened = self._state.trees[tree]
             if opened.run.detail != "events":
                 self._forwards.report_steps(opened)
-        for operation in list(self._scheduler.operations):
+        for operation in list(self._schedulers.operations):
             if not isinstance(operation, Growing) or not operation.left:
                 continue
             if operation.opened.run.interrupted():
@@ -391,16 +414,16 @@ class Stepper:
 
     def _interrupt(self, operation: Growing) -> None:
         """Give up the unfinished blocks of an operation."""
-        rows = [row for row in self._scheduler.rows if row.operation is operation]
+        rows = [row for row in self._schedulers.rows if row.operation is operation]
         waiting = [work.node for work in (*operation.waiting, *operation.held)]
         self._leave(operation)
         self._decoding.cut([*(row.node for row in rows), *waiting])
 
     def _leave(self, operation: Operation) -> None:
         """Remove all work of an operation."""
-        rows = [row for row in self._scheduler.rows if row.operation is operation]
+        rows = [row for row in self._schedulers.rows if row.operation is operation]
         self._changed = self._changed or bool(rows)
-        self._scheduler.leave(rows)
+        self._schedulers.leave(rows)
         operation.waiting.clear()
         if isinstance(operation, Growing):
             operation.held.clear()
@@ -410,22 +433,22 @@ class Stepper:
         """End an operation all of whose work is done."""
         self._forwards.report_steps(operation.opened)
         if operation.error is None and operation.opened.failure is None:
-            self._scheduler.operations.remove(operation)
+            self._schedulers.drop(operation)
 
     # Failures
 
     def _taking_part(self) -> list[Work]:
         """The work of the forward in progress."""
-        return [*self._scheduler.rows, *self._joined]
+        return [*self._schedulers.rows, *self._joined]
 
     def _undo(self) -> None:
         """Take back the step in progress: what joined waits again."""
         self._rehydration.undo()
         for row in self._joined.rows:
-            if row in self._scheduler.rows:
+            if row in self._schedulers.rows:
                 self._decoding.withdraw(row)
-        running = set(self._scheduler.rows)
-        self._scheduler.wait_again(
+        running = set(self._schedulers.rows)
+        self._schedulers.wait_again(
             work for work in self._joined if not isinstance(work, Row) or work in running
         )
         self._changed = True
@@ -437,18 +460,18 @@ class Stepper:
 
     def _hand_on_failures(self) -> None:
         """End the operations whose listeners or token sources failed."""
-        for operation in list(self._scheduler.operations):
+        for operation in list(self._schedulers.operations):
             error = operation.error or operation.opened.failure
             if error is not None:
                 operation.opened.failure = None
                 self._end(operation, error)
             elif not operation.left:  # the failure has ended another one of its tree
-                self._scheduler.operations.remove(operation)
+                self._schedulers.drop(operation)
 
     def _end(self, operation: Operation, error: BaseException) -> None:
-        rows = [row for row in self._scheduler.rows if row.operation is operation]
+        rows = [row for row in self._schedulers.rows if row.operation is operation]
         self._leave(operation)
-        self._scheduler.operations.remove(operation)
+        self._schedulers.drop(operation)
         self._decoding.drop_chosen(rows)
         operation.error = error
         if isinstance(error, ArborError) and isinstance(operation, Growing):

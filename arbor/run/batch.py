@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 Job = tuple[str | Problem, Options]
 
-CONCURRENCY = 8  # searches in progress at a time, by default
-
 
 class Pool:
     """The budget of all searches in an engine, set while it is idle.
 
     Searches share it whose budgets are given alike; one with another budget waits until the engine
-    is idle, so that none holds more than it was given.
+    is idle, so that none holds more than it was given. Searches with budgets of their own
+    (`Setup.own_budgets`) each take theirs out of it, and one whose budget is not left waits.
 
     Attributes:
         tokens: of KV.
@@ -44,9 +43,14 @@ class Pool:
         self._given: tuple[str, float] | None = None
 
     def set(self, runs: Sequence[Run]) -> None:
-        """Set it by the searches that run at first: those up to the first with another budget."""
+        """Set it by the searches that run at first: those up to the first with another budget; if
+        each keeps within its own, all of them, and their sum where they are not given alike."""
         alike = list(takewhile(lambda run: _given(run) == _given(runs[0]), runs))
         self._given = _given(runs[0]) if runs else None
+        if len(alike) < len(runs) and runs[0].setup.own_budgets:
+            self.tokens = sum(run.plan.budget_tokens for run in runs)
+            self.verifiers = verifier_pools(runs)
+            return
         self.tokens = pool_of(alike)
         self.verifiers = verifier_pools(alike)
 
@@ -58,7 +62,8 @@ class Pool:
             running: the searches in progress.
             idle: whether the engine is idle.
         """
-        if self._given not in (None, _given(run)):
+        own = run.setup.own_budgets
+        if not own and self._given not in (None, _given(run)):
             if not idle:
                 return False
             self.set([run])
@@ -74,6 +79,9 @@ class Pool:
             each.smallest_tokens > self.verifiers[verifier] for verifier, each in verifiers.items()
         ):
             return False
+        if own:
+            taken = sum(other.plan.budget_tokens for other in running)
+            return taken + plan.budget_tokens <= self.tokens
         if run.setup.policy.keeps_all:
             taken = sum(other.plan.full_tokens for other in running)
             return taken + plan.full_tokens <= self.tokens
@@ -112,8 +120,8 @@ class Batch:
     The budget of all is set by the problems that come first, as many as run at a time: the sum of
     theirs if it is a ratio, else the amount given, at most full retention of them all. It stays
     until the engine is idle. A problem that needs more, or has another budget, waits until then;
-    where the policy evicts
-    nothing, so does one whose full retention is not free.
+    where the policy evicts nothing, so does one whose full retention is not free, and where each
+    keeps within its own budget (`Pool`), one whose budget is not.
 
     Args:
         setup: parts and settings, those of the solver.

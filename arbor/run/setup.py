@@ -25,6 +25,8 @@ from arbor.run.tier_sizes import TierSizes
 from arbor.tasks.base import BlockLimits, Task
 from arbor.verifiers.base import Verifier, VerifierModel
 
+CONCURRENCY = 8  # searches in progress at a time by default: docs/experiments/concurrency.md
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -77,6 +79,22 @@ class Setup:
         if isinstance(self.given_sampling, Sampling):
             return self.given_sampling
         return resolve_sampling(self.given_sampling or {}, self.checkpoint.read().sampling)
+
+    @property
+    def own_budgets(self) -> bool:
+        """Whether each of several searches keeps within its own budget, so that none depends on
+        what is searched next to it; else they share one.
+
+        In lossless mode they share, since that changes no result; so they do in lossy mode where
+        attention reads host memory, or prompts stay for later problems.
+        """
+        staged = self.lower.staging is not None
+        return self.mode == "lossy" and not staged and self.share not in SIMILAR
+
+    @property
+    def at_once(self) -> int:
+        """Searches in progress at a time by default: one where a result depends on others."""
+        return CONCURRENCY if self.mode == "lossless" or self.own_budgets else 1
 
     @property
     def kind(self) -> SearchKind:

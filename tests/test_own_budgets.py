@@ -1,0 +1,241 @@
+"""Several lossy searches in one engine: each keeps within its own budget, and finds what it finds
+alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import build
+from support.trees import PROMPT, SAMPLED, Lab, Words
+from test_batch import PROBLEMS, Together, found, solver_of
+from test_deterministic import deterministic_runner
+
+from arbor.engine.stop_rule import StopRule
+from arbor.engine.token_source import Growth
+from arbor.errors import BudgetInfeasible, UsageError
+from arbor.events import Allocated, Event, Evicted, Pressure, Rehydrated
+from arbor.model.checkpoint import Checkpoint
+from arbor.retention.base import Blocks, Scorer
+from arbor.retention.policy import POLICIES, Policy
+from arbor.retention.trigger import Trigger
+from arbor.tasks.base import BlockLimits
+from arbor.tree import Node, ThoughtTree
+
+PROMPTS = (PROMPT, (9, 3, 3, 41, 6, 6, 7), (*PROMPT[:6], 60, 2, 71, 8))
+
+
+def growth(length: int, seed: int) -> Growth:
+    return Growth(seed, SAMPLED, StopRule(Words(), BlockLimits((), length, 8), ()))
+
+
+@dataclass
+class Case:
+    """One search: two levels of blocks, and a question after each of the last."""
+
+    prompt: tuple[int, ...]
+    slots: int
+    width: int
+    length: int
+    seed: int
+
+    def steps(self, lab: Lab, tree: ThoughtTree) -> Iterator[Any]:
+        """Operations, one after another; returns what was asked."""
+        leaves: list[Node] = [tree.root]
+        for _ in range(2):
+            growing = lab.begin_grow(
+                [(leaf, self.width) for leaf in leaves], growth(self.length, self.seed)
+            )
+            yield growing
+            leaves = growing.result()
+        asking = lab.begin_ask(leaves, [(7, 8)] * len(leaves))
+        yield asking
+        return asking.result()
+
+
+def outcome(tree: ThoughtTree, events: list[Event], answers: Any) -> tuple[Any, ...]:
+    """What a search has found, and what became of its KV: everything but times, clocks and the
+    forwards, in which others take part."""
+    reported = []
+    for each in events:
+        if isinstance(each, Allocated):
+            signals = {name: each.signals[name] for name in each.signals if name != "last_used"}
+            reported.append(replace(each, elapsed_s=0.0, signals=signals))
+        elif isinstance(each, Evicted | Rehydrated):
+            reported.append(replace(each, kv=replace(each.kv, pool=0)))
+        elif isinstance(each, Pressure):
+            reported.append(each)
+    return [node.tokens for node in tree], reported, answers.tolist()
+
+
+def run_together(lab: Lab, cases: list[Case]) -> list[tuple[Any, ...]]:
+    """The cases side by side, each step of the engine for all of them."""
+    pool = sum(case.slots for case in cases)
+    heard: list[list[Event]] = [[] for _ in cases]
+    trees = [ThoughtTree(case.prompt) for case in cases]
+    going: dict[int, tuple[Any, Any]] = {}
+    answers: dict[int, Any] = {}
+    for place, (case, tree) in enumerate(zip(cases, trees, strict=True)):
+        lab.open(tree, case.slots, alone=not place, pool=pool, emit=heard[place].append)
+        steps = case.steps(lab, tree)
+        going[place] = steps, next(steps)
+    while going:
+        lab.step()
+        for place, (steps, awaited) in list(going.items()):
+            assert lab.memory.peak_of(trees[place]) <= cases[place].slots
+            if awaited.done:
+                try:
+                    going[place] = steps, next(steps)
+                except StopIteration as end:
+                    answers[place] = end.value
+                    del going[place]
+    return [outcome(tree, heard[i], answers[i]) for i, tree in enumerate(trees)]
+
+
+def lab_of(policy: Policy, rehydrate: Any) -> Lab:
+    """An engine whose rows have the same bits whatever takes part with them."""
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate=rehydrate, debug=True)
+    lab.runner = deterministic_runner(build("llama"))
+    return lab
+
+
+cases = st.lists(
+    st.builds(
+        Case,
+        prompt=st.sampled_from(PROMPTS),
+        slots=st.integers(16, 44),
+        width=st.integers(1, 2),
+        length=st.integers(2, 6),
+        seed=st.integers(0, 3),
+    ),
+    min_size=2,
+    max_size=4,
+)
+
+
+@settings(max_examples=25)
+@given(
+    cases=cases,
+    name=st.sampled_from(("lru", "h2o", "snapkv", "random", "uniform", "ends", "keydiff", "ams")),
+    rehydrate=st.sampled_from(("off", "selective", "span")),
+    trigger=st.sampled_from((Trigger(), Trigger(every=2, above=0.7), Trigger(spare=3))),
+)
+def test_several_searches_are_those_of_each_alone(
+    cases: list[Case], name: str, rehydrate: Any, trigger: Trigger
+) -> None:
+    policy = replace(POLICIES[name], trigger=trigger)
+    together = run_together(lab_of(policy, rehydrate), cases)
+
+    lab = lab_of(policy, rehydrate)
+    alone = [run_together(lab, [case])[0] for case in cases]
+
+    for one, other in zip(together, alone, strict=True):
+        assert one == other
+
+
+# One search must not pay for another
+
+
+@dataclass(frozen=True)
+class Stubborn:
+    """Keeps the newest tokens, and gives up nothing of one search."""
+
+    prompt: int  # tokens of that search's prompt
+    error: Exception
+
+    def counts(self, blocks: Blocks, room: int, scorer: Scorer) -> Any:
+        if blocks.depth[0] == 0 and blocks.length[0] == self.prompt:
+            raise self.error
+        counts = blocks.resident.copy()
+        for place in np.arange(len(counts)):
+            lost = min(int(counts[place] - blocks.floor[place]), max(0, int(counts.sum()) - room))
+            counts[place] -= lost
+        return counts
+
+
+@pytest.mark.parametrize(
+    ("slots", "when"), [(18, "its prompt is computed"), (30, "its blocks decode")]
+)
+@pytest.mark.parametrize("stubborn", [0, 1])
+def test_a_policy_that_fails_for_one_search_ends_that_one_only(
+    slots: int, when: str, stubborn: int
+) -> None:
+    prompts = [PROMPT * 2, PROMPT * 2]
+    prompts[stubborn] = (*prompts[stubborn], 33)
+    error = UsageError("policy", "it will not")
+    policy = Policy(Stubborn(len(prompts[stubborn]), error), POLICIES["lru"].scorer)
+    lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
+    trees = [ThoughtTree(prompt) for prompt in prompts]
+    for place, tree in enumerate(trees):
+        lab.open(tree, slots, alone=not place, pool=2 * slots)
+    growing = [lab.begin_grow([(tree.root, 2)], growth(6, 1)) for tree in trees]
+    while lab.busy:
+        lab.step()
+
+    with pytest.raises(UsageError, match="it will not"):
+        growing[stubborn].result()
+    assert len(growing[1 - stubborn].result()) == 2
+    assert lab.memory.peak_of(trees[1 - stubborn]) == slots
+    lab.memory.check()
+
+
+def test_budgets_of_more_slots_than_the_pool_are_refused() -> None:
+    lab = Lab(build("llama"), mode="lossy", rehydrate="off")
+    lab.open(ThoughtTree(PROMPT), 30, pool=50)
+    with pytest.raises(AssertionError, match="more slots than the pool"):
+        lab.open(ThoughtTree(PROMPT), 30, alone=False)
+
+
+# What is searched at a time
+
+
+def solved(solver: Any, budgets: list[Any], concurrency: int) -> tuple[list[Any], int]:
+    """Solutions in their order, and how many were in progress at a time."""
+    together = Together()
+    solver.listeners = (together,)
+    jobs = [(problem, {"budget": each}) for problem, each in zip(PROBLEMS, budgets, strict=False)]
+    results: list[Any] = [None] * len(jobs)
+    for place, result in solver.as_completed(jobs, concurrency=concurrency):
+        results[place] = result
+    solver.listeners = ()
+    return results, together.most
+
+
+@pytest.mark.parametrize(
+    ("budgets", "most"),
+    [
+        pytest.param(["60tok", "64tok", "68tok", "60tok"], 3, id="the pool is the sum of three"),
+        pytest.param(["60tok", "90tok", "60tok", "120tok"], 3, id="the largest waits for room"),
+        pytest.param(["60tok"] * 4, 1, id="an amount given for all is that of all"),
+        pytest.param([0.9] * 4, 3, id="ratios"),
+    ],
+)
+def test_each_search_is_held_to_its_own_budget(
+    checkpoint: Checkpoint, budgets: list[Any], most: int
+) -> None:
+    solver = solver_of(checkpoint, mode="lossy", debug=True)
+    alone = [
+        solver.solve(problem, budget=each) for problem, each in zip(PROBLEMS, budgets, strict=False)
+    ]
+
+    results, at_once = solved(solver, budgets, concurrency=3)
+
+    assert at_once == most
+    for one, other in zip(results, alone, strict=True):
+        assert found(one)[:6] == found(other)[:6]
+        assert one.metrics.budget_tokens == other.metrics.budget_tokens
+        assert one.metrics.peak_tokens <= one.metrics.budget_tokens
+
+
+def test_a_budget_that_is_too_small_is_that_search_s_own_error(checkpoint: Checkpoint) -> None:
+    solver = solver_of(checkpoint, mode="lossy")
+
+    results, _ = solved(solver, ["60tok", "3tok", "70tok"], concurrency=3)
+
+    assert isinstance(results[1], BudgetInfeasible)
+    assert all(each.answer is not None for each in (results[0], results[2]))
