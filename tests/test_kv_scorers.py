@@ -13,7 +13,7 @@ from support.models import build
 from support.trees import GREEDY, PROMPT, Lab
 from torch import Tensor
 
-from arbor.engine.query_window import QueryWindow
+from arbor.engine.query_window import QueryWindow, last_of_each
 from arbor.errors import ModelError, UsageError
 from arbor.events import Evicted
 from arbor.model.plan import ForwardPlan
@@ -591,7 +591,9 @@ def test_what_is_computed_again_and_questions_leave_no_queries(
 
 def test_a_tree_that_is_closed_next_to_others_leaves_no_queries_to_its_rows() -> None:
     lab = Lab(build("llama"), policy=watching(16, every=1), mode="lossy")
-    first = lab.plant(300)
+    first = ThoughtTree(PROMPT)
+    lab.open(first, 300, pool=600)
+    lab.extend(first.root)
     second = ThoughtTree(PROMPT[:6])
     lab.open(second, 300, alone=False)
     lab.extend(second.root)
@@ -605,6 +607,22 @@ def test_a_tree_that_is_closed_next_to_others_leaves_no_queries_to_its_rows() ->
     assert third.root.row == 0
     assert [each.asked.tolist() for each in kv.sequences] == [list(range(6)), list(range(4))]
     assert kv.place is not None and sorted(kv.place.tolist()) == list(range(10))
+
+
+def test_the_queries_of_a_path_are_not_displaced_by_those_of_another_search() -> None:
+    lab = Lab(build("llama"), policy=watching(4, every=1), mode="lossy", debug=True)
+    first = ThoughtTree(PROMPT)
+    lab.open(first, 300, pool=900)
+    lab.extend(first.root)
+    for seed in range(2):  # each of 4 queries, in one forward
+        other = ThoughtTree((seed, *PROMPT))
+        lab.open(other, 300, alone=False)
+        lab.extend(other.root)
+
+    kv = lab.residency.view.offered([first.root], where="anywhere", tree=first).tokens.kv
+
+    (mine,) = kv.sequences  # nothing of the others is looked at
+    assert mine.asked.tolist() == list(range(len(PROMPT) - 4, len(PROMPT)))
 
 
 def test_tokens_without_written_keys_are_left_out() -> None:
@@ -695,10 +713,7 @@ def test_the_ring_keeps_the_last_queries_of_every_path() -> None:
     assert ring.row[by_age].tolist() == [5, 6, 5, 6, 7]
     assert ring.queries(0, by_age).flatten().tolist() == [3, 4, 5, 6, 7]
 
-    ring.forget([5])
-    assert sorted(ring.row.tolist()) == [-1, -1, -1, 6, 6, 7]
-
 
 def test_of_a_segment_the_last_rows_are_kept() -> None:
     new = np.array([True, True, True, True, False, True])
-    assert QueryWindow(2, [0]).chosen(np.array([4, 2]), new).tolist() == [2, 3, 5]
+    assert last_of_each(np.array([4, 2]), new, 2).tolist() == [2, 3, 5]

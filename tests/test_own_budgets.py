@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from support.models import build
 from support.trees import PROMPT, SAMPLED, Lab, Words
@@ -27,6 +27,10 @@ from arbor.retention.trigger import Trigger
 from arbor.tasks.base import BlockLimits
 from arbor.tree import Node, ThoughtTree
 
+NAMES = (
+    *("lru", "h2o", "snapkv", "random", "uniform", "ends", "keydiff", "ams"),
+    *("expected", "rkv", "pyramidkv", "arborkv"),
+)
 PROMPTS = (PROMPT, (9, 3, 3, 41, 6, 6, 7), (*PROMPT[:6], 60, 2, 71, 8))
 
 
@@ -118,10 +122,10 @@ cases = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
 @given(
     cases=cases,
-    name=st.sampled_from(("lru", "h2o", "snapkv", "random", "uniform", "ends", "keydiff", "ams")),
+    name=st.sampled_from(NAMES),
     rehydrate=st.sampled_from(("off", "selective", "span")),
     trigger=st.sampled_from((Trigger(), Trigger(every=2, above=0.7), Trigger(spare=3))),
 )

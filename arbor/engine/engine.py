@@ -273,7 +273,7 @@ class Engine:
         if self.policy.by_head and self.policy.observes:
             statistics = HeadStatistics(self._memory, state.statistics)
         observer = Observer(state, self.runner, observation, statistics)
-        view = KVView(state, self.runner, observation, observer.window)
+        view = KVView(state, self.runner, observation, observer.window_of)
         if self.policy.by_head:
             heads = HeadSets(state, self.policy, statistics, view.head_kv)
         residency = Residency(
@@ -326,7 +326,7 @@ class Engine:
         rows = self.state.close(opened)
         self.residency.forget(tree)
         self.residency.view.forget(rows)
-        parts.forwards.observer.forget(rows)
+        parts.forwards.observer.forget(tree)
 
     def close_finished(self) -> None:
         """Let the trees of all finished runs go; their prompts stay while nothing needs the
@@ -388,9 +388,11 @@ class Engine:
 
     @property
     def query_window(self) -> QueryWindow | None:
-        """The last queries of the running paths; None: the policy wants none, or no tree was
-        opened."""
-        return None if self._opened is None else self._opened.forwards.observer.window
+        """The last queries of the running paths of the tree opened last; None: the policy wants
+        none, or no tree was opened."""
+        if self._opened is None or self._latest is None:
+            return None
+        return self._opened.forwards.observer.window_of(self._latest.tree)
 
     @property
     def kv(self) -> KV:

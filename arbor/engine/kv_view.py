@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,7 @@ class KVView:
         state: of the open trees.
         runner: the model.
         observation: what the policy wants.
-        window: the last queries; None: none are kept.
+        window_of: the last queries of a tree; None: none are kept.
 
     Raises:
         ModelError: the policy wants to undo the position encoding of a layer that is of an unknown
@@ -42,11 +42,11 @@ class KVView:
         state: ForestState,
         runner: ModelRunner,
         observation: Observation,
-        window: QueryWindow | None,
+        window_of: Callable[[ThoughtTree], QueryWindow | None],
     ) -> None:
         self._state = state
         self._runner = runner
-        self._window = window
+        self._window_of = window_of
         self._layers = observation.layers_of(runner.layer_count)
         heads = observation.heads
         self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
@@ -62,7 +62,7 @@ class KVView:
             offsets: int64 [T], places in these.
             leaves: ends of the running paths.
         """
-        orders = [self._order(tree) for tree in self._state.trees]
+        orders = [self._order(tree) for tree in self._trees(rows)]
         sequences = [self._sequence(order, leaves) for order in orders]
         return TokenKV(tuple(sequences), self._places(orders, rows, offsets))
 
@@ -71,7 +71,7 @@ class KVView:
     ) -> HeadKV:
         """The column `Tokens.kv` of what each KV head holds, [C * T]; see `token_kv`."""
         heads = self._state.memory.heads
-        orders = [self._order(tree, by_head=True) for tree in self._state.trees]
+        orders = [self._order(tree, by_head=True) for tree in self._trees(rows)]
         sequences = [self._sequence(order, leaves) for order in orders]
         places = self._places(orders, rows, offsets)
         count = sum(len(order) for order in orders)
@@ -87,6 +87,11 @@ class KVView:
             found = rank[:, places]
         each = found + count * np.arange(len(heads))[:, None]
         return HeadKV(tuple(sequences), np.where(places < 0, -1, each).ravel())
+
+    def _trees(self, rows: NDArray[np.int64]) -> list[ThoughtTree]:
+        """The trees of blocks, in the order in which they were opened."""
+        numbers = set(self._state.forest.numbers_of(np.unique(rows)).tolist())
+        return [tree for tree in self._state.trees if tree.number in numbers]
 
     def _places(
         self, orders: Sequence[_Order], rows: NDArray[np.int64], offsets: NDArray[np.int64]
@@ -135,7 +140,7 @@ class KVView:
         """The keys, values and queries of a tree's tokens."""
         tree, heads = order.tree, order.heads
         leaves = [leaf for leaf in leaves if leaf.tree is tree]
-        asked = _Asked.of(self._window, tree)
+        asked = _Asked.of(self._window_of(tree), tree)
         by_head = None
         if heads is None:
             index = torch.from_numpy(order.slots).to(self._runner.device)
@@ -153,7 +158,7 @@ class KVView:
             recent=asked.wrote(leaves, order.row, order.position),
             asked=asked.position,
             wrote=asked.places(order.row, order.position),
-            queries=partial(self._queries, asked.at),
+            queries=partial(self._queries, asked.window, asked.at),
             rotation=self._rotations.__getitem__,
             scaling=self._scaling,
             by_head=by_head,
@@ -189,13 +194,13 @@ class KVView:
         rows = pool[mine, torch.arange(mine.shape[1], device=pool.device)]
         return (decode(rows, dim) if is_stored(pool) else rows).float()
 
-    def _queries(self, at: NDArray[np.int64], layer: int) -> Tensor:
+    def _queries(self, window: QueryWindow | None, at: NDArray[np.int64], layer: int) -> Tensor:
         shape = self._runner.specs[layer].shape
-        if self._window is None or not len(at):
+        if window is None or not len(at):
             heads = shape.num_kv_heads if self._heads is None else len(self._heads)
             size = (0, heads * shape.group, shape.head_dim_qk)
             return torch.zeros(size, device=self._runner.device)
-        queries = self._window.queries(layer, at)
+        queries = window.queries(layer, at)
         return self._chosen(queries.unflatten(1, (-1, shape.group))).flatten(1, 2)
 
     def _chosen(self, x: Tensor) -> Tensor:
@@ -230,7 +235,7 @@ class KVView:
                 later += seen.sum(0)
             if shape.window is not None:
                 seen &= asked.position[piece, None, None] - position < shape.window
-            queries = self._queries(asked.at[piece], layer).view(
+            queries = self._queries(asked.window, asked.at[piece], layer).view(
                 len(seen), -1, shape.group, keys.shape[2]
             )
             logits = torch.einsum("whgd,nhd->whgn", queries, keys).flatten(1, 2) * shape.scaling
@@ -303,6 +308,7 @@ class _Asked:
     """The kept queries of a tree that are among the last ones of some token.
 
     Attributes:
+        window: where they are kept; None: none are.
         length: queries that count for each token.
         at: int64 [w], their places in the window, the oldest first.
         row: int64 [w], of the blocks of their tokens.
@@ -310,6 +316,7 @@ class _Asked:
         paths: these blocks, by row.
     """
 
+    window: QueryWindow | None
     length: int
     at: NDArray[np.int64]
     row: NDArray[np.int64]
@@ -321,7 +328,7 @@ class _Asked:
         """The queries of a tree."""
         if window is None:
             none = np.empty(0, np.int64)
-            return cls(0, none, none, none, {})
+            return cls(None, 0, none, none, none, {})
         rows = {node.row: node for node in tree.nodes}
         at = np.flatnonzero(np.isin(window.row, list(rows)))
         at = at[np.argsort(window.age[at])]
@@ -333,7 +340,7 @@ class _Asked:
             last = np.flatnonzero(np.isin(window.row[at], below))[-window.length :]
             used[last[window.row[at[last]] == row]] = True
         at = at[used]
-        return cls(window.length, at, window.row[at], window.position[at], owners)
+        return cls(window, window.length, at, window.row[at], window.position[at], owners)
 
     def sees(
         self, piece: slice, row: NDArray[np.int64], position: NDArray[np.int64]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from arbor.engine.forest_state import ForestState
 from arbor.engine.head_statistics import HeadStatistics
-from arbor.engine.query_window import QueryWindow
+from arbor.engine.query_window import QueryWindow, last_of_each
 from arbor.model.plan import ForwardPlan, visibility
 from arbor.model.runner import ForwardResult, ModelRunner
 from arbor.retention.observation import Observation
+from arbor.tree import ThoughtTree
 
 
 class Observer:
@@ -28,7 +29,6 @@ class Observer:
 
     Attributes:
         layers: those observed.
-        window: the last queries of the running paths; None if the policy wants none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Observer:
         self.layers = observation.layers_of(runner.layer_count)
         heads = observation.heads
         self._heads = None if heads is None else torch.tensor(heads, device=runner.device)
-        self.window = QueryWindow(observation.window, self.layers) if observation.window else None
+        self._windows: dict[int, QueryWindow] = {}  # by number of the tree
         self._rows = np.empty(0, np.int64)  # of the forward in progress, whose queries are kept
 
     def asked(self, plan: ForwardPlan) -> dict[str, Any]:
@@ -57,11 +57,11 @@ class Observer:
             asked["mass"] = dict.fromkeys(self.layers, self._heads)
             if self._by_head is not None:
                 asked["by_head"] = True
-        if self.window is not None:
+        if self._wanted.window:
             memory, write = self._state.memory, plan.table.write
             kept = write != memory.pool.trash
             new = ~plan.table.again & kept & (memory.table.owner[np.where(kept, write, 0)] >= 0)
-            self._rows = self.window.chosen(plan.table.counts, new)
+            self._rows = last_of_each(plan.table.counts, new, self._wanted.window)
             if len(self._rows):
                 asked["queries"] = dict.fromkeys(self.layers, torch.from_numpy(self._rows))
         return asked
@@ -70,10 +70,36 @@ class Observer:
         """Add what a forward that was asked gave; a replay gives nothing."""
         if result.mass is not None:
             self._add_attention(plan, result.mass)
-        if self.window is not None and result.queries:
-            slots, where = plan.table.write[self._rows], self._state.memory.table
-            rows, positions = where.owner[slots], where.position[slots]
-            self.window.add(rows, positions, result.queries, paths=len(plan.table.counts))
+        if self._wanted.window and result.queries:
+            self._add_queries(plan, result.queries)
+
+    def window_of(self, tree: ThoughtTree) -> QueryWindow | None:
+        """The last queries of a tree's running paths; None if the policy wants none."""
+        if not self._wanted.window:
+            return None
+        if tree.number not in self._windows:
+            self._windows[tree.number] = QueryWindow(self._wanted.window, self.layers)
+        return self._windows[tree.number]
+
+    def _add_queries(self, plan: ForwardPlan, queries: Mapping[int, Tensor]) -> None:
+        """Keep queries of a forward, those of each tree in its own window: how many it keeps of a
+        path does not depend on others."""
+        slots, where = plan.table.write[self._rows], self._state.memory.table
+        rows, positions = where.owner[slots], where.position[slots]
+        segments = np.repeat(np.arange(len(plan.table.counts)), plan.table.counts)[self._rows]
+        numbers = self._state.forest.numbers_of(rows)
+        alone = len(self._state.trees) == 1
+        for tree in self._state.trees:
+            mine = np.flatnonzero(numbers == tree.number)
+            window = self.window_of(tree)
+            if window is None or not len(mine):
+                continue
+            own = queries
+            if not alone:
+                index = torch.from_numpy(mine)
+                own = {layer: each[index.to(each.device)] for layer, each in queries.items()}
+            paths = len(np.unique(segments[mine]))
+            window.add(rows[mine], positions[mine], own, paths=paths)
 
     def _add_attention(self, plan: ForwardPlan, mass: Tensor) -> None:
         shapes = [self._runner.specs[layer].shape for layer in self.layers]
@@ -92,7 +118,6 @@ class Observer:
         received = mass[torch.from_numpy(slots).to(mass.device)] / heads
         self._state.observe(slots, received.cpu().numpy(), queries)
 
-    def forget(self, rows: Sequence[int]) -> None:
-        """Remove the blocks of a tree that was dropped; other blocks may have their rows later."""
-        if self.window is not None:
-            self.window.forget(rows)
+    def forget(self, tree: ThoughtTree) -> None:
+        """Remove the queries of a tree that was dropped."""
+        self._windows.pop(tree.number, None)

@@ -10,8 +10,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def last_of_each(
+    counts: NDArray[np.int64], new: NDArray[np.bool_], length: int
+) -> NDArray[np.int64]:
+    """The rows of a forward whose queries are kept: the last of each segment, int64.
+
+    Args:
+        counts: int64 [n], rows of each segment.
+        new: bool [T], rows that count.
+        length: of each segment at most.
+    """
+    ends = np.cumsum(counts)
+    left = np.repeat(ends, counts) - np.arange(len(new))
+    return np.flatnonzero(new & (left <= length))
+
+
 class QueryWindow:
-    """The last queries of each running path, in a ring that holds `length` forwards of all rows.
+    """The last queries of each running path of a tree, in a ring that holds `length` forwards of
+    all its rows.
 
     Args:
         length: queries of each path, >= 1.
@@ -33,17 +49,6 @@ class QueryWindow:
         self._next = 0
         self._written = 0
 
-    def chosen(self, counts: NDArray[np.int64], new: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The rows of a forward whose queries are kept: the last of each segment.
-
-        Args:
-            counts: int64 [n], rows of each segment.
-            new: bool [T], rows that count.
-        """
-        ends = np.cumsum(counts)
-        left = np.repeat(ends, counts) - np.arange(len(new))
-        return np.flatnonzero(new & (left <= self.length))
-
     def add(
         self,
         rows: NDArray[np.integer],
@@ -57,7 +62,7 @@ class QueryWindow:
             rows: int [m], of the blocks of their tokens.
             positions: int [m], of these tokens.
             queries: layer -> [m, H_q, D].
-            paths: segments of the forward: the ring grows to hold `length` queries of each.
+            paths: segments that they are of: the ring grows to hold `length` queries of each.
         """
         self._reserve(self.length * paths, queries)
         capacity = len(self.row)
@@ -69,10 +74,6 @@ class QueryWindow:
             ring[index.to(ring.device)] = queries[layer]
         self._next = (self._next + len(rows)) % capacity
         self._written += len(rows)
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Remove the queries of blocks whose rows others may have later."""
-        self.row[np.isin(self.row, rows)] = -1
 
     def queries(self, layer: int, at: NDArray[np.int64]) -> Tensor:
         """The queries of some places, [m, H_q, D] float32."""
