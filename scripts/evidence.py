@@ -107,6 +107,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=100, help="problems, the first of the dataset")
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--tokens", type=int, default=1024, help="of each search of `controllers`")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=8,
+        help="problems in progress at a time in the arms of `lossy`, which are not timed",
+    )
     parser.add_argument("--max-depth", type=int, help="thoughts of a path, instead of the task's")
     parser.add_argument("--step-tokens", type=int, help="of a thought, instead of the task's")
     parser.add_argument("--seed", type=int, default=0)
@@ -123,7 +129,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print the cost only")
     parser.add_argument("--yes", action="store_true", help="search after printing the cost")
     args = parser.parse_args()
-    for name in ("n", "tokens"):
+    for name in ("n", "tokens", "concurrency"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; give 1 or more")
     for name in ("gpu_bandwidth", "gpu_tflops"):
@@ -168,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_bandwidth:
         flops = args.gpu_tflops * 1e12 if args.gpu_tflops else None
         machines.append(Machine("the GPU", args.gpu_bandwidth * 1e9, flops))
-    costs = costs_of(arms, plain, args.questions, len(samples), args.tokens)
+    costs = costs_of(arms, plain, args.questions, len(samples), args.tokens, args.concurrency)
     cost = "\n".join(cost_lines(info, costs, machines, len(samples)))
     print(cost, flush=True)
     if args.dry_run:
@@ -181,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     if "controllers" in args.questions:
         compare(args, common, dataset, samples, plain, folder / "controllers")
     measuring = Measuring(common, Records(folder / RECORDS))
-    measure_all(args.questions, measuring, arms, samples)
+    measure_all(args.questions, measuring, arms, samples, args.concurrency)
     args.machine = args.machine or machine_name(device)
     measured = Measured(
         measuring.records,
@@ -292,17 +298,24 @@ def compare(
 
 
 def measure_all(
-    questions: Sequence[str], measuring: Measuring, arms: Sequence[Arm], samples: Sequence[Sample]
+    questions: Sequence[str],
+    measuring: Measuring,
+    arms: Sequence[Arm],
+    samples: Sequence[Sample],
+    at_once: int,
 ) -> None:
-    """Every arm on every problem, with the time that is left as measured so far."""
+    """Every arm on every problem, with the time that is left as measured so far: first those that
+    are timed, one problem at a time, then the others."""
+    together = [arm for arm in arms if arm.question == "lossy"]
+    alone = [arm for arm in arms if arm not in together]
     began = time.perf_counter()
     solved = 0
     for place, sample in enumerate(samples):
-        needed = bool(measuring.missing(arms, sample))
+        needed = bool(measuring.missing(alone, sample))
         if "gates" in questions and measuring.records.get(sample.id, GATES) is None:
             needed = True
             measuring.measure_gates(sample)
-        measuring.measure(arms, sample, place)
+        measuring.measure(alone, sample, place)
         if needed:
             solved += 1
             each = (time.perf_counter() - began) / solved
@@ -310,6 +323,18 @@ def measure_all(
             print(
                 f"problem {place + 1} of {len(samples)}: {each:.1f} s a problem, "
                 f"about {left:.2f} hours left",
+                flush=True,
+            )
+    began = time.perf_counter()
+    searched = 0
+    for place, arm in enumerate(together, 1):
+        found = measuring.measure_together(arm, samples, at_once)
+        searched += bool(found)
+        if found:
+            left = (time.perf_counter() - began) / searched * (len(together) - place) / 3600
+            print(
+                f"{arm.key}: {found} problems; arm {place} of {len(together)}, about {left:.2f} "
+                "hours left",
                 flush=True,
             )
 

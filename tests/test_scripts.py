@@ -197,6 +197,9 @@ def test_the_tables_of_a_checkpoint(family: str, tmp_path: Path) -> None:
 
     # a quarter of so short a chain is less than what is protected
     failed = {record["arm"] for record in records(tmp_path) if record["error"]}
+    if family == "gemma2":  # heads cannot hold different tokens where a layer has a window
+        assert {arm for arm in failed if "/pyramidkv/" in arm}
+        failed = {arm for arm in failed if "/pyramidkv/" not in arm}
     assert all(arm.startswith("lossy/chain/") and arm.endswith("/0.25") for arm in failed), failed
     page = (tmp_path / "out/report.md").read_text("utf-8")
     for name in ("lossless", "policies", "lossy", "bits"):

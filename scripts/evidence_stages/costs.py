@@ -137,6 +137,7 @@ def costs_of(
     questions: Sequence[str],
     problems: int,
     controller_tokens: int,
+    at_once: int = 1,
 ) -> list[Cost]:
     """What every question costs.
 
@@ -146,6 +147,7 @@ def costs_of(
         questions: to answer.
         problems: of the dataset.
         controller_tokens: most of each search of `controllers`.
+        at_once: problems in progress at a time where they lose KV.
     """
     found = []
     if "controllers" in questions:
@@ -156,7 +158,8 @@ def costs_of(
     used = [name for name in SEARCHES if any(arm.search == name for arm in arms)]
     for arm in [*map(reference, used), *arms]:
         tokens = problems * most_tokens(solvers[arm.search])
-        found.append(Cost(arm.question, problems, tokens, ROWS[arm.search], slower(arm)))
+        rows = ROWS[arm.search] * (min(at_once, problems) if arm.question == "lossy" else 1)
+        found.append(Cost(arm.question, problems, tokens, rows, slower(arm)))
     if "gates" in questions:
         tokens = problems * most_tokens(solvers["tot-bfs"])
         found.append(Cost("gates", problems, tokens, ROWS["tot-bfs"]))

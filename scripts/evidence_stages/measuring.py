@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from arbor.run.solution import Solution
 from .arms import LOSSLESS_PARTS, REFERENCE, REPLAYED, SEARCHES, Arm, reference
 
 Record = dict[str, Any]
+UNREADABLE: Record = {"error": "unreadable", "message": "full retention cannot read it"}
 GATES = "gates/tot-bfs/self/1"  # the key of verifications that are recorded by layer
 
 
@@ -150,7 +151,7 @@ class Measuring:
         return rows
 
     def _search(self, arm: Arm, sample: Sample, peak: int) -> None:
-        facts: Record = {"error": "unreadable", "message": "full retention cannot read it"}
+        facts = UNREADABLE
         if peak:
             facts = self._solved(arm, sample, peak if arm.part < 1 else None)
         self.records.add(sample.id, arm.key, facts)
@@ -169,11 +170,8 @@ class Measuring:
         """
         blocks = Blocks()
         listeners = [blocks.hear] if listener is None else [blocks.hear, listener]
-        settings = dict(arm.settings)
-        if arm.policy:
-            settings["policy"], settings["msve"] = variant(arm.policy)
         try:
-            solver = self.solver(arm.search, listeners, **settings)
+            solver = self._solver_of(arm, listeners)
             assert sample.problem is not None, "samples were read with their problems"
             budget, smallest = "full", False
             if peak is not None:
@@ -187,16 +185,66 @@ class Measuring:
         except ArborError as error:
             if arm.question == REFERENCE and not isinstance(error, InputError):
                 raise
-            return {"error": error.code, "message": error.message}
-        digest = hashlib.blake2b(repr(sorted(blocks.take().items())).encode(), digest_size=8)
+            return _failure(error)
         return {
             "error": "",
             "cpu_s": round(cpu_s, 4),
             "wall_s": round(wall_s, 4),
-            "tree": digest.hexdigest(),
+            "tree": digest_of(blocks),
             "smallest": smallest,
             **_facts(solution),
         }
+
+    def _solver_of(self, arm: Arm, listeners: Sequence[Callable[[Event], None]] = ()) -> Solver:
+        settings = dict(arm.settings)
+        if arm.policy:
+            settings["policy"], settings["msve"] = variant(arm.policy)
+        return self.solver(arm.search, listeners, **settings)
+
+    def measure_together(self, arm: Arm, samples: Sequence[Sample], at_once: int) -> int:
+        """Search many problems by a lossy arm that is not timed, several at a time in one engine,
+        each within its own budget; returns how many were not measured before.
+
+        Args:
+            arm: holds a part of the peak of full retention.
+            samples: the problems.
+            at_once: in progress at a time.
+        """
+        assert arm.lossy, "in lossless mode searches share their budget"
+        missing = [each for each in samples if self.records.get(each.id, arm.key) is None]
+        peaks = [int(self._reference(arm.search, each).get("peak", 0)) for each in missing]
+        for sample, peak in zip(missing, peaks, strict=True):
+            if not peak:
+                self.records.add(sample.id, arm.key, UNREADABLE)
+        able = [(each, peak) for each, peak in zip(missing, peaks, strict=True) if peak]
+        blocks = [Blocks() for _ in able]
+        jobs: Iterator[tuple[Any, Any]] = (
+            (
+                sample.problem,
+                {
+                    "expected": sample.expected,
+                    "budget": f"{max(math.floor(arm.part * peak), 1)}tok",
+                },
+            )
+            for sample, peak in able
+        )
+        try:
+            solver = self._solver_of(arm)
+            searched = solver.as_completed(
+                jobs, concurrency=at_once, listen=lambda place, event: blocks[place].hear(event)
+            )
+            for place, found in searched:
+                if isinstance(found, ArborError):
+                    facts = _failure(found)
+                else:
+                    facts = {"error": "", "tree": digest_of(blocks[place]), **_facts(found)}
+                self.records.add(able[place][0].id, arm.key, facts)
+        except ArborError as error:  # this model or machine does not have the arm
+            for sample, _ in able:
+                if self.records.get(sample.id, arm.key) is None:
+                    self.records.add(sample.id, arm.key, _failure(error))
+        gc.collect()  # the KV of the engine
+        return len(missing)
 
     def measure_gates(self, sample: Sample) -> None:
         """Verify every thought of one problem in full, and record what each layer would say."""
@@ -209,10 +257,20 @@ class Measuring:
             assert sample.problem is not None, "samples were read with their problems"
             solver.solve(sample.problem, expected=sample.expected)
         except ArborError as error:
-            self.records.add(sample.id, GATES, {"error": error.code, "message": error.message})
+            self.records.add(sample.id, GATES, _failure(error))
             return
         found = [dataclasses.asdict(each) for each in recorder.found]
         self.records.add(sample.id, GATES, {"error": "", "verifications": found})
+
+
+def _failure(error: ArborError) -> Record:
+    return {"error": error.code, "message": error.message}
+
+
+def digest_of(blocks: Blocks) -> str:
+    """A short name of the tree that was heard."""
+    tokens = repr(sorted(blocks.take().items())).encode()
+    return hashlib.blake2b(tokens, digest_size=8).hexdigest()
 
 
 def _facts(solution: Solution) -> Record:
