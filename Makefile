@@ -33,8 +33,8 @@ architecture:  ## imports go down only
 test:  ## the default tests; markers gpu and slow are left out
 	$(PYTHON) -m pytest -q $(PARALLEL) --deselect tests/test_architecture.py
 
-slow:  ## the tests too long for every run
-	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu"
+slow:  ## the tests too long for every run; PART=2/6: the third of six parts of them
+	$(PYTHON) -m pytest -q $(PARALLEL) -m "slow and not gpu" $(if $(PART),--slow-part $(PART))
 
 fix:  ## format, and repair what the linter can
 	$(PYTHON) -m ruff check --fix $(CODE)

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -50,15 +51,32 @@ SLOW_TIMEOUT_S = 900
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--slow-part",
+        metavar="K/N",
+        help="of the slow tests the K-th of N parts, counted from 0; which one a test is in "
+        "depends on its name only",
+    )
+    parser.addoption(
         "--rewrite-golden", action="store_true", help="write tests/golden instead of comparing"
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests a longer time limit."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the part of the slow tests that was asked for, and give them a longer time limit."""
+    if (asked := config.getoption("slow_part")) is not None:
+        items[:] = [each for each in items if runs_in(asked, each)]
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+
+
+def runs_in(part: str, item: pytest.Item) -> bool:
+    """Whether a test is not slow, or in the K-th of N parts (K/N)."""
+    if not item.get_closest_marker("slow"):
+        return True
+    asked, parts = map(int, part.split("/"))
+    assert 0 <= asked < parts, f"--slow-part {part}: the first number is below the second"
+    return crc32(item.nodeid.encode()) % parts == asked
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,12 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import click
 import pytest
+from conftest import runs_in
 
 import arbor
 
@@ -286,8 +289,22 @@ def test_the_check_is_the_same_everywhere() -> None:
     command = 'pip install -e ".[test]" -c constraints.txt && make check'
 
     assert command in readme.splitlines()
-    assert run.splitlines()[-1] == f"{command} && make slow"
+    assert run.splitlines()[-1] == f'{command} && make slow PART="$part/$PARTS"'
     assert (ROOT / ".ci/run").stat().st_mode & 0o111, ".ci/run is not executable"
+
+
+def test_every_slow_test_is_in_one_part() -> None:
+    """`make slow PART=K/N` for all K is `make slow`."""
+
+    def item(name: str, *, slow: bool) -> Any:
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda _: slow or None)
+
+    tests = [item(f"tests/test_fuzz.py::test[{i}]", slow=True) for i in range(300)]
+    parts = [[runs_in(f"{part}/8", test) for test in tests] for part in range(8)]
+
+    assert [sum(held) for held in zip(*parts, strict=True)] == [1] * 300
+    assert all(20 <= sum(part) <= 60 for part in parts)
+    assert all(runs_in(f"{part}/8", item("tests/test_a.py::b", slow=False)) for part in range(8))
 
 
 def test_no_file_is_too_large_to_clone() -> None:
