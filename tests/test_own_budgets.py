@@ -122,16 +122,8 @@ cases = st.lists(
 )
 
 
-@settings(max_examples=25, phases=(Phase.explicit, Phase.generate))
-@given(
-    cases=cases,
-    name=st.sampled_from(NAMES),
-    rehydrate=st.sampled_from(("off", "selective", "span")),
-    trigger=st.sampled_from((Trigger(), Trigger(every=2, above=0.7), Trigger(spare=3))),
-)
-def test_several_searches_are_those_of_each_alone(
-    cases: list[Case], name: str, rehydrate: Any, trigger: Trigger
-) -> None:
+def check_together(cases: list[Case], name: str, rehydrate: Any, trigger: Trigger) -> None:
+    """Several searches in one engine against each in an engine of its own."""
     policy = replace(POLICIES[name], trigger=trigger)
     together = run_together(lab_of(policy, rehydrate), cases)
 
@@ -140,6 +132,34 @@ def test_several_searches_are_those_of_each_alone(
 
     for one, other in zip(together, alone, strict=True):
         assert one == other
+
+
+SETTINGS: dict[str, Any] = {
+    "name": st.sampled_from(NAMES),
+    "rehydrate": st.sampled_from(("off", "selective", "span")),
+    "trigger": st.sampled_from((Trigger(), Trigger(every=2, above=0.7), Trigger(spare=3))),
+}
+# a case takes seconds: what fails is shown as it was drawn
+PHASES = (Phase.explicit, Phase.generate)
+
+
+@pytest.mark.parametrize("name", ["rkv", "lru", "pyramidkv"])
+def test_two_searches_are_those_of_each_alone(name: str) -> None:
+    cases = [Case(PROMPTS[1], 20, 2, 4, 1), Case(PROMPTS[0], 24, 1, 6, 0)]
+    check_together(cases, name, "off", Trigger())
+
+
+@settings(max_examples=5, phases=PHASES)
+@given(cases=cases, **SETTINGS)
+def test_several_searches_are_those_of_each_alone(cases: list[Case], **given: Any) -> None:
+    check_together(cases, **given)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, phases=PHASES)
+@given(cases=cases, **SETTINGS)
+def test_many_searches_are_those_of_each_alone(cases: list[Case], **given: Any) -> None:
+    check_together(cases, **given)
 
 
 # One search must not pay for another

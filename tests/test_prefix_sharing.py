@@ -350,7 +350,9 @@ def test_shared_tokens_stay_where_the_others_leave_just_enough_room() -> None:
 
 def test_lossy_trees_share_nothing() -> None:
     lab = Lab(build("llama"), mode="lossy", debug=True)
-    trees = opened(lab, FIRST, SECOND)
+    trees = [ThoughtTree(FIRST), ThoughtTree(SECOND)]
+    for tree in trees:
+        lab.open(tree, 100, alone=False, pool=200)
     extended(lab, *trees)
 
     assert lab.memory.used == len(FIRST) + len(SECOND)

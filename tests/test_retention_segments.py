@@ -252,13 +252,14 @@ def test_choosing_what_comes_back_is_not_an_event_of_the_credit() -> None:
     assert (after == before).all()
 
 
-def test_credit_is_remembered_where_room_is_divided_among_searches() -> None:
+@pytest.mark.parametrize("among", ["together", "fair"])
+def test_credit_is_remembered_of_every_search(among: Any) -> None:
     protect = Protect(sinks=2, recent=4)
-    policy = dataclasses.replace(POLICIES["ams"], protect=protect, among="fair")
+    policy = dataclasses.replace(POLICIES["ams"], protect=protect, among=among)
     lab = Lab(build("llama"), policy=policy, mode="lossy", rehydrate="off", debug=True)
     first, second = ThoughtTree(PROMPT), ThoughtTree(PROMPT[::-1])
-    lab.open(first, 60)
-    lab.open(second, 60, alone=False)
+    lab.open(first, 40, pool=80)
+    lab.open(second, 40, alone=False)
     for tree in (first, second):
         lab.extend(tree.root)
     (one,) = lab.sprout([(first.root, 1)], GREEDY, 40)

@@ -119,9 +119,9 @@ class Policy:
         idle: with ``spares_paths``, what blocks off the running paths keep. ``scored``: what the
             allocator and the scorer say; ``newest``: the same part of each, its newest tokens, in
             every KV head, as `ends` has it, so that these two decide on running paths only.
-        among: how the room is divided among the searches of an engine, see `PerTree`; ``together``:
-            the allocator sees the blocks of all of them at once, and a capacity of its own is one
-            of all of them.
+        among: how the room is divided among searches that share a budget, see `PerTree` (in lossy
+            mode each has its own, `ForestState.own_budgets`); ``together``: the allocator sees the
+            blocks of all of them at once, and a capacity of its own is one of all of them.
         trigger: when it acts although room has not run out.
         granularity: which KV heads keep the same tokens. ``token``: all of a model's; ``head``:
             each KV head of each layer keeps tokens of its own; lossy mode only, and of models
