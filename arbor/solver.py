@@ -854,7 +854,7 @@ class Solver:
                 searched next to it (`as_completed`).
             tokens: of KV, for all of them.
         """
-        most = min(at_once, self._at_once) if self._at_once == 1 else at_once
+        most = at_once if self._at_once > 1 else 1
         return SharedEngine(self._setup, self._lend, self._next.locked, most, tokens)
 
     def stop(self, status: Status = "interrupted") -> None:

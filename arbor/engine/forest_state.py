@@ -86,10 +86,10 @@ class ForestState:
 
     def open(self, opened: OpenTree) -> None:
         """Take a tree that the memory has adopted."""
-        self.trees[opened.tree] = opened
         if self.own_budgets:
-            together = sum(each.slots for each in self.trees.values())
+            together = opened.slots + sum(each.slots for each in self.trees.values())
             assert together <= self.memory.slots, "budgets of more slots than the pool has"
+        self.trees[opened.tree] = opened
         opened.turn = self._turns
         self._turns += 1
         self.table.touch(opened.tree.root)

@@ -352,10 +352,11 @@ class Stepper:
         Args:
             visited: ends of the paths that the step has completed, which stay.
         """
+        own = self._state.own_budgets
         for group in self._schedulers.groups:
             if group.rows:
-                mine = {operation.opened.tree for operation in group.operations}
-                self._tick_in(group, [node for node in visited if node.tree in mine])
+                tree = group.rows[0].node.tree
+                self._tick_in(group, [node for node in visited if not own or node.tree is tree])
 
     def _tick_in(self, group: Scheduler, visited: Sequence[Node]) -> None:
         """Let the policy act within one budget. A failure of the policy ends the last of the
@@ -457,6 +458,7 @@ class Stepper:
     def _clear(self) -> None:
         """Forget the step in progress."""
         self._joined, self._placed, self._known = Joined(), Placed(), {}
+        self._serving = None
 
     def _hand_on_failures(self) -> None:
         """End the operations whose listeners or token sources failed."""
