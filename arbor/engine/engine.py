@@ -32,7 +32,7 @@ from arbor.engine.mode import (
     Streamed,
     StreamedLossy,
 )
-from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR
+from arbor.engine.mode_names import SHARE_THRESHOLD, SIMILAR, have_own_budgets
 from arbor.engine.observer import Observer
 from arbor.engine.open_tree import OpenTree, RunHooks, ignore
 from arbor.engine.operation import (
@@ -262,7 +262,7 @@ class Engine:
             shares_prompts=lossless and self.share != "off",
             shares_siblings=lossless and self.share == "exact",
             keeps_prompts=self.share in SIMILAR if self.mode == "lossy" else self.share != "off",
-            own_budgets=not lossless and not streamed and self.share not in SIMILAR,
+            own_budgets=have_own_budgets(self.mode, self.share, staged=streamed),
         )
         mode: type[Lossless | Lossy] = self._mode
         if streamed:

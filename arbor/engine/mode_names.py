@@ -14,3 +14,13 @@ SIMILAR = ("similar", "audit")  # lossy: a prompt may be replaced by a similar o
 def default_policy(mode: str, rehydrate: str | None) -> str:
     """The policy of a run that names none: `ends` where what leaves is lost, else `reentry`."""
     return "ends" if mode == "lossy" and rehydrate in (None, "off") else "reentry"
+
+
+def have_own_budgets(mode: Mode, share: Share, *, staged: bool) -> bool:
+    """Whether each of several searches keeps within its own budget, so that none depends on what is
+    searched next to it; else they share one.
+
+    In lossless mode they share, since that changes no result; so they do in lossy mode where
+    attention reads host memory (`staged`), or prompts stay for later problems.
+    """
+    return mode == "lossy" and not staged and share not in SIMILAR

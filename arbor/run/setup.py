@@ -13,7 +13,7 @@ from arbor.aggregate.best import Best
 from arbor.budget import Budget
 from arbor.controllers.base import Controller
 from arbor.engine.branch_stop import BranchStop
-from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share
+from arbor.engine.mode_names import SIMILAR, Mode, Rehydrate, Share, have_own_budgets
 from arbor.events import Listener
 from arbor.model.checkpoint import Checkpoint
 from arbor.model.sampling_params import Sampling
@@ -82,14 +82,8 @@ class Setup:
 
     @property
     def own_budgets(self) -> bool:
-        """Whether each of several searches keeps within its own budget, so that none depends on
-        what is searched next to it; else they share one.
-
-        In lossless mode they share, since that changes no result; so they do in lossy mode where
-        attention reads host memory, or prompts stay for later problems.
-        """
-        staged = self.lower.staging is not None
-        return self.mode == "lossy" and not staged and self.share not in SIMILAR
+        """Whether each of several searches keeps within its own budget."""
+        return have_own_budgets(self.mode, self.share, staged=self.lower.staging is not None)
 
     @property
     def at_once(self) -> int:

@@ -13,7 +13,7 @@ from arbor.cli.evaluation.eval_options import AUTO_CONCURRENCY, EvalOptions
 from arbor.cli.output import Output
 from arbor.cli.progress import Progress
 from arbor.cli.signals import StopSignals
-from arbor.engine.mode_names import SIMILAR
+from arbor.engine.mode_names import have_own_budgets
 from arbor.errors import ArborError, ModelError
 from arbor.measure.evaluation.dataset import Sample
 from arbor.measure.evaluation.folder import RunFolder
@@ -66,12 +66,14 @@ def solve_all(
 
 def concurrency(options: EvalOptions) -> int:
     """Samples in progress at a time, in each engine: as given; ``auto`` is `AUTO_CONCURRENCY`, or 1
-    where a search depends on what is searched next to it (`Setup.own_budgets`)."""
+    where a search depends on what is searched next to it (`have_own_budgets`)."""
     if options.concurrency is not None:
         return options.concurrency
     asked = options.solver
-    together = asked.mode == "lossy" and (asked.staging is not None or asked.share in SIMILAR)
-    return 1 if together else AUTO_CONCURRENCY
+    staged = asked.staging is not None
+    if asked.mode == "lossless" or have_own_budgets(asked.mode, asked.share, staged=staged):
+        return AUTO_CONCURRENCY
+    return 1
 
 
 def _rows(
