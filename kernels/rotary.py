@@ -1,18 +1,24 @@
 """Rotary position embedding: its forms, in torch, and with the write of K and V to their slots.
 
 `arbor.model.fuse_attention` finds the form of a layer by comparing it with the layer's own forward,
-bit for bit. A CPU has a kernel (`arbor.kernels.native_rotary`) where the native library is built.
+bit for bit. A CPU has a kernel (`arbor.kernels.native_rotary`) where the native library is built,
+CUDA one in Triton (`arbor.kernels.triton_rotary`).
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 from dataclasses import dataclass
-from typing import Protocol
+from importlib.util import find_spec
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from .native import native_library
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ class RotaryOps(Protocol):
             q, k, cos, sin, form: as in `rotate`.
             v: [T, H_kv, D_v].
             pools: of K and of V, [slots, H_kv, D] and [slots, H_kv, D_v], in the dtype of q.
-            slots: int64 [T]; where several rows name one, the last one remains.
+            slots: int64 [T]; where several rows name one, the last one remains on a CPU and any
+                of them on CUDA, as with torch's own indexing.
 
         Returns:
             [T, H_q, D], a new tensor.
@@ -103,12 +110,25 @@ def rotary_ops(device: torch.device) -> RotaryOps | None:
         >>> rotary_ops(torch.device("meta")) is None
         True
     """
+    if device.type == "cuda":
+        return _by_triton()
     library = native_library() if device.type == "cpu" else None
     if library is None:
         return None
     from .native_rotary import NativeRotary
 
     return NativeRotary(library)
+
+
+def _by_triton() -> RotaryOps | None:
+    if find_spec("triton") is None:
+        return None
+    try:
+        module = importlib.import_module("arbor.kernels.triton_rotary")
+    except Exception as error:  # a damaged installation fails in any way
+        logger.warning("rotary embeddings are not fused: %s: %s", type(error).__name__, error)
+        return None
+    return cast(RotaryOps, module.TritonRotary())
 
 
 def rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> Tensor:

@@ -112,7 +112,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--arch", default="9.0a", help="compute capability; 9.0a is Hopper")
-    parser.add_argument("--python", nargs="+", default=list(PYTHONS), help="versions to carry")
+    parser.add_argument(
+        "--python", nargs="+", default=list(PYTHONS), help="versions to carry, beside this one"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the report")
@@ -120,13 +122,15 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     arguments.work = arguments.work or arguments.out.with_name(arguments.out.name + ".work")
     arguments.out, arguments.work = arguments.out.resolve(), arguments.work.resolve()
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"  # compiles with the package
+    arguments.python = list(dict.fromkeys([*arguments.python, here]))
     return arguments
 
 
 def make(arguments: argparse.Namespace, home: Path) -> int:
     """Download, compile, prune, try."""
     work, out = arguments.work, arguments.out
-    site, cache = work / "site", work / "cache"
+    site, cache = work / "-".join(("site", *arguments.python)), work / "cache"
     times: dict[str, float] = {}
     with timed(times, "wheels"):
         unpack(download(work / "wheels", arguments.python), site)

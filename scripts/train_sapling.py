@@ -18,7 +18,8 @@ the judge on many branches of one problem.
     target      (position whose hidden state predicts, token, weight); the first token of every
                 child is predicted from the last token of its parent, so one position can have
                 several targets
-    row         documents packed into [T] tokens; mask[i, j] says whether token i sees token j
+    row         documents packed into [T] tokens, each with the place of its segment in the tree,
+                from which `visible` makes the mask
 
 Optimiser: Muon (K. Jordan, 2024: orthogonalised momentum) for the matrices of the layers, AdamW for
 embedding and norms. The learning rate follows the share of the time budget that is used up, so the
@@ -39,7 +40,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -183,6 +183,26 @@ class Document:
 
     def __len__(self) -> int:
         return sum(len(segment.tokens) for segment in self.segments)
+
+    def numbers(self) -> list[tuple[int, int]]:
+        """Number of each segment in depth-first order, and the first number after its subtree."""
+        sizes = [1] * len(self.segments)
+        for index in range(len(sizes) - 1, -1, -1):
+            parent = self.segments[index].parent
+            if parent >= 0:
+                sizes[parent] += sizes[index]
+        found: list[tuple[int, int]] = []
+        free: list[int] = []  # the next number below a segment
+        top = 0
+        for segment, size in zip(self.segments, sizes, strict=True):
+            first = free[segment.parent] if segment.parent >= 0 else top
+            if segment.parent >= 0:
+                free[segment.parent] += size
+            else:
+                top += size
+            found.append((first, first + size))
+            free.append(first + 1)
+        return found
 
 
 class Trees:
@@ -440,7 +460,8 @@ class Batch:
 
     Attributes:
         ids, positions: [R, T] int64.
-        mask: [R, T, T] bool, whether token i sees token j.
+        enter, leave: [R, T] int32; numbers of a token's segment in depth-first order, and the first
+            number after the segments below it.
         at, target: [M] int64; position in the flattened rows that predicts, and the token.
         weight: [M] float32.
         kind: [M] int8, index into `KINDS`.
@@ -448,7 +469,8 @@ class Batch:
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    mask: NDArray[np.bool_]
+    enter: NDArray[np.int32]
+    leave: NDArray[np.int32]
     at: NDArray[np.int64]
     target: NDArray[np.int64]
     weight: NDArray[np.float32]
@@ -461,8 +483,10 @@ def pack(documents: Sequence[Document], rows: int, length: int) -> tuple[Batch, 
     used = [0] * rows
     ids = np.zeros((rows, length), np.int64)
     positions = np.zeros((rows, length), np.int64)
-    mask = np.zeros((rows, length, length), np.bool_)
-    mask[:, np.arange(length), np.arange(length)] = True
+    enter = np.zeros((rows, length), np.int32)
+    enter -= np.arange(1, length + 1, dtype=np.int32)  # a place without a token sees itself alone
+    leave = np.zeros((rows, length), np.int32)
+    numbered = [0] * rows
     at: list[int] = []
     target: list[int] = []
     weight: list[float] = []
@@ -478,18 +502,17 @@ def pack(documents: Sequence[Document], rows: int, length: int) -> tuple[Batch, 
         start = used[row]
         used[row] += size
         spans: list[tuple[int, int, int]] = []  # first token, end, depth of the first token
-        for segment in document.segments:
+        for segment, (number, after) in zip(document.segments, document.numbers(), strict=True):
             n = len(segment.tokens)
             first, depth = start, 0
             if segment.parent >= 0:
                 pfirst, pend, pdepth = spans[segment.parent]
                 depth = pdepth + pend - pfirst
-                mask[row, first : first + n] |= mask[row, pend - 1]
-                mask[row, first : first + n, pend - 1] = True
                 before = pend - 1
             else:
                 before = -1
-            mask[row, first : first + n, first : first + n] |= np.tri(n, dtype=np.bool_)
+            enter[row, first : first + n] = numbered[row] + number
+            leave[row, first : first + n] = numbered[row] + after
             ids[row, first : first + n] = segment.tokens
             positions[row, first : first + n] = np.arange(depth, depth + n)
             for i, (token, w) in enumerate(zip(segment.tokens, segment.weights, strict=True)):
@@ -501,9 +524,10 @@ def pack(documents: Sequence[Document], rows: int, length: int) -> tuple[Batch, 
                     kind.append(segment.kinds[i])
             spans.append((first, first + n, depth))
             start += n
+        numbered[row] += len(document.segments)
     arrays = (np.array(at, np.int64), np.array(target, np.int64))
     extra = (np.array(weight, np.float32), np.array(kind, np.int8))
-    return Batch(ids, positions, mask, *arrays, *extra), rest
+    return Batch(ids, positions, enter, leave, *arrays, *extra), rest
 
 
 @dataclass(frozen=True)
@@ -525,9 +549,11 @@ class Mix:
     long: int = 640  # tokens in a row of the longest
 
 
-def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterator[list[Batch]]:
-    """The micro-batches of each optimiser step from `first` on; step i depends on (seed, i) and the
-    curriculum.
+def batches(
+    trees: Trees, mix: Mix, seed: int, first: int, level: Any, stride: int = 1
+) -> Iterator[list[Batch]]:
+    """The micro-batches of the optimiser steps `first`, `first + stride`, and so on; step i depends
+    on (seed, i) and the curriculum.
 
     Args:
         level: object with `.value` in [0, 1]; word problems grow from two steps to `mix.steps` with
@@ -556,11 +582,13 @@ def batches(trees: Trees, mix: Mix, seed: int, first: int, level: Any) -> Iterat
                 words.append(document)
                 room -= len(document)
         yield [pack(game, countdown_rows, TREE)[0], pack(words, rows, length)[0]]
-        step += 1
+        step += stride
 
 
-def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue: Any) -> None:
-    """Body of the data process."""
+def _produce(
+    directory: str, mix: Mix, seed: int, first: int, level: Any, queue: Any, stride: int
+) -> None:
+    """Body of a data process."""
     from tokenizers import Tokenizer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -573,7 +601,8 @@ def _produce(directory: str, mix: Mix, seed: int, first: int, level: Any, queue:
     assert begin is not None
     queue.cancel_join_thread()
     parent = os.getppid()
-    for batch in batches(Trees(encode, [begin], mix.steps), mix, seed, first, level):
+    trees = Trees(encode, [begin], mix.steps)
+    for batch in batches(trees, mix, seed, first, level, stride):
         while True:
             if os.getppid() != parent:  # the trainer is gone
                 return
@@ -608,8 +637,8 @@ class Shape:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention by plain matrix products in bfloat16: on a CPU, rows this short, 2.5 times as fast
-    as torch's fused one. In float32 the fused one, which needs 0.6 of the time with rows of 1,408.
+    """Attention by plain matrix products on a CPU in bfloat16: rows this short, 2.5 times as fast
+    as torch's fused one. Else the fused one: float32 needs 0.6 of the time with rows of 1,408.
 
     Args:
         q: [R, H, T, D].
@@ -621,7 +650,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """
     rows, heads, length, size = q.shape
     groups = k.shape[1]
-    if q.dtype is torch.float32:
+    if q.dtype is torch.float32 or q.is_cuda:
         k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[:, None])
     fold = (rows * groups, heads // groups * length, size)
@@ -906,20 +935,41 @@ def quick_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has.get("avx512_bf16") or has.get("bf16") else torch.float32
 
 
+def visible(enter: Tensor, leave: Tensor) -> Tensor:
+    """Which tokens of its row each token sees: those before it on its path, and itself.
+
+    Args:
+        enter, leave: [R, T], see `Batch`.
+
+    Returns:
+        [R, T, T] bool.
+    """
+    length = enter.shape[1]
+    reader, read = enter[:, :, None], enter[:, None, :]
+    below = (read <= reader) & (reader < leave[:, None, :])
+    return below & torch.ones(length, length, dtype=torch.bool, device=enter.device).tril()
+
+
 def loss_of(
     model: Any, weight: Tensor, batch: Batch, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of cross entropies, cross entropy of each target [M], and whether each was the
-    most likely; activations have `dtype`."""
-    ids, positions, mask, at, target, w = (
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of cross entropies, and for each of `KINDS` its targets, the sum of their cross
+    entropies and how many were the most likely token, [3, kinds]; activations have `dtype`."""
+    ids, positions, enter, leave, at, target, w, kind = (
         torch.from_numpy(a).to(device)
-        for a in (batch.ids, batch.positions, batch.mask, batch.at, batch.target, batch.weight)
+        for a in (
+            *(batch.ids, batch.positions, batch.enter, batch.leave),
+            *(batch.at, batch.target, batch.weight, batch.kind.astype(np.int64)),
+        )
     )
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
-        hidden = model(ids, positions, mask).flatten(0, 1)
+        hidden = model(ids, positions, visible(enter, leave)).flatten(0, 1)
         logits = (hidden.index_select(0, at) @ weight.T).float()
     each = F.cross_entropy(logits, target, reduction="none")
-    return (each * w).sum(), each.detach(), logits.detach().argmax(-1) == target
+    right = logits.detach().argmax(-1) == target
+    seen = torch.stack((torch.ones_like(w), each.detach(), right.float()))
+    sums = torch.zeros(3, len(KINDS), device=device).index_add_(1, kind, seen)
+    return (each * w).sum(), sums
 
 
 def mixed(given: Sequence[str]) -> dict[str, Any]:
@@ -978,6 +1028,13 @@ def main() -> None:
         "--level", type=float, default=0.0, help="where word problems begin, 0 to 1; for --init"
     )
     parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="of a new model; trained if left out"
+    )
+    parser.add_argument("--producers", type=int, default=1, help="processes that make data")
+    parser.add_argument(
+        "--log-every", type=float, default=30, help="seconds; word problems may grow as often"
+    )
+    parser.add_argument(
         "--evaluate", action="store_true", help="run eval_sapling.py --quick after each export"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=N", help="sizes of the model")
@@ -992,10 +1049,11 @@ def main() -> None:
         mix = dataclasses.replace(mix, growing=tuple(args.rows), grown=tuple(args.rows))
     tokens = args.work / "tokenizer"
     if not (tokens / "tokenizer.json").exists():
-        if args.init:
+        older = args.init or args.tokenizer
+        if older:
             tokens.mkdir(exist_ok=True)
             for file in ("tokenizer.json", "tokenizer_config.json"):
-                (tokens / file).write_bytes((args.init / file).read_bytes())
+                (tokens / file).write_bytes((older / file).read_bytes())
             extend_tokenizer(tokens / "tokenizer.json", Chains(most=mix.steps).people)
         else:
             build_tokenizer(tokens)
@@ -1033,10 +1091,16 @@ def main() -> None:
     budget = args.minutes * 60
     level = context.Value("d", reached)
     queue = context.Queue(maxsize=24)
-    producer = context.Process(
-        target=_produce, args=(str(tokens), mix, args.seed, step, level, queue), daemon=True
-    )
-    producer.start()
+    producers = [
+        context.Process(
+            target=_produce,
+            args=(str(tokens), mix, args.seed, step + turn, level, queue, args.producers),
+            daemon=True,
+        )
+        for turn in range(args.producers)
+    ]
+    for producer in producers:
+        producer.start()
     run = torch.compile(model, dynamic=False) if args.compile else model
     parameters = sum(p.numel() for p in model.parameters())
     print(json.dumps({"shape": asdict(shape), "parameters": parameters}), flush=True)
@@ -1069,7 +1133,8 @@ def main() -> None:
     started, before = time.monotonic(), spent
     exported = spent - (args.export_every - args.first_export) * 60
     logged, kept = spent, spent
-    sums: defaultdict[str, float] = defaultdict(float)
+    sums = torch.zeros(3, len(KINDS), device=device)
+    counted = -1  # tokens at the last line of the log
     waited = 0.0
     while spent < budget:
         mark = time.monotonic()
@@ -1081,40 +1146,33 @@ def main() -> None:
                 group["lr"] = lr * factor
         total = sum(float(batch.weight.sum()) for batch in micro)
         for batch in micro:
-            loss, each, right = loss_of(run, model.embed_tokens.weight, batch, device, dtype)
+            loss, found = loss_of(run, model.embed_tokens.weight, batch, device, dtype)
             (loss / total).backward()
             seen += int((batch.positions > 0).sum())
-            for index, kind in enumerate(KINDS):
-                chosen = torch.from_numpy(batch.kind == index)
-                sums[f"n {kind}"] += int(chosen.sum())
-                sums[f"loss {kind}"] += float(each.cpu()[chosen].sum())
-                sums[f"right {kind}"] += int(right.cpu()[chosen].sum())
+            sums += found
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         step += 1
         spent = before + time.monotonic() - started
-        if spent - logged > 30:
+        if spent - logged > args.log_every:
             line: dict[str, Any] = {"step": step, "minutes": round(spent / 60, 1), "tokens": seen}
             line["tokens_per_s"] = (
-                round((seen - sums["start"]) / (spent - logged)) if sums["start"] else None
+                round((seen - counted) / (spent - logged)) if counted >= 0 else None
             )
             line["waited_s"] = round(waited, 1)
             line["level"] = round(level.value, 2)
             learned = ("chains",) if level.value else ("chains", "facts")
-            if all(sums[f"right {kind}"] >= MASTERED * sums[f"n {kind}"] for kind in learned):
+            of_kind = dict(zip(KINDS, sums.T.tolist(), strict=True))
+            if all(of_kind[kind][2] >= MASTERED * of_kind[kind][0] for kind in learned):
                 level.value = min(1.0, level.value + 0.1)
-            for kind in KINDS:
-                if n := sums[f"n {kind}"]:
-                    line[kind] = [
-                        round(sums[f"loss {kind}"] / n, 3),
-                        round(sums[f"right {kind}"] / n, 3),
-                    ]
+            for kind, (n, lost, right) in of_kind.items():
+                if n:
+                    line[kind] = [round(lost / n, 3), round(right / n, 3)]
             print(json.dumps(line), flush=True)
-            sums.clear()
-            sums["start"] = seen
-            logged, waited = spent, 0.0
+            sums.zero_()
+            counted, logged, waited = seen, spent, 0.0
         if spent - kept > 180:
             save()
             kept = spent
@@ -1123,7 +1181,8 @@ def main() -> None:
             exported = spent
     save()
     publish(wait=True)
-    producer.terminate()
+    for producer in producers:
+        producer.terminate()
 
 
 if __name__ == "__main__":

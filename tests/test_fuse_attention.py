@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fused_standin import TorchRotary
 from support.models import ARCHITECTURES, build, path_logits
 from support.slow_cases import every
 from support.trees import relative_error
@@ -238,6 +239,28 @@ def test_hooks_of_projections_and_norms_run() -> None:
 
     assert sorted(seen) == sorted(parts)
     assert torch.equal(hooked.logits, plain.logits)
+
+
+def test_a_kernel_that_fails_leaves_every_layer_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(TorchRotary):
+        def rotate(self, *args: Any) -> Any:
+            if self.calls["rotate"] == 1:  # the second layer's
+                raise ImportError("no compiler\nat all")
+            return super().rotate(*args)
+
+    model = build("llama")
+    runner = prepared(model)
+    before, stored = bits(runner)
+
+    assert fuse_attention(model, Broken()) == ((), {})
+
+    (record,) = caplog.records
+    assert record.getMessage() == "attention layers are not fused: ImportError: no compiler"
+    after, stored_after = bits(runner)
+    assert torch.equal(after.logits, before.logits) and same(stored_after, stored)
+    assert not any(type(each).__name__ == "FusedLlamaAttention" for each in model.modules())
 
 
 def test_a_model_whose_attention_is_not_arbors_stays() -> None:

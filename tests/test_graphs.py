@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import flashinfer_standin as standin
 from support.flashinfer_standin import MULTIPROCESSORS, Wrapper, demand
+from support.fused_standin import TorchRotary
 from support.graph_tape import Tape
 from support.models import build, config_of, copy_of, random_model
 from support.trees import GREEDY, Lab, leaves_of, own_answers, relative_error
@@ -27,6 +28,7 @@ from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.torch_cascade import TorchCascade
 from arbor.memory.pool import KVPool
 from arbor.model import graphs
+from arbor.model.fuse_attention import fuse_attention
 from arbor.model.graphs import DecodeGraphs, Recording
 from arbor.model.plan import ForwardPlan, Piece, Segment, SharedPrefix, plan_forward
 from arbor.model.runner import ModelRunner
@@ -189,6 +191,26 @@ def test_replayed_steps_give_what_the_model_gives(
     met = len(graphs_of(runner).buckets)
     assert tape.recorded == met >= 4
     assert tape.replays == 18, "every step was replayed, the first of a bucket too"
+
+
+def test_replayed_steps_of_fused_attention_have_the_bits_of_the_layers_own(
+    backend: FlashInferCascade, tape: Tape
+) -> None:
+    model = MODELS["llama"]()
+    plain = runner_of(copy_of(model), FlashInferCascade(CPU), Tape())
+    runner, ops = runner_of(model, backend, tape), TorchRotary()
+    assert len(fuse_attention(model, ops)[0]) == runner.layer_count
+    pool, tree = pool_of(runner), Tree(7, 3)
+    twin = twin_of(pool)
+    for _ in range(3):
+        plan = tree.step()
+
+        got, want = runner.forward(plan, pool).logits, plain.forward(plan, twin).logits
+
+        assert torch.equal(got, want)
+        for mine, theirs in zip((*pool.k, *pool.v), (*twin.k, *twin.v), strict=True):
+            assert torch.equal(mine[plan.write], theirs[plan.write])
+    assert tape.replays == 3 and ops.calls["rotate_and_write"] >= 2 * runner.layer_count
 
 
 def test_an_engine_decodes_with_graphs(backend: FlashInferCascade, tape: Tape) -> None:
@@ -411,7 +433,57 @@ def test_padding_that_changes_logits_is_not_used(
 
     assert torch.equal(got, eager(runner, plan, before))
     (warning,) = caplog.messages
-    assert "4 rows" in warning and "of their size" in warning
+    assert "4 rows" in warning and "padded attention differs" in warning
+
+
+def test_one_key_that_is_missing_of_many_is_found(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A difference that a model's own rounding would hide."""
+
+    def one_less(level: CascadeLevel, bucket: Bucket) -> CascadeLevel:
+        padded = pad_shared(level, bucket)
+        return CascadeLevel(
+            padded.qo_indptr,
+            (padded.kv_indptr - 1).clamp(min=0),
+            padded.kv_indices[1:],
+            padded.causal,
+        )
+
+    monkeypatch.setattr(flashinfer_fixed, "pad_shared", one_less)
+    pool = pool_of(runner)
+    piece = Piece(0, np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32))
+    segments = [
+        Segment((piece,), [5], np.array([40]), own, own, logits=1)
+        for own in np.arange(50, 53, dtype=np.int32)[:, None]
+    ]
+
+    runner.forward(plan_forward(segments), pool)
+
+    (warning,) = caplog.messages
+    assert "padded attention differs" in warning
+    assert graphs_of(runner).buckets == ()
+
+
+def test_logits_that_padding_changes_are_not_used(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose rows depend on how many there are."""
+    model: Any = runner.model
+    own = model.model.norm.forward
+
+    def over_rows(x: Tensor) -> Tensor:
+        out: Tensor = own(x)
+        return out * x.shape[-2] ** 2
+
+    monkeypatch.setattr(model.model.norm, "forward", over_rows)
+    pool, tree = pool_of(runner), Tree(3, 0)
+
+    runner.forward(tree.step(), pool)
+
+    (warning,) = caplog.messages
+    assert "4 rows" in warning and "logits differ by" in warning
+    assert graphs_of(runner).buckets == ()
 
 
 def test_a_capture_that_fails_ends_the_use_of_graphs(

@@ -1,14 +1,20 @@
-"""Rotary position embedding: the native kernel has torch's bits, and writes where it should."""
+"""Rotary position embedding: the kernels have torch's bits, and write where they should."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from test_invariant_triton import run_check
 from torch import Tensor
 
 from arbor.kernels.native import native_library, without_native
 from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, RotaryOps, rotary_ops, rotate_by_torch
 
+ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
 # of a head, and of its rotated part: all, some, none; ends within vectors
@@ -120,3 +126,25 @@ def test_other_devices_and_machines_without_the_library_have_no_kernel() -> None
     assert rotary_ops(torch.device("meta")) is None
     with without_native():
         assert rotary_ops(CPU) is None
+
+
+def test_triton_is_imported_on_cuda_alone() -> None:
+    code = (
+        "import sys, torch\n"
+        "from arbor.kernels import rotary\n"
+        "rotary.rotary_ops(torch.device('cpu'))\n"
+        "assert 'arbor.kernels.triton_rotary' not in sys.modules\n"
+        "rotary.find_spec = lambda name: None\n"
+        "assert rotary.rotary_ops(torch.device('cuda')) is None"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_has_the_bits_of_torch_and_writes_to_its_slots_alone() -> None:
+    run_check("rotary", interpreted=True)
+
+
+@pytest.mark.slow
+def test_the_triton_kernel_compiles_for_hopper_and_rounds_as_torch() -> None:
+    run_check("rotary_hopper", interpreted=False)

@@ -190,6 +190,8 @@ def test_the_lean_forward_gives_the_logits_of_the_saved_model(model: Any, tokeni
 
 def test_a_training_tree_is_seen_as_its_paths(tokenizer: Any) -> None:
     """In a packed row each token sees exactly the tokens before it on its own path."""
+    import torch
+
     training = script("train_sapling")
     trees = training.Trees(
         lambda text: list(tokenizer(text, add_special_tokens=False).input_ids), [1]
@@ -198,9 +200,10 @@ def test_a_training_tree_is_seen_as_its_paths(tokenizer: Any) -> None:
     documents = [trees.countdown(rng), trees.chains(rng, 3)]
     batch, rest = training.pack(documents, 1, 512)
     assert not rest
+    mask = training.visible(torch.from_numpy(batch.enter), torch.from_numpy(batch.leave)).numpy()
     lines = 0
     for i in range(512):
-        seen = batch.mask[0, i].nonzero()[0]
+        seen = mask[0, i].nonzero()[0]
         if batch.ids[0, i] == 0:
             assert seen.tolist() == [i]
             continue

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from arbor.kernels.base import AttentionShape
 from arbor.kernels.rotary import RotaryForm, RotaryOps
+from arbor.memory.pool import KVPool
 from arbor.model.context_limit import context_limit
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,30 @@ class AttentionCall:
     sinks: Tensor | None
     causal: bool
     rotation: Rotation | None = None
+
+
+def written(call: AttentionCall, pool: KVPool, slots: Tensor) -> Tensor:
+    """The queries of a call, position-encoded; its keys and values are in their slots.
+
+    Args:
+        call: of a layer.
+        pool: whose slots.
+        slots: int64 [T], of the rows.
+
+    Returns:
+        [T, H_q, D_k].
+    """
+    rotation = call.rotation
+    if rotation is None:
+        pool.write(call.layer, slots, call.k, call.v)
+        return call.q
+    tables = (rotation.cos, rotation.sin, rotation.form)
+    if pool.dtype == call.k.dtype:
+        pools = pool.k[call.layer], pool.v[call.layer]
+        return rotation.ops.rotate_and_write(call.q, call.k, call.v, *tables, pools, slots)
+    q, k = rotation.ops.rotate(call.q, call.k, *tables)
+    pool.write(call.layer, slots, k, call.v)
+    return q
 
 
 class Attend(Protocol):

@@ -128,7 +128,7 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
 
     Args:
         model: with arbor's attention, weights loaded and packed, norms fused, in eval mode.
-        ops: the kernel.
+        ops: the kernel; one that fails leaves all layers as they are, with one warning.
 
     Returns:
         Names of the fused layers, and name -> reason of those that look alike and stay.
@@ -139,7 +139,17 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
     for name, (module, arguments) in calls.items():
         if isinstance(module, FusedAttention):
             remove(module)
-        reason = _fuse_layer(module, arguments, ops)
+        try:
+            reason = _fuse_layer(module, arguments, ops)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers, loaders and CUDA fail in many ways
+            for each, _ in calls.values():
+                if isinstance(each, FusedAttention):
+                    remove(each)
+            lines = str(error).strip().splitlines() or [""]
+            logger.warning("attention layers are not fused: %s: %s", type(error).__name__, lines[0])
+            return (), {}
         if reason:
             kept[name] = reason
         else:

@@ -35,6 +35,7 @@ from arbor.model.attention import (
     answered_by,
     probe,
     register_implementation,
+    written,
 )
 from arbor.model.cell_attention import CellAttention, cell_lists
 from arbor.model.fuse_layers import TRIAL_SLOTS, WholeDecoder, trial_plans, whole_decoder
@@ -152,7 +153,8 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         if recorder is not None and isinstance(backend, FixedBackend):
             staging = Staging(self.device)  # a buffer of its own: both may be in use
-            self.graphs = DecodeGraphs(backend, self._shapes, recorder, staging, self._run)
+            shapes = [spec.shape for spec in self.specs]
+            self.graphs = DecodeGraphs(backend, shapes, recorder, staging, self._run)
 
     @property
     def weight_bytes(self) -> int:
@@ -429,7 +431,7 @@ class _Attention:
     def __call__(self, call: AttentionCall) -> Tensor:
         pool, layer = self._pool, call.layer
         self.deepest = max(self.deepest, layer)
-        q = self._written(call)
+        q = written(call, pool, self.write)
         if (rows := self._query_rows.get(layer)) is not None:
             if self._alive is not None:
                 rows = torch.searchsorted(self._alive, rows)
@@ -496,20 +498,6 @@ class _Attention:
             lse, heads = _counting(lse, self._repeated), self._mass_heads[layer]
             self._add(streamed.mass(layer, call.shape, q, pools[0], lse, heads))
         return out
-
-    def _written(self, call: AttentionCall) -> Tensor:
-        """The queries of a call, position-encoded; its keys and values are in their slots."""
-        pool, rotation = self._pool, call.rotation
-        if rotation is None:
-            pool.write(call.layer, self.write, call.k, call.v)
-            return call.q
-        tables = (rotation.cos, rotation.sin, rotation.form)
-        if pool.dtype == call.k.dtype:
-            pools = pool.k[call.layer], pool.v[call.layer]
-            return rotation.ops.rotate_and_write(call.q, call.k, call.v, *tables, pools, self.write)
-        q, k = rotation.ops.rotate(call.q, call.k, *tables)
-        pool.write(call.layer, self.write, k, call.v)
-        return q
 
 
 def _counting(lse: Tensor, again: Tensor | None) -> Tensor:

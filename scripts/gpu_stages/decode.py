@@ -157,7 +157,7 @@ class Stopwatch:
         now = time.perf_counter()
         if warm < self._count <= end:
             self.wall_ms.append(1e3 * (now - self._last))
-        if self._count == end and self._cuda:
+        if self._count == end and self._cuda and self._steps.profiled:
             self._profile = profile(activities=[ProfilerActivity.CUDA])
             self._profile.start()
         if self._count == end + self._steps.profiled and self._profile is not None:

@@ -1,4 +1,4 @@
-"""A stand-in for the fused kernels of a GPU: torch, with roundings written out."""
+"""Stand-ins for the fused kernels of a GPU: torch, with roundings written out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arbor.kernels.fused import Activation, NormForm
+from arbor.kernels.rotary import RotaryForm, rotate_by_torch
 
 
 class TorchFusedOps:
@@ -39,3 +40,38 @@ class TorchFusedOps:
         else:
             active = F.gelu(wide, approximate="tanh")
         return (active.to(gate.dtype).float() * up.float()).to(gate.dtype)
+
+
+class TorchRotary:
+    """`RotaryOps` in torch.
+
+    Attributes:
+        calls: of each method.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def rotate(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm | None
+    ) -> tuple[Tensor, Tensor]:
+        self.calls["rotate"] += 1
+        if form is None:
+            return q.clone(), k.clone()
+        return rotate_by_torch(q, cos, sin, form), rotate_by_torch(k, cos, sin, form)
+
+    def rotate_and_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        form: RotaryForm | None,
+        pools: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        q, k = self.rotate(q, k, cos, sin, form)
+        self.calls["rotate_and_write"] += 1
+        pools[0][slots], pools[1][slots] = k, v
+        return q

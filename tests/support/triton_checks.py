@@ -9,6 +9,7 @@ it checks what a tile reads, masks and writes, and not the last bits of a GPU.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -28,13 +29,14 @@ from torch.nn import functional as F
 
 from arbor.kernels import invariant_reductions as reductions
 from arbor.kernels import invariant_triton as kernels
-from arbor.kernels import triton_fused
+from arbor.kernels import triton_fused, triton_rotary
 from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.invariant import row_invariant
 from arbor.kernels.invariant_cascade import InvariantCascade
 from arbor.kernels.linear import PackedLinear, pack_linears
 from arbor.kernels.reference import ReferenceAttention
+from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
 from arbor.model.agreement import arbor_logits, own_logits
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
@@ -257,6 +259,56 @@ def fused_hopper() -> None:
             compiled(triton_fused.gated_kernel, types, constants)
 
 
+def rotary() -> None:
+    """Rotated heads have torch's bits, and K and V lie in their slots alone."""
+    torch.manual_seed(0)
+    ops = triton_rotary.TritonRotary()
+    forms: tuple[RotaryForm | None, ...] = (*ROTARY_FORMS, None)
+    # the interpreter cuts bfloat16 off where a GPU rounds it
+    for dtype, form in itertools.product((torch.float32, torch.float16), forms):
+        for dim, rotated in ((64, 64), (8, 4), (50, 50), (80, 32), (128, 100), (16, 0)):
+            q, k, v = torch.randn(4, 4 + 2 + 2, dim).to(dtype).split((4, 2, 2), dim=1)
+            halved = form is not None and form.half_table
+            table = torch.float32 if form is not None and not form.rounds_products else dtype
+            cos, sin = torch.randn(2, 4, rotated // (2 if halved else 1)).to(table)
+            wanted = (
+                [q, k] if form is None else [rotate_by_torch(x, cos, sin, form) for x in (q, k)]
+            )
+            for found, right in zip(ops.rotate(q, k, cos, sin, form), wanted, strict=True):
+                assert torch.equal(found, right) and found.is_contiguous(), (dtype, form, dim)
+
+            store = torch.full((2, 10, 2, dim + 8), torch.nan, dtype=dtype)
+            pools = store[0][..., :dim], store[1][..., 4 : dim + 4]  # slots with a stride
+            slots = torch.tensor([7, 9, 2, 0])
+            found = ops.rotate_and_write(q, k, v, cos, sin, form, pools, slots)
+            assert torch.equal(found, wanted[0]), (dtype, form, dim)
+            assert torch.equal(pools[0][slots], wanted[1]) and torch.equal(pools[1][slots], v)
+            others = [slot for slot in range(10) if slot not in slots.tolist()]
+            assert store[:, others].isnan().all() and store[0][..., dim:].isnan().all()
+            assert store[1][..., :4].isnan().all() and store[1][..., dim + 4 :].isnan().all()
+    empty = torch.empty(0, 2, 8)
+    assert ops.rotate(empty, empty, empty[:, 0], empty[:, 0], ROTARY_FORMS[0])[0].shape == (0, 2, 8)
+
+
+def rotary_hopper() -> None:
+    """The rotary kernel compiles for an H100 and rounds products where torch does."""
+    names = ("q", "k", "v", "q_out", "k_out", "v_out")
+    for form in ROTARY_FORMS:
+        types = dict.fromkeys((*names, "cos", "sin"), "*bf16") | {"slots": "*i64"}
+        types |= {
+            name: "i32"
+            for name in triton_rotary.rotary_kernel.arg_names
+            if name not in types and not name.isupper()
+        }
+        sizes = {"Q_HEADS": 32, "DIM": 128, "DIM_V": 128, "WHOLE": 128, "WHOLE_V": 128}
+        constants = triton_rotary.constants(form, 128, rounds=True) | sizes | {"WRITES": True}
+        ptx = compiled(triton_rotary.rotary_kernel, types, constants)
+        assert "fma.rn" not in ptx, form
+        # a product in bfloat16 is one that is rounded to it
+        products = set(re.findall(r"mul\.rn\.(bf16|f32)", ptx))
+        assert products == {"bf16" if form.rounds_products else "f32"}, (form, products)
+
+
 def hopper() -> None:
     """Every kernel compiles for an H100 within its shared memory, without atomics."""
     for dtype, word in zip(DTYPES, ("fp32", "fp16", "bf16"), strict=True):
@@ -338,7 +390,11 @@ def sum_products_in_one_order() -> None:
 
 
 CHECKS = {
-    each.__name__: each for each in (products, sums, attention, models, hopper, fused, fused_hopper)
+    each.__name__: each
+    for each in (
+        *(products, sums, attention, models, hopper),
+        *(fused, fused_hopper, rotary, rotary_hopper),
+    )
 }
 
 
