@@ -23,8 +23,10 @@ import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -413,49 +415,97 @@ def lossy(args: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(rows[-1]), flush=True)
         first = [args.baseline] if args.baseline else []  # the others are compared with it
         policies = first + [p for p in args.policies or LOSSY if p not in first]
+        arms = [
+            Arm(policy, rehydrate, ratio, name, settings, chosen, peaks, right)
+            for policy, rehydrate, ratio in itertools.product(
+                policies, args.rehydrate, args.budgets
+            )
+        ]
         baseline: dict[tuple[str, float], np.ndarray] = {}
-        for policy, rehydrate, ratio in itertools.product(policies, args.rehydrate, args.budgets):
-            ready, msve = variant(policy)
-            ahead = AHEAD[args.sized](ready.trigger.spare)
-            slots = [math.floor(ratio * peak) + ahead for peak in peaks]
-            with Solver(
-                args.model,
-                policy=ready,
-                msve=msve,
-                mode="lossy",
-                rehydrate=rehydrate,
-                **settings,
-            ) as solver:
-                jobs = [
-                    (problem, {"budget": f"{max(1, most)}tok"})
-                    for problem, most in zip(chosen, slots, strict=True)
-                ]
-                if args.wiped_out:
-                    runs, gaps = one_by_one(solver, jobs)
-                else:
-                    runs, gaps = solved(solver, jobs, args.concurrency), []
-            got = np.array([bool(run is not None and run.correct) for run in runs])
-            row = {
-                "search": name,
-                "policy": policy,
-                "rehydrate": rehydrate,
-                "budget": ratio,
-                "sized": args.sized,
-                **share(got.tolist()),
-                **by_recall(solver.task, chosen, got),
-                "against_full": paired(got, right),
-                **costs(runs),
-                "wiped_out": {
-                    kind: mean_of([gap[kind] for gap in gaps]) for kind in (gaps or [{}])[0]
-                },
-            }
-            if policy == args.baseline:
-                baseline[rehydrate, ratio] = got
-            elif args.baseline:
-                row["against_baseline"] = paired(got, baseline[rehydrate, ratio])
-            print(json.dumps(row), flush=True)
-            rows.append({**row, "right": got.tolist()})
+        done = {}
+        for place, row in each_arm(arms, args):
+            key = row["rehydrate"], row["budget"]
+            if row["policy"] == args.baseline:
+                baseline[key] = np.array(row["right"])
+            elif key in baseline:
+                row["against_baseline"] = paired(np.array(row["right"]), baseline[key])
+            print(json.dumps({k: v for k, v in row.items() if k != "right"}), flush=True)
+            done[place] = row
+        rows += [done[place] for place in range(len(arms))]
     return {"task": args.task, "protect": str(PROTECT), "rows": rows}
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One arm of `lossy`.
+
+    Attributes:
+        policy, rehydrate, budget: of the arm; the budget as a part of each problem's peak.
+        search, settings: name of the search, and what its solver is made with.
+        problems: that are searched.
+        peaks, right: of each at full retention.
+    """
+
+    policy: str
+    rehydrate: str
+    budget: float
+    search: str
+    settings: dict[str, Any]
+    problems: Sequence[Problem]
+    peaks: Sequence[int]
+    right: np.ndarray
+
+
+def each_arm(arms: Sequence[Arm], args: argparse.Namespace) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Place and row of each arm as it ends; the baseline's first where there is one."""
+    if args.jobs == 1:
+        for place, arm in enumerate(arms):
+            yield place, searched(arm, args)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+        places = {pool.submit(searched, arm, args): place for place, arm in enumerate(arms)}
+        ended = places if args.baseline else as_completed(places)
+        for future in ended:
+            yield places[future], future.result()
+
+
+def searched(arm: Arm, args: argparse.Namespace) -> dict[str, Any]:
+    """Search the problems of an arm: its row, and which answers were right."""
+    torch.set_num_threads(1)  # also in a process of its own
+    ready, msve = variant(arm.policy)
+    ahead = AHEAD[args.sized](ready.trigger.spare)
+    slots = [math.floor(arm.budget * peak) + ahead for peak in arm.peaks]
+    with Solver(
+        args.model,
+        policy=ready,
+        msve=msve,
+        mode="lossy",
+        rehydrate=arm.rehydrate,
+        **arm.settings,
+    ) as solver:
+        jobs = [
+            (problem, {"budget": f"{max(1, most)}tok"})
+            for problem, most in zip(arm.problems, slots, strict=True)
+        ]
+        if args.wiped_out:
+            runs, gaps = one_by_one(solver, jobs)
+        else:
+            runs, gaps = solved(solver, jobs, args.concurrency), []
+    got = np.array([bool(run is not None and run.correct) for run in runs])
+    return {
+        "search": arm.search,
+        "policy": arm.policy,
+        "rehydrate": arm.rehydrate,
+        "budget": arm.budget,
+        "sized": args.sized,
+        **share(got.tolist()),
+        **by_recall(solver.task, arm.problems, got),
+        "against_full": paired(got, arm.right),
+        **costs(runs),
+        "wiped_out": {kind: mean_of([gap[kind] for gap in gaps]) for kind in (gaps or [{}])[0]},
+        "right": got.tolist(),
+    }
 
 
 def by_recall(task: Any, problems: Sequence[Problem], right: np.ndarray) -> dict[str, Any]:
@@ -656,6 +706,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--concurrency", type=int, default=16, help="lossy: problems searched together"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="lossy: arms searched at a time, each by a process"
     )
     parser.add_argument(
         "--wiped-out",
