@@ -447,7 +447,7 @@ class Arm:
     """
 
     policy: str
-    rehydrate: str
+    rehydrate: Any
     budget: float
     search: str
     settings: dict[str, Any]

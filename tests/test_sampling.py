@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.models import Words, build
 from support.trees import SAMPLED, Lab, own_logits
+from torch import Tensor
 
+from arbor.engine import sampling as sampler
 from arbor.engine.sampling import ArithmeticCode, confidence, sample, stream
 from arbor.engine.stop_rule import StopRule
 from arbor.engine.token_source import Growth
 from arbor.errors import ModelError, UsageError
+from arbor.kernels import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tasks.base import BlockLimits
 from arbor.tree import ThoughtTree
@@ -491,3 +495,56 @@ def test_a_stop_across_tokens_ends_a_grown_block() -> None:
     (child,) = lab.grow([(tree.root, 1)], growth)
 
     assert child.tokens == free[:4]
+
+
+# The kernel of the sums
+
+
+def test_sums_of_another_kernel_are_compared_before_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(logits: Tensor, temperature: float) -> Tensor:
+        sums = row_sums.by_torch(logits, temperature)
+        sums[2] *= 1 + 1e-9
+        return sums
+
+    assert row_sums.agrees(row_sums.by_torch, torch.device("cpu"))
+    assert not row_sums.agrees(wrong, torch.device("cpu"))
+
+    def missing(name: str) -> Any:
+        raise ImportError("no compiler\nat all")
+
+    kernel = types.SimpleNamespace(row_sums=row_sums.by_torch)
+    monkeypatch.setattr(row_sums, "find_spec", lambda name: object())
+    for load, used, reasons in (
+        (lambda name: kernel, True, []),
+        (lambda name: types.SimpleNamespace(row_sums=wrong), False, ["its sums are not torch's"]),
+        (missing, False, ["ImportError: no compiler"]),
+    ):
+        caplog.clear()
+        monkeypatch.setattr(row_sums.importlib, "import_module", load)
+        row_sums._kernel.cache_clear()
+        assert (row_sums._kernel(torch.device("cpu")) is not None) == used
+        said = [f"the kernel for sums of logits is not used: {reason}" for reason in reasons]
+        assert caplog.messages == said
+    row_sums._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 1.0), Sampling(1.3, 0.95, 40)])
+def test_draws_from_sums_are_those_from_softmaxes(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(40, 2000, generator=generator)
+    uniforms = torch.rand(40, generator=generator).double().tolist()
+    without = sample(logits, uniforms, sampling)
+
+    monkeypatch.setattr(sampler, "row_sums", row_sums.by_torch)
+    found = sample(logits, uniforms, sampling)
+
+    assert found.tokens == without.tokens
+    for name in ("logprob", "top1", "left", "share"):
+        assert getattr(found, name) == pytest.approx(getattr(without, name), rel=1e-5, abs=1e-5)
+    logits[3, 7] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        sample(logits, uniforms, sampling)

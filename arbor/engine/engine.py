@@ -47,6 +47,7 @@ from arbor.engine.query_window import QueryWindow
 from arbor.engine.rehydration import Rehydration
 from arbor.engine.residency import Residency
 from arbor.engine.sampling import ArithmeticCode
+from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.scheduler import Question, Row, Visit
 from arbor.engine.schedulers import Schedulers
 from arbor.engine.similar_prompts import Comparison, SimilarPrompts
@@ -183,9 +184,11 @@ class Engine:
         self.prompts = prompts
         self.costs = costs
         self._debug = debug
-        self._source = (
-            ModelSampler(tokenizer, self.msve.top) if source is None else CheckedSource(source)
-        )
+        if source is None:
+            graphs = None if runner.graphs is None else SamplingGraphs(runner.graphs.recorder)
+            self._source: TokenSource = ModelSampler(tokenizer, self.msve.top, graphs)
+        else:
+            self._source = CheckedSource(source)
         self.companions: tuple[Companion, ...] = ()
         self._memory: KVMemory | None = None
         self._opened: _Parts | None = None

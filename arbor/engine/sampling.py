@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from arbor.errors import ModelError
+from arbor.kernels.row_sums import row_sums
 from arbor.model.sampling_params import Sampling
 from arbor.tree import Node
 
@@ -102,8 +103,9 @@ class Draws:
     share: list[float]
 
 
-# Rows of the results of `_draw`.
+# Rows of the results of `drawn`.
 _TOKEN, _LOGPROB, _TOP1, _LEFT, _SHARE, _SETTLED = range(6)
+FIELDS = 6
 # Tokens, left, share and settled of some rows, [n] each; see `Draws` and `_draw`.
 _Choice = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -117,17 +119,23 @@ _CPU_SLICE = 2**20
 _GPU_SLICE = 2**22
 
 
-def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Draws:
+# Logits [n, V], numbers [n, 1] float64, cut-offs and the number of tokens examined: as `drawn`.
+Draw = Callable[[Tensor, Tensor, Sampling, int], Tensor]
+
+
+def sample(
+    logits: Tensor, uniforms: list[float], sampling: Sampling, first: Draw | None = None
+) -> Draws:
     """Choose one token per row by inverting the cumulative distribution at its uniform number.
 
     Probable tokens come first, equally probable ones by id. Probabilities are float64 softmaxes
     over the whole vocabulary, computed for a few rows at a time (`_CPU_SLICE`, `_GPU_SLICE`); a
     softmax treats rows separately, so the slices change no bit, and neither do other rows of the
-    batch. Only probabilities of tokens that a cut-off can keep are stored: `topk` of the logits,
-    in their own type, finds these. It leaves open which of several equal logits it takes, which
-    cannot matter while all tokens that the cut-offs keep lie strictly above the least probable
-    token examined. Rows where they do not (a wide nucleus, many ties) are drawn again from more
-    tokens.
+    batch. On CUDA they are quotients by sums of a kernel of ours (`arbor.kernels.row_sums`). Only
+    probabilities of tokens that a cut-off can keep are stored: `topk` of the logits, in their own
+    type, finds these. It leaves open which of several equal logits it takes, which cannot matter
+    while all tokens that the cut-offs keep lie strictly above the least probable token examined.
+    Rows where they do not (a wide nucleus, many ties) are drawn again from more tokens.
 
     Results reach the CPU in one transfer; each time that some rows need more tokens is one more.
 
@@ -135,6 +143,7 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Draws:
         logits: [n, V], float32 or a type that float32 contains.
         uniforms: n numbers in [0, 1).
         sampling: temperature and cut-offs, applied in the usual order: temperature, top-k, top-p.
+        first: draws from the tokens that are examined first, as `drawn`, which None stands for.
 
     Raises:
         ModelError: logits that are NaN, +inf, or all -inf.
@@ -142,15 +151,14 @@ def sample(logits: Tensor, uniforms: list[float], sampling: Sampling) -> Draws:
     vocabulary = logits.shape[1]
     uniform = _upload(uniforms, logits)
     width = _first_width(vocabulary, sampling)
-    rows = _slice_rows(logits, width)
-    found = _draw_all(zip(logits.split(rows), uniform.split(rows), strict=True), sampling, width)
+    found = (first or drawn)(logits, uniform, sampling, width).cpu()
     if found[_TOP1].isnan().any():  # one such logit makes all of its row NaN
         raise not_finite()
     while len(again := (found[_SETTLED] == 0).nonzero().squeeze(1)):
         width = min(vocabulary, _WIDEN * width)
         slices = again.split(_slice_rows(logits, vocabulary))
         parts = ((logits[part], uniform[part]) for part in slices)
-        found[:, again] = _draw_all(parts, sampling, width)
+        found[:, again] = _draw_all(parts, sampling, width).cpu()
     _, logprob, top1, left, share, _ = found.tolist()
     return Draws(found[_TOKEN].long().tolist(), logprob, top1, left, share)
 
@@ -187,9 +195,25 @@ def _slice_rows(logits: Tensor, width: int) -> int:
     return max(1, most // width)
 
 
+def drawn(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Tensor:
+    """Draws from the `width` most probable tokens of each row, some rows at a time.
+
+    Args:
+        logits: [n, V].
+        uniform: [n, 1] float64, on the device of the logits.
+        sampling: temperature and cut-offs.
+        width: tokens that are examined.
+
+    Returns:
+        [6, n] float64 on that device, not waited for, see `_draw`.
+    """
+    rows = _slice_rows(logits, width)
+    return _draw_all(zip(logits.split(rows), uniform.split(rows), strict=True), sampling, width)
+
+
 def _draw_all(parts: Iterable[tuple[Tensor, Tensor]], sampling: Sampling, width: int) -> Tensor:
-    """`_draw` for pairs of logits and numbers: [6, rows of all parts], on the CPU."""
-    return torch.cat([_draw(*part, sampling, width) for part in parts], dim=1).cpu()
+    """`_draw` for pairs of logits and numbers: [6, rows of all parts]."""
+    return torch.cat([_draw(*part, sampling, width) for part in parts], dim=1)
 
 
 def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Tensor:
@@ -205,18 +229,24 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> Te
         settled = share = torch.ones_like(uniform).squeeze(1)
         left = torch.zeros_like(share)
     else:
+        sums = row_sums(logits, sampling.temperature)
         if width < logits.shape[1]:
-            tokens, left, share, settled = _from_some(logits, uniform, sampling, width)
+            tokens, left, share, settled = _from_some(logits, uniform, sampling, width, sums)
         else:
             tokens, left, share, settled = _from_all(logits, uniform, sampling)
-        chosen, highest = _logprobs(logits, tokens)
+        chosen, highest = _logprobs(logits, tokens, sums)
     return torch.stack(
         [each.double() for each in (tokens, chosen, highest.exp(), left, share, settled)]
     )
 
 
-def _logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each row's token, and the highest of the row; [n] float32."""
+def _logprobs(logits: Tensor, tokens: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log-probability of each row's token, and the highest of the row; [n] float32, or float64 from
+    the sums of `row_sums`."""
+    if sums is not None:
+        top, total, _ = sums
+        own = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return own.double() - top - total.log(), -total.log()
     rows = _slice_rows(logits, logits.shape[1])
     chosen, highest = [], []
     for part, some in zip(logits.split(rows), tokens.split(rows), strict=True):
@@ -231,15 +261,23 @@ def _probability(logits: Tensor, temperature: float) -> Tensor:
     return torch.softmax(logits.to(torch.float64, copy=True).div_(temperature), dim=-1)
 
 
-def _from_some(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> _Choice:
-    """Choice among the `width` most probable tokens."""
-    rows = _slice_rows(logits, logits.shape[1])
+def _from_some(
+    logits: Tensor, uniform: Tensor, sampling: Sampling, width: int, sums: Tensor | None
+) -> _Choice:
+    """Choice among the `width` most probable tokens; sums: of `row_sums`, where there are any."""
     ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
-    values = [
-        _probability(part, sampling.temperature).gather(1, some)
-        for part, some in zip(logits.split(rows), ids.split(rows), strict=True)
-    ]
-    ordered = torch.cat(values).sort(dim=-1, descending=True, stable=True)
+    if sums is not None:
+        top, _, total = sums.unsqueeze(-1)
+        below = logits.gather(1, ids).double() - top
+        values = (below / sampling.temperature).exp() / total
+    else:
+        rows = _slice_rows(logits, logits.shape[1])
+        parts = [
+            _probability(part, sampling.temperature).gather(1, some)
+            for part, some in zip(logits.split(rows), ids.split(rows), strict=True)
+        ]
+        values = torch.cat(parts)
+    ordered = values.sort(dim=-1, descending=True, stable=True)
     lowest = ordered.values[:, -1:]
     return _nucleus(ordered.values, ids.gather(1, ordered.indices), uniform, sampling, lowest)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from arbor.engine.branch_stop import BranchStop
 from arbor.engine.grammar import Grammar
 from arbor.engine.sampling import confidence, sample
+from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.scheduler import Row
 from arbor.engine.stop_rule import StopReason, StopRule
 from arbor.engine.text import added, before
@@ -61,11 +62,13 @@ class ModelSampler:
     Args:
         tokenizer: a Hugging Face tokenizer.
         top: tokens whose entropy is the confidence, see `sampling.confidence`.
+        graphs: of draws; None: without.
     """
 
-    def __init__(self, tokenizer: Any, top: int = 0) -> None:
+    def __init__(self, tokenizer: Any, top: int = 0, graphs: SamplingGraphs | None = None) -> None:
         self._tokenizer = tokenizer
         self._top = top
+        self._draw = None if graphs is None else graphs.draw
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """One sampled token per row."""
@@ -84,7 +87,7 @@ class ModelSampler:
         return tokens
 
     def _drawn(self, rows: Sequence[Row], logits: Tensor, sampling: Sampling) -> list[int]:
-        drawn = sample(logits, [row.code.number for row in rows], sampling)
+        drawn = sample(logits, [row.code.number for row in rows], sampling, self._draw)
         for i, row in enumerate(rows):
             row.logprob, row.top1 = drawn.logprob[i], drawn.top1[i]
             row.code.narrow(drawn.left[i], drawn.share[i])

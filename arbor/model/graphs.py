@@ -194,10 +194,10 @@ class DecodeGraphs:
     A step has one token per row; it is padded to its bucket: rows added read and write the trash
     slot. A bucket's first use runs the step without a graph, then padded, then captured, and
     compares: the logits, replayed and padded, must be equal in every bit, and in every row they and
-    the attention of each shape must be those without padding up to rounding. Each run writes the same K/V to the same slots before it reads them,
-    so that the last one counts; before the replay, both logits and K/V are overwritten. A bucket
-    that fails is never used, which one warning reports; a capture that fails ends the use of
-    graphs.
+    the attention of each shape must be those without padding up to rounding. Each run writes the
+    same K/V to the same slots before it reads them, so that the last one counts; before the replay,
+    both logits and K/V are overwritten. A bucket that fails is never used, which one warning
+    reports; a capture that fails ends the use of graphs.
 
     Graphs belong to the addresses of a pool; a pool elsewhere begins anew.
 
@@ -207,6 +207,9 @@ class DecodeGraphs:
         recorder: captures steps.
         staging: copies a step's integers.
         run_model: runs the model.
+
+    Attributes:
+        recorder: as given; other steps of the same thread may share it.
     """
 
     def __init__(
@@ -219,7 +222,7 @@ class DecodeGraphs:
     ) -> None:
         self._backend = backend
         self._shapes = {shape: shapes.index(shape) for shape in shapes}  # and a layer of each
-        self._recorder = recorder
+        self.recorder = recorder
         self._staging = staging
         self._run_model = run_model
         self._windows = tuple(dict.fromkeys(shape.window for shape in self._shapes))
@@ -309,7 +312,7 @@ class DecodeGraphs:
             run = step.over(pool, self._run_model)
             run()
             padded = step.output(plan.rows)
-            step.recording = self._recorder.record(run)
+            step.recording = self.recorder.record(run)
             step.clear()  # so that only a replay that writes them passes
             pool.poison(plan.write.numpy().astype(np.int32))
             got = step.replay(plan.rows)

@@ -23,6 +23,7 @@ from gpu_stages.rows import Job
 from random_llama import NoText, fixed_length
 from torch import Tensor
 
+from arbor.engine.sampling_graphs import SamplingGraphs
 from arbor.engine.scheduler import Row
 from arbor.engine.token_source import Growth, ModelSampler
 from arbor.model.sampling_params import Sampling
@@ -76,8 +77,8 @@ class Clock:
 class TimedSampler(ModelSampler):
     """The model's sampler on a clock; waits for the GPU first."""
 
-    def __init__(self, clock: Clock, cuda: bool) -> None:
-        super().__init__(NoText())
+    def __init__(self, clock: Clock, cuda: bool, graphs: SamplingGraphs | None) -> None:
+        super().__init__(NoText(), graphs=graphs)
         wait: Callable[[], object] = torch.cuda.synchronize if cuda else bool
         self._wait = clock.around("waiting", wait)
         self._sample = clock.around("sampling", super().choose)
@@ -137,7 +138,9 @@ def host_parts(cell: Cell, model: Any, steps: Steps, device: torch.device) -> di
     watch = Watch(steps, device.type == "cuda", clock)
     shape, tree = MODELS[cell.model], TREES[cell.tree]
     engine = make_engine(model, cell.variant)
-    engine._source = TimedSampler(clock, device.type == "cuda")
+    steps_by_graph = engine.runner.graphs
+    draws_by_graph = None if steps_by_graph is None else SamplingGraphs(steps_by_graph.recorder)
+    engine._source = TimedSampler(clock, device.type == "cuda", draws_by_graph)
     places = [(*place, "plan") for place in planning()]
     places.append((engine.runner.backend, "plan", "backend_plan"))
     places.append((engine.runner.backend, "run", "attention"))

@@ -27,9 +27,10 @@ from support.models import build
 from torch import Tensor
 from torch.nn import functional as F
 
+from arbor.engine import sampling as sampler
 from arbor.kernels import invariant_reductions as reductions
 from arbor.kernels import invariant_triton as kernels
-from arbor.kernels import triton_fused, triton_rotary
+from arbor.kernels import triton_fused, triton_rotary, triton_sampling
 from arbor.kernels.base import AttentionShape, CascadeLayout, CascadeLevel
 from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS
 from arbor.kernels.invariant import row_invariant
@@ -37,9 +38,11 @@ from arbor.kernels.invariant_cascade import InvariantCascade
 from arbor.kernels.linear import PackedLinear, pack_linears
 from arbor.kernels.reference import ReferenceAttention
 from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, rotate_by_torch
+from arbor.kernels.row_sums import by_torch as sums_by_torch
 from arbor.model.agreement import arbor_logits, own_logits
 from arbor.model.plan import Piece, Segment, plan_forward
 from arbor.model.runner import ModelRunner
+from arbor.model.sampling_params import Sampling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -290,6 +293,55 @@ def rotary() -> None:
     assert ops.rotate(empty, empty, empty[:, 0], empty[:, 0], ROTARY_FORMS[0])[0].shape == (0, 2, 8)
 
 
+def row_sums() -> None:
+    """Sums of rows of logits are torch's, and tokens drawn with them are those without."""
+    torch.manual_seed(0)
+    uniform = torch.rand(7, 1, dtype=torch.float64)
+    uniform[:3] = torch.tensor([0.0, 1 - 2**-53, 1.0], dtype=torch.float64)[:, None]
+    for dtype, width in itertools.product(DTYPES, (50, 4096, 9001)):
+        logits = (4 * torch.randn(7, width)).to(dtype)
+        logits[3, width // 2 :] = logits[4, : width // 2] = -torch.inf
+        logits[5] = 0.5
+        for temperature in (1.0, 0.7, 3.0):
+            sums = triton_sampling.row_sums(logits, temperature)
+            right = sums_by_torch(logits, temperature)
+            torch.testing.assert_close(sums, right, rtol=1e-12, atol=0)
+            alone = [triton_sampling.row_sums(row, temperature) for row in logits.split(1)]
+            assert torch.equal(torch.cat(alone, 1), sums)
+            strided = torch.cat((logits, logits), 1)[:, :width]
+            assert torch.equal(triton_sampling.row_sums(strided, temperature), sums)
+            for sampling in (Sampling(temperature, 0.9), Sampling(temperature, 0.95, 20)):
+                draws_alike(logits, uniform, sampling, min(width, 256))
+    broken = torch.zeros(4, 5000)
+    broken[0, 1], broken[1, 4999], broken[2] = torch.nan, torch.inf, -torch.inf
+    assert triton_sampling.row_sums(broken, 0.5)[1:].isnan().all(0).tolist() == [True] * 3 + [False]
+    assert triton_sampling.row_sums(broken[:0], 0.5).shape == (3, 0)
+
+
+def draws_alike(logits: Tensor, uniform: Tensor, sampling: Sampling, width: int) -> None:
+    without = sampler._draw(logits, uniform, sampling, width)
+    before, sampler.row_sums = sampler.row_sums, triton_sampling.row_sums
+    try:
+        found = sampler._draw(logits, uniform, sampling, width)
+    finally:
+        sampler.row_sums = before
+    settled = without[-1] == 1
+    assert torch.equal(found[-1], without[-1])
+    assert torch.equal(found[0, settled], without[0, settled]), sampling
+    torch.testing.assert_close(found[:, settled], without[:, settled], rtol=1e-5, atol=1e-5)
+
+
+def row_sums_hopper() -> None:
+    """The kernels of the sums compile for an H100 and compute in float64."""
+    types = {"logits": "*fp32", "row_stride": "i32", "highest": "*fp32"}
+    types |= {"temperature": "*fp64", "sums": "*fp64", "out": "*fp64"}
+    sizes = {"PARTS": 32, "TEMPERED": True, **triton_sampling.FUSION}
+    part = {"VOCABULARY": 128256, "PART": triton_sampling.PART, "num_warps": triton_sampling.WARPS}
+    ptx = compiled(triton_sampling.part_sums_kernel, types, sizes | part)
+    assert "f64" in ptx and "ex2.approx" not in ptx
+    compiled(triton_sampling.row_sums_kernel, types, sizes | {"PADDED": 32, "num_warps": 1})
+
+
 def rotary_hopper() -> None:
     """The rotary kernel compiles for an H100 and rounds products where torch does."""
     names = ("q", "k", "v", "q_out", "k_out", "v_out")
@@ -393,7 +445,7 @@ CHECKS = {
     each.__name__: each
     for each in (
         *(products, sums, attention, models, hopper),
-        *(fused, fused_hopper, rotary, rotary_hopper),
+        *(fused, fused_hopper, rotary, rotary_hopper, row_sums, row_sums_hopper),
     )
 }
 
