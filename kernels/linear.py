@@ -262,6 +262,58 @@ def joint_linear(layers: Sequence[nn.Module]) -> JointLinear | None:
     return JointLinear(packed)
 
 
+class DenseJoint:
+    """Linear layers of one input as one product, on a device whose library packs no weights.
+
+    Its weight holds those of the layers, which become parts of it: they compute alone as before and
+    no memory is added. A library may round a product of another size differently.
+
+    Args:
+        layers: as `dense_joint` accepts them.
+
+    Example:
+        >>> layers = [nn.Linear(8, 16), nn.Linear(8, 32)]
+        >>> joint, x = dense_joint(layers), torch.ones(3, 8)
+        >>> joint is not None and torch.allclose(joint(x)[:, 16:], layers[1](x))
+        True
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = tuple(layers)
+        self.out_features = sum(each.out_features for each in layers)
+        sizes = [each.out_features for each in layers]
+        self._weight = torch.cat([each.weight.data for each in layers])
+        for layer, part in zip(layers, self._weight.split(sizes), strict=True):
+            layer.weight.data = part
+        biases = [each.bias.data for each in layers if each.bias is not None]
+        self._bias = torch.cat(biases) if biases else None
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a layer has hooks, which a joint product does not run."""
+        return any(each._forward_hooks or each._forward_pre_hooks for each in self.layers)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[M, in] -> [M, out of all layers], in the order of the layers."""
+        return F.linear(rows, self._weight, self._bias)
+
+
+def dense_joint(layers: Sequence[nn.Module]) -> DenseJoint | None:
+    """Layers as one product; None unless all are torch's own, alike, and with weights of their
+    own."""
+    if not all(type(each) is nn.Linear for each in layers):
+        return None
+    plain = cast(Sequence[nn.Linear], layers)
+    kinds = {
+        (each.in_features, each.weight.dtype, each.weight.device, each.bias is None)
+        for each in plain
+    }
+    places = {each.weight.data_ptr() for each in plain}
+    if len(kinds) > 1 or len(places) < len(plain):
+        return None
+    return DenseJoint(plain)
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A linear layer as the native kernels read it.
@@ -282,7 +334,7 @@ class Product:
     packed_number: int
 
 
-def native_product(layer: nn.Module | JointLinear | None) -> Product | None:
+def native_product(layer: nn.Module | JointLinear | DenseJoint | None) -> Product | None:
     """What the native kernels multiply by; None unless the layer is packed for them and computes
     in its own dtype."""
     if isinstance(layer, JointLinear):

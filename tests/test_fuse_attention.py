@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fused_standin import TorchRotary
+from support.fused_standin import TorchFusedOps, TorchRotary
 from support.models import ARCHITECTURES, build, path_logits
 from support.slow_cases import every
 from support.trees import relative_error
@@ -17,7 +17,7 @@ from test_layers import batch
 from torch import Tensor, nn
 
 from arbor.kernels.fused import fused_ops
-from arbor.kernels.linear import pack_linears, weight_bytes
+from arbor.kernels.linear import DenseJoint, pack_linears, weight_bytes
 from arbor.kernels.native import native_library
 from arbor.kernels.rotary import RotaryOps, rotary_ops
 from arbor.kernels.torch_cascade import TorchCascade
@@ -239,6 +239,64 @@ def test_hooks_of_projections_and_norms_run() -> None:
 
     assert sorted(seen) == sorted(parts)
     assert torch.equal(hooked.logits, plain.logits)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain layers of one input are multiplied as one, as on CUDA."""
+    monkeypatch.setattr("arbor.model.fuse.joins_dense", lambda x: True)
+    monkeypatch.setattr("arbor.model.fuse_attention.joins_dense", lambda x: True)
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "olmo2"])
+def test_plain_projections_are_one_product_where_that_gives_the_same(
+    name: str, dtype: torch.dtype
+) -> None:
+    model = build(name).to(dtype)
+    runner = ModelRunner(model, TorchCascade())
+    before, _ = bits(runner)
+    held, ops = weight_bytes(model), TorchFusedOps()
+
+    gated, fused = fuse(model, ops).gated, fuse_attention(model, TorchRotary())[0]
+
+    assert len(gated) == len(fused) == runner.layer_count
+    for each in (*gated, *fused):
+        module: Any = model.get_submodule(each)
+        joint = module._arbor_form.joint if each in fused else module._arbor_joint
+        assert isinstance(joint, DenseJoint)
+    assert weight_bytes(model) == held
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    assert relative_error(bits(runner)[0].logits, before.logits) < tolerance
+    seen: list[str] = []
+    hooked = model.get_submodule(f"{fused[1]}.k_proj")
+    handle = hooked.register_forward_hook(lambda *_: seen.append("k_proj"))
+    assert relative_error(bits(runner)[0].logits, before.logits) < tolerance
+    assert seen == ["k_proj"]
+    handle.remove()
+
+    unfuse(model)
+
+    assert relative_error(bits(runner)[0].logits, before.logits) < tolerance
+
+
+@pytest.mark.usefixtures("joined")
+def test_projections_stay_apart_where_their_product_as_one_is_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = DenseJoint.__call__
+    monkeypatch.setattr(DenseJoint, "__call__", lambda self, rows: 1.1 * own(self, rows))
+    model = build("llama")
+    runner = ModelRunner(model, TorchCascade())
+    before, _ = bits(runner)
+
+    gated, fused = fuse(model, TorchFusedOps()).gated, fuse_attention(model, TorchRotary())[0]
+
+    assert len(gated) == len(fused) == runner.layer_count
+    assert all(model.get_submodule(each)._arbor_form.joint is None for each in fused)
+    assert all(model.get_submodule(each)._arbor_joint is None for each in gated)
+    assert relative_error(bits(runner)[0].logits, before.logits) < 1e-5
 
 
 def test_a_kernel_that_fails_leaves_every_layer_as_it_is(

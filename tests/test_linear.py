@@ -15,6 +15,7 @@ from arbor.kernels.linear import (
     PackedLinear,
     Packing,
     batch_dependent,
+    dense_joint,
     joint_linear,
     pack_linears,
     weight_bytes,
@@ -391,3 +392,37 @@ def test_layers_that_differ_are_not_joined() -> None:
         (float32[0], plain),
     ):
         assert joint_linear(pair) is None
+
+
+def test_plain_layers_as_one_product_give_the_same_and_share_its_weight() -> None:
+    layers = [nn.Linear(24, size) for size in (48, 10, 7)]
+    x = torch.randn(5, 24)
+    expected, held = [layer(x) for layer in layers], weight_bytes(nn.ModuleList(layers))
+
+    joint = dense_joint(layers)
+
+    assert joint is not None and joint.out_features == 65 and not joint.hooked
+    torch.testing.assert_close(joint(x), torch.cat(expected, 1), rtol=1e-5, atol=1e-6)
+    storages = {layer.weight.untyped_storage().data_ptr() for layer in layers}
+    assert storages == {joint._weight.untyped_storage().data_ptr()}
+    assert weight_bytes(nn.ModuleList(layers)) == held
+    for layer, one in zip(layers, expected, strict=True):
+        torch.testing.assert_close(layer(x), one, rtol=1e-5, atol=1e-6)
+    handle = layers[1].register_forward_hook(lambda *_: None)
+    assert joint.hooked
+    handle.remove()
+    assert not joint.hooked
+
+
+def test_layers_that_are_not_alike_or_not_torchs_stay_apart() -> None:
+    plain, tied = nn.Linear(8, 4), nn.Linear(8, 4)
+    tied.weight = plain.weight
+
+    class Own(nn.Linear):
+        pass
+
+    for other in (
+        *(nn.Linear(9, 4), nn.Linear(8, 4, bias=False), nn.Linear(8, 4).half(), Own(8, 4)),
+        *(nn.Linear(8, 4, device="meta"), tied),
+    ):
+        assert dense_joint((plain, other)) is None

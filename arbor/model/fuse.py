@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from arbor.kernels.fused import ACTIVATIONS, NORM_FORMS, FusedOps
-from arbor.kernels.linear import JointLinear, joint_linear
+from arbor.kernels.linear import DenseJoint, JointLinear, dense_joint, joint_linear
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +113,11 @@ class _FusedSeparate(FusedGated):
 
     @property
     def projections(self) -> nn.Module | JointLinear | None:
-        return getattr(self, "_arbor_joint", None)
+        joint = getattr(self, "_arbor_joint", None)
+        return joint if isinstance(joint, JointLinear) else None
 
     def _fused(self, x: Tensor) -> Tensor:
-        joint: JointLinear | None = getattr(self, "_arbor_joint", None)
+        joint: JointLinear | DenseJoint | None = getattr(self, "_arbor_joint", None)
         if joint is None or joint.hooked:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
@@ -319,8 +320,20 @@ def _compare(
     install(module, kind, ops, chosen)
     if kind is _FusedSeparate:
         fused: Any = module
-        fused._arbor_joint = joint_linear((fused.gate_proj, fused.up_proj))
+        pair = (fused.gate_proj, fused.up_proj)
+        fused._arbor_joint = joint_linear(pair)
+        if fused._arbor_joint is None and joins_dense(inputs[0]):
+            fused._arbor_joint = dense_joint(pair)
+            results = [module.forward(x).float() for x in inputs]
+            pairs = map(errors, results, own)
+            if not all(bool((found <= bound).all()) for found, bound in pairs):
+                fused._arbor_joint = None
     return ""
+
+
+def joins_dense(x: Tensor) -> bool:
+    """Whether layers that read x are multiplied as one where their weights are not packed."""
+    return x.is_cuda
 
 
 def install(module: nn.Module, kind: type[Fused], ops: Any, form: Any) -> None:

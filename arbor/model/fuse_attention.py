@@ -8,8 +8,9 @@ random tables of angles and random positions before it is changed.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from arbor.kernels.base import AttentionShape
-from arbor.kernels.linear import JointLinear, joint_linear
+from arbor.kernels.linear import DenseJoint, JointLinear, dense_joint, joint_linear
 from arbor.kernels.native import MOST_DIM
 from arbor.kernels.rotary import ROTARY_FORMS, RotaryForm, RotaryOps
 from arbor.model.attention import (
@@ -29,7 +30,7 @@ from arbor.model.attention import (
     answered_by,
     answering,
 )
-from arbor.model.fuse import Fused, install, random_rows, remove
+from arbor.model.fuse import Fused, install, joins_dense, random_rows, remove
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 ROWS = 3
 FAR = 1 << 20  # positions of a trial: from here to twice as far
 DTYPES = (torch.float32, torch.bfloat16)
+# Largest difference of what a joint product gives, relative to its size.
+JOINT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: torch.finfo(torch.bfloat16).eps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class AttentionForm:
         rotary: position embedding; None without.
         shape: of its attention, as it calls it.
         sinks: whether its attention has sinks.
-        joint: its projections as one product; None: one by one.
+        joint: its projections as one product, whose bits are the same if it is packed; None: one
+            by one.
     """
 
     projections: tuple[str, ...]
@@ -64,7 +68,7 @@ class AttentionForm:
     rotary: RotaryForm | None
     shape: AttentionShape
     sinks: bool
-    joint: JointLinear | None = None
+    joint: JointLinear | DenseJoint | None = None
 
 
 class FusedAttention(Fused):
@@ -123,7 +127,8 @@ def fuse_attention(model: nn.Module, ops: RotaryOps) -> tuple[tuple[str, ...], M
     """Let the attention layers of a model compute in few kernels, in place.
 
     A layer is changed only if, for random rows, tables and positions far from the start, its
-    queries, keys, values and result have the bits of its own forward. `arbor.model.fuse.unfuse`
+    queries, keys, values and result have the bits of its own forward. On CUDA q, k and v are then
+    multiplied as one matrix, if that gives the same up to rounding. `arbor.model.fuse.unfuse`
     gives all layers theirs back.
 
     Args:
@@ -277,9 +282,37 @@ def _fuse_layer(module: Any, arguments: dict[str, Any], ops: RotaryOps) -> str:
             remove(module)
             continue
         if torch.equal(result[0], wanted[0]) and all(map(torch.equal, found.heads, own.heads)):
+            _join(module, random, ops, form, [wanted[0], *own.heads])
             return ""
         remove(module)
     return "its results differ in every known form"
+
+
+def _join(
+    module: Any,
+    arguments: dict[str, Any],
+    ops: RotaryOps,
+    form: AttentionForm,
+    wanted: Sequence[Tensor],
+) -> None:
+    """Multiply the projections of a fused layer as one where that gives the same up to rounding.
+
+    wanted: the layer's result, and its queries, keys and values.
+    """
+    layers = [module.get_submodule(name) for name in form.projections]
+    if form.joint is not None or len(layers) < 2 or not joins_dense(wanted[0]):
+        return
+    joint = dense_joint(layers)
+    if joint is None:
+        return
+    module._arbor_form = dataclasses.replace(form, joint=joint)
+    answer = _Answer(ops)
+    with answered_by(answer):
+        result, _ = module(**arguments)
+    for got, right in zip((result, *answer.heads), wanted, strict=True):
+        error = (got.float() - right.float()).norm() / right.float().norm()
+        if not error <= JOINT_TOLERANCE[right.dtype]:
+            module._arbor_form = form
 
 
 def _forms(module: nn.Module, call: AttentionCall) -> Iterator[AttentionForm]:

@@ -174,7 +174,7 @@ def _parts(layer: nn.Module) -> LayerParts | str:
     form = attention[0]._arbor_form
     if form.sinks or not head_dim_fits(form.shape.head_dim_qk):
         return "its attention is of an unknown kind"
-    joint = form.joint
+    joint: Any = form.joint
     if joint is None and len(form.projections) == 1:
         joint = getattr(attention[0], form.projections[0])
     products = [

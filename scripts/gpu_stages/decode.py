@@ -181,7 +181,7 @@ def kernels(events: Iterable[Any], steps: int) -> dict[str, Any]:
         "busy_ms": sum(busy.values()) / 1e3 / steps,
         "kernels": round(count / steps),
         "launches": round(launches / steps),
-        "longest": [[name, round(us / 1e3 / steps, 3)] for name, us in busy.most_common(8)],
+        "longest": [[name, round(us / 1e3 / steps, 3)] for name, us in busy.most_common(16)],
     }
 
 
