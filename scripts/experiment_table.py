@@ -47,7 +47,7 @@ class ExperimentTable:
         self._path: Path | None = given.csv
         self._known = {
             "date": datetime.date.today().isoformat(),
-            "commit": commit(),
+            "commit": getattr(given, "commit", None) or commit(),
             "machine": given.machine,
             "conditions": given.conditions,
         }

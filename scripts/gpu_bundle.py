@@ -113,7 +113,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--arch", default="9.0a", help="compute capability; 9.0a is Hopper")
     parser.add_argument(
-        "--python", nargs="+", default=list(PYTHONS), help="versions to carry, beside this one"
+        "--python",
+        nargs="+",
+        default=list(PYTHONS),
+        help="versions to carry, in addition to this one",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
     parser.add_argument("--dry-run", action="store_true")

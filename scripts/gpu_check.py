@@ -4,6 +4,7 @@
     python scripts/gpu_check.py --device cpu        # small: shows only that the checks run
     python scripts/gpu_check.py --stages 1,2        # some of the stages
     python scripts/gpu_check.py --report gpu.jsonl  # the tables of a run, once more
+    python scripts/gpu_check.py --report gpu.jsonl --csv docs/experiments/gpu.csv --machine h200
 
 Needs no network and no installation: it runs from a checkout. Each part of a stage is a process
 with a time limit; one that fails, hangs or dies does not stop the next. Every row is on disk as
@@ -31,13 +32,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from experiment_table import ExperimentTable, add_options  # noqa: E402
 from gpu_stages.processes import RESERVE, Part, rows_since, run_all, verdict  # noqa: E402
 from gpu_stages.report import render  # noqa: E402
 from gpu_stages.rows import Job, read  # noqa: E402
+from gpu_stages.table import numbers  # noqa: E402
 
 PARTS = (
     Part(1, "environment", "all", 30),
@@ -58,7 +62,9 @@ CHECKING = ("attention", "agreement", "search")  # stages that check a backend's
 def main() -> int:
     arguments = parse()
     if arguments.report:
-        print(render(read(arguments.report)))
+        rows = read(arguments.report)
+        print(render(rows))
+        save(rows, arguments)
         return 0
     if arguments.part:
         return run_here(arguments)
@@ -88,6 +94,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="repeats the random numbers of another run")
     parser.add_argument("--report", type=Path, metavar="FILE", help="render the tables of FILE")
+    add_options(parser)
+    parser.add_argument("--commit", help="that ran, for the table; by default the one checked out")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -135,10 +143,20 @@ def run(arguments: argparse.Namespace) -> int:
     run_all(commands, out, environment(arguments.bundle, arguments.device))
     rows = rows_since(out, before)
     print(render(rows))
+    save(rows, arguments)
     reasons = verdict(rows, arguments.require, CHECKING)
     for reason in reasons:
         print(f"gpu_check: {reason}", file=sys.stderr)
     return 1 if reasons else 0
+
+
+def save(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Append what was measured to the table of ``--csv``."""
+    stages = arguments.stages or {part.number for part in PARTS}
+    command = "gpu_check.py --stages " + ",".join(map(str, sorted(stages)))
+    table = ExperimentTable(arguments, command)
+    for row in numbers(rows):
+        table.add(row)
 
 
 def has_cuda() -> bool:

@@ -276,18 +276,6 @@ TABLES: dict[str, Table] = {
             "metric": ("median, run 1", "median, run 2", "CPU time", "time"),
         },
     ),
-    "view_speed": Table(
-        "view_speed",
-        {"blocks": "blocks", "events": "events", "machine": "machine"},
-        (
-            Column("loads", "n"),
-            Column("ready, median", "ready_s", unit=" s"),
-            Column("ready, largest", "ready_largest_s", unit=" s"),
-            Column("seek p95", "seek_p95_ms", unit=" ms"),
-            Column("heap", "heap_mb", unit=" MB"),
-        ),
-        {"machine": "xeon-amx"},
-    ),
 }
 
 

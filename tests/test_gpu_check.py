@@ -4,6 +4,7 @@ it, and its floors and tables are right. Nothing here needs a GPU."""
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import logging
 import math
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import gpu_bundle  # noqa: E402
 import gpu_check  # noqa: E402
-from gpu_stages import (  # noqa: E402  # noqa: E402
+from gpu_stages import (  # noqa: E402
     agreement,
     attention,
     decode,
@@ -34,6 +35,7 @@ from gpu_stages import (  # noqa: E402  # noqa: E402
     report,
     rows,
 )
+from gpu_stages.table import numbers  # noqa: E402
 
 from arbor.engine.engine import Engine  # noqa: E402
 from arbor.kernels.native import without_native  # noqa: E402
@@ -633,6 +635,28 @@ def test_a_file_is_rendered_again(
 
     assert gpu_check.main() == 0
     assert capsys.readouterr().out == report.render(MEASURED) + "\n"
+
+
+def test_numbers_of_a_run_are_appended_to_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, table = tmp_path / "rows.jsonl", tmp_path / "gpu.csv"
+    for row in MEASURED:
+        rows.append(out, row)
+    words = ["--report", str(out), "--csv", str(table), "--machine", "h200", "--commit", "abc1234"]
+    monkeypatch.setattr(sys, "argv", ["gpu_check", *words, "--stages", "4,5"])
+
+    assert gpu_check.main() == 0
+
+    with table.open(encoding="utf-8", newline="") as lines:
+        found = list(csv.DictReader(lines))
+    named = {(row["stage"], row["cell"], row["number"]): row["value"] for row in found}
+    assert named["decode", "llama-3.1-8b config-s 64 on+graphs", "wall_ms"] == "5.0"
+    assert {(row["commit"], row["machine"]) for row in found} == {("abc1234", "h200")}
+    assert {row["command"] for row in found} == {"gpu_check.py --stages 4,5"}
+    assert [row for row in found if row["stage"] == "agreement" and row["number"] == "passed"]
+    wrong = [{**row, "ok": False} if row["stage"] == "agreement" else row for row in MEASURED]
+    assert not [row for row in numbers(wrong) if row["stage"] == "decode"], "no speed claims"
 
 
 @pytest.fixture(autouse=True)
